@@ -4,9 +4,11 @@
     python -m benchmarks.converting /tmp/converting --rival PYTHON --datasets PYTHON --cold
 
 The source is a folder of pairs: JPEGs of about 100 KB, each with a caption in a text file. Each round runs all systems
-in another order, each into a new folder on the same disk, and ends when the disk has what was written (`sync`). With
---cold, the files of the source are dropped from the page cache before each run. `webdataset` is its `ShardWriter`, and
-then `prepare` of megatron-energon; `datasets` writes with `save_to_disk`. Both need an interpreter of their own.
+in another order, each into a new folder on the same disk, and ends when the disk has what was written (`sync`). The
+folders are removed at the end only: for half a minute after files were deleted, ext4 takes up to ten times as long to
+create others, which `cp` does most. With --cold, the files of the source are dropped from the page cache before each
+run. `webdataset` is its `ShardWriter`, and then `prepare` of megatron-energon; `datasets` writes with `save_to_disk`.
+Both need an interpreter of their own.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
@@ -69,9 +72,9 @@ def write_source(folder: Path, images: int) -> int:
 
 
 def drop_from_cache(folder: Path) -> None:
-    """Drop the files of a folder from the page cache."""
+    """Drop the files below a folder from the page cache."""
     os.sync()
-    for path in folder.iterdir():
+    for path in (path for path in folder.rglob("*") if path.is_file()):
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
@@ -82,19 +85,20 @@ def commands(
 ) -> dict[str, list[list[str]]]:
     """Return the commands of each system, run one after the other."""
     shards = ["--num-workers", str(workers)]
-    convert = [sys.executable, "-c", _CONVERT, "convert", str(source), str(out), "--no-ask", "--no-progress"]
+    convert = [sys.executable, "-c", _CONVERT, "convert", str(source), str(out / "ours"), "--no-ask", "--no-progress"]
     found = {
-        "cp": [["cp", "-r", str(source), str(out)]],
+        "cp": [["cp", "-r", str(source), str(out / "cp")]],
         "energon convert": [[*convert, *shards, "--samples-per-shard", str(per_shard)]],
     }
     if rival:
-        prepare = [rival, "-c", _PREPARE, "prepare", str(out), "--non-interactive", "--no-progress", *shards]
+        theirs = str(out / "webdataset")
+        prepare = [rival, "-c", _PREPARE, "prepare", theirs, "--non-interactive", "--no-progress", *shards]
         prepare += ["--split-ratio", "1,0,0", "--sample-type", "CaptioningSample"]
         prepare += ["--field-map", json.dumps({"image": "jpg", "caption": "txt"})]
-        writer = [rival, "-c", _WEBDATASET, str(source), str(out), str(per_shard)]
-        found["webdataset, prepare"] = [["mkdir", str(out)], writer, prepare]
+        writer = [rival, "-c", _WEBDATASET, str(source), theirs, str(per_shard)]
+        found["webdataset, prepare"] = [["mkdir", theirs], writer, prepare]
     if datasets:
-        found["datasets"] = [[datasets, "-c", _DATASETS, str(source), str(out), str(workers)]]
+        found["datasets"] = [[datasets, "-c", _DATASETS, str(source), str(out / "datasets"), str(workers)]]
     return found
 
 
@@ -113,14 +117,16 @@ def main(
     """Measure `energon convert` in FOLDER, which must not exist, and print medians and ratios to `cp`."""
     if folder.exists():
         raise click.ClickException(f"{folder} exists already.")
-    source, out = folder / "source", folder / "out"
+    source = folder / "source"
     try:
         total = write_source(source, images)
         click.echo(f"{images:,} images, {total / images / 1000:.0f} KB each, {'cold' if cold else 'warm'}")
-        systems = commands(source, out, workers=workers, per_shard=per_shard, rival=rival, datasets=datasets)
-        seconds: dict[str, list[tuple[float, float, float]]] = {name: [] for name in systems}
+        seconds: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
         chooser = random.Random(SEED)
-        for _ in range(rounds):
+        for turn in range(rounds):
+            out = folder / f"out-{turn}"
+            out.mkdir()
+            systems = commands(source, out, workers=workers, per_shard=per_shard, rival=rival, datasets=datasets)
             for name in chooser.sample(list(systems), len(systems)):
                 if cold:
                     drop_from_cache(source)
@@ -133,7 +139,8 @@ def main(
                 os.sync()
                 seconds[name].append((written, time.perf_counter() - start, cpu))
                 click.echo(json.dumps({"system": name, "seconds": seconds[name][-1]}), err=True)
-                shutil.rmtree(out)
+                for one in out.iterdir():
+                    drop_from_cache(one)
         for name, found in seconds.items():
             ratios = [[cp[at] / one[at] for cp, one in zip(seconds["cp"], found, strict=True)] for at in (0, 1, 2)]
             spans = [f"{median(one):.2f} ({min(one):.2f}-{max(one):.2f})" for one in ratios]

@@ -81,21 +81,25 @@ def read_sparse(per_shard: int) -> None:
 def prepare(command: str, root: Path, *flags: str, workers: int, kill_at: int | None = None) -> dict[str, Any]:
     """Run `energon prepare`; return seconds, CPU seconds, and the most memory of all its processes together, in MiB.
 
-    With `kill_at` it is killed once so many tars have been looked into.
+    With `kill_at` it and its workers are killed once so many tars have been looked into.
     """
     line = [sys.executable, "-c", command, "prepare", str(root), "--no-progress", "--non-interactive"]
     line += ["--split-ratio", "98,1,1", "--force-overwrite", "--skip-dataset-yaml", "--num-workers", str(workers)]
     start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     most = 0.0
-    with subprocess.Popen([*line, *flags], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        [*line, *flags], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, process_group=0
+    ) as process:
         while process.poll() is None:
             looked = time.perf_counter()
             most = max(most, _memory(process.pid))
             if kill_at is not None and sum(1 for _ in (root / ".nv-meta.scans").rglob("*.rec")) >= kill_at:
-                process.send_signal(signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)
                 break
             pause = max(_PAUSE_SECONDS, 100 * (time.perf_counter() - looked))  # looking costs 1 % at most
             time.sleep(pause)
+    if kill_at is not None and process.returncode != -signal.SIGKILL:
+        raise click.ClickException("energon prepare ended before it could be killed")
     if kill_at is None and process.returncode:
         raise click.ClickException(f"energon prepare ended with {process.returncode}")
     used = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -45,7 +45,7 @@ def cyclic_iter(iterable: Iterable[Any]) -> Iterator[Any]:
         ['a', 'b', 'c', 'a', 'b']
 
     Raises:
-        EmptyDatasetError: A pass yields nothing; going on would never end.
+        EmptyDatasetError: A pass yields nothing, so cycling would never end.
     """
     while True:
         empty = True
@@ -54,7 +54,7 @@ def cyclic_iter(iterable: Iterable[Any]) -> Iterator[Any]:
             yield item
         if empty:
             raise EmptyDatasetError(
-                f"cannot cycle through {type(iterable).__name__}: a whole pass over it yields nothing. Check the split "
+                f"cannot cycle through {type(iterable).__name__}: a pass over it yields nothing. Check the split "
                 "part (energon info shows how many samples it has) and, on many ranks, batch_drop_last"
             )
 
@@ -114,8 +114,8 @@ class EnergonDataloader:
     ) -> None:
         if loader is None and (replica is None or replica.is_source):
             raise ConfigurationError(
-                "EnergonDataloader(None): a split without data is None, not an EnergonDataloader of None, since "
-                "trainers take any object for data"
+                "EnergonDataloader(None): for a split without data, use None itself, since trainers take any "
+                "EnergonDataloader for data"
             )
         if length is not None and length < 1:
             raise ConfigurationError(f"EnergonDataloader: length must be at least 1, got {length}")
@@ -155,7 +155,7 @@ class EnergonDataloader:
     def __next__(self) -> Any:
         """Return the next batch; a finite loader starts again at its end.
 
-        After an error, the next call continues behind the last delivered batch (a validation pass starts over).
+        After an error, the next call continues after the last delivered batch (a validation pass starts over).
 
         Raises:
             EmptyDatasetError: The loader yields nothing at all.
@@ -172,7 +172,7 @@ class EnergonDataloader:
             WrongUseError: The loader is endless.
         """
         if self.endless:
-            raise WrongUseError("one_pass: this EnergonDataloader is endless; take as many batches as you need of it")
+            raise WrongUseError("one_pass: this EnergonDataloader is endless; take as many batches from it as you need")
         self._stream = None
         self._turns.give(None)
         return self._one_pass()
@@ -198,7 +198,7 @@ class EnergonDataloader:
         if self.length is not None:
             return self.length
         if self.endless:
-            raise TypeError("this EnergonDataloader is endless and has no len(); give it one with length=")
+            raise TypeError("this EnergonDataloader is endless and has no len(); set one with length=")
         return len(self.loader)
 
     def save_state(self) -> Any:
@@ -238,14 +238,14 @@ class EnergonDataloader:
         dataset: str | None = None,
         ignore_unknown: bool = False,
     ) -> int:
-        """Withdraw samples while the run goes on (see `SavableDataLoader.ban`); all ranks must call it alike."""
+        """Withdraw samples during the run (see `SavableDataLoader.ban`); all ranks must call it alike."""
         loader, given = self.loader, list(keys)
         draw = int(loader.ban(given, from_draw=from_draw, dataset=dataset, ignore_unknown=ignore_unknown))
         self._turns.bans.append(lambda: loader.ban(given, dataset=dataset, ignore_unknown=True))
         return draw
 
     def set_weights(self, weights: Mapping[str, Any] | Sequence[Any], *, from_draw: int | None = None) -> int:
-        """Change the weights of a mix while the run goes on (see `SavableDataLoader.set_weights`); all ranks alike."""
+        """Change the weights of a mix during the run (see `SavableDataLoader.set_weights`); all ranks alike."""
         return int(self.loader.set_weights(weights, from_draw=from_draw))
 
     def metrics(self) -> dict[str, float]:
@@ -294,7 +294,7 @@ class EnergonDataloader:
         raise MaskedMicrobatchesError(
             f"{ranks} data-parallel ranks do not divide the {lanes} lanes of this run (num_lanes, fixed when it "
             f"started), so {100 * ownership.masked_share:.1f} % of the microbatches would be masked: rows with "
-            "__valid__ all false and loss_mask 0. A loss that does not weigh by them would be wrong. Go on with "
+            "__valid__ all false and loss_mask 0. A loss that ignores these would be wrong. Continue with "
             f"{ownership.nearest_even_world_size()} ranks (the nearest number that divides {lanes}), or, if the loss "
             "is a mean over the real microbatches of all ranks, pass masked_microbatches='allow'"
         )

@@ -252,8 +252,8 @@ class EnergonMultiModalDataModule(_Base):
         per_step = self.micro_batch_size * config.dp_size
         if self.global_batch_size != 1 and self.global_batch_size % per_step:
             raise ConfigurationError(
-                f"global_batch_size={self.global_batch_size} cannot be shared by {config.dp_size} data-parallel ranks "
-                f"of micro_batch_size={self.micro_batch_size}: it must be a multiple of {per_step}"
+                f"global_batch_size={self.global_batch_size} cannot be divided between {config.dp_size} data-parallel "
+                f"ranks of micro_batch_size={self.micro_batch_size}: it must be a multiple of {per_step}"
             )
         logger.info(
             "%s data of %s: data-parallel rank %d of %d, %d workers",
@@ -478,7 +478,7 @@ class EnergonMultiModalDataModule(_Base):
         if steps > 0 and not _tried_out():
             raise ConfigurationError(
                 f"micro_batch_size was changed from {self._opened_sizes['train']} to {self.micro_batch_size} after "
-                f"{counted(steps, 'step')} of training; it can change before the first one only. Set it back, or make "
+                f"{counted(steps, 'step')} of training; it can only change before the first step. Set it back, or make "
                 "a data module for a new run"
             )
 
@@ -580,7 +580,7 @@ def _tried_out() -> bool:
 
 
 def _check_image_processor(image_processor: Any) -> None:
-    """Raise if a value that is no image processor was passed in its position."""
+    """Raise if the value in the position of the image processor is not one."""
     if isinstance(image_processor, int | float | str):
         raise ConfigurationError(
             f"EnergonMultiModalDataModule: image_processor={image_processor!r} is a {type(image_processor).__name__}; "

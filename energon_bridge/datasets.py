@@ -102,7 +102,7 @@ def get_train_dataset(
         repeat: False gives passes: an iterator ends when every sample has come (as often as `blend_epochized` says);
             the next one makes another pass, in another order. All ranks make the same number of steps; microbatches
             that complete the last step have `batch.__valid__` all false.
-        virtual_epoch_length: Steps after which an iterator ends, on every rank; the next one goes on. 0 or None:
+        virtual_epoch_length: Steps after which an iterator ends, on every rank; the next one continues. 0 or None:
             without an end.
         task_encoder: Default: `DefaultTaskEncoder()`.
         image_decode: Form of decoded images, such as "torchrgb8" or "pilrgb"; overrides the encoder's decoder.
@@ -280,7 +280,7 @@ def get_savable_loader(
     ignored = kwargs.keys() & _IGNORED_LOADER_ARGUMENTS
     _refuse_unknown(get_savable_loader, {name: value for name, value in kwargs.items() if name not in ignored})
     if ignored:
-        logger.info("get_savable_loader: %s: not needed here", ", ".join(sorted(ignored)))
+        logger.info("get_savable_loader: ignoring %s, which is not needed here", ", ".join(sorted(ignored)))
     if not isinstance(dataset, DatasetSpec):
         dataset = get_train_dataset(dataset, batch_size=1, worker_config=worker_config)
     config = worker_config or dataset.worker_config
@@ -366,8 +366,8 @@ def _policy(policy: ErrorPolicy | None, handler: Handler | None) -> ErrorPolicy:
         return policy
     if policy.on_error != "skip":
         raise ConfigurationError(
-            f"handler={handler!r} and error_policy with on_error={policy.on_error!r} are both given: they say the same "
-            "thing, give one of them"
+            f"handler={handler!r} and error_policy with on_error={policy.on_error!r} mean the same "
+            "thing: pass only one of them"
         )
     return dataclasses.replace(policy, on_error=handler)
 
@@ -386,7 +386,7 @@ def _microbatches(batch_size: int | None, buffer: int | None, max_tokens: int | 
         if batch_size not in (None, 1):
             raise ConfigurationError(
                 f"max_tokens_per_microbatch={max_tokens} with batch_size={batch_size}: a microbatch has as many "
-                "samples as fit into the tokens, and batch_size counts microbatches: give batch_size=1 or None "
+                "samples as fit into the tokens, and batch_size counts microbatches: pass batch_size=1 or None "
                 "(micro_batch_size=1 of a data module, whose global_batch_size then counts microbatches)"
             )
         batch_size, buffer = 1, DEFAULT_LENGTH_BUFFER if buffer is None else buffer

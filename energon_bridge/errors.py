@@ -8,7 +8,7 @@
     │   ├── DataParallelError           a loader's ranks are not the data-parallel ones of megatron's groups
     │   ├── MaskedMicrobatchesError     the ranks do not divide the lanes, and masked microbatches are not allowed
     │   ├── NoCookerError               no cooker of the encoder takes the samples of a crude dataset
-    │   ├── WrongUseError                an object is used as something that it is not; says what to use instead
+    │   ├── WrongUseError                an object is used as something else, such as a dataset as an iterator
     │   └── NotProvidedError            a part of megatron-energon that has no counterpart here
     ├── DatasetError                    a dataset on disk cannot be used
     │   ├── DatasetNotFoundError        the folder or file does not exist
@@ -16,6 +16,7 @@
     │   ├── NoShardsError               no tar files below the folder
     │   ├── ShardMissingError           a shard or its index is listed but not there
     │   ├── CorruptShardError           a tar is truncated or has a broken header; names the offset
+    │   ├── UnsupportedShardError       a tar is compressed, so its samples cannot be read by range
     │   ├── DuplicateKeyError           two samples share a key
     │   ├── KeyIndexError               there is no index.sqlite to look keys up in, or a damaged one
     │   ├── UnmatchedKeyError           a sample has no match in another dataset of a join
@@ -51,7 +52,7 @@
     │   ├── MissingRankError            the states of some ranks (lanes) are not there
     │   ├── StepMismatchError           the ranks were not saved at the same step
     │   └── TooManyRanksError           more data-parallel ranks than lanes
-    ├── LoaderError                     the loader cannot go on
+    ├── LoaderError                     the loader cannot continue
     │   ├── BalanceError                another data-parallel rank failed or is gone while microbatches are balanced
     │   ├── BroadcastError              the rank that loads for a replica failed
     │   ├── ForkedLoaderError           a loader is iterated in a fork of the process that started its workers
@@ -279,7 +280,7 @@ class TooManyRanksError(StateError):
 
 
 class LoaderError(EnergonError):
-    """The loader cannot go on."""
+    """The loader cannot continue."""
 
 
 class BalanceError(LoaderError):

@@ -1,7 +1,7 @@
 """Keyed randomness: hashes, draws and permutations that depend on their key alone.
 
 Everything the order of a stream depends on is computed here with 64-bit integer arithmetic, so that it never
-depends on a numpy, torch, Python or processor version; golden values stand in the tests. There is no generator
+depends on a numpy, torch, Python or processor version; golden values are in the tests. There is no generator
 object and nothing to save: the key *is* the state.
 
 - `key_of` turns names into a key, `fold` derives a key from a key and integers.
@@ -104,9 +104,9 @@ def shuffled(key: int, n: int) -> IntArray:
 class Permutation:
     """A keyed permutation of `range(n)` that holds no table.
 
-    `at` maps a place to the number that stands there, `place_of` is its inverse. A number x is the pair
+    `at` maps a place to the number there, `place_of` is its inverse. A number x is the pair
     (x div a, x mod a) with a = ceil(sqrt(n)). In turn, a keyed hash of each half is added to the other. At most sqrt(n)
-    numbers of this domain are not below n; `at` goes on from such a number until it meets one that is.
+    numbers of this domain are not below n; `at` repeats the mapping until the number is below n.
     """
 
     __slots__ = ("_high", "_keys", "_low", "n")
@@ -132,14 +132,14 @@ class Permutation:
         return high * self._low + low
 
     def at(self, place: int) -> int:
-        """Return the number that stands at a place."""
+        """Return the number at a place."""
         x = self._forward(place)
         while x >= self.n:
             x = self._forward(x)
         return x
 
     def place_of(self, number: int) -> int:
-        """Return the place at which a number stands."""
+        """Return the place of a number."""
         x = self._backward(number)
         while x >= self.n:
             x = self._backward(x)

@@ -168,7 +168,7 @@ def data_parallel_group(pg_collection: Any = None) -> Any:
         group = getattr(pg_collection, "dp", None)
         if group is not None:
             return group
-        logger.debug("pg_collection has no dp group; looking at megatron's parallel_state and torch.distributed")
+        logger.debug("pg_collection has no dp group; using megatron's parallel_state or torch.distributed")
     parallel_state = _parallel_state()
     return None if parallel_state is None else parallel_state.get_data_parallel_group(with_context_parallel=False)
 
@@ -218,7 +218,7 @@ def check_data_parallel(config: WorkerConfig, pg_collection: Any = None) -> None
     raise DataParallelError(
         f"the loader is for rank {config.dp_rank} of {config.dp_size}, but with {parallel or 'no model parallelism'} "
         f"this process is data-parallel rank {rank} of {ranks}: the ranks of a replica would train on different data. "
-        "Give WorkerConfig data_parallel_group=parallel_state.get_data_parallel_group() (without context parallelism), "
+        "Pass WorkerConfig data_parallel_group=parallel_state.get_data_parallel_group() (without context parallelism), "
         "or use EnergonMultiModalDataModule, which does"
     )
 

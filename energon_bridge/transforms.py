@@ -66,16 +66,16 @@ def resize(
 
     Raises:
         ConfigurationError: Arguments that do not fit together.
-        SampleError: The value is no image.
+        SampleError: The value is not an image.
     """
     if interpolation not in (*_SMOOTH, "nearest", "nearest-exact"):
         raise ConfigurationError(
-            f"interpolation={interpolation!r} must be one of bilinear, bicubic, nearest, nearest-exact"
+            f"interpolation must be one of bilinear, bicubic, nearest, nearest-exact, got {interpolation!r}"
         )
     sides = _sides_of("size", size)
     if max_size is not None and (len(sides) == 2 or max_size <= sides[0]):
         raise ConfigurationError(
-            f"max_size={max_size} needs one size below it, the length of the shorter side; got size={size!r}"
+            f"max_size={max_size} needs a single smaller size, the length of the shorter side; got size={size!r}"
         )
 
     def resized(pixels: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def center_crop(image: Any, output_size: int | Sequence[int]) -> Any:
 
     Raises:
         ConfigurationError: The size is none.
-        SampleError: The value is no image.
+        SampleError: The value is not an image.
     """
     height, width = _both("output_size", output_size)
 
@@ -134,12 +134,12 @@ def random_resized_crop(
 
     Raises:
         ConfigurationError: Arguments that do not fit together.
-        SampleError: The value is no image.
+        SampleError: The value is not an image.
     """
     wanted = _both("size", size)
     for name, (low, high) in (("scale", scale), ("ratio", ratio)):
         if not 0.0 < low <= high:
-            raise ConfigurationError(f"{name}={(low, high)!r} must be a positive range, the lower bound first")
+            raise ConfigurationError(f"{name} must be a positive range, lower bound first, got {(low, high)!r}")
 
     def cropped(pixels: Tensor) -> Tensor:
         height, width = pixels.shape[-2:]
@@ -151,7 +151,7 @@ def random_resized_crop(
 
 
 def horizontal_flip(image: Any) -> Any:
-    """Return images with left and right exchanged. Raises SampleError: the value is no image."""
+    """Flip images horizontally. Raises SampleError if the value is not an image."""
     return _applied(_flipped, image)
 
 
@@ -160,10 +160,10 @@ def random_horizontal_flip(image: Any, p: float = 0.5, generator: torch.Generato
 
     Raises:
         ConfigurationError: `p` is no probability.
-        SampleError: The value is no image.
+        SampleError: The value is not an image.
     """
     if not 0.0 <= p <= 1.0:
-        raise ConfigurationError(f"p={p!r} must be a probability, from 0 to 1")
+        raise ConfigurationError(f"p must be a probability, from 0 to 1, got {p!r}")
 
     def flipped(pixels: Tensor) -> Tensor:
         return _flipped(pixels) if float(torch.rand(1, generator=generator)) < p else pixels
@@ -187,19 +187,19 @@ def normalise(
 
     Raises:
         ConfigurationError: A deviation is 0, or there are not as many numbers as channels.
-        SampleError: The value is no image, or those of a list have different shapes.
+        SampleError: The value is not an image, or the images of a list have different shapes.
     """
     means, stds = _numbers("mean", mean), _numbers("std", std)
     if 0.0 in stds:
-        raise ConfigurationError(f"std={std!r} must not be 0: values are divided by it")
+        raise ConfigurationError(f"std must not be 0, since values are divided by it; got {std!r}")
     if not isinstance(image, list | tuple):
         pixels = _as_chw(image)
         return _normalised(pixels, means, stds, torch.empty(pixels.shape, dtype=dtype, device=pixels.device))
     images = [_as_chw(one) for one in image]
     if len(shapes := {tuple(pixels.shape) for pixels in images}) != 1:
         raise SampleError(
-            f"normalise makes one tensor of a list of images, which must have one shape, got {sorted(shapes)}: resize "
-            "or crop them before, or call it for each"
+            f"normalise stacks a list of images, which must have one shape, got {sorted(shapes)}: resize or crop them "
+            "first, or call it for each"
         )
     out = _room((len(images), *images[0].shape), dtype, images[0].device)
     for pixels, row in zip(images, out, strict=True):
@@ -219,8 +219,7 @@ def _normalised(pixels: Tensor, means: tuple[float, ...], stds: tuple[float, ...
     channels = pixels.shape[-3]
     if {len(means), len(stds)} - {1, channels}:
         raise ConfigurationError(
-            f"mean has {len(means)} numbers and std {len(stds)}; an image of {channels} channels takes one, or "
-            f"{channels}"
+            f"mean has {len(means)} numbers and std {len(stds)}; an image of {channels} channels needs 1 or {channels}"
         )
     if not _is_rgb(pixels):
         floats = pixels.float() / 255.0 if pixels.dtype == torch.uint8 else pixels
@@ -350,7 +349,9 @@ def _sides_of(name: str, size: Any) -> tuple[int, ...]:
     sides = (size,) if isinstance(size, int) else tuple(size)
     fits = all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in sides)
     if not fits or len(sides) not in (1, 2):
-        raise ConfigurationError(f"{name}={size!r} must be a number of pixels, or (height, width), both at least 1")
+        raise ConfigurationError(
+            f"{name} must be a number of pixels, or (height, width), both at least 1, got {size!r}"
+        )
     return sides
 
 
@@ -363,4 +364,4 @@ def _numbers(name: str, value: Any) -> tuple[float, ...]:
     try:
         return (float(value),) if isinstance(value, int | float) else tuple(float(one) for one in value)
     except (TypeError, ValueError):
-        raise ConfigurationError(f"{name}={value!r} must be a number, or one for each channel") from None
+        raise ConfigurationError(f"{name} must be a number, or one per channel, got {value!r}") from None

@@ -90,7 +90,7 @@ def verify_resume(
     worker_config: WorkerConfig | None = None,
     topologies: Sequence[tuple[int, int]] = (),
 ) -> ResumeReport:
-    """Check that resumed loaders deliver, bit for bit, what an uninterrupted one does.
+    """Check that resumed loaders deliver the same batches as an uninterrupted one, bit for bit.
 
     Examples:
         >>> def make_loader():
@@ -129,7 +129,7 @@ def verify_resume(
                 opaque[name] = field.opaque
     if opaque:
         named = ", ".join(f"{name} ({', '.join(types)})" for name, types in opaque.items())
-        logger.warning("verify_resume: not compared, since these have no bytes of their own: %s", named)
+        logger.warning("verify_resume: cannot compare %s, which have no bytes of their own", named)
     return ResumeReport(
         steps=len(check.expected),
         save_points=tuple(states),
@@ -150,8 +150,8 @@ class _Check:
     ) -> None:
         if topologies and (config is None or config.dp_size != 1):
             raise ConfigurationError(
-                "verify_resume: topologies need a worker_config of one rank, from which those of all ranks are made, "
-                "and a make_loader that takes it"
+                "verify_resume: topologies need the worker_config of one rank, to derive those of all ranks, and a "
+                "make_loader that takes it"
             )
         self._make = make_loader
         self._config = config
@@ -187,7 +187,8 @@ class _Check:
             return self.run_uninterrupted(steps, None)
         if not reached:
             raise ConfigurationError(
-                f"verify_resume: the loader ended after {len(self.expected)} microbatches, before the first save point"
+                f"verify_resume: the loader ended after {len(self.expected)} microbatches, before the first save "
+                "point; save earlier"
             )
         return reached
 
@@ -319,12 +320,12 @@ class _Check:
                 raw = loader.loader if isinstance(loader, EnergonDataloader) else loader
                 if not hasattr(raw, "restore_state_rank"):
                     raise ConfigurationError(
-                        f"verify_resume: make_loader must return what get_savable_loader returns, or an "
-                        f"EnergonDataloader of it, not {type(raw).__name__}"
+                        f"verify_resume: make_loader must return a loader from get_savable_loader, or an "
+                        f"EnergonDataloader of it, got {type(raw).__name__}"
                     )
                 if raw is self._first():
                     raise ConfigurationError(
-                        "verify_resume: make_loader returned the same loader again; it must build a fresh one each time"
+                        "verify_resume: make_loader returned the same loader again; make a new one in each call"
                     )
                 if self._first() is None:
                     self._first = weakref.ref(raw)

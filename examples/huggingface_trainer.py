@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, float]]:
     parser.add_argument("--output", type=Path, default=Path("run"), help="folder for checkpoints")
     parser.add_argument("--max-steps", type=int, default=8, help="optimizer steps")
     parser.add_argument("--accumulate", type=int, default=2, help="microbatches of a process in an optimizer step")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
     options = parser.parse_args(argv)
     data = options.data
     if data is None:

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     parser.add_argument("--data", type=Path, help="a dataset of images and captions")
     parser.add_argument("--output", type=Path, default=Path("run"), help="folder of the checkpoint")
     parser.add_argument("--max-steps", type=int, default=8, help="optimizer steps")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     options = parser.parse_args(argv)
     if "RANK" in os.environ:
         dist.init_process_group("gloo")

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     parser.add_argument("--data", type=Path, help="a dataset of images and captions")
     parser.add_argument("--output", type=Path, default=Path("run"), help="folder for checkpoints")
     parser.add_argument("--max-steps", type=int, default=8, help="optimizer steps")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
     options = parser.parse_args(argv)
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(3)}, unk_token="w0"))
     arguments = SFTConfig(

@@ -37,9 +37,9 @@ class AudioReader:
         self._stream = media.stream("audio")
         self.rate: int = self._stream.codec_context.sample_rate
         if not self.rate:
-            raise DecodeError(f"{media.name} has sound that says no sample rate: make it again")
+            raise DecodeError(f"{media.name} has sound without a sample rate: encode it again")
         self._base: Fraction = self._stream.time_base
-        # The start of the file tells when the first sample is heard, and how long blocks are.
+        # The start of the file gives the time of the first sample, and the length of blocks.
         heads = [(frame.pts, frame.samples) for frame, _ in zip(self._from_start(), range(4), strict=False)]
         if not heads:
             raise DecodeError(f"{media.name} has an audio stream without a single sample: leave the sample out")
@@ -147,7 +147,7 @@ class AudioReader:
                 pieces.append(_array(block)[:, max(0, first - at) : stop])
         if len({len(piece) for piece in pieces}) > 1:
             raise DecodeError(
-                f"{self._media.name} has sound whose number of channels changes: it is damaged, or make it again"
+                f"{self._media.name} has sound whose number of channels changes: it may be damaged; encode it again"
             )
         return np.concatenate(pieces, axis=1) if pieces else None
 

@@ -1,4 +1,4 @@
-"""`AVDecoder`: a video or sound file, decoded on demand, only the parts that you ask for; choosing clips of it.
+"""`AVDecoder`: decodes the requested parts of a video or sound file on demand, and chooses clips of it.
 
 Each call opens and closes the file, so nothing outlives the call; within `with decoder:` all calls share one open file.
 A decoder over bytes, or over a range of a file, can be pickled and sent to other processes; its results depend on no
@@ -75,10 +75,10 @@ class AVDecoder:
         audio_format: Literal["float32", "native"] = "float32",
     ) -> None:
         if audio_format not in ("float32", "native"):
-            raise ConfigurationError(f"there is no audio_format {audio_format!r}; known: float32, native")
+            raise ConfigurationError(f"audio_format must be float32 or native, got {audio_format!r}")
         text: Any = stream
         if isinstance(text, io.TextIOBase):
-            raise ConfigurationError(f"{stream!r} is a stream of text: open the file in mode 'rb'")
+            raise ConfigurationError(f"{stream!r} is a text stream: open the file in mode 'rb'")
         self.stream = stream
         self.suppress_warnings = suppress_warnings
         self.audio_format = audio_format
@@ -300,8 +300,8 @@ class AVDecoder:
                     if self.leaves_out_beyond:
                         continue
                     raise DecodeError(
-                        f"{self.name}: a clip is asked for that begins at {audio_unit[:-1]} {begin:g}, and the sound "
-                        "ends before that: ask for what lies before, by get_audio_duration()"
+                        f"{self.name}: a clip begins at {audio_unit[:-1]} {begin:g}, after the end of the sound: "
+                        "check get_audio_duration() before you choose clips"
                     )
                 seconds = [float(reader.start + Fraction(n, reader.rate)) for n in (first, first + found.shape[1])]
                 if self.audio_format == "float32":
@@ -328,7 +328,7 @@ class AVDecoder:
             fps = video_fps(media)
             found = fps or self.get_metadata(get_video_frame_size=False, get_audio=False).video_fps
         if found is None:
-            raise DecodeError(f"{self.name} does not say how many frames a second its video has")
+            raise DecodeError(f"{self.name} does not give the frame rate of its video")
         return found
 
     def get_audio_samples_per_second(self) -> int:
@@ -410,7 +410,7 @@ def _check(ranges: Ranges, unit: str, units: tuple[str, str], kind: str) -> None
         raise ConfigurationError(f"there is no {kind}_unit {unit!r}; known: {', '.join(units)}")
     for begin, end in ranges:
         if not (0 <= begin <= end) or math.isinf(begin):
-            raise UnfitSampleError(f"a clip goes from {begin!r} to {end!r} {unit}; expected 0 <= begin <= end")
+            raise UnfitSampleError(f"a clip must have 0 <= begin <= end, got {begin!r} to {end!r} {unit}")
 
 
 def _sample(value: float, unit: str, reader: AudioReader) -> int:
@@ -427,9 +427,9 @@ def _samples(begin: float, end: float, unit: str, reader: AudioReader) -> int:
 
 # Metadata -------------------------------------------------------------------------------------------------------------
 #
-# Sizes, lengths, frame and sample counts come from the headers where possible. A length is that of the stream itself,
-# wherever it starts on the time axis. What no header says is found by walking the packets; only the samples of
-# compressed sound are counted by decoding, since packets do not tell.
+# Sizes, lengths, frame and sample counts come from the headers if possible. A length is that of the stream itself,
+# wherever it starts on the time axis. What is not in a header is found by walking the packets; only the samples of
+# compressed sound must be counted by decoding.
 
 
 _COUNTED = ("pcm_", "flac", "alac", "wavpack")
@@ -445,12 +445,12 @@ def video_fps(media: Media) -> float | None:
 def video_metadata(
     media: Media, packets: Packets | None, *, duration: bool = True, frame_count: bool = True, frame_size: bool = True
 ) -> AVMetadata:
-    """Return the requested metadata of the video; walks its packets only for what no header says."""
+    """Return the requested metadata of the video; walks its packets only for what is not in a header."""
     stream = media.stream("video")
     seconds = length_of(media, stream) if duration else None
     width, height = (stream.codec_context.width, stream.codec_context.height) if frame_size else (None, None)
     if frame_size and not (width and height):
-        raise DecodeError(f"{media.name} has video whose size no header says: is it cut off?")
+        raise DecodeError(f"{media.name} has video without a size in its headers: is it cut off?")
     rate, frames = video_fps(media), None
     if frame_count or (duration and seconds is None):
         packets = packets or Packets(media)
@@ -507,12 +507,10 @@ def get_clips_uniform(
     Raises ConfigurationError if neither is requested or a number makes no sense; DecodeError.
     """
     if not (request_video or request_audio):
-        raise ConfigurationError(
-            "neither clips of video nor of sound are asked for: give request_video=True or request_audio=True"
-        )
+        raise ConfigurationError("no clips requested: pass request_video=True or request_audio=True")
     if num_clips < 1 or clip_duration_seconds < 0:
         raise UnfitSampleError(
-            f"{num_clips} clips of {clip_duration_seconds} s are asked for; expected at least 1, and 0 s"
+            f"expected at least 1 clip of at least 0 s, got {num_clips} of {clip_duration_seconds} s"
         )
     with av_decoder as decoder:
         begin, end = decoder.get_time_range(video=request_video, audio=request_audio)
@@ -563,7 +561,7 @@ def get_single_frames_uniform(
     found = get_clips_uniform(av_decoder, 0, num_frames, request_video=True, video_out_frame_size=video_out_frame_size)
     if not found.video_clips or found.video_timestamps is None:
         raise DecodeError(f"{av_decoder.name} has no frames")
-    import torch  # whoever asks for frames has it
+    import torch  # callers that want frames have it
 
     frames = torch.cat(found.video_clips)
     return (frames, [begin for begin, _ in found.video_timestamps]) if return_timestamps else frames

@@ -1,6 +1,6 @@
 """A media file while it is open: its container, its streams, and the errors that name it.
 
-Invariant: nobody but `opened` opens a container, and it is closed when `opened` is left, whatever happens in between.
+Invariant: only `opened` opens a container, and it closes it on exit, even after an error.
 Threads are off in every codec: workers are processes, and a decoder thread does not survive a fork.
 """
 
@@ -48,7 +48,7 @@ def import_av() -> ModuleType:
         import av
     except ImportError as error:
         raise ConfigurationError(
-            f"PyAV is needed to look into videos and sound: pip install 'energon-bridge[video]' ({error})"
+            f"videos and sound need PyAV: pip install 'energon-bridge[video]' ({error})"
         ) from error
     return av
 
@@ -92,7 +92,7 @@ class Media:
                 stream.codec_context.thread_count = 1
         if self.video is None and self.audio is None:
             self.close()
-            raise DecodeError(f"{self.name} has no stream of video or sound: is it another kind of file?")
+            raise DecodeError(f"{self.name} has neither video nor sound: is it another kind of file?")
         self.fresh = True
 
     def rewind(self) -> None:
@@ -111,11 +111,11 @@ class Media:
         if found is None:
             has = "video" if kind == "audio" else "audio"
             raise DecodeError(
-                f"{self.name} has no {kind} stream, only {has}: ask has_{kind}_stream() before asking for {kind}"
+                f"{self.name} has no {kind} stream, only {has}: check has_{kind}_stream() before you read {kind}"
             )
         if found.codec_context is None:
             raise DecodeError(
-                f"{self.name} has {kind} of a codec that PyAV does not know: it is damaged, or needs another codec"
+                f"{self.name} has {kind} of a codec that PyAV does not support: it is damaged, or needs another codec"
             )
         return found
 
@@ -139,7 +139,7 @@ class Media:
                 raise
             raise DecodeError(
                 f"{self.name} {what}: {type(error).__name__}: {error}. It is damaged, cut off, or of a format that "
-                "PyAV does not know: make it again, or leave the sample out"
+                "PyAV does not support: encode it again, or leave the sample out"
             ) from error
 
 
@@ -154,7 +154,7 @@ def opened(file: BinaryIO, name: str) -> Iterator[Media]:
 
 
 def length_of(media: Media, stream: Any) -> Fraction | None:
-    """Return the duration of a stream in seconds, None if no header says it."""
+    """Return the duration of a stream in seconds, None if it is not in a header."""
     if stream.duration is not None and stream.time_base is not None:
         return Fraction(stream.duration * stream.time_base)
     tag = next((value for name, value in stream.metadata.items() if name.upper() == "DURATION"), None)
@@ -177,17 +177,17 @@ def _seconds(text: str) -> Fraction | None:
 
 
 def start_of(stream: Any) -> Fraction:
-    """Return the second at which the first frame or sample of a stream is shown or heard."""
+    """Return the time of the first frame or sample of a stream, in seconds."""
     return Fraction(0) if stream.start_time is None else Fraction(stream.start_time * stream.time_base)
 
 
 def tensor_of(array: np.ndarray) -> torch.Tensor:
     """Return an array as a tensor over the same memory."""
-    import torch  # `energon prepare-media` does without torch
+    import torch  # `energon prepare-media` runs without torch
 
     return torch.from_numpy(array)
 
 
 def ticks(seconds: float | Fraction, base: Fraction) -> int:
-    """Return seconds as whole ticks of a time base, rounded down after a thousandth of a tick that floats may lose."""
+    """Return seconds in whole ticks of a time base, rounded down with a tolerance of a thousandth of a tick."""
     return (Fraction(seconds) / base + Fraction(1, 1000)) // 1

@@ -1,11 +1,11 @@
-"""Walks the packets of one video stream: which frames exist, and where decoding must start for each.
+"""Walk the packets of a video stream to find which frames exist and where decoding must start for each.
 
 A frame is named by its presentation time (pts), in ticks of the stream. Packets come in decoding order; a packet's
 decoding time (dts) is never after its pts and never falls, so once a dts beyond a time has been seen, every frame shown
 up to that time is known. That is what makes seeking exact with B-frames and variable frame rates, without decoding.
 
-A seek may land anywhere. `Packets` checks where it landed, and goes back further if that was not far enough. After a
-seek, frames that precede a key frame they do not belong to (leading pictures of an open GOP) are never trusted.
+A seek may land anywhere. `Packets` checks where it landed, and goes back further if needed. After a seek, frames that
+precede a key frame they do not belong to (leading pictures of an open GOP) are never used.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from energon_bridge.rng import IntArray
 
 _NEVER = -(1 << 62)
 _MOST_REORDERED = 20
-"""The most packets by which any codec shows a frame late; for streams without decoding times."""
+"""The most packets by which any codec delays a frame; for streams without decoding times."""
 
 
 class Packets:
     """The packets of the video stream of an open file.
 
     Attributes:
-        queue: Packets that were looked at and not yet taken, in decoding order.
-        ahead: The pts of the frames that are known to follow from where it went last, sorted.
-        counted: Whether the container knows no presentation times, so that frames have to be counted: in the order in
-            which they are decoded, each gets the time of the packet of its number.
-        landings: How often it went somewhere; a decoder's frames from before are then no neighbours of the next ones.
+        queue: Packets that were read but not taken, in decoding order.
+        ahead: The pts of the known frames after the last position, sorted.
+        counted: Whether the container has no presentation times, so that frames must be counted: in decoding order,
+            each gets the time of the packet with its number.
+        landings: Number of jumps; frames that were decoded before a jump are not neighbours of those after it.
     """
 
     def __init__(self, media: Media) -> None:
@@ -48,7 +48,7 @@ class Packets:
         self._is_vp8 = self.stream.codec_context.name in ("vp8", "libvpx")
         self._look()
         if not self.queue or self.queue[0].size == 0:
-            raise DecodeError(f"{media.name} has a video stream without a single frame: leave the sample out")
+            raise DecodeError(f"{media.name} has a video stream without frames: leave the sample out")
         self._first = _place(self.queue[0])
         self._times: IntArray | None = None
         self._listed: tuple[IntArray, Any, IntArray] | None = None
@@ -74,7 +74,7 @@ class Packets:
         self._begin(at_start=True)
 
     def _seek(self, timestamp: int) -> bool:
-        """Go to the last key frame that the container knows before a time; return whether anything comes there."""
+        """Go to the last known key frame before a time; return whether there are packets."""
         self._sought = True
         with self._media.refusing("cannot be read"):
             try:
@@ -98,7 +98,7 @@ class Packets:
         return self.queue.popleft()
 
     def _look(self) -> bool:
-        """Look at one packet more; return False at the end of the stream."""
+        """Read one more packet; return False at the end of the stream."""
         if self._ended:
             return False
         with self._media.refusing("cannot be read"):
@@ -116,8 +116,8 @@ class Packets:
             packet.pts = packet.dts
         if packet.pts is None:
             raise DecodeError(
-                f"{self._media.name} has a packet of video without a presentation time, so that frames cannot be told "
-                "apart: remux it into MP4 or Matroska"
+                f"{self._media.name} has a video packet without a presentation time, so frames cannot be identified: "
+                "remux it into MP4 or Matroska"
             )
         if packet.dts is not None:
             self._dts = max(self._dts, packet.dts)
@@ -130,13 +130,13 @@ class Packets:
         return True
 
     def _is_shown(self, packet: Any) -> bool:
-        """Whether a packet makes a frame that is shown: not what an edit list cuts off, nor VP8's hidden references."""
+        """Whether a packet yields a visible frame: neither cut off by an edit list nor a hidden reference of VP8."""
         return not packet.is_discard and not (self._is_vp8 and not memoryview(packet)[0] >> 4 & 1)
 
     # Frames by time --------------------------------------------------------------------------------------------------
 
     def shown_at(self, time: int) -> int | None:
-        """Return the last known frame up to a time, after looking as far as there can be one."""
+        """Return the last frame up to a time, after reading as far as needed to know it."""
         while self._dts <= time and (len(self.ahead) - bisect_right(self.ahead, time)) < _MOST_REORDERED:
             if not self._look():
                 break
@@ -154,9 +154,9 @@ class Packets:
                 return found
 
     def go_to(self, time: int) -> int | None:
-        """Go to where the frame shown at a time can be decoded; return it: the first one if the time is before it.
+        """Go to where the frame shown at a time (or else the first one) can be decoded, and return it.
 
-        Returns None if there is no frame at all, which only a damaged file has.
+        Returns None if there are no frames, as in a damaged file.
         """
         aim, further = time, 0
         while aim > self._first[1] or aim == time:
@@ -166,7 +166,7 @@ class Packets:
                 return found
             if self._at_start:
                 return self.after(time)
-            # Too late: by as much as frames are reordered, or by a whole group.
+            # Landed too late: by the reordering of frames, or by a whole group.
             landed = min(self._landed.pts, self._landed.dts or self._landed.pts) if reached else aim
             aim, further = min(aim, landed) - 1 - further, 2 * further + 1
         self.restart()
@@ -174,7 +174,7 @@ class Packets:
         return self.after(time) if found is None else found
 
     def is_near(self, time: int, decoded: int | None) -> bool:
-        """Whether decoding on, from a frame or from where it landed, leads to a time sooner than seeking."""
+        """Whether it is faster to decode on than to seek, from a frame or from the last jump to a time."""
         if decoded is None:
             decoded = max(self._floor, self._first[1])
         if time < decoded:
@@ -191,17 +191,17 @@ class Packets:
 
     @property
     def count(self) -> int:
-        """Return the number of frames; reads the whole file where its index does not list them all."""
+        """Return the number of frames; reads the whole file if its index does not list them all."""
         index = self._index()
         return len(self._all_times()) if index is None else int(index[2][-1])
 
     def length(self) -> Fraction:
-        """Return the seconds of the video; reads the whole file."""
+        """Return the duration of the video in seconds; reads the whole file."""
         times = self._all_times()
         return Fraction(self._end - int(times[0])) * self.stream.time_base if len(times) else Fraction(0)
 
     def time_of(self, number: int) -> int | None:
-        """Return the pts of a frame by its number, None beyond the last one; leaves the packets wherever they are."""
+        """Return the pts of a frame by its number, None after the last one; the packets are left anywhere."""
         index = self._index()
         if index is None:
             times = self._all_times()
@@ -222,11 +222,11 @@ class Packets:
                 return known[0] if known else None
 
     def _number_landed(self, stamps: IntArray, shown: IntArray) -> int:
-        """Return how many frames are shown before the group of frames that the packets began with."""
+        """Return how many frames are shown before the group of frames at which the packets start."""
         return int(shown[np.searchsorted(stamps, self._landed.dts)]) if self._landed is not None else 0
 
     def _index(self) -> tuple[IntArray, Any, IntArray] | None:
-        """Return of every packet its dts, whether it is a key, and the frames shown before it; None: not listed."""
+        """Return each packet's dts, whether it is a key, and the frames shown before it; None: not in the index."""
         if self._listed is not None:
             return self._listed
         stream = self.stream
@@ -254,5 +254,5 @@ class Packets:
 
 
 def _place(packet: Any) -> tuple[int | None, int]:
-    """Return what tells a packet from the others of its stream."""
+    """Return what identifies a packet within its stream."""
     return packet.pos, packet.pts

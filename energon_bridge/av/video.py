@@ -1,7 +1,7 @@
-"""Frames of one open file, by time or by number, each the very one that decoding the whole file would give.
+"""Frames of an open file, by time or by number, identical to those from decoding the whole file.
 
-Frames before the first one wanted are decoded only as far as others refer to them. Clips that follow each other closely
-are decoded in one go; what was decoded last is kept, since two clips may share a frame.
+Frames before the first one requested are decoded only if others refer to them. Clips that follow each other closely are
+decoded in one go; the last decoded frames are kept, since two clips may share a frame.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 _SKIPPABLE = ("h264", "hevc")
-"""Codecs that say of a frame, before it is decoded, whether others refer to it."""
+"""Codecs whose packets show, before decoding, whether other frames refer to them."""
 
 
 class VideoReader:
@@ -37,7 +37,7 @@ class VideoReader:
         self._landings = 0
 
     def frame_at(self, time: int) -> int | None:
-        """Return the pts of the frame that is shown at a time, the first one's before it; None if there is no frame."""
+        """Return the pts of the frame shown at a time, or else of the first one; None if there are no frames."""
         packets = self.packets
         self._settle()
         decoded = None if self._last is None else int(self._last.pts)
@@ -51,7 +51,7 @@ class VideoReader:
         return found
 
     def _settle(self) -> None:
-        """Forget the frames of where the packets were before."""
+        """Forget the frames decoded before the packets jumped."""
         if self._landings != self.packets.landings:
             self._landings = self.packets.landings
             self._ready.clear()
@@ -59,7 +59,7 @@ class VideoReader:
             self._last = None
 
     def frames(self, first: int) -> Iterator[Any]:
-        """Yield the frames from that of a pts on, which `frame_at` has just returned."""
+        """Yield the frames from the pts on that `frame_at` has just returned."""
         if self._last is not None and self._last.pts == first:
             yield self._last
         while (frame := self._next(first)) is not None:
@@ -91,13 +91,13 @@ class VideoReader:
         return int(frame.pts + self.duration_of(frame)) if after is None else after
 
     def duration_of(self, frame: Any) -> int:
-        """Return how long the last frame of a file is shown: as long as it says, or a frame in the mean."""
+        """Return the duration of the last frame of a file: its own, or else the mean frame duration."""
         rate = self.packets.stream.average_rate
         return int(frame.duration or (round(1 / rate / self.base) if rate else 0))
 
 
 class Pixels:
-    """Turns frames into pixels: uint8 RGB in the size asked for, or else in that of the first frame."""
+    """Turns frames into uint8 RGB pixels of the requested size, or else of the size of the first frame."""
 
     def __init__(self, size: tuple[int, int] | None) -> None:
         self._size = size
@@ -107,22 +107,22 @@ class Pixels:
         """Return the pixels of a frame, (height, width, 3)."""
         width, height = self._size or (frame.width, frame.height)
         self._size = (width, height)
-        # One thread: more of them would get in the way of those that decode, and must not be there at a fork.
+        # One thread: more would slow down the decode threads, and must not exist at a fork.
         out = self._reformatter.reformat(frame, width, height, "rgb24", interpolation="BILINEAR", threads=1)
         pixels: np.ndarray = out.to_ndarray()
-        return pixels.copy() if out is frame else pixels  # which may be asked for twice
+        return pixels.copy() if out is frame else pixels  # the frame may be requested twice
 
 
 def clip_of(frames: list[np.ndarray]) -> torch.Tensor:
-    """Return frames as one tensor (frames, 3, height, width): a view over memory in which the channels come last."""
+    """Return frames as a tensor (frames, 3, height, width), a view over memory with the channels last."""
     stacked = frames[0][None] if len(frames) == 1 else np.stack(frames)
     return tensor_of(stacked).permute(0, 3, 1, 2)
 
 
 def is_over(media: Media, reader: VideoReader, begin: Fraction, until: int) -> bool:
-    """Return whether a video has ended when a clip begins: `until` is the end of the last frame that was found.
+    """Return whether a video ends before a clip begins; `until` is the end of the last frame found.
 
-    Headers may say that a video is longer than its frames by as much as a frame; what is missing by more was cut off.
+    Headers may claim up to one frame more than there is; if more is missing, the file was cut off.
     """
     if begin < until * reader.base:
         return False
@@ -133,11 +133,11 @@ def is_over(media: Media, reader: VideoReader, begin: Fraction, until: int) -> b
 
 
 def beyond(media: Media, asked: str, there: str) -> DecodeError:
-    """Return the error for a clip that begins beyond the end of a video."""
+    """Return the error for a clip that begins after the end of a video."""
     stream = media.stream("video")
     length = length_of(media, stream)
     says = "" if length is None else f" (its headers say {float(start_of(stream) + length):g} s)"
     return DecodeError(
-        f"{media.name}: a clip is asked for that begins at {asked}, and the video ends after {there}{says}: ask for "
-        "what lies before, by get_video_duration(); if the headers say more than there is, the file is cut off"
+        f"{media.name}: a clip begins at {asked}, but the video ends after {there}{says}: check get_video_duration() "
+        "before you choose clips; if the headers claim a longer video, the file is cut off"
     )

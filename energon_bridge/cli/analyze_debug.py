@@ -53,7 +53,9 @@ def command(
         reads = reads_of_logs(logs, step, steps, loader)
     else:
         if loader is not None:
-            raise ConfigurationError("--loader belongs to logs of megatron-energon, and the source is something else")
+            raise ConfigurationError(
+                "--loader is for logs of megatron-energon, but the source is something else: leave it out"
+            )
         run, notes = open_run(source, options)
         reads = reads_of_run(run, step, steps)
     if out is not None:
@@ -76,4 +78,4 @@ def command(
             Console().print(line)
     for note in notes:
         click.echo(note)
-    click.echo(f"The picture is in {out}" if out is not None else "--out FILE.svg writes the picture with its axes.")
+    click.echo(f"Wrote the picture to {out}" if out is not None else "--out FILE.svg writes the picture with its axes.")

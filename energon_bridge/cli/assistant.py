@@ -39,7 +39,7 @@ def show_first_samples(shard: str, samples: Sequence[FirstSample]) -> None:
             try:
                 content = json.loads(sample.parts["json"])
             except ValueError as error:
-                click.echo(f"Its json part cannot be read: {error}")
+                click.echo(f"Cannot read its json part: {error}")
             else:
                 click.echo(json.dumps(shorten(content), indent=2, ensure_ascii=False))
     click.echo(f"Part types in the first shard: {', '.join(_part_names(samples))}")
@@ -76,8 +76,8 @@ def ask_dataset_yaml(samples: Sequence[FirstSample], *, exists: bool, name: str)
 def ask_field_map(sample_type: type, samples: Sequence[FirstSample]) -> dict[str, str]:
     """Ask for the part of each field of a sample type; an empty answer leaves an optional field out."""
     known = _part_names(samples)
-    click.echo(f"Fields of {sample_type.__name__}: which part does each come from? Parts: {', '.join(known)}.")
-    click.echo("Write json[caption] for a value inside of a part, and jpg,png for the first of several.")
+    click.echo(f"Choose the part for each field of {sample_type.__name__}. Parts: {', '.join(known)}.")
+    click.echo("Write json[caption] for a value inside a part, and jpg,png for the first of several that exists.")
     proposed = _propose_fields(sample_type, samples)
     fields: dict[str, str] = {}
     for name, required, kind in describe_fields(sample_type):

@@ -94,7 +94,7 @@ def command(
     """
     if fit_cost is not None:
         if mix is not None:
-            raise click.UsageError(f"--fit-cost reads a file of measured times, not a dataset: leave {mix} out")
+            raise click.UsageError(f"--fit-cost reads a file of measured times, not a dataset: leave out {mix}")
         _print_cost(fit_cost, as_json=as_json)
         return
     if mix is None:
@@ -152,7 +152,7 @@ def _print_cost(path: str, *, as_json: bool) -> None:
         return
     cost = found.cost
     click.echo(f"balance_cost={cost!r}")
-    click.echo(f"Each microbatch takes {1e3 * found.constant:.3g} ms beside that. R² = {found.r_squared:.3f}.")
+    click.echo(f"Each microbatch takes another {1e3 * found.constant:.3g} ms. R² = {found.r_squared:.3f}.")
     if cost.tokens:
         attention, patches = cost.attention / cost.tokens, cost.patches / cost.tokens
         click.echo(
@@ -160,8 +160,8 @@ def _print_cost(path: str, *, as_json: bool) -> None:
         )
     if found.r_squared < _FITS:
         click.echo(
-            "The times follow the sizes badly: time more microbatches, of more sizes, on one process with nothing else "
-            "on the machine. If it stays so, balance will gain little."
+            "The fit is poor: time more microbatches, of more sizes, in one process on an idle machine. If it stays "
+            "poor, balance will gain little."
         )
 
 
@@ -257,16 +257,16 @@ def judge(reading: Rate, rates: list[Rate], chosen: Rate, cores: int) -> tuple[s
         return f"the cores: {busy:.0%} of {cores} are busy, most of it with {stage}", _CHEAPER[stage]
     if chosen.workers and chosen.training_cpu > _BUSY:
         return (
-            "the training process, which takes the batches over: no further worker helps",
+            "the training process, which receives the batches: more workers do not help",
             "smaller batches in bytes, such as images as uint8 (SampleDecoder(image_decode='torchrgb8'))",
         )
     if chosen.workers == rates[-1].workers and len(rates) > 1:
         return (
-            f"the number of workers: the most that were tried, {chosen.workers}, are the fastest",
+            f"the number of workers: the largest number tried, {chosen.workers}, is the fastest",
             "more --num-workers",
         )
     return (
-        f"nothing that more workers would change; {stage} takes longest, and {busy:.0%} of the cores are busy",
+        f"not the number of workers; {stage} takes longest, and {busy:.0%} of the cores are busy",
         f"num_workers={chosen.workers}",
     )
 
@@ -279,24 +279,24 @@ def report(found: Found) -> Iterator[str]:
     if reading.requests:
         yield (
             f"Requests: {format_bytes(int(reading.bytes_per_request))} each, waited for "
-            f"{1e3 * reading.seconds_per_request:.1f} ms; {reading.samples / reading.requests:.1f} samples a request"
+            f"{1e3 * reading.seconds_per_request:.1f} ms; {reading.samples / reading.requests:.1f} samples per request"
         )
     blocks = reading.cache_hits + reading.cache_misses
     if blocks:
         yield (
-            f"Node cache: {reading.cache_hits / blocks:.0%} of {blocks:,} blocks lay there "
-            f"({format_bytes(reading.cache_hit_bytes)}), {format_bytes(reading.cache_miss_bytes)} had to be fetched"
+            f"Node cache: {reading.cache_hits / blocks:.0%} of {blocks:,} blocks were there "
+            f"({format_bytes(reading.cache_hit_bytes)}), {format_bytes(reading.cache_miss_bytes)} were fetched"
         )
     if found.load_average > found.cores + 1:
         yield (
-            f"The machine was busy before this began (load {found.load_average:.1f}, {found.cores} cores): the rates "
-            "are too low, and what follows from them may be wrong."
+            f"The machine was busy before this run (load {found.load_average:.1f}, {found.cores} cores): the rates are "
+            "too low, and the advice may be wrong."
         )
 
 
 def _print_rates(found: Found) -> None:
     print_table(
-        ("workers", "samples/s", "bytes/s", "CPU a sample", "training process"),
+        ("workers", "samples/s", "bytes/s", "CPU per sample", "training process"),
         [
             (
                 f"{rate.workers}{' (enough)' if rate.workers == found.workers else ''}",

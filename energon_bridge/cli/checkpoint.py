@@ -45,7 +45,7 @@ def command() -> None:
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show(files: tuple[str, ...], as_json: bool) -> None:
-    """Show where a run stands and what it has counted per dataset; several FILEs are those of its ranks.
+    """Show the position of a run and its counters per dataset; several FILEs are those of its ranks.
 
     Example:  energon checkpoint show rank0.pt rank1.pt
     """
@@ -80,7 +80,7 @@ def show(files: tuple[str, ...], as_json: bool) -> None:
         shown = ", ".join(keys[:_MAX_SHOWN]) + (", …" if len(keys) > _MAX_SHOWN else "")
         click.echo(f"Banned from global draw {ban['from_draw']:,} on, in {where}: {len(keys):,} keys: {shown}")
     for change in summary["weights"]:
-        click.echo(f"Weights from global draw {change['from_draw']:,} on, set while the run went on:")
+        click.echo(f"Weights from global draw {change['from_draw']:,} on, set during the run:")
         paths = {row["identity"]: leaf_name(row) for row in summary["leaves"]}
         for identity, weight in change["weights"].items():
             click.echo(f"  {parse_weight(weight, where='the state', field='weights')}  {paths[identity]}")
@@ -91,9 +91,9 @@ def _facts(summary: State, states: int, ranks: list[tuple[int, int]]) -> Iterato
     yield "kind", str(_KINDS.get(summary["kind"], summary["kind"]))
     if summary["kind"] == "train":
         lanes = summary["num_lanes"]
-        yield "stands at", f"microbatch {summary['microbatches']:,} of the run, {summary['draws']:,} draws"
+        yield "position", f"microbatch {summary['microbatches']:,} of the run, {summary['draws']:,} draws"
         if summary["held"]:
-            yield "held", f"{summary['held']:,} rows, drawn and not delivered yet: in packs, groups and batches"
+            yield "held", f"{summary['held']:,} rows, drawn but not delivered yet: in packs, groups and batches"
         missing = summary["missing_lanes"]
         if not missing:
             yield "lanes", f"{lanes}, all here"
@@ -105,7 +105,7 @@ def _facts(summary: State, states: int, ranks: list[tuple[int, int]]) -> Iterato
                 gone = sorted(set(range(*world)) - {rank for rank, _ in ranks})
                 here = ", ".join(str(rank) for rank, _ in sorted(ranks))
                 yield "ranks", f"{here} of {min(world)}; missing: {', '.join(map(str, gone))}"
-            yield "note", "draws and counters are those of the lanes and ranks that are here"
+            yield "note", "draws and counters cover only these lanes and ranks"
     else:
         yield (
             "stands at",
@@ -123,7 +123,7 @@ def _facts(summary: State, states: int, ranks: list[tuple[int, int]]) -> Iterato
 @click.argument("second", metavar="B", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def diff(first: str, second: str, as_json: bool) -> None:
-    """Show how state B differs from state A: settings, the mix, and what lies between their positions.
+    """Show how state B differs from state A: settings, the mix, and the distance between their positions.
 
     Example:  energon checkpoint diff step-0000150.ckpt step-0000200.ckpt
     """
@@ -139,12 +139,12 @@ def diff(first: str, second: str, as_json: bool) -> None:
         click.echo("The settings and the mix are the same.")
     moved = [row for row in found["progress"] if any(row[name] for name in ("draws", *_COUNTS, "bytes"))]
     if not (found["microbatches"] or found["epochs"] or moved):
-        click.echo("Both stand at the same place.")
+        click.echo("Both are at the same position.")
         return
     passes = f", {found['epochs']:+,} passes" if found["epochs"] else ""
-    click.echo(f"B stands {found['microbatches']:+,} microbatches from A{passes}.")
+    click.echo(f"B is {found['microbatches']:+,} microbatches from A{passes}.")
     if not found["comparable"]:
-        click.echo("Draws and counters cannot be compared: the states do not hold the same lanes.")
+        click.echo("Cannot compare draws and counters: the states have different lanes.")
         return
     more = _rare(found["progress"])
     print_table(
@@ -168,17 +168,17 @@ def diff(first: str, second: str, as_json: bool) -> None:
 def redist(arguments: tuple[str, ...]) -> None:
     """Not needed: a state fits any number of ranks and workers as it is.
 
-    megatron-energon has to rewrite the files of a run that goes on with another number of ranks. Here you start the run
+    megatron-energon must rewrite the files of a run that continues on another number of ranks. Here you start the run
     with that number and let it resume; each rank finds its part in the states of all. `energon checkpoint show` tells
     whether the states of all ranks are there.
 
     Example:  energon checkpoint redist rank0.pt rank1.pt out
     """
     raise ConfigurationError(
-        "there is nothing to redistribute: a state fits any number of ranks and workers as it is. Resume on the number "
-        "of ranks that you want, with the files as they are (restore_state_rank takes the list of them, and trainers "
-        "resume by themselves). `energon checkpoint show FILE...` shows whether the states of all ranks are there. The "
-        "states of megatron-energon fit megatron-energon only"
+        "nothing to redistribute: a state fits any number of ranks and workers as it is. Resume on any number of ranks "
+        "with the same files (restore_state_rank takes the list of them; trainers resume by themselves). "
+        "`energon checkpoint show FILE...` shows whether the states of all ranks are there. States of "
+        "megatron-energon only fit megatron-energon"
     )
 
 
@@ -196,4 +196,4 @@ def _bans(changed: list[Any]) -> Iterator[str]:
 def _weights(changed: list[Any]) -> Iterator[str]:
     for sign, changes in zip("-+", changed, strict=False):
         starts = ", ".join(f"{change['from_draw']:,}" for change in changes)
-        yield f"{sign} weights set while the run went on: {f'from global draws {starts}' if changes else 'none'}"
+        yield f"{sign} weights set during the run: {f'from global draws {starts}' if changes else 'none'}"

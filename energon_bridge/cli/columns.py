@@ -95,7 +95,7 @@ def add(
         if flag:
             chosen.append((fixed, of, f"{names} of the content", True))
     if len(chosen) != 1:
-        raise ConfigurationError("give one of --of, --encoder, --image-size, --hash and --bytes.")
+        raise ConfigurationError("give exactly one of --of, --encoder, --image-size, --hash and --bytes.")
     column, call, made_of, as_bytes = chosen[0]
     workers = workers_of(engine, address, num_workers or min(16, available_cores()))
     with shard_progress("Computing", enabled=progress) as advance:
@@ -114,7 +114,7 @@ def add(
         )
     if share is not None:
         done = count_of(added.num_samples, "sample")
-        click.echo(f"Task {share}: {done} done. When all tasks are, run it with --finish.")
+        click.echo(f"Task {share}: {done} done. After all tasks, run this with --finish.")
         return
     again = added.num_samples - added.num_computed
     known = f", {again:,} of them known before" if again else ""
@@ -194,7 +194,7 @@ def _imported(text: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ConfigurationError(f"{text!r}: cannot be imported: {error}") from error
+        raise ConfigurationError(f"{text!r}: cannot import it: {error}") from error
 
 
 def _made(encoder: Any) -> Any:

@@ -109,7 +109,7 @@ def command(
     Hugging Face dataset on disk or of the hub (hf://OWNER/NAME), or a WebDataset to be sharded or shuffled again.
     Media are copied as they are, unless --max-pixels or --quality says otherwise.
 
-    Started again after it was killed, it goes on; when the source grew, it adds what is new.
+    Run again after a kill, it continues; if the source grew, it adds the new samples.
 
     \b
     energon convert llava.json data/llava --media images
@@ -122,7 +122,7 @@ def command(
     """
     share = task_of(task, finish=finish)
     if out.absolute() == source.absolute():
-        raise ConfigurationError(f"{out}: is the source itself. Write to another folder.")
+        raise ConfigurationError(f"{out}: this is the source itself. Write to another folder.")
     limit = _size(bytes_per_shard) if bytes_per_shard is not None else None
     workers = num_workers or min(16, available_cores())
     if streaming:
@@ -154,15 +154,15 @@ def command(
     )
     _show(opened, options)
     if dry_run:
-        click.echo(f"Nothing is written: this was a dry run of {out}.")
+        click.echo(f"This was a dry run: nothing was written to {out}.")
         return None
     doing = workers_of(engine, address, workers)
     with shard_progress("Converting samples", enabled=progress) as advance:
         if share is not None:
             if overwrite:
-                raise ConfigurationError(f"--overwrite does not go with --task: remove {out}, then start the tasks.")
+                raise ConfigurationError(f"--overwrite cannot be used with --task: remove {out}, then start the tasks.")
             count = convert_task(opened, out, options, share, num_workers=doing, progress=advance)
-            click.echo(f"Task {share}: {count_of(count, 'shard')} done. When all tasks are, run this with --finish.")
+            click.echo(f"Task {share}: {count_of(count, 'shard')} done. After all tasks, run this with --finish.")
             return {"task": str(share), "shards": count}
         done = convert(opened, out, options, num_workers=doing, overwrite=overwrite, finish=finish, progress=advance)
     _report(out, done, options)
@@ -174,8 +174,8 @@ def _check_streaming(source: Path, shuffle: int | None, limit: int | None) -> No
         raise ConfigurationError(f"{source}: --stream is for datasets of the hub, hf://OWNER/NAME. Leave it out.")
     if shuffle is not None or limit is not None:
         raise ConfigurationError(
-            "--stream reads files from front to back: with --shuffle or --bytes-per-shard, they would be read many "
-            "times. Leave --stream out, or give --samples-per-shard and shuffle the dataset afterwards."
+            "--stream reads files in order: --shuffle or --bytes-per-shard would read them many times. Leave out "
+            "--stream, or use --samples-per-shard and shuffle the dataset afterwards."
         )
 
 
@@ -277,7 +277,7 @@ def _show(source: Source, options: ConvertOptions) -> None:
         parts = ", ".join(f"{name} {float(share):g}" for name, share in options.split.ratios if share)
     click.echo(f"Split: {parts}")
     if options.reencodes:
-        click.echo("Sizes are those before images become smaller.")
+        click.echo("Sizes are before scaling images down.")
     for number in range(min(_SHOWN, len(source))):
         try:
             sample = source.sample(number, layout)
@@ -300,9 +300,9 @@ def _report(out: Path, done: Converted, options: ConvertOptions) -> None:
             click.echo(f"{part}: {count_of(count, 'sample')} in {count_of(len(shards), 'shard')}")
     for part, share in options.split.ratios if options.split is not None else ():
         if share and not done.split_parts.get(part):
-            click.echo(f"{part}: no samples, there are too few for its share. Give it a larger one with --split-ratio.")
+            click.echo(f"{part}: no samples, because its share is too small. Set a larger one with --split-ratio.")
     if done.num_reused:
-        click.echo(f"Left as they were: {count_of(done.num_reused, 'shard')}.")
+        click.echo(f"Unchanged: {count_of(done.num_reused, 'shard')}.")
     if done.skipped:
         click.echo(f"Skipped {count_of(len(done.skipped), 'sample')}:")
         for message in done.skipped[:5]:

@@ -1,4 +1,4 @@
-"""The options that say where the work on shards is done: here, on a Ray cluster, or by tasks of a scheduler."""
+"""The options that choose where shards are processed: here, on a Ray cluster, or by tasks of a scheduler."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ def task_options(command: Command) -> Command:
 
 
 def workers_of(engine: str, address: str | None, num_workers: int) -> Workers:
-    """Return what the options for a cluster say; raises ConfigurationError."""
+    """Return the engine that the options choose; raises ConfigurationError."""
     if engine == "ray":
         return RayEngine(address)
     if address is not None:
-        raise ConfigurationError(f"--address {address} is that of a Ray cluster: add --engine ray.")
+        raise ConfigurationError(f"--address {address} is for a Ray cluster: add --engine ray.")
     return num_workers
 
 
 def task_of(task: str | None, *, finish: bool) -> Task | None:
     """Return the task that the options name; raises ConfigurationError."""
     if task is not None and finish:
-        raise ConfigurationError("--task and --finish exclude each other: finish once, when all tasks have ended.")
+        raise ConfigurationError("--task and --finish exclude each other: run --finish once, after all tasks.")
     return None if task is None else parse_task(task)

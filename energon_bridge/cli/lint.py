@@ -84,7 +84,9 @@ def command(
     empty: list[str] = []
     if path.endswith(".yaml"):
         if (dataset_config, split_config) != ("dataset.yaml", "split.yaml"):
-            raise ConfigurationError(f"{path} is a mix, which names these files for each dataset.")
+            raise ConfigurationError(
+                f"{path} is a mix, which names these files for each dataset: leave the options out."
+            )
         datasets, failed = lint_mix(path, split_parts=parts, trust_remote_code=trust_remote_code)
         for problem in failed:
             found.add(problem)

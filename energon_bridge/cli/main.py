@@ -80,7 +80,7 @@ class _LazyGroup(SuggestingGroup):
                 return self.invoke(ctx)
             except click.Abort:
                 raise click.ClickException(
-                    "it asks a question, and stdin is closed. Each question has a flag: see --help."
+                    "the command asks a question, but stdin is closed. Each question has a flag: see --help."
                 ) from None
             finally:
                 sys.stdin = None

@@ -28,7 +28,7 @@ def command(dataset: str, mountpoint: Path, sample_folders: bool, detach: bool, 
     from energon_bridge.storage import open_store
 
     if dataset.endswith((".jsonl", ".yaml", ".yml")):
-        raise ConfigurationError(f"{dataset}: mount shows prepared WebDatasets, by their folder; a mix has several")
+        raise ConfigurationError(f"{dataset}: mount takes the folder of one prepared WebDataset, not a mix")
     tree = DatasetTree(open_store(dataset), sample_folders=sample_folders)
     if not detach:
         click.echo(f"Mounting {dataset} at {mountpoint}; Ctrl-C unmounts it")

@@ -24,7 +24,7 @@ def print_json(value: Any) -> None:
 
 
 def json_option(command: Callable[..., dict[str, Any] | None]) -> Callable[..., None]:
-    """Add `--json` to a command that returns what it did: that is then all that goes to stdout."""
+    """Add `--json` to a command that returns its result: only that goes to stdout then."""
 
     @click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON; all else goes to stderr.")
     @functools.wraps(command)

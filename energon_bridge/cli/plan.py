@@ -63,7 +63,7 @@ def command(mix: str, steps: int, as_json: bool, **options: Any) -> None:
     )
     if found.schedule:
         click.echo(
-            "Shares of the datasets, by their place in the table above; between points they follow the schedule:"
+            "Shares of the datasets, numbered as in the table above; between the points they follow the schedule:"
         )
         print_table(
             ("shares at global draw", "in step", *(str(place) for place in range(1, len(found.leaves) + 1))),

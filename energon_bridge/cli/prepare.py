@@ -48,8 +48,8 @@ _SHOWN = 10
 @click.option("--shuffle-tars", is_flag=True, help="Shuffle the tars (always alike) before splitting by ratio.")
 @click.option("--tar-index-only", is_flag=True, help="Only write the indexes of a prepared dataset again.")
 @click.option("--key-index/--no-key-index", default=True, help="Write index.sqlite, which looks samples up by key.")
-@click.option("--fix-duplicates", is_flag=True, help="Rename samples whose keys stand twice, in the tars themselves.")
-@click.option("--undo-fix-duplicates", "undo", is_flag=True, help="Give renamed samples their old keys back; no more.")
+@click.option("--fix-duplicates", is_flag=True, help="Rename samples with duplicate keys, in the tars themselves.")
+@click.option("--undo-fix-duplicates", "undo", is_flag=True, help="Restore the old keys of renamed samples, and stop.")
 @click.option("--force-overwrite", is_flag=True, help="Prepare again without asking.")
 @click.option("--skip-dataset-yaml", is_flag=True, help="Write no dataset.yaml.")
 @click.option("--dataset-yaml-name", default="dataset.yaml", show_default=True, help="Name of the file to write.")
@@ -108,7 +108,7 @@ def command(
     if is_jsonl(path) or path.endswith(".yaml"):
         if any((split_ratio, split_parts, sample_type, tar_index_only, media, share, finish, fix_duplicates, undo)):
             what = "a JSONL file" if is_jsonl(path) else "a mix"
-            raise ConfigurationError(f"{path} is {what}: these options go with the folder of a dataset.")
+            raise ConfigurationError(f"{path} is {what}: these options are for the folder of a dataset.")
         if is_jsonl(path):
             count = index_jsonl(path)
             click.echo(f"Found {count_of(count, 'sample')}.")
@@ -122,20 +122,22 @@ def command(
     workers = workers_of(engine, address, num_workers)
     if fix_duplicates and (share or finish or tar_index_only):
         raise ConfigurationError(
-            "--fix-duplicates looks into all tars: run it without --task, --finish and --tar-index-only."
+            "--fix-duplicates reads all tars: run it without --task, --finish and --tar-index-only."
         )
     if share is not None:
         if split_ratio or split_parts or sample_type or tar_index_only or media:
-            raise ConfigurationError("--task only looks into tars: these options go with --finish, or prepare-media.")
+            raise ConfigurationError("--task only scans tars: use these options with --finish, or with prepare-media.")
         with shard_progress("Looking into tars", enabled=progress) as advance:
             count = scan_task(path, share, exclude=exclude, num_workers=workers, progress=advance)
-        click.echo(f"Task {share}: {count_of(count, 'tar')} done. When all tasks are, run --finish.")
+        click.echo(f"Task {share}: {count_of(count, 'tar')} done. After all tasks, run --finish.")
         return {"task": str(share), "shards": count}
     if tar_index_only:
         if finish:
-            raise ConfigurationError("--tar-index-only reads all tars itself: leave --finish out.")
+            raise ConfigurationError("--tar-index-only reads all tars itself: leave out --finish.")
         if media is not None:
-            raise ConfigurationError("--tar-index-only keeps the media metadata there is; use `energon prepare-media`.")
+            raise ConfigurationError(
+                "--tar-index-only keeps existing media metadata; to read it again, use `energon prepare-media`."
+            )
         with shard_progress("Indexing shards", enabled=progress) as advance:
             prepared = rebuild_index(path, num_workers=workers, key_index=key_index, progress=advance)
         click.echo(f"Indexed {_counted(prepared)}.")
@@ -143,7 +145,7 @@ def command(
     _check_combinations(split_ratio, split_parts, sample_type, field_map, skip_dataset_yaml=skip_dataset_yaml)
     if os.path.isfile(path):
         raise ConfigurationError(
-            f"{path}: is a file, and `energon prepare` takes a folder of tars. Make a dataset of it first: "
+            f"{path}: this is a file, but `energon prepare` takes a folder of tars. Convert it first: "
             f"energon convert {path} OUT"
         )
     store = open_store(path)
@@ -179,8 +181,8 @@ def command(
     for part, portion in rule.ratios:
         if portion and not prepared.split_parts.get(part):
             click.echo(
-                f"{part}: empty, its share of {count_of(len(shards), 'shard')} is less than one. Prepare again with a "
-                "larger share (--split-ratio … --force-overwrite), or let `energon convert` split by sample."
+                f"{part}: empty, because its share of {count_of(len(shards), 'shard')} is less than one. Prepare again "
+                "with a larger share (--split-ratio … --force-overwrite), or let `energon convert` split by sample."
             )
     return asdict(prepared)
 
@@ -192,9 +194,9 @@ def _rename(path: str, *, exclude: str | None, num_workers: Workers) -> None:
     if len(renamed) > _SHOWN:
         click.echo(f"... and {len(renamed) - _SHOWN:,} more.")
     if renamed:
-        click.echo(f"Renamed {count_of(len(renamed), 'sample')}; --undo-fix-duplicates gives the old keys back.")
+        click.echo(f"Renamed {count_of(len(renamed), 'sample')}; --undo-fix-duplicates restores the old keys.")
     else:
-        click.echo("No key stands twice.")
+        click.echo("No duplicate keys.")
 
 
 def _undo_renames(path: str) -> None:
@@ -218,7 +220,7 @@ def _prepare_mix(path: str, *, num_workers: int, trust: bool, progress: bool) ->
         )
         indexes.add(prepared.index)
     for name in remove_unused(path, indexes):
-        click.echo(f"Removed {name}, which no split uses any more.")
+        click.echo(f"Removed {name}, which no split uses.")
     if not joins:
         click.echo(f"{path} has no joins: nothing to prepare.")
 
@@ -232,9 +234,9 @@ def _check_combinations(
     skip_dataset_yaml: bool,
 ) -> None:
     if split_ratio is not None and split_parts:
-        raise ConfigurationError("--split-ratio and --split-parts exclude each other: give one of them.")
+        raise ConfigurationError("--split-ratio and --split-parts exclude each other: use one.")
     if field_map is not None and sample_type is None:
-        raise ConfigurationError("--field-map needs --sample-type, the class whose fields it fills.")
+        raise ConfigurationError("--field-map needs --sample-type, the class with its fields.")
     if skip_dataset_yaml and sample_type is not None:
         raise ConfigurationError("--skip-dataset-yaml and --sample-type exclude each other.")
 
@@ -285,7 +287,7 @@ def _dataset_yaml(
             return content
     elif non_interactive:
         if not store.exists(meta_path(name)):
-            click.echo(f"No {name} is written: give --sample-type and --field-map for one.")
+            click.echo(f"Writing no {name}: for one, give --sample-type and --field-map.")
         return None
     samples = read_first_samples(store, first_shard)
     show_first_samples(first_shard, samples)

@@ -60,7 +60,7 @@ tmp_option = click.option(
 def media_filter(by_glob: str | None, by_header: bool, by_extension: bool) -> MediaFilter | None:
     """Return the filter that the options choose, None without any."""
     if (by_glob is not None) + by_header + by_extension > 1:
-        raise ConfigurationError("the --media-metadata-by-… options exclude each other: give one of them.")
+        raise ConfigurationError("the --media-metadata-by-… options exclude each other: use one.")
     if by_glob is not None:
         return MediaFilter(strategy="GLOB", patterns=by_glob)
     if by_header:
@@ -97,7 +97,7 @@ def command(
     media_metadata_by_header: bool,
     media_metadata_by_extension: bool,
 ) -> dict[str, Any]:
-    """Write down what the media files of PATH are, without decoding them: sizes of images, lengths of videos and sound.
+    """Store metadata of the media files at PATH without decoding them: sizes of images, durations of videos and sound.
 
     PATH is a prepared dataset, whose key index the metadata is added to, or any folder of files, which can then be an
     auxiliary store of a crude dataset. One of the three filters says which files are media.
@@ -114,7 +114,7 @@ def command(
         else:
             found = prepare_media(path, media, num_workers=workers, finish=finish, progress=advance)
     if one is not None:
-        click.echo(f"Task {one}: {count:,} shards or portions of files are read. When all tasks have ended: --finish")
+        click.echo(f"Task {one}: read {count:,} shards or portions of files. After all tasks, run --finish.")
         return {"task": str(one), "shards": count}
     report_media(found)
     return asdict(found)

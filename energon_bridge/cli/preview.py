@@ -148,7 +148,7 @@ def command(
 
 
 def _write(shown: _Shown, out: Path) -> str:
-    """Write the pages; return a summary of what is on them."""
+    """Write the pages; return a summary of their content."""
     from energon_bridge.preview.pages import write_pages
 
     count = write_pages(
@@ -166,12 +166,12 @@ def _write(shown: _Shown, out: Path) -> str:
 
 @contextmanager
 def _opened(source: tuple[str, ...], pages: bool, samples: int | None, options: dict[str, Any]) -> Iterator[_Shown]:
-    """Yield what the options ask for."""
+    """Yield what the options request."""
     source = _run_folder(source, options)
     alone = options["config"] is None and options["encoder"] is None
     for name in ("batches", "packing_buffer_size"):
         if alone and options[name] is not None:
-            raise ConfigurationError(f"--{name.replace('_', '-')} is for batches: give --config or --encoder, too")
+            raise ConfigurationError(f"--{name.replace('_', '-')} is for batches: add --config or --encoder")
     steps = options["steps"]
     if options["over"] is not None and not (pages and alone and steps is None and options["step"] is None):
         raise ConfigurationError(
@@ -195,12 +195,12 @@ def _opened(source: tuple[str, ...], pages: bool, samples: int | None, options: 
         mixes = [name for name in source if is_mix((name,))]
         mix = options["mix"] or (mixes[0] if len(mixes) == 1 else None)
         if mix is None:
-            raise ConfigurationError("--encoder needs the data: give a dataset or mix, or states and --mix")
+            raise ConfigurationError("--encoder needs data: give a dataset or mix, or states and --mix")
         encoder = encoder_of(options["encoder"])
         spec = open_mix(mix, options, task_encoder=encoder, packing_buffer_size=options["packing_buffer_size"])
         yield _batches([name for name in source if name not in mixes], spec, steps, options, mix)
     elif not source:
-        raise ConfigurationError("give what to show: a dataset, a mix, or a saved state; or --config FILE")
+        raise ConfigurationError("nothing to show: give a dataset, a mix, a saved state, or --config FILE")
     elif steps is not None:
         yield _steps_of(source, steps, options)
     else:
@@ -208,9 +208,9 @@ def _opened(source: tuple[str, ...], pages: bool, samples: int | None, options: 
 
 
 def _run_folder(source: tuple[str, ...], options: dict[str, Any]) -> tuple[str, ...]:
-    """Return what a run folder stands for: its configuration, which goes into the options, and a checkpoint.
+    """Return the configuration of a run folder, which goes into the options, and a checkpoint.
 
-    That is the latest one, or the latest before the step that is asked for.
+    That is the latest one, or the latest before the requested step.
     """
     folders = [Path(name) for name in source if (Path(name) / "config.yaml").is_file()]
     if options["config"] is not None or options["encoder"] is not None or len(folders) != 1:
@@ -236,7 +236,8 @@ def _samples(source: tuple[str, ...], limit: int, options: dict[str, Any]) -> _S
         if missing is not None:
             raise ConfigurationError(f"{missing}: no such file or folder. Check the path.")
         raise ConfigurationError(
-            f"{' '.join(source)}: no dataset or mix. Of a saved state --step S shows what its run delivers in a step"
+            f"{' '.join(source)}: not a dataset or mix. For a saved state, add --step S to see what its run delivers "
+            "then"
         )
     names = ("dataset_config", "split_config", "trust_remote_code")
     spec = get_train_dataset(

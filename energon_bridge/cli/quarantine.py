@@ -30,7 +30,7 @@ def command() -> None:
 def show(files: tuple[str, ...], limit: int, excludes: bool, as_json: bool) -> None:
     """Count failures by dataset, hook and error, and name the samples.
 
-    Each FILE stands for those of its ranks too. A failure of a pack or microbatch is named by its first sample.
+    Each FILE includes those of its ranks. A failure of a pack or microbatch is named by its first sample.
 
     Example:  energon quarantine show bad.jsonl
     """

@@ -83,7 +83,7 @@ def open_mix(
     batch_size, global_batch, ranks = options["batch_size"], options["global_batch_size"], options["world_size"] or 1
     given = click.get_current_context().get_parameter_source("batch_size")
     if given is click.core.ParameterSource.DEFAULT:
-        raise ConfigurationError("give the samples in a microbatch with --batch-size (none: samples without batches)")
+        raise ConfigurationError("give the samples per microbatch with --batch-size (none: samples without batches)")
     group = None
     if global_batch is not None:
         group, rest = divmod(global_batch, batch_size or 1)
@@ -198,5 +198,5 @@ def named(spec: str, option: str, example: str) -> Any:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigurationError(
-            f"{option} {spec!r}: {error}. A module of the current folder is found with PYTHONPATH=."
+            f"{option} {spec!r}: {error}. For a module in the current folder, set PYTHONPATH=."
         ) from error

@@ -79,9 +79,9 @@ def command(
     if out is not None and out.suffix not in (".parquet", ".json"):
         raise ConfigurationError(f"--out {out}: the name must end in .parquet or .json")
     if until is not None and (step or 0) >= until:
-        raise ConfigurationError(f"--until {until} is not above --step {step}: no step lies between them")
+        raise ConfigurationError(f"--until {until} must be above --step {step}")
     if balance is not None and microbatch is not None:
-        raise ConfigurationError("--balance says who runs the microbatches of a step: give --step, not --microbatch")
+        raise ConfigurationError("--balance applies to the microbatches of a step: give --step, not --microbatch")
     run, notes = open_run(source, options, by_step=microbatch is None, balance=balance, window=balance_window)
     from energon_bridge.forecast.samples import assumption, name_microbatch, name_shared_steps, name_steps
     from energon_bridge.topology import first_microbatch

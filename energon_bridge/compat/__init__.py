@@ -42,11 +42,11 @@ def install(*, trust_remote_code: bool = False) -> None:
     imported = sys.modules.get(PACKAGE)
     if imported is not None:
         raise ConfigurationError(
-            f"{PACKAGE} is imported already, from {imported.__file__}: call energon_bridge.compat.install() before "
-            "anything that imports it, or run the program by `python -m energon_bridge.compat SCRIPT`"
+            f"{PACKAGE} is already imported, from {imported.__file__}: call energon_bridge.compat.install() before "
+            "anything imports it, or run the program with `python -m energon_bridge.compat SCRIPT`"
         )
     other = other_package()
     if other is not None:
-        logger.warning("megatron-energon is installed (%s); energon_bridge takes its place in this process", other)
+        logger.warning("megatron-energon is installed (%s); energon_bridge replaces it in this process", other)
     sys.meta_path.insert(0, Finder(trust_remote_code=trust_remote_code))
     sys.meta_path.append(NamespaceFinder())

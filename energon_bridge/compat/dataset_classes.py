@@ -27,7 +27,7 @@ _MAKING: ContextVar[bool] = ContextVar("energon_bridge_making", default=False)
 IMAGE_DECODE: ContextVar[str] = ContextVar("energon_bridge_image_decode", default="torchrgb")
 """The `image_decode=` of the builder that is opening datasets; classes written for versions before 6 read it."""
 _ENCODERS: Any = type("_EncodersDecoder", (), {"__repr__": lambda self: "<the task encoder's decoder>"})()
-"""Stands for the decoder of the task encoder, which a dataset class is given."""
+"""Placeholder for the task encoder's decoder, passed to dataset classes."""
 _NOT_RUN = ("build", "__iter__", "__len__", "shard_workers", "slice_workers", "split_samples_to_workers")
 _META = ("__key__", "__restore_key__", "__subflavors__", "__sources__")
 
@@ -42,7 +42,7 @@ class BaseCoreDatasetFactory:
         if not _MAKING.get():
             raise not_provided(
                 f"making {cls.__name__}",
-                "write what the dataset is into its dataset.yaml and open it with get_train_dataset or get_val_dataset",
+                "describe the dataset in its dataset.yaml, and open it with get_train_dataset or get_val_dataset",
             )
         return super().__new__(cls)
 
@@ -138,8 +138,8 @@ class DatasetCode:
             self.subflavors: dict[str, Any] = made.subflavors
         except Exception as error:
             raise MetadataError(
-                f"{path}: the dataset class {module}.{name} cannot be made with {arguments}, which dataset.yaml says, "
-                f"and a path: {type(error).__name__}: {error}"
+                f"{path}: cannot make the dataset class {module}.{name} with {arguments} from dataset.yaml and a path: "
+                f"{type(error).__name__}: {error}"
             ) from error
         finally:
             _MAKING.reset(token)

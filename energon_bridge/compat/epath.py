@@ -1,7 +1,7 @@
 """`EPath`: megatron-energon's class for paths and URLs, on fsspec.
 
 Local paths are absolute and without `..`; URLs keep their protocol (`s3://bucket/key`, `msc://profile/bucket/key`).
-`dss://NAME@VERSION/path` keeps its name, and its files lie in `$NVDATASET_CACHE_DIR/NAME/VERSION`. Methods raise what
+`dss://NAME@VERSION/path` keeps its name, and its files are in `$NVDATASET_CACHE_DIR/NAME/VERSION`. Methods raise what
 fsspec raises, such as FileNotFoundError.
 """
 
@@ -61,7 +61,7 @@ class EPath(os.PathLike[str]):
             self._protocol, self._path = protocol, posixpath.normpath(rest)
             return
         if protocol == "rclone":
-            warnings.warn("rclone:// is deprecated: it is the old name of msc://", DeprecationWarning, stacklevel=2)
+            warnings.warn("rclone:// is deprecated: use its new name, msc://", DeprecationWarning, stacklevel=2)
         self._protocol, _, self._path = resolve_path(text, base="/", where="EPath").partition("://")
         profile, _, inside = self._path.partition("/")
         if self._protocol == "msc" and profile in _LOCAL_PROFILES:
@@ -81,9 +81,7 @@ class EPath(os.PathLike[str]):
 
     def _fs(self) -> Any:
         if self._protocol == "msc" and importlib.util.find_spec("multistorageclient") is None:
-            raise ConfigurationError(
-                f"{self.url}: multi-storage-client is not installed: pip install 'energon-bridge[msc]'"
-            )
+            raise ConfigurationError(f"{self.url}: needs multi-storage-client: pip install 'energon-bridge[msc]'")
         return fsspec.filesystem("file" if self.is_local() else self._protocol)
 
     @property
@@ -113,7 +111,7 @@ class EPath(os.PathLike[str]):
     def local_path(self) -> Path:
         """Return the local path; raises ConfigurationError for a URL."""
         if not self.is_local():
-            raise ConfigurationError(f"{self.url}: not a path of this machine")
+            raise ConfigurationError(f"{self.url}: not a local path")
         return Path(self._here)
 
     def is_dir(self) -> bool:

@@ -34,7 +34,7 @@ class OpenedDataset(BaseCoreDatasetFactory):
 
     Attributes:
         subflavors: Those of its samples.
-        paths: Where it lies.
+        paths: Its paths.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> OpenedDataset:
@@ -51,7 +51,7 @@ class OpenedDataset(BaseCoreDatasetFactory):
         return self._dataset.num_samples
 
     def build(self, worker_rotation_offset: int = 0) -> DatasetSpec:
-        """Return what a loader takes; the offset, which balances workers there, has no effect here."""
+        """Return a dataset for a loader; the offset, which balances workers there, has no effect here."""
         return self._dataset
 
 
@@ -104,7 +104,7 @@ def _open(function: str, path: Any, settings: dict[str, Any], kwargs: dict[str, 
     }
     for name, value in kwargs.items():
         if value is not None:
-            raise not_provided(f"{function}({name}={value!r})", "say it in a metadataset")
+            raise not_provided(f"{function}({name}={value!r})", "set it in a metadataset")
     if training:
         return loading.get_train_dataset(path, **settings, **shuffle)
     return loading.get_val_dataset(path, **settings)
@@ -137,7 +137,7 @@ class LoadedDatasetList:
 
 
 def loaded_datasets(whole: DatasetSpec) -> LoadedDatasetList:
-    """Return the datasets of a mix one by one, with what it says of each."""
+    """Return the datasets of a mix one by one, with their settings in it."""
     mix = whole.mix
     weights: Sequence[float | None] = [None] * len(whole.leaves)
     if mix.mode == "weights":
@@ -178,7 +178,7 @@ class DatasetLoaderInterface:
         self._settings: dict[str, Any] = {}
 
     def post_initialize(self, mds_path: Any = None) -> None:
-        """Do nothing; files are read when they are asked for."""
+        """Do nothing; files are read on request."""
 
     def get_datasets(
         self,
@@ -203,7 +203,7 @@ class DatasetLoaderInterface:
         return loaded_datasets(whole)
 
     def traverse(self, mds_path: Any = None, *, split_part: str) -> list[TraversedDatasetReference]:
-        """Return what the mix says of its datasets; raises NotImplementedError if it has a join."""
+        """Return the settings of the datasets of a mix; raises NotImplementedError if it has a join."""
         return _references(load_mix(self._source, split_part=split_part))
 
     def prepare(self, split_part: str | None = None) -> Sequence[EPath]:
@@ -251,7 +251,7 @@ class Metadataset(DatasetLoaderInterface):
 
     def __init__(self, path: Any, splits: Any = None) -> None:
         if splits is not None:
-            raise not_provided(f"{type(self).__name__}(splits=…)", "give load_dataset the same as a dict")
+            raise not_provided(f"{type(self).__name__}(splits=…)", "pass load_dataset the same as a dict")
         super().__init__(path)
 
 
@@ -283,7 +283,7 @@ def _metadataset(name: Any) -> type[Metadataset]:
 
 
 def traverse_metadataset(path: Any, *, split_part: str) -> list[TraversedDatasetReference]:
-    """Return what a mix says about its datasets, in order, with nested mixes expanded in place.
+    """Return the settings of the datasets of a mix, in order, with nested mixes expanded in place.
 
     Raises:
         ConfigurationError: The path is not a mix.
@@ -300,7 +300,9 @@ def _references(mix: Mix) -> list[TraversedDatasetReference]:
     for entry in mix.leaves:
         leaf = entry.leaf
         if isinstance(leaf, JoinRef):
-            raise NotImplementedError(f"{leaf.where}: traverse_metadataset() does not take joins apart, as there.")
+            raise NotImplementedError(
+                f"{leaf.where}: traverse_metadataset() does not support joins, as in megatron-energon."
+            )
         aux = {name: EPath(ref.path) for name, ref in leaf.aux.items()}
         found.append(TraversedDatasetReference(EPath(leaf.path), leaf.split_part, aux, dict(leaf.subflavors)))
     return found

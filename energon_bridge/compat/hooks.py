@@ -83,7 +83,7 @@ def _as_built(spec: DatasetSpec, encoder: Any, hook: str) -> DatasetSpec:
     for name in ("sources", "joined", "cycled"):
         there, here = getattr(built, name), getattr(expected, name)
         if not _same(there, here):
-            raise _refused(encoder, f"its datasets are {_told(built)}, where the mix says {_told(expected)}")
+            raise _refused(encoder, f"its datasets are {_told(built)}, but the mix has {_told(expected)}")
     changed = {name: value for name, value in built.settings.items() if value != expected.settings[name]}
     return dataclasses.replace(spec, **changed) if changed else spec
 
@@ -116,7 +116,7 @@ def _read(made: Any, spec: DatasetSpec, encoder: Any) -> _Built:
             repeats, part = part.repeats, part.dataset
         place = _place(part, spec)
         if place is None:
-            raise _refused(encoder, f"it put {type(part).__name__} in a place where a dataset of the mix is expected")
+            raise _refused(encoder, f"it put {type(part).__name__} where a dataset of the mix is expected")
         sources.append((place, repeats, weight / total if total else 0.0))
     joined = type(made).__name__ if len(parts) > 1 else ""
     return _Built(sources=tuple(sources), joined=joined, cycled=cycled, settings=settings)
@@ -132,7 +132,7 @@ def _place(part: Any, spec: DatasetSpec) -> int | None:
 def _expect(made: Any, kind: type[Wrapper], encoder: Any) -> Any:
     if not isinstance(made, kind):
         verb = "batched by build_batch" if kind is BatchedDataset else "encoded by build_encode_sample"
-        raise _refused(encoder, f"it put {type(made).__name__} in a place where samples {verb} are expected")
+        raise _refused(encoder, f"it put {type(made).__name__} where samples {verb} are expected")
     return made
 
 
@@ -146,7 +146,7 @@ def _same(there: Any, here: Any) -> bool:
 
 
 def _told(built: _Built) -> str:
-    times: dict[float | None, str] = {None: "for ever", 1: "once"}
+    times: dict[float | None, str] = {None: "forever", 1: "once"}
     return ", ".join(
         f"number {place} {times.get(repeats, f'{repeats} times')} with weight {weight:.4g}"
         for place, repeats, weight in built.sources
@@ -157,6 +157,6 @@ def _refused(encoder: Any, found: str) -> Exception:
     names = [name for name in HOOKS if getattr(type(encoder), name) is not getattr(DefaultTaskEncoder, name)]
     return NotProvidedError(
         f"{type(encoder).__qualname__} overrides {' and '.join(names)} in a way that has no counterpart in "
-        f"energon_bridge: {found}. Say a mix by a metadataset, a Blender or a dict, and what becomes of samples by the "
+        f"energon_bridge: {found}. Describe a mix with a metadataset, a Blender or a dict, and process samples in the "
         "other hooks of the task encoder."
     )

@@ -114,8 +114,8 @@ class WorkerConfig(topology.WorkerConfig):
         if self.worker_debug_path is not None or self.worker_log_level:
             raise not_provided(
                 f"WorkerConfig(worker_debug_path={self.worker_debug_path!r}, worker_log_level={self.worker_log_level})",
-                "no debug files are written. `energon which` names the samples of any step, and "
-                "`energon analyze-debug` draws what is read when",
+                "this package writes no debug files. `energon which` names the samples of any step, and "
+                "`energon analyze-debug` draws which samples are read when",
             )
 
     def global_rank(self) -> int:
@@ -246,7 +246,7 @@ def _as_energon(dataset: DatasetSpec, sample_type: type | None, subflavors: Mapp
         if sample_type is not None and not (isinstance(found, type) and issubclass(found, sample_type)):
             name = getattr(found, "__name__", "joined")
             raise ConfigurationError(
-                f"{leaf.dataset.path}: its samples are {name}, and sample_type= asks for {sample_type.__name__}"
+                f"{leaf.dataset.path}: its samples are {name}, but sample_type= requests {sample_type.__name__}"
             )
     if subflavors:
         leaves = tuple(dataclasses.replace(leaf, dataset=_flavored(leaf.dataset, subflavors)) for leaf in leaves)
@@ -282,7 +282,7 @@ def get_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader:
 
 def _flavored(dataset: Any, subflavors: Mapping[str, Any]) -> Any:
     if not isinstance(dataset, PreparedDataset):
-        raise not_provided("subflavors= of a join", "name subflavors in the metadataset")
+        raise not_provided("subflavors= of a join", "set subflavors in the metadataset")
     return dataclasses.replace(dataset, subflavors={**dataset.subflavors, **subflavors})
 
 
@@ -302,7 +302,7 @@ def _translated(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     encoder = ours.get("task_encoder")
     _refuse_pipeline_hooks(encoder)
     if ours.pop("handler", None) is not None:
-        logger.warning("handler= has no effect in megatron-energon either; use WorkerConfig(global_error_handler=…)")
+        logger.warning("handler= has no effect, as in megatron-energon; use WorkerConfig(global_error_handler=…)")
     decoder = {name: ours.pop(name) for name in _DECODER_ARGUMENTS if name in ours}
     IMAGE_DECODE.set(decoder.get("image_decode", "torchrgb"))
     if not ours.pop("auto_decode", True):
@@ -336,6 +336,6 @@ def _refuse_pipeline_hooks(encoder: Any) -> None:
         if getattr(encoder, name, None) is not None:
             raise not_provided(
                 f"overriding {name} ({type(encoder).__qualname__})",
-                "there are no dataset wrappers to put together. Say a mix by a metadataset, a Blender or a dict, and "
-                "what becomes of samples by the other hooks of the task encoder",
+                "there are no dataset wrappers to combine. Describe a mix with a metadataset, a Blender or a dict, and "
+                "process samples in the other hooks of the task encoder",
             )

@@ -122,7 +122,7 @@ def _refuse(asked: bool, what: str, advice: str) -> None:
 
 def _split(ratios: Ratios | None, patterns: Patterns | None, *, shuffle: bool) -> SplitRule:
     if (ratios is None) == (patterns is None):
-        raise ConfigurationError("prepare_dataset: give split_parts_ratio or split_parts_patterns, and not both")
+        raise ConfigurationError("prepare_dataset: pass either split_parts_ratio or split_parts_patterns")
     if patterns is not None:
         return SplitRule(patterns=tuple(patterns))
     shares = tuple((name, Fraction(str(share))) for name, share in ratios or ())

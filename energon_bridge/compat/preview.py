@@ -78,7 +78,7 @@ def format_sample_detailed(sample: Any, indent: str = "") -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return what stands for a value in the YAML."""
+    """Return the form of a value in the YAML."""
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, str):
@@ -153,7 +153,7 @@ def pprint(idx: int, sample: Any) -> None:
 @click.option("--split-parts", default="train,val,test", show_default=True, help="Parts of the split to show.")
 @click.option("--dataset-config", default="dataset.yaml", show_default=True, help="Dataset file in .nv-meta.")
 def command(path: str, split_parts: str, dataset_config: str) -> None:
-    """Show the samples of the dataset at PATH, and ask after each whether to go on."""
+    """Show the samples of the dataset at PATH, and ask after each whether to continue."""
     config = WorkerConfig(rank=0, world_size=1, num_workers=0)
     try:
         for part in split_parts.split(","):

@@ -52,7 +52,7 @@ class ExtendableDataclassMixin:
     def extend(cls, src: Any, **kwargs: Any) -> Self:
         """Make an object of this class from one of a base class: copies its fields, and sets new ones from `kwargs`."""
         if not issubclass(cls, type(src)):
-            raise ConfigurationError(f"{cls.__name__}.extend: {type(src).__name__} is no base class of it")
+            raise ConfigurationError(f"{cls.__name__}.extend: {type(src).__name__} is not a base class of it")
         return cls(**{entry.name: getattr(src, entry.name) for entry in fields(src) if entry.init} | kwargs)
 
 
@@ -172,7 +172,7 @@ class FileStoreCachePool(stores.FileStoreCachePool):
     def __init__(self, *, method: str = "raw", **kwargs: Any) -> None:
         if method == "pickle":
             logger.warning(
-                "FileStoreCachePool(method='pickle') keeps files as they are, as 'raw' does: no pickles here"
+                "FileStoreCachePool(method='pickle') works like 'raw', which keeps files as they are, without pickle"
             )
             method = "raw"
         super().__init__(method=method, **kwargs)  # type: ignore[arg-type]  # refuses any other
@@ -193,7 +193,7 @@ class EnergonDatasetType(Enum):
 
 
 def get_dataset_type(path: Any) -> EnergonDatasetType:
-    """Return what a path is, by the names of the files that are there."""
+    """Return the kind of dataset at a path, judging by its files."""
     path = EPath(path)
     if path.is_file():
         kinds = {"jsonl": EnergonDatasetType.JSONL, "yaml": EnergonDatasetType.METADATASET}
@@ -210,7 +210,7 @@ def check_dataset_info_present(path: Any) -> bool:
 
 
 def get_dataset_info(path: Any) -> dict[str, Any]:
-    """Return what the `.info` file of a prepared dataset says, such as `shard_counts`; raises MetadataError."""
+    """Return the content of the `.info` file of a prepared dataset, such as `shard_counts`; raises MetadataError."""
     for name in (INFO_JSON, INFO_YAML):
         file = EPath(path) / META_FOLDER / name
         if file.is_file():

@@ -174,7 +174,7 @@ _STATE_ADVICE = "states of megatron-energon unpickle to it, and loaders refuse t
 
 @cache
 def describe(name: str, module: str) -> Entry:
-    """Return what a public name of a module (relative to `megatron.energon`) is.
+    """Return the object of a public name of a module (relative to `megatron.energon`).
 
     Raises:
         KeyError: The tables have no entry for it, which is a bug.
@@ -210,7 +210,7 @@ def describe(name: str, module: str) -> Entry:
 
 
 def resolve(name: str, module: str) -> Any:
-    """Return the object that a name of a module stands for."""
+    """Return the object that a name of a module refers to."""
     if name not in _names(module):
         return getattr(energon_bridge, name)
     entry = describe(name, module)
@@ -230,7 +230,7 @@ def resolve(name: str, module: str) -> Any:
 
 
 def older(name: str) -> Any:
-    """Return the class that a name of an older version stands for; it raises when used."""
+    """Return a class for a name of an older version; it raises when used."""
     return _refuse(name, OLDER[name])
 
 

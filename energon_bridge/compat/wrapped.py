@@ -23,7 +23,7 @@ class Wrapper:
     def __init__(self, dataset: Any, *, worker_config: Any = None) -> None:
         if not isinstance(dataset, (DatasetSpec, Wrapper)):
             raise ConfigurationError(
-                f"{type(self).__name__}: expected what get_train_dataset or get_val_dataset return, got {dataset!r}"
+                f"{type(self).__name__}: expected a dataset from get_train_dataset or get_val_dataset, got {dataset!r}"
             )
         self.dataset = dataset
 
@@ -135,7 +135,7 @@ def make_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader:
             repeated = True
         elif isinstance(dataset, BlendDataset | ConcatDataset | ShuffleBufferDataset):
             raise not_provided(
-                f"{type(dataset).__name__} around a dataset that is built already",
+                f"{type(dataset).__name__} around a dataset that is already built",
                 "mix by a metadataset, energon_bridge.Blender or a list of (path, weight) pairs, and pass "
                 "shuffle_buffer_size= to get_train_dataset",
             )

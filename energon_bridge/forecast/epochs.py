@@ -79,7 +79,7 @@ class Forecast:
         mix_epoch: Draws in an epoch of a mix by repetitions or of a concatenation (on average, where repetitions
             are fractions); None in the other modes.
         schedule: The shares at the beginning, at the points of schedules and at the end; empty if they never change.
-        first_end: Step after which the first leaf has been gone through, None if that lies too far ahead.
+        first_end: Step after which the first leaf has been gone through, None if that is too far ahead.
         ends_first: The leaves that end there, as places in `leaves`.
         mixing: That of the shuffled leaves on average, by their draws; None if none is shuffled.
     """
@@ -111,7 +111,9 @@ def forecast(run: Run, steps: int) -> Forecast:
     """
     spec, plan, ranks = run.spec, run.plan, run.config.dp_size
     if spec.finite:
-        raise ConfigurationError("a forecast is of endless training; a pass goes through each leaf as the mix says")
+        raise ConfigurationError(
+            "forecasts are for endless training; in a pass, the mix says how often each dataset is read"
+        )
     ownership = Ownership(plan.num_lanes, ranks, 0)
     counts = draws_per_leaf(run, steps)
     sizes = np.array([leaf.num_samples for leaf in spec.ordered])

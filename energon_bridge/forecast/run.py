@@ -1,4 +1,4 @@
-"""A run that is asked about: its leaves and their order, and where its lanes stand in a saved state.
+"""The run to forecast: its leaves and their order, and the positions of its lanes in a saved state.
 
 A state has everything that an order depends on but these: names of metadata files other than the usual ones, how
 datasets are joined, the order of a concatenation, and weights that share or move (groups by size, schedules). Where
@@ -43,7 +43,7 @@ class Run:
         config: Ranks and lanes.
         plan: The leaves and their order.
         state: The saved state that it was described by; None if it is a run from the beginning.
-        lanes: Where the lanes stand in the state, those that it holds.
+        lanes: The lanes in the state, by number.
         sharing: How it is divided, if ranks load their own shares.
     """
 
@@ -87,7 +87,7 @@ def run_of_state(
     Args:
         state: The state, merged from those of several ranks.
         world_size: Data-parallel ranks; a state knows none.
-        mix: What the run was started with; needed where the state alone does not say it, or its datasets have moved.
+        mix: What the run was started with; needed if the state does not contain it, or its datasets have moved.
         split_part: Of `mix`; default: that of the state's leaves.
         dataset_config, split_config: Names of the files in `.nv-meta`.
         trust_remote_code: Allow the dataset's `sample_loader.py` to be loaded.
@@ -103,8 +103,8 @@ def run_of_state(
     held = sum(len(lane.held.rows) for lane in lanes.values())
     if "packing_buffer_size" in settings or "grouped" in settings or held:
         raise ConfigurationError(
-            "the samples of a step cannot be named without reading data: the task encoder packs, groups or makes "
-            "several batches of some samples, so that their content decides what comes together"
+            "cannot name the samples of a step without reading data: the task encoder packs, groups or yields "
+            "several batches, so the content of samples decides which share a microbatch"
             + ". `energon preview` with --config or --encoder lets the run deliver it"
             + (f" (drawn and not delivered yet: {held} rows)" if held else "")
         )
@@ -124,14 +124,14 @@ def run_of_state(
     windows = {name: value for name, value in settings.items() if name.startswith(WINDOWS)}
     if windows and not balanced:
         raise ConfigurationError(
-            f"the run cuts windows of {settings.get(WINDOWS)} global batches anew, so that costs decide what comes "
-            "together: give the ColumnCost of the run (--balance MODULE:NAME), if its ranks load their own shares"
+            f"the run divides windows of {settings.get(WINDOWS)} global batches by cost: give the ColumnCost of the "
+            "run (--balance MODULE:NAME), if its ranks load their own shares"
         )
     check_fits(saved, spec.kind, plan.settings | windows, plan.table)
     plan = without_banned(plan, banned_of(saved, saved.bans, spec.leaves))
     if kind == "train":
         Ownership(plan.num_lanes, world_size, 0)
-        # Parked leaves stand at the end, and nothing is drawn from them.
+        # Retired leaves are at the end, and nothing is drawn from them.
         lanes = {lane: replace(s, leaf_draws=s.leaf_draws[: len(plan.leaves)]) for lane, s in lanes.items()}
     return Run(spec=spec, config=config, plan=plan, state=state, lanes=lanes)
 
@@ -157,7 +157,7 @@ def shared_out(run: Run, cost: Any, group: int | None, window: int | None) -> Ru
         raise ConfigurationError("--balance: validation is never balanced")
     if group is None or group % run.config.dp_size:
         raise ConfigurationError(
-            f"--balance: {run.config.dp_size} ranks cannot share a global batch of "
+            f"--balance: {run.config.dp_size} ranks cannot divide a global batch of "
             f"{'an unknown number of' if group is None else group} microbatches: give --global-batch-size, and the "
             "number of ranks with --world-size"
         )
@@ -185,7 +185,7 @@ def _spec_of_mix(mix: MixSource, kind: str, settings: State, config: WorkerConfi
 def _spec_of_state(
     kind: str, settings: State, rows: Sequence[State], config: WorkerConfig, *, trust_remote_code: bool, **names: str
 ) -> DatasetSpec:
-    """Open the leaves of a state where the state says they lie."""
+    """Open the leaves of a state at the paths in it."""
     mix = _mix(kind, settings, rows)
     leaves = []
     epochs = _shuffle_epochs(settings, len(rows))
@@ -227,7 +227,7 @@ def _mix(kind: str, settings: State, rows: Sequence[State]) -> Mix:
         ConfigurationError: The state does not say it.
     """
     if any(row["path"].startswith(_JOIN) for row in rows):
-        raise ConfigurationError(f"a state does not hold how datasets are joined: {_GIVE_MIX}")
+        raise ConfigurationError(f"a state does not contain how datasets are joined: {_GIVE_MIX}")
     children = tuple(_reference(row) for row in rows)
     mode = settings.get("mode", "concat")  # validation has no mode: it takes its leaves in the order of the state
     shares = _shares(rows)
@@ -247,7 +247,7 @@ def _mix(kind: str, settings: State, rows: Sequence[State]) -> Mix:
             what = "weights that follow a schedule"
         elif mode == "concat":
             what = "the order in which datasets are concatenated"
-        raise ConfigurationError(f"a state does not hold {what}: {_GIVE_MIX}")
+        raise ConfigurationError(f"a state does not contain {what}: {_GIVE_MIX}")
     return flatten(root)
 
 

@@ -43,7 +43,7 @@ _SHARDS = 256
 
 
 class KeyNames:
-    """Looks keys up; what it has learnt of a dataset it keeps, and the keys of shards that it is asked for often."""
+    """Looks keys up; caches facts about datasets, and the keys of shards that are used often."""
 
     def __init__(self) -> None:
         self._indices: dict[str, tuple[KeyIndex, dict[str, int]] | None] = {}
@@ -157,9 +157,9 @@ def _endless_step(run: Run, step: int, names: _Names) -> list[NamedMicrobatch]:
     stand = run.microbatches
     if first_microbatch(step_of(stand, num_lanes=lanes, world_size=ranks), num_lanes=lanes, world_size=ranks) != stand:
         raise ConfigurationError(
-            f"the state stands at microbatch {stand}, where no step of {ranks} ranks begins ({lanes} lanes): the run "
-            "has changed its number of ranks. Ask for a microbatch of the run (--microbatch), or give the number of "
-            "ranks that it was saved with (--world-size)"
+            f"the state is at microbatch {stand}, where no step of {ranks} ranks starts ({lanes} lanes): the run has "
+            "changed its number of ranks. Ask for a microbatch of the run (--microbatch), or give the number of ranks "
+            "that it was saved with (--world-size)"
         )
     ownership = Ownership(lanes, ranks, m)
     delivered = []
@@ -196,7 +196,7 @@ def name_shared_steps(
         begin = sharing.begin(number * sharing.group)
         while not window or window[-1].number < number:
             if planned is None or (planned.end <= begin and not names.has_bans):
-                # Without bans, where lanes stand is arithmetic.
+                # Without bans, positions of lanes are computed directly.
                 known = sharing.begin(run.microbatches)
                 start = begin if not names.has_bans else known if known <= begin else 0
                 lanes = {lane: names.lane_at(lane, start, known) for lane in range(run.num_lanes)}
@@ -215,12 +215,12 @@ def name_shared_steps(
 def name_microbatch(run: Run, m: int) -> NamedMicrobatch:
     """Name the samples of microbatch m of an endless run, whichever rank delivers it (given as the rank -1)."""
     if run.spec.finite:
-        raise ConfigurationError("microbatches of a run can be asked for in endless training; give a step")
+        raise ConfigurationError("only endless training has microbatches of a run; give a step")
     return _Names(run).microbatch(m, -1)
 
 
 def assumption(run: Run, m: int) -> str:
-    """Say in one line what the names of microbatch m and its step rest on."""
+    """Return in one line what the names of microbatch m and its step assume."""
     datasets = (leaf.dataset for leaf in run.spec.leaves)
     excluded = sum(len(one.excluded) for one in datasets if not isinstance(one, JoinedDataset))
     listed = f" ({excluded:,} samples are listed in `exclude`)" if excluded else ""
@@ -272,9 +272,9 @@ class _Names:
         return any(self._bans)
 
     def lane_at(self, lane: int, m: int, known: int) -> LaneState:
-        """Return where a lane stands before microbatch m, as if no draw before it was banned since the state.
+        """Return the position of a lane before microbatch m, assuming no draw was banned since the state.
 
-        `known` is the microbatch before which the lanes of the state stand.
+        `known` is the microbatch at which the state was saved.
         """
         stand, blend = self._stand(lane, self._run.microbatches if m >= known else m), self._run.plan.blend
         number = microbatches_before(lane, m, self._run.num_lanes)
@@ -329,7 +329,7 @@ class _Names:
             before[leaf] += 1
 
     def _next_unbanned(self, lane: int, stand: LaneState, number: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the rows of the microbatch that is this number of them after where a lane stands."""
+        """Yield the rows of the microbatch this many microbatches after a lane's position."""
         known = self._walks.get(lane)
         if known is None or known[0] != stand.microbatches or known[1] > number:
             known = stand.microbatches, 0, self._unbanned(lane, stand)
@@ -339,7 +339,7 @@ class _Names:
         self._walks[lane] = first, number + 1, draws
 
     def _unbanned(self, lane: int, stand: LaneState) -> Iterator[tuple[int, int, int]]:
-        """Yield the draws from where a lane stands as `_draws` does, without those that are banned."""
+        """Yield the draws from a lane's position on, as `_draws` does, without banned ones."""
         blend, lanes = self._run.plan.blend, self._run.num_lanes
         before, draw, taken = list(stand.leaf_draws), stand.draw, stand.taken
         while True:
@@ -354,19 +354,19 @@ class _Names:
                 draw, taken = draw + 1, 0
 
     def _stand(self, lane: int, m: int) -> LaneState:
-        """Return where a lane stands before microbatch m as far as anything is known."""
+        """Return the known position of a lane before microbatch m: from the state, or fresh."""
         run = self._run
         if m >= run.microbatches and run.state is not None:
             if lane not in run.lanes:
                 raise MissingRankError(
-                    f"the state holds {len(run.lanes)} of {run.num_lanes} lanes, and not lane {lane}, which delivers "
+                    f"the state holds {len(run.lanes)} of {run.num_lanes} lanes, but not lane {lane}, which delivers "
                     f"microbatch {m}: give the states of all ranks"
                 )
             return run.lanes[lane]
         if not self._is_one_mix:
             raise ConfigurationError(
-                f"microbatch {m} lies before the state (microbatch {run.microbatches}), and the mix has been changed "
-                "on the way: ask a state from before the change, or the mix that the run had then"
+                f"microbatch {m} is before the state (microbatch {run.microbatches}), and the mix changed in between: "
+                "use a state from before the change, or the mix that the run had then"
             )
         return LaneState.fresh(len(run.plan.leaves))
 
@@ -425,12 +425,14 @@ def _finite_step(run: Run, step: int, names: _SampleNames) -> list[NamedMicrobat
     spec, plan, ranks = run.spec, run.plan, run.config.dp_size
     asked, epoch = step, 0
     if spec.as_energon:
-        raise ConfigurationError("the steps of a pass cannot be named for a loader of the drop-in of megatron-energon")
+        raise ConfigurationError("cannot name the steps of a pass for a loader of the drop-in of megatron-energon")
     draws = draws_of_pass(spec, plan, epoch)
     end = spec.end(draws.num_draws, ranks)
     while step >= (steps := -(-end // ranks)):
         if not spec.shuffled or not steps:
-            raise ConfigurationError(f"a pass has {steps} steps on {ranks} ranks; there is no step {asked}")
+            raise ConfigurationError(
+                f"a pass has {steps} steps on {ranks} ranks, numbered from 0; there is no step {asked}"
+            )
         epoch, step = epoch + 1, step - steps
         draws = draws_of_pass(spec, plan, epoch)
         end = spec.end(draws.num_draws, ranks)

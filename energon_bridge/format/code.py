@@ -56,7 +56,9 @@ def load_function(store: Store, reference: str, *, default_name: str, trust: boo
     if not trust:
         raise untrusted(store.root, f"the {default_name} in {where}")
     if not store.exists(rel):
-        raise MetadataError(f"{where}: no such file; dataset.yaml names it as {default_name}.")
+        raise MetadataError(
+            f"{where}: no such file, but dataset.yaml names it as {default_name}. Add it, or remove the entry."
+        )
     return DatasetFunction(source=store.read(rel).decode("utf-8-sig"), name=function_name or default_name, where=where)
 
 
@@ -73,7 +75,7 @@ def import_class(module: str, name: str, *, root: str, where: str, trust: bool) 
 def untrusted(root: str, what: str) -> UntrustedCodeError:
     """Build the error for code that a dataset contains or names and that the caller does not trust."""
     return UntrustedCodeError(
-        f"{root}: {what} is code that this dataset wants to run. If you trust it, pass trust_remote_code=True."
+        f"{root}: the dataset wants to run code: {what}. If you trust it, pass trust_remote_code=True."
     )
 
 

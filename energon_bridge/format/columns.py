@@ -36,7 +36,7 @@ class Column:
     Attributes:
         made_of: What it was computed by, as a text for people.
         shards: Name, number of samples and bytes of each shard that it covers.
-        values: The texts that its numbers stand for; None: it holds numbers.
+        values: The texts that its numbers encode; None: it contains numbers.
     """
 
     made_of: str
@@ -51,7 +51,7 @@ class Column:
 def column_path(name: str) -> str:
     """Return the path of a column in a dataset; raises MetadataError for a name that no expression could use."""
     if not _NAME.fullmatch(name):
-        raise MetadataError(f"column {name!r}: names are letters, digits and _, and do not begin with a digit.")
+        raise MetadataError(f"column {name!r}: a name has only letters, digits and _, and does not start with a digit.")
     return meta_path(f"columns/{name}.npy")
 
 
@@ -63,10 +63,12 @@ def read_columns(store: Store) -> dict[str, Column]:
     try:
         document = json.loads(store.read(COLUMNS_INDEX))
         if document["format"] != _FORMAT:
-            raise MetadataError(f"{where}: has format {document['format']!r}, expected {_FORMAT}. Update the package.")
+            raise MetadataError(
+                f"{where}: has format {document['format']!r}, expected {_FORMAT}. Upgrade energon_bridge."
+            )
         return {name: _column(entry) for name, entry in document["columns"].items() if column_path(name)}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise MetadataError(f"{where}: damaged: {error!r}. Delete it, and add the columns again.") from error
+        raise MetadataError(f"{where}: damaged: {error!r}. Delete it and add the columns again.") from error
 
 
 def encode_columns(columns: Mapping[str, Column]) -> bytes:
@@ -92,8 +94,8 @@ def read_numbers(store: Store, name: str, column: Column) -> np.ndarray:
         raise MetadataError(f"{where}: cannot be read: {error}. Add the column again.") from error
     if numbers.shape != (column.num_samples,) or numbers.dtype not in (np.int64, np.float64, np.bool_):
         raise MetadataError(
-            f"{where}: holds {numbers.dtype} of shape {numbers.shape}, expected {column.num_samples} numbers. Add the "
-            "column again."
+            f"{where}: contains {numbers.dtype} of shape {numbers.shape}, expected {column.num_samples} numbers. Add "
+            "the column again."
         )
     return numbers
 
@@ -114,15 +116,17 @@ def column_of(dataset: PreparedDataset, name: str, columns: Mapping[str, Column]
         if place is None or column.shards[place] != (shard, count, size):
             found = "nothing" if place is None else "{1} samples in {2} bytes".format(*column.shards[place])
             raise MetadataError(
-                f"{dataset.path}: the column {name!r} knows {found} of the shard {shard!r}, which has {count} samples "
-                f"in {size} bytes. Add the column again: only new and changed shards are looked into."
+                f"{dataset.path}: the column {name!r} covers {found} of the shard {shard!r}, which has {count} samples "
+                f"in {size} bytes. Add the column again: only new and changed shards are read."
             )
         pieces.append(numbers[starts[place] : starts[place + 1]])
     found_numbers = np.concatenate(pieces)
     if column.values is None:
         return found_numbers
     if not column.values or not 0 <= found_numbers.min() <= found_numbers.max() < len(column.values):
-        raise MetadataError(f"{dataset.store.url(column_path(name))}: has numbers of no text. Add the column again.")
+        raise MetadataError(
+            f"{dataset.store.url(column_path(name))}: has numbers without a text. Add the column again."
+        )
     return np.asarray(column.values)[found_numbers]
 
 

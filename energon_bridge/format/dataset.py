@@ -80,7 +80,7 @@ def open_dataset(
     split_config: str = DEFAULT_SPLIT_CONFIG,
     trust_remote_code: bool = False,
 ) -> PreparedDataset:
-    """Open one split part of a prepared dataset in a folder or behind a URL.
+    """Open one split part of a prepared dataset in a folder or at a URL.
 
     Raises DatasetNotFoundError, NotPreparedError, UnknownSplitError, EmptyDatasetError, ShardMissingError,
     MetadataError, FieldMapError or UntrustedCodeError, each naming the file and what to do.
@@ -106,7 +106,7 @@ def read_prepared(
     if sum(counts) == 0:
         raise EmptyDatasetError(
             f"{splits.where}: the split part {split_part!r} of {store.root} has no samples "
-            f"({len(shards)} shards). Prepare the dataset with another split, or ask for another part."
+            f"({len(shards)} shards). Prepare the dataset with another split, or choose another part."
         )
     sizes = _sizes(store, shards, where=splits.where, split_part=split_part)
     excluded = splits.excluded_samples(shards)
@@ -188,14 +188,14 @@ def check_counts(dataset: PreparedDataset) -> None:
         if indexed > count:
             raise MetadataError(
                 f"{dataset.store.url(meta_path(INFO_JSON))}: counts {count} samples in {name!r}, but its index has "
-                f"{indexed}, so that {indexed - count} would never be read. Run `energon prepare --tar-index-only "
-                f"{dataset.path}`, which counts again."
+                f"{indexed}, so {indexed - count} would never be read. Count again: `energon prepare --tar-index-only "
+                f"{dataset.path}`."
             )
 
 
 def _count(store: Store, info: DatasetInfo, shard: str, *, where: str, split_part: str) -> int:
     if shard.startswith("/") or ".." in shard.split("/"):
-        raise MetadataError(f"{where}, field `split_parts.{split_part}`: {shard!r} lies outside of the dataset.")
+        raise MetadataError(f"{where}, field `split_parts.{split_part}`: {shard!r} is outside of the dataset.")
     count = info.shard_counts.get(shard)
     if count is None:
         raise MetadataError(
@@ -218,7 +218,7 @@ def _size(store: Store, shard: str, *, where: str, split_part: str) -> int:
         return store.size(shard)
     except ShardMissingError as error:
         raise ShardMissingError(
-            f"{store.url(shard)}: no such shard; {where} lists it in {split_part!r}. Bring it back, or run "
+            f"{store.url(shard)}: no such shard, but {where} lists it in {split_part!r}. Restore it, or run "
             f"`energon prepare {store.root}` again."
         ) from error
 

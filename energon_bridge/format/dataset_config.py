@@ -88,7 +88,7 @@ class DatasetConfigs:
             data = store.read(rel)
         except ShardMissingError as error:
             raise MetadataError(
-                f"{where}: no such file. Run `energon prepare {store.root}`, or write it: it names the sample type "
+                f"{where}: no such file. Run `energon prepare {store.root}`, or write it, with the sample type "
                 f"and the field map."
             ) from error
         content = (data, name.endswith(".json"))
@@ -168,7 +168,7 @@ def _class_code(document: dict[str, Any], *, store: Store, where: str, trust: bo
     if hasattr(cls, "__sample_type__") and own:
         raise MetadataError(
             f"{where}, field `__class__`: {module}.{name} is a dataset class of megatron-energon, whose code "
-            f"(`{own[0]}`) runs only in a program that runs as its drop-in: `python -m energon_bridge.compat`."
+            f"(`{own[0]}`) only runs under the drop-in: `python -m energon_bridge.compat`."
         )
     return None
 
@@ -177,10 +177,10 @@ def _refuse_sound(field_map: FieldMap, *, where: str) -> None:
     sound = sorted(part for part in field_map.parts if part.rpartition(".")[2].lower() in _CHATML_SOUND)
     if sound:
         raise MetadataError(
-            f"{where}, field `field_map`: the part {sound[0]!r} of a ChatML dataset becomes a waveform of 16 kHz by "
-            "Megatron-Bridge's own class, which this package does not do by itself. Run its class: install "
-            "Megatron-Bridge, run the program as drop-in of megatron-energon (`python -m energon_bridge.compat`), and "
-            "pass trust_remote_code=True."
+            f"{where}, field `field_map`: Megatron-Bridge's own class turns the part {sound[0]!r} of a ChatML dataset "
+            "into a waveform of 16 kHz, which this package does not do. Use that class: install Megatron-Bridge, run "
+            "the program under the drop-in of megatron-energon (`python -m energon_bridge.compat`), and pass "
+            "trust_remote_code=True."
         )
 
 
@@ -211,15 +211,16 @@ def _resolve(named: dict[str, Any], *, store: Store, where: str, field: str, tru
             return sample_type_by_name(name)
         except (EnergonError, KeyError) as error:
             raise MetadataError(
-                f"{where}, field `{dot}__class__`: no sample type {name!r}; known are {', '.join(sample_type_names())}."
+                f"{where}, field `{dot}__class__`: unknown sample type {name!r}; known are "
+                f"{', '.join(sample_type_names())}."
             ) from error
     if name in _CHATML and module.startswith(_BRIDGE) and not trust:
         return ChatMLSample
     imported = import_class(module, name, root=store.root, where=where, trust=trust)
-    # Dataset classes written for energon name their sample type; a sample class stands for itself.
+    # Dataset classes written for energon name their sample type; a sample class is used as it is.
     imported = getattr(imported, "__sample_type__", imported)
     if not isinstance(imported, type) or not (is_dataclass(imported) or issubclass(imported, CrudeSample)):
-        raise MetadataError(f"{where}, field `{dot}__class__`: {module}.{name} is no sample type.")
+        raise MetadataError(f"{where}, field `{dot}__class__`: {module}.{name} is not a sample type.")
     return imported
 
 
@@ -228,7 +229,9 @@ def _field_map(document: dict[str, Any], sample_type: type, *, crude: bool, wher
     choices = [key for key in ("field_map", "sample_loader") if document.get(key) is not None]
     if crude:
         if choices:
-            raise FieldMapError(f"{where}, field `{choices[0]}`: a crude dataset has none; cookers read its parts.")
+            raise FieldMapError(
+                f"{where}, field `{choices[0]}`: a crude dataset has none, since cookers read its parts. Remove it."
+            )
         return None
     if len(choices) != 1:
         found = "both" if choices else "neither"
@@ -236,7 +239,9 @@ def _field_map(document: dict[str, Any], sample_type: type, *, crude: bool, wher
     if entries is None:
         return None
     if document.get("part_filter") is not None:
-        raise FieldMapError(f"{where}, field `part_filter`: not with a field map, which says itself what is needed.")
+        raise FieldMapError(
+            f"{where}, field `part_filter`: not allowed with a field map, which names the parts itself. Remove it."
+        )
     fields = expect_mapping(entries, where=where, field="field_map")
     field_map = FieldMap(fields, where=f"{where}, field_map")
     check_fields(field_map, sample_type, where=f"{where}, field_map")

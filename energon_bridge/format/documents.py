@@ -74,7 +74,7 @@ class _Builder:
         parser.get_event()
         event = parser.get_event()
         if not isinstance(event, yaml.StreamEndEvent):
-            raise _refusal("there is more than one document", event)
+            raise _refusal("it has more than one document", event)
         return value
 
     def _value(self, event: Any, depth: int) -> Any:
@@ -85,7 +85,9 @@ class _Builder:
                 self._words[event.anchor] = event.value
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor not in self._anchors:
-                raise _refusal(f"the alias {event.anchor!r} stands for nothing, or for what it is a part of", event)
+                raise _refusal(
+                    f"the alias {event.anchor!r} is undefined, or refers to something that contains it", event
+                )
             return self._copy(self._anchors[event.anchor], event, depth)
         elif isinstance(event, yaml.SequenceStartEvent):
             self._check_tag(event, "seq")
@@ -108,14 +110,14 @@ class _Builder:
         while not isinstance(event := self._parser.get_event(), yaml.MappingEndEvent):
             key, merges = self._key(event)
             if (key in own and own[key] not in (None, [], {})) or (merges and merged is not None):
-                raise _refusal(f"the key {key!r} stands twice", event)
+                raise _refusal(f"the key {key!r} occurs twice", event)
             value = self._value(first := self._parser.get_event(), depth + 1)
             if not merges:
                 own[key] = value
                 continue
             merged = value if isinstance(value, list) else [value]
             if not all(isinstance(one, dict) for one in merged):
-                raise _refusal("what is merged must be a mapping, or a list of mappings", first)
+                raise _refusal("a merged value must be a mapping, or a list of mappings", first)
         if merged is None:
             return own
         result: dict[str, Any] = {}
@@ -142,13 +144,13 @@ class _Builder:
     def _scalar(self, event: Any) -> Any:
         make = _SCALARS.get(tag := self._tag(event))
         if make is None:
-            raise _refusal(f"the tag {tag!r} is not for plain values", event)
+            raise _refusal(f"the tag {tag!r} is not allowed: values must be plain", event)
         return make(event.value)
 
     @staticmethod
     def _check_tag(event: Any, kind: str) -> None:
         if event.tag not in (None, "!", _TAG + kind):
-            raise _refusal(f"the tag {event.tag!r} is not for plain values", event)
+            raise _refusal(f"the tag {event.tag!r} is not allowed: values must be plain", event)
 
     def _copy(self, value: Any, event: Any, depth: int) -> Any:
         self._copies -= 1

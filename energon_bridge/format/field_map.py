@@ -93,7 +93,7 @@ def check_fields(field_map: FieldMap, sample_type: type, *, where: str) -> None:
         has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         if not has_default and name not in field_map.fields:
             raise FieldMapError(
-                f"{where}: {sample_type.__name__} requires the field `{name}`, which the field map does not give. "
+                f"{where}: {sample_type.__name__} requires the field `{name}`, which the field map lacks. "
                 f"Add `{name}: <part>`."
             )
     check_kinds(field_map, sample_type, where=where)

@@ -196,8 +196,8 @@ def find_rows(
             named = ", ".join(map(repr, some)) + (", …" if count > len(some) else "")
             raise UnmatchedKeyError(
                 f"{part.dataset.path}, {part.dataset.split_part!r}: {count:,} samples of {parts[0].dataset.path} have "
-                f"no match in it: {named}. Write `nonmatch: skip` at this dataset of the join to leave such samples "
-                f"out, or `nonmatch: none` to give the joiner None in its place."
+                f"no match in it: {named}. Add `nonmatch: skip` to this dataset of the join to leave such samples "
+                f"out, or `nonmatch: none` to pass the joiner None instead."
             )
 
 
@@ -283,7 +283,7 @@ def _join_shard(lines: Sequence[_Line], shard: int) -> _Found:
 
 def _stale(index: KeyIndex) -> KeyIndexError:
     return KeyIndexError(
-        f"{index.dataset}: the key index has other samples than `.info.json` counts. Write both again: "
+        f"{index.dataset}: the key index and `.info.json` list different samples. Rebuild both: "
         f"`energon prepare --tar-index-only {index.dataset}`."
     )
 
@@ -363,17 +363,17 @@ def open_index(
             os.replace(temporary, path)
             found = _load(path, key, parts)
             if found is None:
-                raise StorageError(f"{path}: was written just now and is damaged already. Check the disk.")
+                raise StorageError(f"{path}: is damaged right after writing it. Check the disk.")
             return found
     _log.warning(
-        "the rows of a join cannot be kept in any of %s, and are looked up by every process. Make one of them writable",
+        "cannot write the rows of a join to any of %s, so every process looks them up. Make one of them writable",
         ", ".join(folders),
     )
     with tempfile.TemporaryFile() as file:
         _write(file, key, parts, num_workers=num_workers, progress=progress)
         found = _mapped(file, key, parts, path=None)
     if found is None:
-        raise StorageError("the rows of a join were damaged in a temporary file. Check the disk.")
+        raise StorageError("a temporary file with the rows of a join is damaged. Check the disk.")
     return found
 
 
@@ -409,7 +409,7 @@ def _write(file: BinaryIO, key: bytes, parts: Sequence[JoinPart], *, num_workers
         _append(file, data)
     if not count:
         names = " and ".join(f"{part.dataset.path} ({part.dataset.split_part})" for part in parts)
-        raise EmptyDatasetError(f"the join of {names} has no rows: no key is in all of them. Check the keys.")
+        raise EmptyDatasetError(f"the join of {names} has no rows, because no key is in all of them. Check the keys.")
     file.seek(0)
     _append(file, _HEADER.pack(_MAGIC, key, len(parts), count, checksum))
     file.flush()
@@ -430,10 +430,10 @@ def _load(path: str, key: bytes, parts: Sequence[JoinPart]) -> JoinIndex | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        _log.warning("%s: cannot be read (%s); the rows of the join are looked up again", path, error)
+        _log.warning("%s: cannot read it (%s); looking up the rows of the join again", path, error)
         return None
     if found is None:
-        _log.warning("%s: damaged; the rows of the join are looked up again", path)
+        _log.warning("%s: damaged; looking up the rows of the join again", path)
     return found
 
 

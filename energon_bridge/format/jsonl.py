@@ -61,13 +61,13 @@ def open_jsonl(path: str | os.PathLike[str], *, files: OpenFiles | None = None) 
     where = store.url(name)
     size = store.size(name)
     if not store.exists(index_name(name)):
-        _log.info("%s has no index; writing it", where)
+        _log.info("%s has no index; writing one", where)
         try:
             index_jsonl(path)
         except StorageError as error:
             raise NotPreparedError(
-                f"{where}: has no index, and none can be written beside it ({error}). Run `energon prepare {where}` "
-                f"where that is possible."
+                f"{where}: no index, and cannot write one beside it ({error}). Run `energon prepare {where}` on a "
+                f"machine that can."
             ) from error
     count = _check_index(store, name, size=size)
     content = json.dumps([1, "jsonl", name, count, size], separators=(",", ":"))
@@ -92,7 +92,7 @@ def open_jsonl(path: str | os.PathLike[str], *, files: OpenFiles | None = None) 
 def index_jsonl(path: str | os.PathLike[str]) -> int:
     """Write the index of a JSONL file, replacing an old one; returns the number of samples.
 
-    Raises EmptyDatasetError, or CorruptShardError naming the first line that is no JSON object.
+    Raises EmptyDatasetError, or CorruptShardError naming the first line that is not a JSON object.
     """
     store, name = _locate(path)
     offsets = _offsets(store, name)
@@ -105,7 +105,7 @@ def parse_line(data: bytes | memoryview) -> Any:
     try:
         return json.loads(str(data, "utf-8"))
     except (ValueError, RecursionError) as error:
-        raise DecodeError(f"no JSON: {error}") from error
+        raise DecodeError(f"not valid JSON: {error}") from error
 
 
 def _locate(path: str | os.PathLike[str], files: OpenFiles | None = None) -> tuple[Store, str]:
@@ -127,7 +127,7 @@ def _check_index(store: Store, name: str, *, size: int) -> int:
         what = "is damaged" if found is None else f"is one of a file of {found} bytes"
         raise CorruptShardError(
             f"{store.url(name)}: has {size} bytes, but its index {store.url(rel)} {what}: the file changed after it "
-            f"was indexed, or the index came from elsewhere. Write it again with `energon prepare {store.url(name)}`."
+            f"was indexed, or the index belongs to another file. Rebuild it with `energon prepare {store.url(name)}`."
         )
     return length // 8 - 1
 
@@ -143,12 +143,12 @@ def _offsets(store: Store, name: str) -> array[int]:
             if not (text.startswith(b"{") and text.endswith(b"}")):
                 shown = text[:_SHOWN_BYTES].decode(errors="replace") + ("…" if len(text) > _SHOWN_BYTES else "")
                 raise CorruptShardError(
-                    f"{where}: line {number} is no JSON object: {shown!r}. Expected one object {{...}} on each line."
+                    f"{where}: line {number} is not a JSON object: {shown!r}. Expected one object {{...}} per line."
                 )
             offsets.append(position if offsets else 0)
         position += len(line)
     if not offsets:
-        raise EmptyDatasetError(f"{where}: the file has no samples. Expected one JSON object on each line.")
+        raise EmptyDatasetError(f"{where}: the file has no samples. Expected one JSON object per line.")
     offsets.append(position)
     return offsets
 
@@ -156,7 +156,7 @@ def _offsets(store: Store, name: str) -> array[int]:
 def _lines(store: Store, name: str) -> Iterator[bytes]:
     """Yield the lines of a file with their ends, reading a bounded part of it at a time."""
     size = store.size(name)
-    begun: list[bytes] = []  # the pieces of a line that goes on
+    begun: list[bytes] = []  # the pieces of an unfinished line
     for start in range(0, size, _CHUNK_BYTES):
         lines = store.read_range(name, start, min(_CHUNK_BYTES, size - start)).split(b"\n")
         begun.append(lines[0])

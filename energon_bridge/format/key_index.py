@@ -33,7 +33,7 @@ from energon_bridge.storage import LocalStore, Store
 # Reading key indexes, and matching the keys of one dataset with those of another.
 #
 # Invariant: a key index is opened read-only and as immutable, with one connection per task, so any number of processes
-# can share it and nothing stays open. One behind a URL is copied to a local file first.
+# can share it and nothing stays open. An index at a URL is copied to a local file first.
 
 
 _COPY_BYTES = 64 << 20
@@ -60,7 +60,7 @@ def key_index_version(store: Store) -> list[str | int]:
         size = store.size(rel)
     except ShardMissingError as error:
         raise KeyIndexError(
-            f"{store.root}: samples of this dataset are looked up by key, but it has no key index ({store.url(rel)}). "
+            f"{store.root}: looking up samples by key needs a key index, which is missing ({store.url(rel)}). "
             f"Run `energon prepare {store.root}` without --no-key-index."
         ) from error
     uuid = meta_path(INDEX_UUID)
@@ -75,7 +75,7 @@ class KeyIndex(NamedTuple):
 
 
 def local_key_index(store: Store, scratch: str) -> KeyIndex:
-    """Return the key index of a dataset, copied to the file `scratch` if it is behind a URL.
+    """Return the key index of a dataset, copied to the file `scratch` if it is at a URL.
 
     Raises:
         KeyIndexError: It is damaged, or of an old release that did not check that keys are unique.
@@ -88,7 +88,7 @@ def local_key_index(store: Store, scratch: str) -> KeyIndex:
         copy_key_index(store, scratch)
     with _connected(index) as connection:
         if not any(is_unique for _, _, is_unique, *_ in connection.execute("PRAGMA index_list(samples)")):
-            raise sqlite3.DatabaseError("there is no table of samples with unique keys")
+            raise sqlite3.DatabaseError("it has no table of samples with unique keys")
     return index
 
 
@@ -155,7 +155,7 @@ def _connected(own: KeyIndex, other: KeyIndex | None = None) -> Iterator[sqlite3
     except (sqlite3.Error, ValueError, TypeError) as error:
         datasets = own.dataset if other is None else f"{own.dataset} or {other.dataset}"
         raise KeyIndexError(
-            f"{datasets}: cannot read the key index {meta_path(INDEX_SQLITE)}: {error}. Write it again with `energon "
+            f"{datasets}: cannot read the key index {meta_path(INDEX_SQLITE)}: {error}. Rebuild it with `energon "
             f"prepare --tar-index-only {own.dataset if other is None else 'PATH'}`."
         ) from error
 
@@ -165,9 +165,9 @@ def check_table(connection: sqlite3.Connection, schema: str, name: str) -> None:
     query = f"SELECT sql FROM {schema}.sqlite_master WHERE type = 'table' AND name = ?"
     row = connection.execute(query, (name,)).fetchone()
     if row is None or not re.match(r"CREATE TABLE\b", str(row[0]), re.IGNORECASE):
-        raise sqlite3.DatabaseError(f"there is no table {name!r} in it")
+        raise sqlite3.DatabaseError(f"it has no table {name!r}")
     if any(hidden for *_, hidden in connection.execute(f"PRAGMA {schema}.table_xinfo({name})")):
-        raise sqlite3.DatabaseError(f"the table {name!r} has columns that are computed")
+        raise sqlite3.DatabaseError(f"the table {name!r} has computed columns")
 
 
 def limit_time(connection: sqlite3.Connection, seconds: float) -> None:
@@ -327,8 +327,8 @@ class KeyIndexWriter:
             yield
         except (sqlite3.Error, UnicodeDecodeError, OSError) as error:  # names in a damaged file need not be text
             raise StorageError(
-                f"{self._path}: cannot write the key index{doing or self._continued}: {error}. Is there room on the "
-                "disk, and a limit on the size of files?"
+                f"{self._path}: cannot write the key index{doing or self._continued}: {error}. Is the disk full, or "
+                "is there a limit on file sizes?"
             ) from error
 
     def __enter__(self) -> KeyIndexWriter:
@@ -348,10 +348,10 @@ class KeyIndexWriter:
             if row is not None or key in seen:
                 other = self._shards[row[0]] if row is not None else self._shards[shard]
                 return DuplicateKeyError(
-                    f"the sample key {key!r} stands in {other!r} and again in {self._shards[shard]!r}. Keys must be "
-                    f"unique in a dataset, and the members of a sample must follow one another. Rename them with "
+                    f"the sample key {key!r} is in {other!r} and again in {self._shards[shard]!r}. Keys must be "
+                    f"unique in a dataset, and the members of a sample must be adjacent. Rename keys with "
                     f"--fix-duplicates, leave a shard out with --exclude, or prepare with --no-key-index if nothing "
                     f"looks samples up by key."
                 )
             seen.add(key)
-        return DuplicateKeyError(f"a sample key of {self._shards[shard]!r} stands twice in the dataset.")
+        return DuplicateKeyError(f"a sample key of {self._shards[shard]!r} occurs twice in the dataset.")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
@@ -61,28 +62,29 @@ class AVMetadata:
 MediaMetadata = ImageMetadata | AVMetadata
 
 _TYPES: dict[str, type[ImageMetadata] | type[AVMetadata]] = {"image": ImageMetadata, "av": AVMetadata}
+_NAMES = {kind: tuple(field.name for field in fields(cls)) for kind, cls in _TYPES.items()}
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def read_metadata(kind: str, text: str, *, where: str) -> MediaMetadata:
     """Return the metadata of a row; raises MediaMetadataError, beginning with `where`."""
     cls = _TYPES.get(kind)
     if cls is None:
-        raise MediaMetadataError(f"{where}: has the type {kind!r}, expected one of {', '.join(_TYPES)}.")
+        raise MediaMetadataError(f"{where}: unknown type {kind!r}, expected one of {', '.join(_TYPES)}.")
     try:
         values = json.loads(text)
         names = {field.name for field in fields(cls)}
         # Newer releases may have more fields, which are ignored here.
         return cls(**{name: value for name, value in values.items() if name in names})
     except (ValueError, TypeError, AttributeError) as error:
-        raise MediaMetadataError(f"{where}: cannot be read: {error}. Run `energon prepare-media` again.") from error
+        raise MediaMetadataError(f"{where}: cannot read it: {error}. Run `energon prepare-media` again.") from error
 
 
 def metadata_row(metadata: MediaMetadata) -> tuple[str, str]:
     """Return type and JSON of a row."""
     kind = "image" if isinstance(metadata, ImageMetadata) else "av"
-    values = ((field.name, getattr(metadata, field.name)) for field in fields(metadata))
-    known = {name: value for name, value in values if value is not None}
-    return kind, json.dumps(known, separators=(",", ":"))
+    values = ((name, getattr(metadata, name)) for name in _NAMES[kind])
+    return kind, _encode({name: value for name, value in values if value is not None})
 
 
 def create_media_tables(connection: sqlite3.Connection) -> None:
@@ -165,7 +167,7 @@ class MediaFilter:
     def __post_init__(self) -> None:
         if self.strategy not in get_args(Strategy):
             known = ", ".join(get_args(Strategy))
-            raise ConfigurationError(f"there is no media filter {self.strategy!r}; known: {known}")
+            raise ConfigurationError(f"unknown media filter {self.strategy!r}; known: {known}")
         if (self.strategy == "GLOB") != bool(self._patterns()):
             raise ConfigurationError(f"the media filter {self.strategy} got the patterns {self.patterns!r}")
 
@@ -232,3 +234,49 @@ def extension_by_head(head: bytes) -> str | None:
         if head.startswith(magic, offset):
             return extension
     return "mp3" if kind_by_head(head) == "av" and head[:1] == b"\xff" else None
+
+
+# Headers of plain JPEGs ----------------------------------------------------------------------------------------------
+
+_JPEG_MODES = {1: "L", 3: "RGB", 4: "CMYK"}
+_JPEG_FRAMES = (0xC0, 0xC1, 0xC2)
+_DHT, _SOS, _DQT, _DRI, _APP0, _APP2, _APP14, _APP15, _COM = 0xC4, 0xDA, 0xDB, 0xDD, 0xE0, 0xE2, 0xEE, 0xEF, 0xFE
+_PARSED = {_APP0: 14, _APP2: 16, _APP14: 14}  # sizes of segments of which Pillow takes the start apart
+_MOST_PIXELS = 178_956_970  # from twice as many on, Pillow refuses to open an image
+
+
+def plain_jpeg(data: bytes) -> ImageMetadata | None:
+    """Return what Pillow says of a JPEG of the usual kind, in a fifth of its time; None if it had better look itself.
+
+    Segments up to the first scan: two bytes of marker, two of length, content.
+    """
+    if not data.startswith(b"\xff\xd8\xff"):
+        return None
+    at, end = 2, len(data)
+    found = None
+    while at + 4 <= end and data[at] == 0xFF:
+        marker, size = data[at + 1], data[at + 2] << 8 | data[at + 3]
+        if marker == _SOS:
+            return found
+        if at + 2 + size > end or size < 2:
+            return None
+        if marker in _JPEG_FRAMES:
+            if found is not None or size < 8:
+                return None
+            depth, height, width, parts = data[at + 4], *struct.unpack_from(">HHB", data, at + 5)
+            mode = _JPEG_MODES.get(parts)
+            if mode is None or depth != 8 or size != 8 + 3 * parts or not 0 < width * height <= _MOST_PIXELS:
+                return None
+            found = ImageMetadata(width=width, height=height, format="JPEG", mode=mode)
+        elif marker == _DQT:
+            if (size - 2) % 65 or any(data[place] > 15 for place in range(at + 4, at + 2 + size, 65)):
+                return None
+        elif _APP0 <= marker <= _APP15:
+            if size < _PARSED.get(marker, 2):
+                return None
+            if marker == _APP2 and data.startswith(b"MPF", at + 4):
+                return None  # several images in one file
+        elif marker not in (_DHT, _DRI, _COM):
+            return None
+        at += 2 + size
+    return None

@@ -31,7 +31,7 @@ from energon_bridge.storage import Store
 # ---------------------------------------------------------------------------------------------------------------------
 # Brace expressions in lists of shard names: `part_{000..009}.tar`, `{a,b}/x.tar`.
 #
-# Expansion is bash's: numeric ranges (padded where a bound has a leading zero), letter ranges, an optional step, nested
+# Expansion is bash's: numeric ranges (padded if a bound has a leading zero), letter ranges, an optional step, nested
 # alternatives, a backslash before a character that is meant literally. Collapsing is its inverse for runs of names that
 # count up by one in a single number, and keeps the order.
 
@@ -46,13 +46,13 @@ _SPECIAL = re.compile(r"([{},\\])")
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Expand a brace expression into all names; raises ValueError if braces do not match or stand for too many."""
+    """Expand a brace expression into all names; raises ValueError if braces do not match or give too many names."""
     if "{" not in pattern and "}" not in pattern and "\\" not in pattern:
         return [pattern]
     try:
         names, position = _expand(pattern, 0, inside=False)
     except RecursionError as error:
-        raise ValueError(f"{pattern[:80]!r}… has braces in too many braces") from error
+        raise ValueError(f"{pattern[:80]!r}… has too deeply nested braces") from error
     if position < len(pattern):
         raise ValueError(f"unmatched `}}` at character {position} of {pattern!r}")
     return names
@@ -70,7 +70,7 @@ def _expand(text: str, position: int, *, inside: bool) -> tuple[list[str], int]:
         elif character == "{":
             choices, position = _expand_braced(text, position)
             if len(names) * len(choices) > _MAX_NAMES:
-                raise ValueError(f"{text[:200]!r} stands for more than {_MAX_NAMES:,} names")
+                raise ValueError(f"{text[:200]!r} expands to more than {_MAX_NAMES:,} names")
             names = [name + choice for name in names for choice in choices]
         elif character == "}" or (inside and character == ","):
             break
@@ -85,7 +85,7 @@ def _expand(text: str, position: int, *, inside: bool) -> tuple[list[str], int]:
 
 def _check_size(names: list[str], more: int, text: str) -> None:
     if len(names) * (len(names[-1]) + more) > _MAX_CHARACTERS:
-        raise ValueError(f"{text[:80]!r}… stands for names of more than {_MAX_CHARACTERS:,} characters")
+        raise ValueError(f"{text[:80]!r}… expands to names of more than {_MAX_CHARACTERS:,} characters")
 
 
 def _expand_braced(text: str, opening: int) -> tuple[list[str], int]:
@@ -120,7 +120,7 @@ def _numbers(first: str, last: str, step: str | None) -> list[str]:
 def _span(first: int, last: int, step: str | None) -> range:
     stride = abs(int(step or 1)) or 1
     if abs(last - first) // stride >= _MAX_NAMES:
-        raise ValueError(f"{first}..{last} stands for more than {_MAX_NAMES:,} names")
+        raise ValueError(f"{first}..{last} expands to more than {_MAX_NAMES:,} names")
     return range(first, last + 1, stride) if first <= last else range(first, last - 1, -stride)
 
 
@@ -184,7 +184,7 @@ _OWN_VERSION = re.compile(r"(?P<format>.+)\+energon-bridge\.(?P<version>.+)")
 def meta_path(name: str) -> str:
     """Return the path of a metadata file relative to the root of the dataset; raises MetadataError if it leads out."""
     if name.startswith("/") or ".." in name.split("/") or "\0" in name:
-        raise MetadataError(f"{name[:200]!r} leads out of {META_FOLDER}: give the name of a file in it, without ..")
+        raise MetadataError(f"{name[:200]!r} leads out of {META_FOLDER}: use the name of a file in it, without ..")
     return f"{META_FOLDER}/{name}"
 
 
@@ -260,9 +260,12 @@ def read_info(store: Store) -> DatasetInfo:
 
 def not_prepared(root: str) -> NotPreparedError:
     """Return the error for a folder without `.nv-meta`: it may hold tars to prepare, or files to convert first."""
+    far = ""
+    if root.startswith(("http://", "https://")):
+        far = " A web server cannot list its files, so parquet files there are given by their own URLs."
     return NotPreparedError(
         f"{root}: not prepared, there is no {meta_path(INFO_JSON)}. Run `energon prepare {root}` if it holds tars, or "
-        f"`energon convert {root} OUT` if it holds pictures, JSON, CSV or parquet files."
+        f"`energon convert {root} OUT` if it holds pictures, JSON, CSV or parquet files.{far}"
     )
 
 
@@ -295,7 +298,7 @@ def read_splits(store: Store, split_config: str = DEFAULT_SPLIT_CONFIG) -> Split
 
 
 def _shards_of(value: object, *, where: str, field: str) -> list[str]:
-    if value is None:  # `val:` with nothing behind it is an empty list
+    if value is None:  # `val:` without a value is an empty list
         return []
     try:
         return [name for entry in expect_strings(value, where=where, field=field) for name in expand_braces(entry)]

@@ -106,7 +106,7 @@ def parse_sample(
             key = names[0]
         elif names[0] != key:
             raise CorruptShardError(
-                f"{where}: the range of sample {key!r} also holds {member.name!r}: the index does not fit the tar. "
+                f"{where}: the range of sample {key!r} also contains {member.name!r}: the index does not fit the tar. "
                 f"Rebuild it with `energon prepare --tar-index-only`."
             )
         if parts is None or names[1] in parts:
@@ -124,7 +124,7 @@ def next_member(view: memoryview, position: int, *, where: str, base: int = 0, v
 
     Returns None at a zero block (end of the archive). `base` is the offset of `view` in the tar: positions count in the
     view, offsets in errors count in the tar. `verify=False` trusts a header with the ustar magic without checking its
-    checksum. Raises NeedMoreBytes if headers continue behind the view, CorruptShardError for a block that is no header.
+    checksum. Raises NeedMoreBytes if headers continue after the view, CorruptShardError for a block that is no header.
     """
     start = position
     long_name: str | None = None
@@ -136,7 +136,9 @@ def next_member(view: memoryview, position: int, *, where: str, base: int = 0, v
         header = bytes(view[position:content])
         if header[156] == 0 and not any(header):
             if position != start:
-                raise CorruptShardError(f"{where}: a long name at byte {base + start} is followed by no member.")
+                raise CorruptShardError(
+                    f"{where}: no member follows the long name at byte {base + start}. The tar is damaged."
+                )
             return None
         if verify or header[257:262] != b"ustar":
             check_header(header, where=where, offset=base + position)
@@ -155,7 +157,7 @@ def next_member(view: memoryview, position: int, *, where: str, base: int = 0, v
             continue
         if kind == _SPARSE or any(name.startswith("GNU.sparse.") for name in pax):
             raise CorruptShardError(
-                f"{where}: the member at byte {base + position} is sparse and cannot be read by range. "
+                f"{where}: the member at byte {base + position} is sparse, which cannot be read by range. "
                 f"Write the tar again without --sparse."
             )
         if kind == 75 or kind == 103:  # "K", a long link target, and "g", global PAX records: not for regular members
@@ -185,7 +187,7 @@ def next_member(view: memoryview, position: int, *, where: str, base: int = 0, v
 
 
 class NeedMoreBytes(CorruptShardError):  # noqa: N818 - a request to the caller that can read on, an error to others
-    """The headers of a member continue behind the end of the view; `needed` is the length of view they need."""
+    """The headers of a member continue after the end of the view; `needed` is the length of view they need."""
 
     def __init__(self, message: str, *, needed: int = 0) -> None:
         super().__init__(message)
@@ -204,7 +206,7 @@ def check_header(header: bytes, *, where: str, offset: int) -> None:
         if expected != signed:
             raise CorruptShardError(
                 f"{where}: no tar header at byte {offset} (checksum {header[148:156]!r}, expected {computed:o}). "
-                f"The tar is damaged, or it is not an uncompressed tar."
+                f"The file is damaged, or not an uncompressed tar."
             )
 
 

@@ -1,7 +1,7 @@
 """The `.tar.idx` next to each tar, which has the offsets of its samples, and the header scan that makes it.
 
 Format: unsigned 64-bit little-endian integers without a header: the offset of the first header block of each sample,
-then the offset behind the last member; n samples take 8 * (n + 1) bytes. Sample i is bytes `[index[i], index[i + 1])`.
+then the offset after the last member; n samples take 8 * (n + 1) bytes. Sample i is bytes `[index[i], index[i + 1])`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ def load_index(store: Store, shard: str, *, count: int, size: int, remedy: str) 
         raise ShardMissingError(f"{where}: the index of shard {shard!r} is missing. {remedy}") from error
     if len(data) != 8 * (count + 1):
         raise CorruptShardError(
-            f"{where}: {len(data)} bytes, expected {8 * (count + 1)} for the {count} samples that .info.json counts. "
-            f"{remedy}"
+            f"{where}: {len(data)} bytes, expected {8 * (count + 1)} for the {count} samples in .info.json. {remedy}"
         )
     offsets = np.frombuffer(data, dtype=_OFFSET)
     # Compared directly, since a difference of unsigned numbers would wrap around.
@@ -118,7 +117,7 @@ def compressed_shard(url: str, *, exclude: str, count: int = 1) -> UnsupportedSh
     """Return the error for `count` compressed tars, the first of which is at `url`; the pattern leaves them out."""
     return UnsupportedShardError(
         f"{url}: compressed tars cannot be read by range, and there {'is 1' if count == 1 else f'are {count}'} of "
-        f"them. Unpack the compression (gunzip makes x.tar of x.tgz), or leave them out with --exclude '{exclude}'."
+        f"them. Decompress them (gunzip makes x.tar of x.tgz), or leave them out with --exclude '{exclude}'."
     )
 
 
@@ -134,7 +133,7 @@ def _scan(store: Store, rel: str) -> ShardScan:
             if base == size and base > 0:
                 _logger.warning("%s: no end-of-archive marker at byte %d; was the copy cut off?", where, base)
                 break
-            raise CorruptShardError(f"{where}: cut off at byte {base}: {size - base} bytes are no header.")
+            raise CorruptShardError(f"{where}: cut off at byte {base}: {size - base} bytes are too few for a header.")
         buffer = store.read_range(rel, base, min(max(window, needed), size - base))
         before = len(scan.part_names)
         position, needed = _scan_buffer(scan, buffer, base=base, size=size, where=where)
@@ -145,7 +144,7 @@ def _scan(store: Store, rel: str) -> ShardScan:
         window = min(window * 4, _MAX_WINDOW) if found > 8 else max(window // 4, _MIN_WINDOW) if found < 4 else window
     if not scan.keys:
         raise CorruptShardError(
-            f"{where}: no samples up to byte {base}, where the archive ends. Leave it out with --exclude "
+            f"{where}: no samples before the end of the archive at byte {base}. Leave it out with --exclude "
             f"'{re.escape(rel)}', or write it again."
         )
     scan.offsets.append(base)
@@ -155,7 +154,7 @@ def _scan(store: Store, rel: str) -> ShardScan:
 def _scan_buffer(scan: ShardScan, buffer: bytes, *, base: int, size: int, where: str) -> tuple[int, int]:
     """Take the members that start in `buffer` into `scan`.
 
-    Returns the position (relative to the buffer, possibly behind it) where the scan continues, and the number of bytes
+    Returns the position (relative to the buffer, possibly after it) where the scan continues, and the number of bytes
     it needs there; 0 means the end of the archive.
     """
     keys, offsets = scan.keys, scan.offsets

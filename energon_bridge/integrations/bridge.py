@@ -71,7 +71,7 @@ class EnergonDatasetConfig:
         dataloader_type: `external`, the only one.
         num_workers: Worker processes for training.
         num_val_workers: The same for validation; None: `num_workers`.
-        pin_memory: Copy batches to pinned memory where there is a GPU.
+        pin_memory: Copy batches to pinned memory if there is a GPU.
         data_sharding: Always on here.
         drop_last: Accepted without effect: training has no short microbatches, and validation keeps its last one.
         persistent_workers: Accepted without effect: workers live as long as the loader.
@@ -87,7 +87,7 @@ class EnergonDatasetConfig:
             batch sizes then count microbatches. None: of `micro_batch_size` samples.
         balance: `global_batch`: the data-parallel ranks exchange the microbatches of each global batch, so that all
             have the same work; needs `global_batch_size`. `none`: each runs what it loads.
-        balance_cost: The weights of what a microbatch costs, as arguments of `BatchCost`: `tokens`, `attention`,
+        balance_cost: The weights of a microbatch's cost, as arguments of `BatchCost`: `tokens`, `attention`,
             `patches`, `patch_size`; or a function of the batch. None: its tokens.
         dataset_kwargs: More arguments of `get_train_dataset`, plain values.
         enable_in_batch_packing: Pack the samples of each microbatch into one row; only with the encoders that
@@ -145,7 +145,7 @@ class EnergonDatasetConfig:
             ConfigurationError: Names the first rule that is broken.
         """
         if not self.path:
-            _refuse("path is empty: name a prepared dataset, or a file that describes a mix")
+            _refuse("path is empty: give a prepared dataset, or a file that describes a mix")
         for name in ("seq_length", "micro_batch_size", "pad_to_multiple_of", "in_batch_packing_pad_to_multiple_of"):
             _check_number(name, getattr(self, name), 1)
         optional = ("global_batch_size", "shuffle_buffer_size", "max_samples_per_sequence", "packing_buffer_size")
@@ -156,28 +156,29 @@ class EnergonDatasetConfig:
         if self.dataloader_type != "external":
             _refuse(f"dataloader_type must be 'external', got {self.dataloader_type!r}")
         if self.do_test:
-            _refuse("do_test=True, but there is no test data: evaluate with the validation data of another run")
+            _refuse("do_test=True, but there is no test data: evaluate on the validation data of another run")
         if not self.data_sharding:
-            _refuse("data_sharding=False, but data-parallel ranks always share the data out: leave it out")
+            _refuse("data_sharding=False, but data-parallel ranks always divide the data: leave it out")
         self._check_packing()
         self._check_balance()
         if self.global_batch_size is not None and self.global_batch_size % self.micro_batch_size:
             _refuse(
-                f"global_batch_size={self.global_batch_size} is no multiple of micro_batch_size={self.micro_batch_size}"
+                f"global_batch_size={self.global_batch_size} is not a multiple of "
+                f"micro_batch_size={self.micro_batch_size}"
             )
         if self.pad_to_max_length and self.seq_length % self.pad_to_multiple_of:
             _refuse(
-                f"pad_to_max_length with seq_length={self.seq_length}, which is no multiple of "
+                f"pad_to_max_length with seq_length={self.seq_length}, which is not a multiple of "
                 f"pad_to_multiple_of={self.pad_to_multiple_of}: rows would be longer than seq_length"
             )
         self.task_encoder = declared_by_bridge(self.task_encoder)
         if not (isinstance(self.task_encoder, TaskEncoderConfig) or hasattr(self.task_encoder, "encode_sample")):
             _refuse(
-                f"task_encoder is a {type(self.task_encoder).__name__}: give a configuration with a method "
+                f"task_encoder is a {type(self.task_encoder).__name__}: pass a configuration with a method "
                 "build(context), for example MultiModalTaskEncoderConfig, or a task encoder"
             )
         if reserved := sorted(_RESERVED & self.dataset_kwargs.keys()):
-            _refuse(f"dataset_kwargs has {', '.join(reserved)}, for which the configuration has fields of its own")
+            _refuse(f"dataset_kwargs contains {', '.join(reserved)}: use the configuration's own fields instead")
         for name, value in self.dataset_kwargs.items():
             _check_plain(f"dataset_kwargs[{name!r}]", value)
 
@@ -190,8 +191,8 @@ class EnergonDatasetConfig:
         buffered = self.packing_buffer_size is not None
         if buffered and (self.enable_in_batch_packing or self.defer_in_batch_packing_to_step):
             _refuse(
-                "packing_buffer_size with enable_in_batch_packing or defer_in_batch_packing_to_step: samples are "
-                "packed once; leave out the latter two"
+                "packing_buffer_size with enable_in_batch_packing or defer_in_batch_packing_to_step would pack twice: "
+                "leave out the latter two"
             )
         if self._packs_batches() and not isinstance(declared_by_bridge(self.task_encoder), _PACK_BATCHES):
             _refuse(
@@ -202,7 +203,7 @@ class EnergonDatasetConfig:
 
     def _check_balance(self) -> None:
         if self.balance != "none" and self.global_batch_size is None:
-            _refuse(f"balance={self.balance!r} shares out the microbatches of a global batch: give global_batch_size")
+            _refuse(f"balance={self.balance!r} divides the microbatches of a global batch: set global_batch_size")
         cost: Any = self.balance_cost
         if isinstance(cost, Mapping):
             known = [entry.name for entry in fields(BatchCost)]
@@ -344,6 +345,6 @@ def _check_plain(where: str, value: Any) -> None:
             _check_plain(f"{where}[{key!r}]", entry)
         return
     _refuse(
-        f"{where} is a {type(value).__name__}; only texts, numbers, paths, None and lists, tuples and dicts of them "
-        "can be declared. Objects are given to EnergonMultiModalDataModule itself"
+        f"{where} is a {type(value).__name__}; only strings, numbers, paths, None and lists, tuples and dicts of them "
+        "can be declared. Pass objects to EnergonMultiModalDataModule itself"
     )

@@ -124,7 +124,7 @@ _OF_ROWS = (
 
 
 def _packed(batch: MultiModalBatch) -> dict[str, Any]:
-    """Return the fields that tell where the samples of packed rows end."""
+    """Return the fields with the ends of the samples in packed rows."""
     assert batch.cu_seqlens is not None
     assert batch.cu_seqlens_padded is not None
     found: dict[str, Any] = {"total_tokens": int(batch.tokens.numel())}
@@ -226,7 +226,7 @@ class NemotronOmniEnergonTaskEncoderConfig:
         use_temporal_video_embedder: Encode videos; without it, a sample with a video is an error.
         patch_dim: Edge of a patch, in pixels.
         collapse_image_tokens: Return one token per image, as older versions of the model read them.
-        trust_remote_code: Run code that comes with the processor; None: what the run says.
+        trust_remote_code: Run code that comes with the processor; None: the run's setting.
     """
 
     hf_processor_path: str
@@ -253,9 +253,9 @@ class NemotronOmniEnergonTaskEncoderConfig:
             from megatron.bridge.data.energon.nemotron_omni_task_encoder import NemotronOmniTaskEncoder
         except ImportError as error:
             raise ConfigurationError(
-                f"{name}: Nemotron Omni is encoded by Megatron-Bridge's own NemotronOmniTaskEncoder, which cannot be "
-                f"imported ({error}). Install Megatron-Bridge, and call energon_bridge.compat.install() before "
-                "anything imports megatron.energon"
+                f"{name}: cannot import Megatron-Bridge's NemotronOmniTaskEncoder, which encodes Nemotron Omni "
+                f"({error}). Install Megatron-Bridge, and call energon_bridge.compat.install() before anything imports "
+                "megatron.energon"
             ) from error
         if not issubclass(NemotronOmniTaskEncoder, TaskEncoder):
             raise ConfigurationError(
@@ -281,7 +281,7 @@ class NemotronOmniEnergonTaskEncoderConfig:
 
 
 def declared_by_bridge(config: Any) -> Any:
-    """Return this package's declaration for one of Megatron-Bridge's own classes; of anything else, what was given."""
+    """Return this package's declaration for one of Megatron-Bridge's own classes; others are returned unchanged."""
     kind = _BY_NAME.get(type(config).__name__)
     if kind is None or isinstance(config, kind):
         return config
@@ -309,14 +309,14 @@ def _build(
     if config.hf_processor_revision is not None:
         raise ConfigurationError(
             f"{name}: hf_processor_revision={config.hf_processor_revision!r} is not available: download the snapshot "
-            "and give its folder as hf_processor_path"
+            "and pass its folder as hf_processor_path"
         )
     loaded = load_pretrained(config.hf_processor_path)
     family: Any = loaded.family
     qwen = hasattr(family, "min_pixels")
     if not qwen and (isinstance(config, QwenVLEnergonTaskEncoderConfig) or config.min_pixels or config.max_pixels):
         raise ConfigurationError(
-            f"{name}: hf_processor_path={config.hf_processor_path!r} holds no Qwen-VL model, and min_pixels and "
+            f"{name}: hf_processor_path={config.hf_processor_path!r} is not a Qwen-VL model, but min_pixels and "
             "max_pixels are bounds of Qwen-VL images: use HFEnergonTaskEncoderConfig without them"
         )
     if qwen:

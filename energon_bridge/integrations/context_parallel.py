@@ -7,7 +7,7 @@ batch are laid end to end, as attention kernels for packed sequences want it: to
 (1, tokens / size). `cu_seqlens` stay those of the whole row, as Transformer Engine wants them.
 
 Cut is what the fields of `TOKEN_FIELDS` have along their token dimension. A model that makes room for image features by
-itself (one placeholder token for each image, as megatron-core's `LLaVAModel`) must cut behind that, not here.
+itself (one placeholder token for each image, as megatron-core's `LLaVAModel`) must cut after that, not here.
 """
 
 from __future__ import annotations
@@ -149,9 +149,9 @@ def zigzag_indices(length: int, *, rank: int, size: int) -> Tensor:
     """
     if length % (2 * size):
         raise ConfigurationError(
-            f"a sequence of {length} tokens cannot be shared by {size} context-parallel ranks: it must be a multiple "
-            f"of {2 * size} (twice the ranks) long. Let the task encoder pad (pad_to_multiple_of={2 * size}), or use "
-            "pad_for_context_parallel"
+            f"a sequence of {length} tokens cannot be divided between {size} context-parallel ranks: its length must "
+            f"be a multiple of {2 * size} (twice the ranks). Set pad_to_multiple_of={2 * size} of the task encoder, or "
+            "use pad_for_context_parallel"
         )
     chunk = length // (2 * size)
     halves = [torch.arange(start * chunk, (start + 1) * chunk) for start in (rank, 2 * size - 1 - rank)]
@@ -159,7 +159,7 @@ def zigzag_indices(length: int, *, rank: int, size: int) -> Tensor:
 
 
 def packed_indices(cu_seqlens_padded: Tensor, *, rank: int, size: int) -> Tensor:
-    """Return the places of rows laid end to end that a context-parallel rank takes: of each sample its two chunks.
+    """Return the positions, in rows laid end to end, of a context-parallel rank: two chunks of each sample.
 
     Args:
         cu_seqlens_padded: Where samples begin, and where the last one ends: int32 (samples + 1,).
@@ -173,9 +173,9 @@ def packed_indices(cu_seqlens_padded: Tensor, *, rank: int, size: int) -> Tensor
     for number, length in enumerate(lengths):
         if length % (2 * size):
             raise ConfigurationError(
-                f"sample {number} of the packs has {length} tokens, padding included, which {size} context-parallel "
-                f"ranks cannot share: each sample must be a multiple of {2 * size} (twice the ranks) long. Let the "
-                f"task encoder pad (pad_to_multiple_of={2 * size}), or use pad_for_context_parallel"
+                f"sample {number} of the packs has {length} tokens with padding, which cannot be divided between "
+                f"{size} context-parallel ranks: its length must be a multiple of {2 * size} (twice the ranks). Set "
+                f"pad_to_multiple_of={2 * size} of the task encoder, or use pad_for_context_parallel"
             )
     parts = [start + zigzag_indices(n, rank=rank, size=size) for start, n in zip(starts, lengths, strict=True)]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
@@ -206,13 +206,13 @@ def scheduler_samples(batch: Any, *, multiple_of: int = 1) -> list[dict[str, Ten
     """
     if _get(batch, "pixel_values") is not None or _get(batch, "visual_inputs"):
         raise ConfigurationError(
-            "scheduler_samples: the batch has images or videos, and megatron-core's schedulers move tokens only: use "
+            "scheduler_samples: the batch has images or videos, but megatron-core's schedulers only move tokens: use "
             "balance='global_batch', which moves whole microbatches"
         )
     missing = [name for name in (*_SCHEDULED, "attention_mask") if not isinstance(_get(batch, name), Tensor)]
     if missing:
         raise ConfigurationError(
-            f"scheduler_samples: the batch has no {', '.join(missing)}; expected one of the multimodal or "
+            f"scheduler_samples: the batch has no {', '.join(missing)}; expected a batch from the multimodal or the "
             "chat-template encoder"
         )
     columns = {name: _get(batch, name) for name in _SCHEDULED}
@@ -255,14 +255,14 @@ def _fields(batch: Any, token_fields: Sequence[str] | None) -> _Fields:
     if flat is None:
         raise ConfigurationError(
             f"a batch of type {type(batch).__name__} has no token-level tensor of shape (B, S) among "
-            f"{', '.join(names)}: name its fields with token_fields"
+            f"{', '.join(names)}: name its fields in token_fields"
         )
     rows, length = flat.shape
     for name, value in tokens.items():
         if value.shape[-1] != length:
             raise ConfigurationError(
                 f"{name} has shape {tuple(value.shape)}, but the batch has {rows} rows of {length} tokens: its last "
-                "dimension must be that of the tokens"
+                "dimension must be the tokens"
             )
     unpadded, cuts = _get(batch, "cu_seqlens"), _get(batch, "cu_seqlens_padded")
     cuts = unpadded if cuts is None else cuts
@@ -282,7 +282,7 @@ def _end_to_end(name: str, value: Tensor) -> Tensor:
     """Lay the rows of a batch end to end: (B, S) to (1, B * S), (3, B, S) to (3, 1, B * S)."""
     if value.dim() > 3 or (value.dim() == 3 and name != _POSITIONS):
         raise ConfigurationError(
-            f"{name} of shape {tuple(value.shape)} is no field of packed sequences: leave it out of the batch"
+            f"{name} of shape {tuple(value.shape)} is not a field of packed sequences: leave it out of the batch"
         )
     return value.reshape(*value.shape[:-2], 1, -1)
 

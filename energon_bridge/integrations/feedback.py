@@ -1,4 +1,4 @@
-"""Weights of a mix that follow the losses of its datasets, decided while the run goes on and exact on a resume.
+"""Weights of a mix that follow the losses of its datasets, decided during the run and exact after a resume.
 
 A policy gets the mean loss of each dataset and the weights that hold, and returns new ones. They hold from the first
 draw that no rank has delivered; the loader's state has them, this object's state what was recorded since.
@@ -100,7 +100,7 @@ class MixFeedback:
     ) -> None:
         if every < 1 or not weights:
             raise ConfigurationError(
-                f"MixFeedback needs weights and every of at least 1, got {dict(weights)} and {every}"
+                f"MixFeedback needs weights, and `every` of at least 1; got {dict(weights)} and {every}"
             )
         self.policy, self.weights, self.every, self.group = policy, dict(weights), every, group
         self.changes: list[tuple[int, dict[str, float]]] = []
@@ -120,7 +120,7 @@ class MixFeedback:
         for name, (total, tokens) in losses_by_dataset(batch, losses).items():
             if not math.isfinite(total):
                 raise ConfigurationError(
-                    f"MixFeedback: the loss on {name} is {total}; weights cannot follow it. Skip the microbatch"
+                    f"MixFeedback: the loss on {name} is {total}, which cannot set weights. Skip the microbatch"
                 )
             self._add(name, [total], tokens)
 
@@ -135,8 +135,8 @@ class MixFeedback:
         unknown = sorted(set(losses) - set(self.weights))
         if unknown:
             raise ConfigurationError(
-                f"MixFeedback: batches have samples of {', '.join(unknown)}, for which there is no weight. Known are "
-                f"{', '.join(sorted(self.weights))}"
+                f"MixFeedback: batches have samples of {', '.join(unknown)}, which have no weight. Add them to the "
+                f"weights of {', '.join(sorted(self.weights))}"
             )
         new = {name: float(weight) for name, weight in self.policy(losses, dict(self.weights)).items()}
         draw = loader.set_weights(new)
@@ -167,8 +167,8 @@ class MixFeedback:
         """
         if set(state["weights"]) != set(self.weights):
             raise StateError(
-                f"the state of MixFeedback has weights for {', '.join(sorted(state['weights']))}, and here are "
-                f"{', '.join(sorted(self.weights))}. Give it the weights that the run was started with"
+                f"the state of MixFeedback has weights for {', '.join(sorted(state['weights']))}, but this run has "
+                f"{', '.join(sorted(self.weights))}. Use the weights that the run started with"
             )
         self._steps = state["steps"]
         self.weights = dict(state["weights"])

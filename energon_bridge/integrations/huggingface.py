@@ -5,7 +5,7 @@
 - `train_dataset` and `eval_dataset` are what `get_train_dataset` and `get_val_dataset` return. Their batch size counts,
   not `per_device_train_batch_size`. Which share a process loads is decided here, by accelerate's state.
 - Each checkpoint folder gets `energon_bridge_data.json`, the state of the data: a list of the states of all ranks.
-  `train(resume_from_checkpoint=…)` goes on from it at once, on any number of processes that divides the lanes. The
+  `train(resume_from_checkpoint=…)` continues from it at once, on any number of processes that divides the lanes. The
   Trainer's own skipping of batches, which reads them all again, is switched off (`ignore_data_skip`).
 - An epoch is the dataset's, a whole number of optimizer steps (or its `virtual_epoch_length`), and stays in place when
   a run is resumed in the middle of one.
@@ -46,7 +46,7 @@ Inputs = dict[str, Any]
 def model_inputs(batch: Any) -> Inputs:
     """Return a batch as the keyword arguments of a model of transformers.
 
-    A dict stays what it is, without entries like `__key__`. Of a batch of `MultiModalTaskEncoder` the labels are moved
+    A dict stays a dict, without entries like `__key__`. Of a batch of `MultiModalTaskEncoder` the labels are moved
     to where transformers expects them (each token's own), with -100 where nothing is learned. Labels of rows that are
     masked in `__valid__` become -100 throughout.
 
@@ -60,8 +60,8 @@ def model_inputs(batch: Any) -> Inputs:
         inputs, valid = _multimodal_inputs(batch), batch.__valid__
     else:
         raise ConfigurationError(
-            f"a batch of type {type(batch).__name__} has no arguments of a model: let encode_batch return a dict of "
-            "them, or pass model_inputs= to EnergonTrainer"
+            f"a batch of type {type(batch).__name__} has no arguments of a model: return them as a dict from "
+            "encode_batch, or pass model_inputs= to EnergonTrainer"
         )
     if valid is not None and not bool(valid.all()) and "labels" in inputs:
         labels = inputs["labels"].clone()
@@ -140,13 +140,13 @@ class EnergonTrainer(Trainer):
         self.add_callback(_SaveData(self))
 
     def described(self, spec: DatasetSpec) -> Any:
-        """Return what the Trainer holds for a dataset, with the dataset as `spec`; derived trainers may ask more."""
+        """Return the Trainer's object for a dataset, with the dataset as `spec`; subclasses may extend it."""
         return Described(spec)
 
     # Training --------------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """Train; a path, or True for the last checkpoint of `output_dir`, goes on from there with the data as well.
+        """Train; a path, or True for the last checkpoint of `output_dir`, continues from there, data included.
 
         Raises:
             StateFormatError: The checkpoint has no state of the data.
@@ -156,7 +156,8 @@ class EnergonTrainer(Trainer):
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
                 raise ConfigurationError(
-                    f"resume_from_checkpoint=True, but {self.args.output_dir} has no checkpoint: leave it out to start"
+                    f"resume_from_checkpoint=True, but {self.args.output_dir} has no checkpoint: leave it out to start "
+                    "a new run"
                 )
         self._resume_from = str(resume_from_checkpoint) if resume_from_checkpoint else None
         try:
@@ -168,7 +169,7 @@ class EnergonTrainer(Trainer):
         """Load weights that the Trainer missed.
 
         Some models (Llava, of transformers 5) are saved under other names than they are kept under. The Trainer, which
-        loads by the names of the model, then goes on with the weights it started with, and only logs a warning.
+        loads by the names of the model, then continues with the initial weights, and only logs a warning.
         """
         if load_result.missing_keys and load_result.unexpected_keys and self._resume_from is not None:
             saved = type(self.model).from_pretrained(self._resume_from)  # knows both names
@@ -182,8 +183,8 @@ class EnergonTrainer(Trainer):
         spec = self._of_this_process(self.train_dataset.spec)
         if spec.finite and spec.worker_config.dp_size > 1:
             raise ConfigurationError(
-                "EnergonTrainer: repeat=False on several processes makes steps in which some have nothing, and their "
-                "loss would be NaN: leave repeat out, and bound the run by max_steps or num_train_epochs"
+                "EnergonTrainer: with repeat=False, some processes get no data in some steps, and their loss would be "
+                "NaN: leave out repeat, and limit the run with max_steps or num_train_epochs"
             )
         accumulate = self.args.gradient_accumulation_steps
         if self._balance is not None:
@@ -209,7 +210,7 @@ class EnergonTrainer(Trainer):
     def data_states(self) -> list[Any]:
         """Return the states of the training data of all data-parallel ranks; every process must call this."""
         if self._train_batches is None:
-            raise ConfigurationError("EnergonTrainer: there is no state of the data before train()")
+            raise ConfigurationError("EnergonTrainer: the data has no state before train()")
         own = (self._data_parallel()[0], self._train_batches.dataloader.save_state())
         gathered: list[Any] = [own]
         if self.accelerator.num_processes > 1:
@@ -226,7 +227,7 @@ class EnergonTrainer(Trainer):
         if isinstance(dataset, DatasetSpec):
             dataset = Described(dataset)
         if not isinstance(getattr(dataset, "spec", None), DatasetSpec) or not dataset.spec.finite:
-            raise ConfigurationError("EnergonTrainer: evaluation needs an eval_dataset of get_val_dataset")
+            raise ConfigurationError("EnergonTrainer: evaluation needs an eval_dataset from get_val_dataset")
         loader = self._eval_loaders.get(id(dataset.spec))
         if loader is None:
             loader = EnergonDataloader(get_savable_loader(self._of_this_process(dataset.spec)))
@@ -276,7 +277,7 @@ class EnergonTrainer(Trainer):
         if given.dp_size not in (1, size):
             raise ConfigurationError(
                 f"EnergonTrainer: the dataset was made for {given.dp_size} data-parallel ranks, but there are {size}: "
-                "leave rank and world_size out of its WorkerConfig, the trainer sets them"
+                "leave rank and world_size out of its WorkerConfig; the trainer sets them"
             )
         config = dataclasses.replace(given, rank=rank, world_size=size, data_parallel_group=None)
         return dataclasses.replace(spec, worker_config=config)
@@ -303,7 +304,7 @@ class Described:
     def __init__(self, spec: DatasetSpec) -> None:
         if not isinstance(spec, DatasetSpec):
             raise ConfigurationError(
-                f"EnergonTrainer: expected what get_train_dataset or get_val_dataset return, got {spec!r}"
+                f"EnergonTrainer: expected a dataset from get_train_dataset or get_val_dataset, got {spec!r}"
             )
         self.spec = spec
 
@@ -348,7 +349,7 @@ class TrainBatches:
         return self.steps
 
     def __iter__(self) -> Iterator[Inputs]:
-        if self._done >= self.steps:  # the Trainer asks for the steps of an epoch, and for no end behind them
+        if self._done >= self.steps:  # the Trainer takes the steps of an epoch and does not reach the end
             self._done = 0
         while self._done < self.steps:
             self._done += 1
@@ -358,7 +359,8 @@ class TrainBatches:
         valid = batch.get("__valid__") if isinstance(batch, Mapping) else getattr(batch, "__valid__", None)
         if valid is not None and not bool(valid.any()):
             raise MaskedMicrobatchesError(
-                "a training microbatch has no row that counts, and the Trainer's loss of it would be NaN"
+                "all rows of a training microbatch are masked, so the Trainer's loss would be NaN: use a number of "
+                "processes that divides num_lanes"
             )
         return self._inputs(batch)
 
@@ -393,9 +395,10 @@ def _read_states(checkpoint: str) -> list[Any]:
             states = json.load(file)
     except (OSError, ValueError) as error:
         raise StateFormatError(
-            f"{checkpoint}: no state of the data in {STATE_FILE} ({error}). Was it written by EnergonTrainer, and not "
-            "stopped while it was? Resume from another checkpoint; or load its weights only, and begin the data at a "
-            "step with loader_arguments={'start_at': STEP}"
+            f"{checkpoint}: no state of the data in {STATE_FILE} ({error}). It was not written by EnergonTrainer, or "
+            "not "
+            "completely. Resume from another checkpoint; or load its weights only, and start the data at a step with "
+            "loader_arguments={'start_at': STEP}"
         ) from error
     if not isinstance(states, list) or not states:
         raise StateFormatError(f"{path}: expected a list of the states of all ranks, found {type(states).__name__}")

@@ -157,11 +157,11 @@ class RunReport(Callback):
         self._write(trainer, [] if own is None else [own], {"ended by": type(exception).__name__})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was recorded."""
+        """Return the recorded state."""
         return self._recorder.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what was recorded before."""
+        """Continue from a recorded state."""
         self._recorder.load_state_dict(state_dict)
 
     def _write(self, trainer: Trainer, ranks: list[RankSummary], facts: dict[str, object]) -> None:
@@ -188,7 +188,7 @@ class MixFeedbackCallback(Callback):
         self._step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note where the run begins."""
+        """Note the first step of the run."""
         self._step = trainer.global_step
 
     def on_train_batch_end(

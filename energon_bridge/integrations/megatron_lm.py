@@ -110,15 +110,15 @@ def _files(folder: Path) -> list[Path]:
     files = sorted(path for path in folder.rglob("train_dataloader_dprank*.pt") if _NAME.fullmatch(path.name))
     if not files:
         raise StateFormatError(
-            f"{folder}: no state of the data there (train_dataloader_dprank000.pt and so on). Give the folder that was "
-            "--dataloader-save; to start the data from its beginning on purpose, give none"
+            f"{folder}: contains no state of the data (train_dataloader_dprank000.pt and so on). Give the folder of "
+            "--dataloader-save; to start the data from the beginning, give none"
         )
     numbers = {int(path.name.removeprefix("train_dataloader_dprank").removesuffix(".pt")) for path in files}
     missing = sorted(set(range(max(numbers) + 1)) - numbers)
     if missing:
         raise MissingRankError(
-            f"{folder}: train_dataloader_dprank{missing[0]:03d}.pt is missing, though there is one of rank "
-            f"{max(numbers)}: the checkpoint was not written to its end, or was copied in part. Take an earlier one"
+            f"{folder}: train_dataloader_dprank{missing[0]:03d}.pt is missing, but the one of rank {max(numbers)} "
+            f"exists: the checkpoint was not completely written or copied. Use an earlier one"
         )
     return files
 
@@ -126,7 +126,7 @@ def _files(folder: Path) -> list[Path]:
 def _read(path: Path) -> State:
     states = read_states([path])
     if len(states) > 1:
-        raise StateFormatError(f"{path}: holds {len(states)} states, and a file of a rank has one")
+        raise StateFormatError(f"{path}: contains {len(states)} states; expected one in the file of a rank")
     return states[0]
 
 
@@ -137,21 +137,21 @@ def _check_one_run(folder: Path, files: Sequence[Path], states: Sequence[State])
             raise StepMismatchError(
                 f"{folder}: {files[0].relative_to(folder)} was saved after {states[0]['microbatches']} microbatches of "
                 f"the run, {path.relative_to(folder)} after {state['microbatches']}: one of them is left over from an "
-                "earlier run into this folder. Delete it, or take another checkpoint"
+                "earlier run in this folder. Delete it, or use another checkpoint"
             )
         for lane in read_lanes(state):
             if lane in owner:
                 raise StateFormatError(
                     f"{folder}: lane {lane} is in {owner[lane].relative_to(folder)} and in "
-                    f"{path.relative_to(folder)}: the files were written by different numbers of ranks, some are left "
-                    "over from an earlier run into this folder. Delete those that are older"
+                    f"{path.relative_to(folder)}: the files were written by different numbers of ranks, so some are "
+                    "left over from an earlier run in this folder. Delete the older ones"
                 )
             owner[lane] = path
     lanes = states[0]["num_lanes"]
     if len(owner) < lanes:
         raise MissingRankError(
-            f"{folder}: the {len(files)} files hold {len(owner)} of the {lanes} lanes of the run: files of more ranks "
-            "are missing. The checkpoint was not written to its end, or was copied in part. Take an earlier one"
+            f"{folder}: the {len(files)} files hold {len(owner)} of the {lanes} lanes of the run, so files of more "
+            "ranks are missing. The checkpoint was not completely written or copied. Use an earlier one"
         )
 
 
@@ -195,8 +195,8 @@ class SharedStream:
         own = self._waiting[number]
         if own is None:
             raise LoaderError(
-                f"model chunk {number} asks for a microbatch after the others have had {LIMIT} more than it: every "
-                "chunk that needs data must call next() once for each microbatch"
+                f"model chunk {number} is {LIMIT} microbatches behind the others: every chunk that needs data must "
+                "call next() once per microbatch"
             )
         if own:
             return own.popleft()
@@ -363,7 +363,7 @@ class _Run:
         if data.balance != "none":
             raise ConfigurationError(
                 "loader_ranks='tp0_pp_edges' leaves ranks without an iterator, but with balance='global_batch' all "
-                "processes must ask for the training data: use loader_ranks='all'"
+                "processes must read the training data: use loader_ranks='all'"
             )
         tensor_rank, _ = parallel_place("tp", data.pg_collection)
         stage, stages = parallel_place("pp", data.pg_collection)
@@ -409,8 +409,8 @@ class _Run:
             return
         if root is None:
             logger.warning(
-                "the model goes on from iteration %d, but neither --dataloader-load nor --dataloader-save says where "
-                "the state of the data is: the data starts from its beginning",
+                "the model continues from iteration %d, but the data starts from the beginning, because neither "
+                "--dataloader-load nor --dataloader-save gives its state",
                 iteration,
             )
             return
@@ -451,7 +451,8 @@ def _check_sizes(data: EnergonMultiModalDataModule, arguments: Any) -> None:
         if asked is None or given == asked or (name, given) == ("global_batch_size", 1):
             continue
         raise ConfigurationError(
-            f"{name} is {asked} in the arguments of Megatron-LM and {given} in the data module: give both the same"
+            f"{name} is {asked} in the arguments of Megatron-LM but {given} in the data module: set both to the same "
+            "value"
         )
 
 
@@ -464,8 +465,8 @@ def _check_can_seek(data: EnergonMultiModalDataModule) -> None:
             "max_tokens_per_microbatch selects" if by_length else f"the task encoder {'packs' if packs else 'groups'}"
         )
         raise ConfigurationError(
-            f"resume='seek' finds a step by counting samples, but {does} them, so that their number differs from step "
-            "to step: give resume='files' and --dataloader-save"
+            f"resume='seek' finds a step by counting samples, but {does} them, so their number differs from step to "
+            "step: use resume='files' and --dataloader-save"
         )
 
 
@@ -473,8 +474,8 @@ def _check_not_saved(arguments: Any) -> None:
     """Refuse what would crash at the first checkpoint: each stage has an iterator, and only one can be saved."""
     if getattr(arguments, "dataloader_save", None):
         raise ConfigurationError(
-            "--dataloader-save is given, but Megatron-LM cannot save the iterators of virtual pipeline stages (at the "
-            "first checkpoint: 'list' object has no attribute 'iterable'): leave it out, and give the provider "
+            "--dataloader-save is given, but Megatron-LM cannot save the iterators of virtual pipeline stages (the "
+            "first checkpoint fails: 'list' object has no attribute 'iterable'). Leave it out, and pass the provider "
             "resume='seek', which needs no state"
         )
 
@@ -500,6 +501,6 @@ def _check_consumed(state: State, consumed: int | None, micro_batch_size: int, w
         return
     raise StepMismatchError(
         f"{where}: the data was saved after {state['microbatches']} microbatches of {micro_batch_size} samples, but "
-        f"the model has seen {consumed} samples: the files are of another run, or of another number of samples for "
-        "each step. Give the folder that belongs to the checkpoint"
+        f"the model has seen {consumed} samples: the files belong to another run, or to another number of "
+        "samples per step. Give the folder that belongs to the checkpoint"
     )

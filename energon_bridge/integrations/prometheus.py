@@ -95,11 +95,12 @@ class PrometheusExporter:
         labels: Mapping[str, str] | None = None,
     ) -> None:
         if port is None and textfile is None:
-            raise ConfigurationError("PrometheusExporter: give a port to listen on, or a textfile to write, or both")
+            raise ConfigurationError("PrometheusExporter: set a port to listen on, or a textfile to write, or both")
         self.textfile = None if textfile is None else Path(textfile)
         if self.textfile is not None and self.textfile.suffix != ".prom":
             raise ConfigurationError(
-                f"PrometheusExporter: textfile={str(textfile)!r} must end in .prom: the node exporter reads no others"
+                f"PrometheusExporter: textfile={str(textfile)!r} must end in .prom, since the node exporter reads no "
+                "others"
             )
         self._labels = {str(name): str(value) for name, value in (labels or {}).items()}
         wrong = [name for name in self._labels if not re.fullmatch(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*", name)]
@@ -136,7 +137,7 @@ class PrometheusExporter:
             try:
                 write_to_textfile(str(self.textfile), self._registry)
             except OSError as error:
-                raise ConfigurationError(f"PrometheusExporter: {self.textfile} cannot be written: {error}") from error
+                raise ConfigurationError(f"PrometheusExporter: cannot write {self.textfile}: {error}") from error
 
     def close(self) -> None:
         """Stop to serve; the file stays."""
@@ -153,8 +154,8 @@ class PrometheusExporter:
             server, thread = start_http_server(port, self._address, registry=self._registry)
         except OSError as error:
             raise ConfigurationError(
-                f"PrometheusExporter: cannot listen on {self._address}:{port}: {error}. Ranks of one node need a port "
-                "each; port=0 takes a free one"
+                f"PrometheusExporter: cannot listen on {self._address}:{port}: {error}. Each rank of a node needs its "
+                "own port; port=0 takes a free one"
             ) from error
         self._server, self.port = (server, thread), server.server_port
 

@@ -145,7 +145,7 @@ class RunRecorder:
             (heapq.heappush if len(slowest) < MOST_SLOW else heapq.heapreplace)(slowest, entry)
 
     def step(self, loader: EnergonDataloader | None, step: int, loss: Tensor | float | None) -> None:
-        """Record the end of an optimizer step; the loss may lie on a device."""
+        """Record the end of an optimizer step; the loss may be on a device."""
         now, waited = time.perf_counter(), 0.0 if loader is None else loader.wait_seconds
         passed, spent = now - self._marks[0], waited - self._marks[1]
         self._marks = (now, waited)
@@ -327,7 +327,7 @@ def _datasets(loader: Any, spec: DatasetSpec) -> Iterator[DatasetRow]:
 def _planned(loader: Any, spec: DatasetSpec, rows: Sequence[State]) -> list[float | None]:
     """Return the part of the draws that the mix gives each dataset, in percent."""
     if _moves(loader, spec):
-        # Draws follow weights that move to the last one; what is delivered of them is another matter.
+        # Draws follow weights that move towards the last ones; fewer of them may be delivered.
         total = sum(row["draws"] or 0 for row in rows)
         return [100 * (row["draws"] or 0) / total if total else None for row in rows]
     weighs = spec.mode in ("weights", "single")

@@ -66,7 +66,7 @@ def write_report(
     body = "".join(_sections(ranks, recorder, title, facts or {}))
     page = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        # No script may run and nothing may be fetched, whatever stands in a key.
+        # No script may run and nothing may be fetched, whatever a key contains.
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         '<meta name="viewport" content="width=device-width"><meta name="generator" content="energon report">'
         f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body>{body}</body></html>\n"
@@ -306,7 +306,7 @@ def _shares_chart(ranks: Sequence[RankSummary], names: Sequence[str]) -> str:
 
 
 def _place(step: float, value: float, first: float, last: float) -> str:
-    """Return where a chart from 0 to 1 has the value of a step."""
+    """Return the position of a step's value in a chart from 0 to 1."""
     x = _LEFT + (_WIDTH - _LEFT - 12) * ((step - first) / (last - first) if last > first else 0.5)
     return f"{x:.1f},{12 + (_HEIGHT - _BOTTOM - 12) * (1 - value):.1f}"
 

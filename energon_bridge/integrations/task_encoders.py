@@ -56,7 +56,7 @@ class MultiModalTaskEncoderConfig:
         hf_processor_path: Folder or hub name of tokenizer and image processor.
         hf_processor_revision: Revision on the hub.
         sample_config: Placeholders and conversation template.
-        image_tokens_per_image: Tokens that stand for one image; None as in the encoder.
+        image_tokens_per_image: Tokens of an image; None as in the encoder.
         add_bos: Begin with the tokenizer's begin-of-sequence token.
         trust_remote_code: Run code that comes with the tokenizer or the image processor; None: what the run says.
     """
@@ -144,7 +144,7 @@ def load_processors(
         return tokenizer, AutoImageProcessor.from_pretrained(path, backend="pil", **options)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"hf_processor_path={path!r}: no tokenizer and image processor of transformers could be loaded from there: "
+            f"hf_processor_path={path!r}: cannot load a tokenizer and an image processor of transformers from there: "
             f"{error}"
         ) from error
 
@@ -167,5 +167,5 @@ def load_processor(path: str, *, trust_remote_code: bool = False) -> Any:
         return AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"hf_processor_path={path!r}: no processor of transformers could be loaded from there: {error}"
+            f"hf_processor_path={path!r}: cannot load a processor of transformers from there: {error}"
         ) from error

@@ -38,7 +38,7 @@ class ReplicaDataloader:
     def __init__(self, open_loader: Callable[[int, int], Any]) -> None:
         self._open = open_loader
         self._data: EnergonDataloader | None = None
-        self._place: tuple[int | None, int] | None = None  # what the step was for
+        self._place: tuple[int | None, int] | None = None  # the batch of the step
         self._states: list[State] = []  # of all replicas after the last step that was committed; none: the beginning
         self._stands_there = False  # whether the loader does
 
@@ -82,7 +82,9 @@ class ReplicaDataloader:
             WrongUseError: There was no step, or the states are not those of all replicas after it.
         """
         if self._place is None:
-            raise WrongUseError("ReplicaDataloader.commit: there was no step since this was made or its state loaded")
+            raise WrongUseError(
+                "ReplicaDataloader.commit: no step was taken since the start or the last load_state_dict"
+            )
         given = [state for state in states if state is not None]
         stand = sorted({state["microbatches"] for state in given})
         own = self.rank_state()
@@ -90,7 +92,7 @@ class ReplicaDataloader:
             raise WrongUseError(
                 f"ReplicaDataloader.commit: got {len(given)} states, after {' and '.join(map(str, stand))} "
                 f"microbatches; expected those of all {self._place[1]} replicas after this step. Gather rank_state() "
-                "of all of them in every step"
+                "of all replicas in every step"
             )
         self._states, self._stands_there = given, True
 
@@ -114,9 +116,9 @@ class ReplicaDataloader:
         config = data.loader.config
         if (config.dp_rank, config.dp_size) != (rank, ranks) or not data.endless:
             raise ConfigurationError(
-                f"ReplicaDataloader: asked for rank {rank} of {ranks}, open_loader returned a loader of rank "
-                f"{config.dp_rank} of {config.dp_size}{'' if data.endless else ', which ends'}; give WorkerConfig both "
-                "numbers, and a training dataset"
+                f"ReplicaDataloader: called open_loader for rank {rank} of {ranks}, but it returned a loader of rank "
+                f"{config.dp_rank} of {config.dp_size}{'' if data.endless else ', which ends'}; pass both numbers to "
+                "WorkerConfig, and use a training dataset"
             )
         return data
 

@@ -67,8 +67,8 @@ def _places(dataset: PreparedDataset, keys: Collection[str]) -> Iterator[tuple[s
         return
     logger.log(
         logging.WARNING if len(firsts) > _MANY else logging.INFO,
-        "%s has no key index: its %d shards are searched for %d keys, header by header. `energon prepare "
-        "--tar-index-only` writes one, which is asked instead",
+        "%s has no key index: searching the headers of its %d shards for %d keys. `energon prepare "
+        "--tar-index-only` writes an index, which makes this instant",
         dataset.path,
         len(firsts),
         len(keys),
@@ -93,7 +93,7 @@ def _looked_up(dataset: PreparedDataset, keys: list[str], firsts: list[int]) -> 
         of_shard = places.get(shards[number], []) if number < len(shards) else None
         if of_shard is None or any(local >= dataset.shard_counts[place] for place in of_shard):
             raise KeyIndexError(
-                f"{dataset.path}: the key index has other samples than `.info.json` counts. Write both again: "
+                f"{dataset.path}: the key index and `.info.json` list different samples. Rebuild both: "
                 f"`energon prepare --tar-index-only {dataset.path}`."
             )
         yield from ((key, firsts[place] + local) for place in of_shard)
@@ -128,7 +128,7 @@ def load_keys(path: str | os.PathLike[str]) -> list[str]:
     try:
         text = open_store(folder or "/").read(name).decode()
     except UnicodeDecodeError as error:
-        raise StorageError(f"{where}: a file of keys must be UTF-8 text, one key on each line ({error})") from error
+        raise StorageError(f"{where}: expected UTF-8 text with one key per line: {error}") from error
     lines = (line.strip() for line in text.splitlines())
     return list(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
 
@@ -229,7 +229,7 @@ def checked_keys(keys: Iterable[str]) -> list[str]:
     given = list(keys)
     wrong = next((key for key in given if not isinstance(key, str) or not key), None)
     if wrong is not None:
-        raise ConfigurationError(f"ban: a sample key is a string that is not empty, got {wrong!r}")
+        raise ConfigurationError(f"ban: a sample key must be a non-empty string, got {wrong!r}")
     return given
 
 

@@ -35,7 +35,7 @@ _DECODERS: dict[str, Callable[[str], bytes]] = {
 def damaged(field: str, reason: str) -> StateFormatError:
     """Return the error for a field of a state."""
     return StateFormatError(
-        f"the state is damaged: {field} {reason}. Take the state of another checkpoint, or a copy of this one"
+        f"the state is damaged: {field} {reason}. Use the state of another checkpoint, or a copy of this one"
     )
 
 
@@ -91,25 +91,25 @@ def decode_text(text: object, size: int, field: str) -> list[str]:
     try:
         strings = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise damaged(field, f"is no list of strings ({error})") from error
+        raise damaged(field, f"is not a list of strings ({error})") from error
     if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
-        raise damaged(field, "is no list of strings")
+        raise damaged(field, "is not a list of strings")
     if len(strings) != size:
         raise damaged(field, f"has {len(strings)} strings, expected {size}")
     return strings
 
 
 def _unpack(decode: Callable[[str], bytes], text: str, most: int, field: str) -> bytes:
-    """Return what was packed, if it is whole and has at most so many bytes."""
+    """Unpack a text, if it is complete and unpacks to at most so many bytes."""
     unpacker = zlib.decompressobj()
     try:
         raw = unpacker.decompress(decode(text), most + 1)
     except (ValueError, zlib.error) as error:
         raise damaged(field, f"cannot be unpacked ({error})") from error
     if len(raw) > most:
-        raise damaged(field, f"unpacks to more than the {most} bytes that it may have")
+        raise damaged(field, f"unpacks to more than the {most} bytes allowed")
     if not unpacker.eof or unpacker.unused_data:
-        raise damaged(field, "is cut off or has something behind its end")
+        raise damaged(field, "is cut off, or has extra bytes at its end")
     return raw
 
 

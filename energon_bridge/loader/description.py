@@ -73,14 +73,14 @@ class Description:
             return
         if self.mix.mode == "weights" and len(self.leaves) > 1:
             raise ConfigurationError(
-                "repeat=False: a blend by weights has no end; use `blend_epochized` with repetitions, `concat`, or one "
-                "dataset"
+                "repeat=False: a blend by weights never ends; use `blend_epochized` with repetitions, `concat`, or a "
+                "single dataset"
             )
         for leaf in self.leaves:
             if leaf.shuffle_epochs not in (None, 1):
                 raise ConfigurationError(
-                    f"repeat=False: {leaf.dataset.path} is shuffled over {leaf.shuffle_epochs} epochs, so that a pass "
-                    "would not have every sample; set shuffle_over_epochs_multiplier to 1 or None"
+                    f"repeat=False: {leaf.dataset.path} is shuffled over {leaf.shuffle_epochs} epochs, so one pass "
+                    "would not contain every sample; set shuffle_over_epochs_multiplier to 1 or None"
                 )
 
     def check_types(self) -> None:
@@ -184,6 +184,6 @@ def _check_types(leaves: Sequence[OpenLeaf], encoder: Any) -> None:
     if len(by_fields) > 1:
         types = "; ".join(f"{kind}: {', '.join(paths[:3])}" for kind, paths in by_fields.values())
         raise ConfigurationError(
-            f"the datasets of the mix have samples of different types ({types}), which {type(encoder).__name__} cannot "
-            f"put into one microbatch: {REMEDY_FOR_TYPES}. For validation, get_val_datasets gives each dataset alone"
+            f"the datasets of the mix have different sample types ({types}), which {type(encoder).__name__} cannot "
+            f"put into one microbatch: {REMEDY_FOR_TYPES}. For validation, get_val_datasets keeps them apart"
         )

@@ -208,8 +208,8 @@ def check_format(state: Any) -> State:
     """
     if type(state).__module__.startswith("megatron.energon"):
         raise StateFormatError(
-            f"a state of megatron-energon ({type(state).__name__}): it cannot be continued here, where samples come in "
-            "another order. Begin at the step where it was saved: get_savable_loader(..., start_at=STEP)"
+            f"this is a state of megatron-energon ({type(state).__name__}), which orders samples differently, so it "
+            "cannot be resumed here. Start at the step where it was saved: get_savable_loader(..., start_at=STEP)"
         )
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = _shown(state.get("format")) if isinstance(state, dict) else repr(type(state).__name__)
@@ -219,7 +219,7 @@ def check_format(state: Any) -> State:
         raise damaged("format_version", f"should be a whole number of at least 1, found {_shown(version)}")
     if version > FORMAT_VERSION:
         raise StateVersionError(
-            f"the state has format version {version}, this version of energon_bridge reads up to {FORMAT_VERSION}: "
+            f"the state has format version {version}, and this version of energon_bridge reads up to {FORMAT_VERSION}: "
             "upgrade energon_bridge"
         )
     order = state.get("order_version")
@@ -236,7 +236,7 @@ def check_format(state: Any) -> State:
     try:
         expected = _checksum(state)
     except (TypeError, ValueError, RecursionError) as error:
-        raise damaged("a field", f"holds what no state holds ({_shown(str(error))})") from error
+        raise damaged("a field", f"holds a value that no state can hold ({_shown(str(error))})") from error
     if state.get("checksum") != expected:
         raise damaged("checksum", f"is {_shown(state.get('checksum'))}, the content gives {expected!r}")
     return state
@@ -344,7 +344,7 @@ def _read_lanes(entry: State, leaves: Sequence[State], num_lanes: int) -> dict[i
     where = "lanes.numbers"
     numbers = decode_column(_entry(entry, "numbers", "lanes"), num_lanes, where, at_most=True)
     if len(_in_range(numbers, where, 0, num_lanes - 1)) > 1 and np.diff(numbers).min() <= 0:
-        raise damaged(where, "should rise")
+        raise damaged(where, "should be in ascending order")
     size = len(numbers)
     columns: dict[str, list[int]] = {}
     for name, column in LANE_COLUMNS.items():
@@ -358,7 +358,7 @@ def _read_lanes(entry: State, leaves: Sequence[State], num_lanes: int) -> dict[i
     draws = decode_column(_entry(entry, "leaf_draws", "lanes"), size * len(leaves), where)
     draws = _in_range(draws, where, 0, LARGEST).reshape(size, len(leaves))
     if (draws.sum(axis=1) > columns["draw"]).any():
-        raise damaged(where, "has more draws from the leaves than the lane made")
+        raise damaged(where, "counts more draws from the leaves than the lane made")
     held = _read_held(entry, leaves, size)
     return {
         number: LaneState(leaf_draws=tuple(of_leaves), held=rows, **dict(zip(columns, values, strict=True)))
@@ -423,7 +423,7 @@ def _read_weights(weights: Any, leaves: int) -> ChangedWeights:
         raise damaged("weights", f"should be a list, found a {type(weights).__name__}")
     for change in weights:
         if not isinstance(change, (list, tuple)) or len(change) != 2 or not isinstance(change[1], (list, tuple)):
-            raise damaged("weights", "should hold pairs of a global draw and a list of weights")
+            raise damaged("weights", "should hold pairs of global draw and list of weights")
         _number(change[0], "weights", 0, LARGEST)
         if len(change[1]) != leaves:
             raise damaged("weights", f"has {len(change[1])} weights for {leaves} leaves")
@@ -443,12 +443,12 @@ def _read_bans(bans: Any) -> tuple[Ban, ...]:
     found = []
     for entry in bans:
         if not isinstance(entry, (list, tuple)) or len(entry) not in (2, 3) or not isinstance(entry[1], (list, tuple)):
-            raise damaged("bans", "should hold pairs of a global draw and a list of keys, and perhaps a dataset's path")
+            raise damaged("bans", "should hold a global draw, a list of keys and perhaps a dataset's path each")
         start, keys, *dataset = entry
         _number(start, "bans", 0, LARGEST)
         wrong = [text for text in (*keys, *dataset) if not isinstance(text, str) or not text]
         if wrong or not keys:
-            raise damaged("bans", f"should hold strings that are not empty, found {_shown([*wrong, keys][0])}")
+            raise damaged("bans", f"should hold non-empty strings, found {_shown([*wrong, keys][0])}")
         found.append(Ban(start=start, keys=tuple(keys), dataset=dataset[0] if dataset else ""))
     places = [(ban.start, ban.dataset) for ban in found]
     if any(later <= place for place, later in pairwise(places)):
@@ -470,7 +470,7 @@ def _read_banned(entries: Any, leaves: Sequence[State]) -> dict[str, LeafBans]:
         first, last = _lines(rows[identity])
         samples = decode_column(samples, min(last - first, LONGEST_COLUMN), "banned", at_most=True)
         if not samples.size or (np.diff(samples) <= 0).any():
-            raise damaged("banned", "should hold rising samples")
+            raise damaged("banned", "should hold samples in ascending order")
         _in_range(samples, "banned", first, last - 1)
         starts = _in_range(decode_column(starts, samples.size, "banned"), "banned", 0, LARGEST)
         found[identity] = LeafBans(samples=samples, starts=starts)
@@ -518,7 +518,7 @@ def read_all(states: Sequence[Any]) -> SavedRun:
     """Return the merged contents of the states of some or all ranks of a run; each is unpacked once.
 
     Raises:
-        StepMismatchError: They stand at different microbatches.
+        StepMismatchError: They are at different microbatches.
         StateFormatError: They belong to different runs, or one is damaged.
     """
     if not states:
@@ -559,7 +559,7 @@ def merge(states: Sequence[Any]) -> State:
     """Return one document for the states of some or all ranks of a run.
 
     Raises:
-        StepMismatchError: They stand at different microbatches.
+        StepMismatchError: They are at different microbatches.
         StateFormatError: They belong to different runs, or one is damaged.
     """
     saved = read_all(states)

@@ -39,7 +39,7 @@ _AFFECTED = {
 WINDOWS = "balance_window"
 """The setting with the number of global batches in a window; names of further window settings begin with it."""
 _ABSENT = {WINDOWS: 1}
-"""What a setting is where a state or a run does not have it, if not None."""
+"""The value of a setting that a state or run lacks, if not None."""
 _OF_WINDOWS = (WINDOWS, "balance_window_of", "balance_window_cost")
 _OF_THE_MIX = ("mode", "schedule", "shuffle")
 
@@ -58,7 +58,7 @@ def check_fits(saved: SavedRun, kind: str, settings: State, leaves: list[State],
             own subclasses).
     """
     if saved.kind != kind:
-        raise StateFormatError(f"the state is of a {saved.kind} stream, this loader delivers a {kind} one")
+        raise StateFormatError(f"the state belongs to a {saved.kind} stream, but this loader delivers a {kind} one")
     saved_leaves = [leaf for leaf in saved.leaves if not leaf["parked"]]
     if not adapt and [leaf["split_part"] for leaf in saved_leaves] != [leaf["split_part"] for leaf in leaves]:
         _refuse_split(saved_leaves, leaves)
@@ -74,12 +74,11 @@ def check_fits(saved: SavedRun, kind: str, settings: State, leaves: list[State],
         raise _mismatch(name, then, now)
     if difference and not adapt:
         raise DatasetMismatchError(
-            "the state belongs to other data (- in the state, + in this run):\n"
+            "the state belongs to different data (- in the state, + in this run):\n"
             + "\n".join(f"  {line}" for line in difference)
             + "\nWhat counts is the content: shards, their sample counts and sizes, excludes, dataset.yaml and the "
-            "names of aux stores. Restore "
-            'the data and weights that the run was started with, resume with on_mismatch="adapt" to go on with the new '
-            "mix, or start a new run"
+            "names of auxiliary stores. Restore the data and weights that the run started with, resume with "
+            'on_mismatch="adapt" to continue with the new mix, or start a new run'
         )
     return difference + of_the_mix
 
@@ -89,7 +88,7 @@ def _refuse_split(saved: Sequence[State], here: Sequence[State]) -> None:
     for then, now in zip(saved, here, strict=False):
         if then["split_part"] != now["split_part"] and (len(saved) == len(here) == 1 or then["path"] == now["path"]):
             raise SplitMismatchError(
-                f"the state belongs to split {then['split_part']!r} of {then['path']}, this run reads split "
+                f"the state belongs to split {then['split_part']!r} of {then['path']}, but this run reads split "
                 f"{now['split_part']!r} of {now['path']}"
             )
 
@@ -137,18 +136,18 @@ def _mismatch(name: str, then: object, now: object) -> SettingMismatchError:
 
 
 def check_lanes(lanes: Mapping[int, LaneState], wanted: Iterable[int], microbatches: int, num_lanes: int) -> None:
-    """Raise if lanes are missing from a union of states, or do not stand where the run stands."""
+    """Raise if lanes are missing from a union of states, or are at another position than the run."""
     missing = list(islice((lane for lane in wanted if lane not in lanes), 9))
     if missing:
         raise MissingRankError(
             f"the state holds {len(lanes)} of {num_lanes} lanes; this rank needs lanes {missing[:8]}"
-            f"{' …' if len(missing) > 8 else ''}: the states of some ranks are missing, restore from the states of all "
-            "ranks of the checkpoint (a list of them, or save_state_global)"
+            f"{' …' if len(missing) > 8 else ''}. The states of some ranks are missing: restore from a list of the "
+            "states of all ranks, or from save_state_global"
         )
     for lane, state in lanes.items():
         expected = microbatches_before(lane, microbatches, num_lanes)
         if state.microbatches != expected:
             raise StateFormatError(
-                f"the state is damaged: lane {lane} has delivered {state.microbatches} microbatches, a run at "
-                f"microbatch {microbatches} has {expected} of it"
+                f"the state is damaged: lane {lane} has delivered {state.microbatches} microbatches, but at "
+                f"microbatch {microbatches} of the run it should have delivered {expected}"
             )

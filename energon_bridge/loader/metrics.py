@@ -177,23 +177,23 @@ def name_losses(
         if skipped and total[_DROPPED]:
             reasons["skipped"] += f" ({total[_DROPPED]} of them as too long for a pack)"
         if not delivered:
-            causes, what = list(reasons), "nothing of this dataset has been delivered"
+            causes, what = list(reasons), "no sample of this dataset has been delivered"
         else:
             lost = {"errors": failed, "skipped": skipped}
             causes = [name for name, n in lost.items() if n >= _LOST_LEAST and n > _LOST_SHARE * drawn]
             share = 100 * sum(lost[name] for name in causes) / drawn
-            what = f"{share:.0f} % of the samples of this dataset are left out"
+            what = f"{share:.0f} % of this dataset's samples are left out"
         new = [cause for cause in causes if reasons[cause] and failure_log.is_new(path, cause)]
         if new:
             said = "; ".join(reasons[cause] for cause in causes if reasons[cause])
             todo = " ".join(_REMEDIES[cause] for cause in causes if reasons[cause])
-            logger.warning("%s: %s: of %d drawn on this rank %s. %s", path, what, drawn, said, todo)
+            logger.warning("%s: %s: of %d drawn on this rank, %s. %s", path, what, drawn, said, todo)
 
 
 _REMEDIES = {
     "errors": "ErrorPolicy(quarantine=FILE) lists what fails; max_error_rate=… stops a run that loses more.",
-    "skipped": "If you want them, look at what raises SkipSample.",
-    "excluded": "If you want them, take them out of split.yaml.",
+    "skipped": "To keep them, check which hook raises SkipSample.",
+    "excluded": "To keep them, remove them from `exclude` in split.yaml.",
     "banned": "`energon checkpoint show` lists the bans of a state.",
 }
 

@@ -72,10 +72,10 @@ _RANGE = "enumerate(DataLoader)#SavableDataLoader.__next__"
 
 
 class Source(Protocol):
-    """Says what the workers are to do: the loader."""
+    """Gives the workers their work: the loader."""
 
     def work(self, worker: int, barred: frozenset[tuple[int, int]], careful: bool) -> Work:
-        """Return what a worker does from the delivered position on."""
+        """Return the work of a worker from the delivered position on."""
         ...
 
     def leaves(self) -> Sequence[Leaf]:
@@ -171,11 +171,11 @@ class Worker:
         self._stacks.close()
 
     def state(self) -> str:
-        """Return where the process is: the stacks of its threads, or that it is stopped."""
+        """Return what the process is doing: the stacks of its threads, or that it is stopped."""
         pid = self._process.pid
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT":
-                return "  the process is stopped (SIGSTOP, a debugger): its stack cannot be had"
+                return "  the process is stopped (SIGSTOP, a debugger): its stack is not available"
         before, deadline = len(self._stacks.read()), time.monotonic() + _STACK_SECONDS
         with contextlib.suppress(OSError):
             os.kill(pid, DUMP_SIGNAL)
@@ -184,7 +184,7 @@ class Worker:
             text = self._stacks.read()[before:]
             if text and text == self._stacks.read()[before:]:
                 return "\n".join(f"    {line}" for line in text.splitlines())
-        return "  its stack cannot be had: it does not take signals"
+        return "  its stack is not available: it does not take signals"
 
 
 class WorkerPool:
@@ -291,7 +291,7 @@ class WorkerPool:
     # Watching over ----------------------------------------------------------------------------------------------------
 
     def _waited_for(self, worker: Worker, unit: int) -> bytes:
-        """Return the next message of a worker, b"" if it is gone; end it if it takes too long and that is asked for.
+        """Return the next message of a worker, b"" if it is gone; if configured, end it when it takes too long.
 
         Raises:
             HookTimeoutError: It takes too long, and the run is to end then.
@@ -310,15 +310,15 @@ class WorkerPool:
                 reported = self._judge(worker, unit, self._watchdog, since, reported)
 
     def _judge_beginning(self, worker: Worker, reported: bool) -> bool:
-        """Kill a worker that has not begun in time; say whether anything was said of it."""
+        """Kill a worker that has not started in time; return whether it was logged."""
         took, number = time.monotonic() - worker.started, worker.number
         factor = 1 if self._method == "fork" else _IMPORT_FACTOR
         allowed = _BEGIN_SECONDS * factor * 2 ** self._deaths[number]
         if took > allowed:
-            logger.warning("worker %d has not begun after %.0f seconds and is killed", number, allowed)
+            logger.warning("worker %d has not started after %.0f seconds; killing it", number, allowed)
             worker.kill()
         elif took > _BEGIN_SECONDS and not reported:
-            logger.warning("worker %d has not begun after %.0f seconds; it has %.0f in all", number, took, allowed)
+            logger.warning("worker %d has not started after %.0f seconds; it has %.0f in all", number, took, allowed)
         return took > _BEGIN_SECONDS
 
     def _judge(self, worker: Worker, unit: int, settings: WatchdogSettings, since: float, reported: int) -> int:
@@ -327,7 +327,7 @@ class WorkerPool:
         making_since = board.making_since
         took = time.monotonic() - (since if making_since is None else making_since)
         allowed = settings.allowed(board.num_made)
-        # The worker's own watchdog goes first, where it can.
+        # The worker's own watchdog goes first, if it can.
         patience = allowed + 2 * settings.interval
         if settings.fail and board.has_said:
             patience += min(GRACE_SECONDS, settings.timeout) + 2 * settings.interval
@@ -376,18 +376,18 @@ class WorkerPool:
             return Worker(work, self._method, new_arena(sendable=self._method != "fork"), self._look)
         except OSError as error:
             remedy = _REMEDIES.get(error.errno or 0, "Lower num_workers")
-            raise LoaderError(f"worker {number} of {self._number} cannot be started: {error}. {remedy}.") from error
+            raise LoaderError(f"worker {number} of {self._number} cannot start: {error}. {remedy}.") from error
         except (pickle.PicklingError, AttributeError, TypeError) as error:  # which of them, Python's version decides
             if self._method == "fork":
                 raise
             raise LoaderError(
-                f"worker {number} of {self._number} cannot be started by {self._method}, because pickle refuses what "
+                f"worker {number} of {self._number} cannot start by {self._method}, because pickle refuses what "
                 f"it is to do: {error}. Let the task encoder be of a class that stands at the top of a module, and "
                 'hold no lambdas, locks or open files, or use start_method="fork"'
             ) from error
 
     def _replace(self, worker: Worker) -> None:
-        """Start a worker again that is gone, from what was delivered.
+        """Restart a worker that is gone, from the delivered position.
 
         Raises:
             HookTimeoutError: Its watchdog ended it, to end the run.
@@ -400,36 +400,36 @@ class WorkerPool:
         if code == EXIT_CODE:
             raise HookTimeoutError(
                 f"{what} was ended by its watchdog (fail_on_timeout): a microbatch took too long, in a call that "
-                "nothing interrupts. What the watchdog logged names the hook, the sample and the place in the code"
+                "cannot be interrupted. The watchdog's log names the hook, the sample and the line of code"
             )
         during = f" during {', '.join(running)}" if running else ""
         advice = (
-            "Out of memory? Lower num_workers, prefetch_factor or the batch size. A crash in a decoder or hook shows "
-            "itself with num_workers=0"
+            "Out of memory? Lower num_workers, prefetch_factor or the batch size. To find a crash in a decoder or "
+            "hook, run with num_workers=0"
         )
         if not worker.board.has_begun:
-            during, advice = " before it had begun", _UNBEGUN[self._method != "fork"]
+            during, advice = " before it started", _UNBEGUN[self._method != "fork"]
         if self._left <= 0 or self._deaths[number] >= _RESTARTS_WITHOUT_A_BATCH:
             raise WorkerDiedError(
-                f"{what} died{during} and is not started again: {self._deaths[number]} restarts in a row gave no "
-                f"batch, {self._left} of max_worker_restarts are left. {advice}"
+                f"{what} died{during} and is not restarted: {self._deaths[number]} restarts in a row produced no "
+                f"batch, and {self._left} of max_worker_restarts are left. {advice}"
             )
         self._left -= 1
         self.restarts += 1
         self._deaths[number] += 1
         self._suspects[number].update(samples)
-        logger.warning("%s died%s; it starts again from the last delivered batch, no sample is lost", what, during)
+        logger.warning("%s died%s; restarting it from the last delivered batch, no sample is lost", what, during)
         guilty = {sample for sample in samples if self._suspects[number][sample] >= _DEATHS_OF_A_SAMPLE}
         if guilty - self._barred:
             self._barred |= guilty
             logger.error(
-                "%s ended its worker %d times in a row and is not tried again", ", ".join(running), _DEATHS_OF_A_SAMPLE
+                "%s killed its worker %d times in a row and is not tried again", ", ".join(running), _DEATHS_OF_A_SAMPLE
             )
         self._workers[number] = self._started(number)
         worker.close()
 
     def stop(self) -> None:
-        """Stop the workers. One that makes something is given some seconds to end it."""
+        """Stop the workers. A busy worker gets some seconds to finish."""
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.ask_to_end()
@@ -481,7 +481,7 @@ _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """Stop what is left when the interpreter ends; multiprocessing would wait forever for a worker that is stopped."""
+    """Stop the remaining workers when the interpreter ends; multiprocessing would wait forever for a stopped one."""
     for pool in list(_pools):
         for worker in pool._workers:
             if worker._process._started_by == os.getpid():

@@ -187,7 +187,7 @@ class Position:
             step: Steps that each rank has delivered before it.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise ConfigurationError(f"start_at must be a number of steps, 0 or more, got {step!r}")
+            raise ConfigurationError(f"start_at must be a number of steps of at least 0, got {step!r}")
         ranks, lanes = self._config.dp_size, self.plan.num_lanes
         self.epoch_steps = step % self._data.virtual_epoch_length if self._data.virtual_epoch_length else 0
         self._counts = [[0] * len(COLUMNS) for _ in self.plan.leaves]
@@ -203,11 +203,11 @@ class Position:
         self.lanes = {lane: self._unskipped(lane, begin) for lane in self._needed_lanes(self.ownership)}
 
     def _begin(self, microbatches: int) -> int:
-        """Return the microbatch at which lanes stand where so many were delivered."""
+        """Return the microbatch that the lanes are at after so many were delivered."""
         return microbatches if self.sharing is None else self.sharing.begin(microbatches)
 
     def _needed_lanes(self, ownership: Ownership) -> range:
-        """Return the lanes whose states this rank needs to go on."""
+        """Return the lanes whose states this rank needs to continue."""
         return range(ownership.num_lanes) if self.sharing is not None else ownership.lanes_of(self._config.dp_rank)
 
     def _unskipped(self, lane: int, begin: int) -> LaneState:
@@ -223,8 +223,8 @@ class Position:
         """Change the weights from a global draw on; return that draw."""
         if self._data.finite or self._data.mode != "weights":
             raise ConfigurationError(
-                f"set_weights needs an endless blend by weights; this loader delivers a {self._data.kind} stream of "
-                f"mode {self._data.mode!r}"
+                f"set_weights needs an endless blend by weights, but this loader delivers a {self._data.kind} stream "
+                f"of mode {self._data.mode!r}"
             )
         given = self._by_identity(weights)
         lanes = self.plan.num_lanes
@@ -235,12 +235,12 @@ class Position:
         start = first if from_draw is None else from_draw
         if start < first:
             raise ConfigurationError(
-                f"set_weights: global draw {start} has been delivered already; the first one that has not is {first}"
+                f"set_weights: global draw {start} is already delivered; from_draw must be at least {first}"
             )
         schedules = tuple(parse_weight(w, where="set_weights", field=f"weights[{i}]") for i, w in enumerate(given))
         changed = GivenWeights(schedules=schedules)
         if not any(weight for weight in changed.at(start)):
-            raise ConfigurationError("set_weights: all weights are 0, so there is nothing to draw")
+            raise ConfigurationError("set_weights: all weights are 0; at least one must be positive")
         kept = [(draw, weights) for draw, weights in self._changes if draw != start]
         self._changes = tuple(sorted([*kept, (start, changed)], key=lambda change: change[0]))
         plan = plan_run(self._data, self._config, lanes, self._changes, self._blocks)
@@ -252,7 +252,7 @@ class Position:
         if self._data.finite or self._config.dp_size == 1:
             return own
         if not torch.distributed.is_initialized():
-            raise ConfigurationError(f"{what}: give from_draw, the same on every rank; they cannot agree on one")
+            raise ConfigurationError(f"{what}: pass the same from_draw on every rank, or initialize torch.distributed")
         found: list[Any] = [None] * self._config.dp_size
         torch.distributed.all_gather_object(found, own, group=self._config.data_parallel_group)
         return choose(found)
@@ -265,9 +265,8 @@ class Position:
             if len(set(paths)) != len(paths) or set(weights) != set(paths):
                 wrong = sorted(set(weights) ^ set(paths)) or [path for path in paths if paths.count(path) > 1]
                 raise ConfigurationError(
-                    f"set_weights takes a weight for each of the {len(paths)} datasets by its path; missing, unknown "
-                    f"or there twice: {', '.join(wrong[:3])}. Where a dataset is in the mix twice, give a list in the "
-                    "order of the mix"
+                    f"set_weights needs one weight for each of the {len(paths)} paths of the mix; missing, unknown "
+                    f"or repeated: {', '.join(wrong[:3])}. If a dataset is in the mix twice, pass a list in mix order"
                 )
             weights = [weights[path] for path in paths]
         if len(weights) != len(leaves):
@@ -281,14 +280,14 @@ class Position:
         """Withdraw samples from a global draw on; return that draw."""
         data, given, path = self._data, checked_keys(keys), dataset or ""
         if from_draw is not None and (type(from_draw) is not int or not 0 <= from_draw <= LARGEST):
-            raise ConfigurationError(f"ban: from_draw must be the number of a global draw, got {from_draw!r}")
+            raise ConfigurationError(f"ban: from_draw must be an integer of at least 0, got {from_draw!r}")
         fixed = data.kind == "finite" and data.listed and self.microbatches > 0
         if data.kind == "finite" and from_draw is not None:
-            raise ConfigurationError("ban: validation has no draws of a run: leave from_draw out")
+            raise ConfigurationError("ban: from_draw applies to training only: leave it out for validation")
         if fixed and self.microbatches < self.end:
             raise ConfigurationError(
-                "ban: the rows of this pass, which is packed or grouped, were fixed when it began: ban samples before "
-                "a pass or after its end"
+                "ban: a packed or grouped pass fixes its rows when it begins: ban samples before it begins or after it "
+                "ends"
             )
         leaves = leaves_of_path(data.leaves, path)
         start = self._first_banned(from_draw)
@@ -304,7 +303,7 @@ class Position:
             text = f"ban: {len(unknown)} of {len(given)} keys are not in {where}: {named_keys(unknown)}"
             if not ignore_unknown:
                 raise ConfigurationError(
-                    f"{text}. Nothing has been banned. Correct them (`energon which` shows keys), or pass "
+                    f"{text}. Nothing was banned. Correct the keys (`energon which` shows them), or pass "
                     "ignore_unknown=True if they belong to datasets that this run does not read"
                 )
             logger.warning(text)
@@ -404,9 +403,9 @@ class Position:
         if config.num_lanes not in (None, num_lanes):
             logger.info("num_lanes=%d comes from the state; the configuration says %s", num_lanes, config.num_lanes)
         if difference:
-            logger.warning("the mix has changed, and the run goes on with the new one:\n  %s", "\n  ".join(difference))
+            logger.warning("the mix has changed; the run continues with the new one:\n  %s", "\n  ".join(difference))
             if changes:
-                logger.warning("what set_weights changed before does not apply to the new mix")
+                logger.warning("earlier changes by set_weights do not apply to the new mix and are dropped")
                 changes = ()
         if changes:
             plan = self._with_settings(plan_run(data, config, num_lanes, changes, blocks))
@@ -463,7 +462,7 @@ def _renumbered(held: BufferedRefs, kept: Sequence[int | None]) -> BufferedRefs:
         if stay:
             rows.append((stage, stay, extra))
     if lost:
-        logger.warning("%d samples of datasets that are gone waited to be packed or batched, and are left out", lost)
+        logger.warning("dropping %d samples that waited for a pack or batch: their datasets left the mix", lost)
     return BufferedRefs.of(rows)
 
 
@@ -479,8 +478,8 @@ def merged_state(own: doc.State, config: WorkerConfig, global_dst_rank: int | No
         return own
     if not torch.distributed.is_initialized():
         raise LoaderError(
-            f"save_state_global needs torch.distributed to reach the other {config.dp_size - 1} ranks: save "
-            "save_state_rank() of every rank and give the list of them to restore_state_rank"
+            f"save_state_global needs torch.distributed to reach the other {config.dp_size - 1} ranks: initialize it, "
+            "or save save_state_rank() of every rank and pass the list of them to restore_state_rank"
         )
     states: list[Any] = [None] * config.dp_size
     torch.distributed.all_gather_object(states, own, group=config.data_parallel_group)

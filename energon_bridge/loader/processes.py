@@ -137,11 +137,11 @@ class Board:
         self._words[_SENT] += 1
 
     def said(self) -> None:
-        """Say that the worker's own watchdog has named what it does."""
+        """Record that the worker's own watchdog has reported its activity."""
         self._words[_SAID] += 1
 
     def activities(self) -> Sequence[memoryview]:
-        """Return where the thread that runs hooks, and each of those that load, writes what it does."""
+        """Return the memory where the hook thread and each loading thread write their activity."""
         starts = range(_FACTS, len(self._words), WORDS)
         return [self._words[start : start + WORDS] for start in starts]
 
@@ -154,7 +154,7 @@ class Board:
 
     @property
     def making_since(self) -> float | None:
-        """When the worker began what it is making, by `time.monotonic`; None: it makes nothing."""
+        """When the worker started its current microbatch, by `time.monotonic`; None: it is idle."""
         since = self._words[_SINCE]
         return since / 1e9 if since else None
 
@@ -170,11 +170,11 @@ class Board:
 
     @property
     def has_said(self) -> bool:
-        """Whether the worker's own watchdog has named what it is making."""
+        """Whether the worker's own watchdog has reported its activity."""
         return bool(self._words[_SAID])
 
     def running(self) -> list[tuple[str, int, int]]:
-        """Return the hooks that run, each with user key and index of its sample; key 0 where it has more than one."""
+        """Return the running hooks, each with user key and index of its sample; key 0 if it has more than one."""
         found = []
         for words in self.activities():
             code = words[HOOK]
@@ -270,7 +270,7 @@ def start_process(method: StartMethod, name: str, target: Callable[..., None], a
 
 
 def _start(process: Any) -> None:
-    """Start a process; where the forkserver is about to end, wait for that, and multiprocessing starts another one."""
+    """Start a process; if the forkserver is about to end, wait, and multiprocessing starts another one."""
     for _ in range(_FORKSERVER_TRIES):
         try:
             process.start()
@@ -281,7 +281,7 @@ def _start(process: Any) -> None:
 
 
 def _by_the_lasting_thread(call: Callable[[], None]) -> None:
-    """Have a function called by a thread that ends with the process only; raise what it raises."""
+    """Call a function on a thread that only ends with the process; raise what it raises."""
     global _calls
     with _starting:
         if _calls is None:

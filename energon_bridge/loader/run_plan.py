@@ -56,7 +56,7 @@ def draws_of_pass(data: Description, plan: RunPlan, epoch: int) -> FinitePlan:
 
 
 def deal_of_pass(data: Description, plan: RunPlan, config: WorkerConfig) -> Dealt | None:
-    """Return how megatron-energon divides a validation pass; None unless its order is asked for."""
+    """Return how megatron-energon divides a validation pass; None unless its order is requested."""
     if not data.as_energon or data.kind != "finite" or data.listed:
         return None
     deal = Deal(

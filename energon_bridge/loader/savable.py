@@ -63,9 +63,9 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         12
         >>> loader.seek(1000)  # at once: the order is arithmetic
 
-    A training stream is endless, and every `iter()` goes on where the last one stopped; with `repeat=False` it ends
+    A training stream is endless, and every `iter()` continues where the last one stopped; with `repeat=False` it ends
     after each pass, and with a virtual epoch after so many steps. A validation stream is finite; every `iter()` starts
-    it again (the first one after a restore goes on from there).
+    it again (the first one after a restore continues from there).
 
     Args:
         dataset: From `get_train_dataset` or `get_val_dataset`.
@@ -124,7 +124,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         self._check_process()
         position = self._position
         if self.spec.finite:
-            in_order = not self.spec.shuffled  # validation starts again, training goes on
+            in_order = not self.spec.shuffled  # validation starts again, training continues
             if position.microbatches >= position.end or (in_order and not self._resumed):
                 position.rewind()
                 # Workers that run on have the listing of the pass that they were started in.
@@ -151,9 +151,9 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     def __reduce__(self) -> NoReturn:
         raise WrongUseError(
-            "a loader cannot be pickled or copied: it has workers and open files. Send what it is made of (path, "
-            "settings, WorkerConfig) and call get_savable_loader there; its position is a plain dict, "
-            "loader.save_state_rank(), which loader.restore_state_rank takes"
+            "a loader cannot be pickled or copied, because it has workers and open files. Send its path, settings and "
+            "WorkerConfig, and call get_savable_loader there. To send its position too, send the plain dict of "
+            "loader.save_state_rank() and pass it to loader.restore_state_rank"
         )
 
     def __repr__(self) -> str:
@@ -248,8 +248,8 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         if valid is None:
             raise ConfigurationError(
                 f"{self.config.dp_size} ranks do not divide {self._position.plan.num_lanes} lanes, so some "
-                f"microbatches must be masked, but a batch of type {type(batch).__name__} cannot carry __valid__: let "
-                "encode_batch return a Batch, a dataclass or a dict, or use a number of ranks that divides num_lanes"
+                f"microbatches must be masked, but a batch of type {type(batch).__name__} cannot carry __valid__: "
+                "return a Batch, dataclass or dict from encode_batch, or use a number of ranks that divides num_lanes"
             )
         attach(batch, "__valid__", torch.zeros_like(valid))
         mask_loss(batch)
@@ -297,14 +297,14 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         if self.spec.as_energon and not ownership.even:
             raise ConfigurationError(
                 f"{ownership.world_size} data-parallel ranks do not divide the {ownership.num_lanes} lanes, "
-                "so some microbatches would be masked, which a program written for megatron-energon does not know: use "
-                f"{ownership.nearest_even_world_size()} ranks, or energon_bridge itself, and read batch.__valid__"
+                "so some microbatches would be masked, which programs written for megatron-energon do not expect: use "
+                f"{ownership.nearest_even_world_size()} ranks, or import energon_bridge and read batch.__valid__"
             )
         lanes, ranks = ownership.num_lanes, ownership.world_size
         if not ownership.even and self.config.dp_rank == 0:
             logger.warning(
-                "%d data-parallel ranks do not divide %d lanes: %.0f %% of the microbatches are masked (the others are "
-                "those of any number of ranks); %d ranks would waste none",
+                "%d data-parallel ranks do not divide %d lanes, so %.0f %% of the microbatches are masked (the others "
+                "do not change); %d ranks would waste none",
                 ranks,
                 lanes,
                 100 * ownership.masked_share,
@@ -313,7 +313,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         busy = len(self._position.own_lanes)
         if workers > busy:
             shared = counted(lanes, "lane"), counted(ranks, "rank")
-            logger.warning("only %d of %d workers have a lane: %s, %s", busy, workers, *shared)
+            logger.warning("only %d of %d workers have a lane to load: %s, %s", busy, workers, *shared)
 
     def _due(self) -> Iterator[tuple[int, int]]:
         """Give the units of this rank from the delivered position on, each with the number of its worker."""
@@ -343,7 +343,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         )
 
     def work(self, worker: int, barred: frozenset[tuple[int, int]], careful: bool) -> Work:
-        """Return what a worker does from the delivered position on."""
+        """Return the work of a worker from the delivered position on."""
         position = self._position.copied()
         for item, (lane, _) in zip(self._held, self._due(), strict=False):
             assert item.state is not None  # only endless streams hold something back
@@ -373,9 +373,9 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
     def _check_process(self) -> None:
         if self._is_foreign:
             raise ForkedLoaderError(
-                f"this loader delivers in process {self._process}, and this is process {os.getpid()}, a fork of it: "
-                "its workers and threads are not here. Make a loader in this process, and give it the state of the "
-                "other; or call close() on this copy first, which then starts workers of its own from where it stands"
+                f"this loader delivers in process {self._process}; this is process {os.getpid()}, a fork without its "
+                "workers and threads. Make a loader in this process and restore the state of the other, or call "
+                "close() on this copy, which then starts its own workers from its current position"
             )
 
     def _stop(self) -> None:
@@ -461,7 +461,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
             ConfigurationError: That draw has been delivered, the stream has no weights, or a dataset has none.
         """
         start = self._position.set_weights(weights, from_draw)
-        self._stop()  # what was made ahead followed the old weights
+        self._stop()  # batches made ahead used the old weights
         return start
 
     def ban(
@@ -472,7 +472,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         dataset: str | None = None,
         ignore_unknown: bool = False,
     ) -> int:
-        """Withdraw samples while the run goes on; it is part of the state. All ranks must call it alike.
+        """Withdraw samples during the run; the state records it. All ranks must call it alike.
 
         Draws whose samples are banned are made and counted (`banned`), but nothing is read for them, and no other draw
         moves. What was drawn before, and waits in a pack buffer or a group, still comes. Keys that are banned already
@@ -497,7 +497,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         before = self._position.plan
         start = self._position.ban(keys, from_draw, dataset, ignore_unknown)
         if self._position.plan is not before:
-            self._stop()  # what was made ahead has them, and what a masked microbatch would repeat
+            self._stop()  # batches made ahead contain them, and so does the one that a masked microbatch would repeat
             self._last = None
         return start
 
@@ -521,11 +521,11 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
             torch.distributed.broadcast_object_list(box, src=src_rank, group=self.config.data_parallel_group)
             state = box[0]
         if state is None:
-            raise ConfigurationError("restore_state_global: no state given, and no src_rank that would send one")
+            raise ConfigurationError("restore_state_global: pass a state, or the src_rank that sends one")
         self.restore_state_rank(state)
 
     def state_dict(self) -> doc.State:
-        """Return the state of the whole run where the ranks can reach each other, else of this rank."""
+        """Return the state of the whole run if the ranks can reach each other, else of this rank."""
         if self.config.dp_size > 1 and not torch.distributed.is_initialized():
             return self.save_state_rank()
         state = self.save_state_global()
@@ -547,7 +547,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         return restore(self._pipeline(), tuple(restore_key))
 
     def describe_restore_key(self, restore_key: tuple[Any, ...]) -> str:
-        """Name the samples behind the `__restore_key__` of a batch or sample: dataset, shard and key of each."""
+        """Name the samples of the `__restore_key__` of a batch or sample: dataset, shard and key of each."""
         return describe(self._pipeline(), tuple(restore_key))
 
     def _pipeline(self) -> Pipeline:
@@ -588,7 +588,7 @@ def _say_crowded(workers: int, cores: int) -> None:
     """Warn once of more workers than there are cores."""
     if workers > cores:
         logger.warning(
-            "num_workers=%d, but this process may use %s: more workers only get in each other's way. Set num_workers "
+            "num_workers=%d, but this process may use %s: more workers only slow each other down. Set num_workers "
             "to %d or less, or give the process more cores (--cpus-per-task of SLURM, the limits of a container)",
             workers,
             counted(cores, "core"),

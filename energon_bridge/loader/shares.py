@@ -118,8 +118,8 @@ def sharing_of(data: Description, group: int, cost: ColumnCost, window: int) -> 
         packer = cost.packer or getattr(data.task_encoder, "packer", None)
         if not isinstance(packer, Packer):
             raise ConfigurationError(
-                f"ColumnCost: {type(data.task_encoder).__name__} packs, but has no `packer` that could select packs by "
-                "columns: give ColumnCost(packer=…), the Packer that its select_samples_to_pack uses"
+                f"ColumnCost: {type(data.task_encoder).__name__} packs, but has no `packer` to plan packs with: "
+                "pass ColumnCost(packer=…), the Packer that its select_samples_to_pack uses"
             )
     known: dict[tuple[str, str], tuple[Any, Any, Any]] = {}
     for leaf in data.ordered:
@@ -152,8 +152,8 @@ def _columns(dataset: Any, cost: ColumnCost, packer: Packer[Any] | None) -> tupl
         texts.setdefault(SAMPLES, "1")
     if texts.keys() != packer.limits.keys():
         raise ConfigurationError(
-            f"ColumnCost: the packer has the limits {', '.join(packer.limits)}, but sizes are given for "
-            f"{', '.join(texts) or 'none of them'}: give an expression for each, ColumnCost(sizes={{NAME: 'column'}})"
+            f"ColumnCost: the packer limits {', '.join(packer.limits)}, but sizes are given for "
+            f"{', '.join(texts) or 'none of them'}: pass an expression for each, ColumnCost(sizes={{NAME: 'column'}})"
         )
     sizes = np.empty((dataset.num_samples, len(packer.limits)), dtype=np.int32)
     for column, (name, limit) in enumerate(packer.limits.items()):
@@ -162,7 +162,7 @@ def _columns(dataset: Any, cost: ColumnCost, packer: Packer[Any] | None) -> tupl
         if wrong.size:
             raise ConfigurationError(
                 f"ColumnCost: sample {wrong[0]} of {dataset.path} has {found[wrong[0]]:g} {name} by {texts[name]!r}; "
-                f"expected a whole number, at most {limit} as a pack holds. Leave longer samples out "
+                f"expected a whole number of at most {limit}, the limit of a pack. Leave longer samples out "
                 f'(filter="{texts[name]} <= {limit}"), or use make_balance(own_share=False)'
             )
         sizes[:, column] = found

@@ -303,7 +303,7 @@ def listing_of_pass(
     """
     draws = draws_of_pass(data, plan, epoch)
     enough = math.inf if data.limit is None else data.limit * config.dp_size
-    logger.info("%s %d samples before the pass begins", "grouping" if data.grouped else "packing", draws.num_draws)
+    logger.info("%s %d samples before the pass starts", "grouping" if data.grouped else "packing", draws.num_draws)
     counts = Counts()
     pipeline = open_pipeline(data, plan, config, delivered=delivered)
     try:
@@ -320,7 +320,7 @@ def listing_of_pass(
         pipeline.close()
     if draws.num_draws and not listing.rows and not data.batch_drop_last:
         raise EmptyDatasetError(
-            f"{pipeline.paths}: every one of the {draws.num_draws} samples of the split was skipped, or packed by none"
+            f"{pipeline.paths}: each of the {draws.num_draws} samples of the split was skipped or left out of all packs"
         )
     return listing, counts
 

@@ -41,7 +41,7 @@ def read_states(paths: Sequence[str | os.PathLike[str]]) -> list[State]:
         found = list(_states_in(_load(os.fspath(path)), _MAX_DEPTH))
         if not found:
             raise StateFormatError(
-                f"{os.fspath(path)}: no state of energon_bridge in it (nothing with format {FORMAT!r}). Give a file "
+                f"{os.fspath(path)}: contains no state of energon_bridge (nothing with format {FORMAT!r}). Pass a file "
                 "written from save_state_rank, save_state_global or state_dict, or a checkpoint that contains it"
             )
         for state in found:
@@ -60,14 +60,14 @@ def _load(path: str) -> Any:
         with open(path, "rb") as file:
             start = file.read(64).lstrip()
     except OSError as error:
-        reason = "a folder; give the files in it" if os.path.isdir(path) else error.strerror
+        reason = "it is a folder; pass the files in it" if os.path.isdir(path) else error.strerror
         raise StateFormatError(f"{path}: cannot be read as a state: {reason}") from error
     if start[:1] in (b"{", b"["):
         try:
             with open(path, encoding="utf-8") as text:
                 return json.load(text)
         except ValueError as error:
-            raise StateFormatError(f"{path}: damaged: it begins like JSON and is none ({error})") from error
+            raise StateFormatError(f"{path}: damaged: it begins like JSON but is not valid ({error})") from error
     import torch  # imported only here, since JSON needs no torch
 
     try:
@@ -75,8 +75,8 @@ def _load(path: str) -> Any:
         return torch.load(path, map_location="meta", weights_only=True)
     except Exception as error:  # foreign bytes can make torch raise anything
         raise StateFormatError(
-            f"{path}: neither JSON nor a file of torch.save that can be loaded with weights_only=True: it is damaged, "
-            f"something else, or holds objects that would run code ({type(error).__name__}: {_first_line(error)}). "
+            f"{path}: neither JSON nor a torch.save file that loads with weights_only=True. It is damaged, another "
+            f"kind of file, or contains objects that would run code ({type(error).__name__}: {_first_line(error)}). "
             "States of energon_bridge are plain values; save them in a file of their own"
         ) from error
 

@@ -300,7 +300,7 @@ class BatchMessage(NamedTuple):
 
 
 def unpack(message: BatchMessage, arena: Arena | None) -> Any:
-    """Return the item that a message of an outbox stands for; its tensors are views of shared memory."""
+    """Return the item in a message of an outbox; its tensors are views of shared memory."""
     if isinstance(message.place, bytes):
         return pickle.loads(message.place)
     view = _opened(message.place, arena)

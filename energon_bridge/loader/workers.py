@@ -91,9 +91,9 @@ def outgoing(item: LaneBatch, outbox: Outbox) -> BatchMessage:
         message = outbox.pack(item.plain())
     except (pickle.PicklingError, AttributeError, TypeError) as error:  # which of them, Python's version decides
         raise LoaderError(
-            f"a batch ({type(item.batch).__name__}) cannot be sent from the worker to the training process, because "
-            f"pickle refuses it: {error}. Let the task encoder return tensors, arrays, and objects of classes that "
-            "stand at the top of a module (no lambdas, open files or generators), or load with num_workers=0"
+            f"a batch ({type(item.batch).__name__}) cannot be sent from the worker to the training process: "
+            f"pickle fails with {error}. Return tensors, arrays, or objects of classes defined at the top of a module "
+            "from the task encoder (no lambdas, open files or generators), or set num_workers=0"
         ) from error
     item.batch = None
     return outbox.unshared(message)
@@ -119,7 +119,7 @@ class Work:
 
     Attributes:
         number: Which of the workers of its rank it is.
-        position: A copy of what was delivered.
+        position: A copy of the delivered position.
         held_back: Units at the beginning that the training process has already (`SavableDataLoader._masked`).
         began: Microbatch at which the pass was divided (`schedule`).
         barred, careful: As in `WorkerFacts`.
@@ -136,7 +136,7 @@ class Work:
     careful: bool
 
     def items(self, arena: Arena | None, board: Board, *, again: bool) -> Generator[LaneBatch]:
-        """Make what is this worker's; with `again`, of the next pass."""
+        """Make this worker's share; with `again`, of the next pass."""
         position, began, held_back = self.position, self.began, self.held_back
         if again:
             position.rewind()
@@ -167,7 +167,7 @@ class WorkerInfo:
 
 
 WORKER: WorkerInfo | None = None
-"""This process, where it is a worker."""
+"""This process, if it is a worker."""
 
 
 def _worker_info() -> Any:
@@ -180,7 +180,7 @@ def _worker_info() -> Any:
 def run_worker(
     work: Work, link: socket.socket, arena: Arena | None, board: Board, stacks: StackFile, parent: int
 ) -> None:
-    """Be a worker: make what is asked for until the training process closes its end of the link."""
+    """Run a worker: make the requested units until the training process closes its end of the link."""
     set_up_worker(work, board, stacks, parent)
     ahead = work.config.prefetch_factor
     outbox, number = Outbox(arena, kept=2 + 2 * ahead), 0
@@ -200,7 +200,7 @@ class _LinkClosedError(BaseException):
 def _one_pass(
     work: Work, number: int, link: socket.socket, outbox: Outbox, arena: Arena | None, board: Board
 ) -> bytes | None:
-    """Send a pass, as far as it is asked for; return the command that ends it."""
+    """Send the requested units of a pass; return the command that ends it."""
 
     def send(failed: bool, message: BatchMessage) -> None:
         data = pickle.dumps((number, failed, *message), pickle.HIGHEST_PROTOCOL)

@@ -56,9 +56,7 @@ class Blender:
         paths = list(prefixes)
         values = [None] * len(paths) if weights is None else list(weights)
         if len(paths) != len(values):
-            raise ConfigurationError(
-                f"from_prefixes got {len(paths)} paths and {len(values)} weights; expected as many"
-            )
+            raise ConfigurationError(f"from_prefixes got {len(paths)} paths but {len(values)} weights")
         return cls(list(zip(paths, values, strict=True)))
 
 

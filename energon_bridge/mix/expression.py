@@ -57,7 +57,8 @@ def evaluate(text: str, columns: Mapping[str, np.ndarray], *, num_samples: int) 
     kept = _value(text, columns)
     if kept.dtype.kind != "b":
         raise ConfigurationError(
-            f"filter {text!r}: gives {_kind(kept)}, expected true or false. Compare it, as in `{text.strip()} > 0`."
+            f"filter {text!r}: gives {_kind(kept)}, expected true or false. Add a comparison, as in `{text.strip()} > "
+            "0`."
         )
     return np.array(np.broadcast_to(kept, (num_samples,)))
 
@@ -65,7 +66,7 @@ def evaluate(text: str, columns: Mapping[str, np.ndarray], *, num_samples: int) 
 def evaluate_number(text: str, columns: Mapping[str, np.ndarray], *, num_samples: int) -> np.ndarray:
     """Return the number that an expression, such as `width * height / 196`, gives for each sample, as floats.
 
-    Shapes are those of `evaluate`. Raises ConfigurationError, also where a number is negative or not finite.
+    Shapes are those of `evaluate`. Raises ConfigurationError, also for a negative or infinite number.
     """
     found = _value(text, columns)
     if found.dtype.kind not in "bif":
@@ -74,7 +75,7 @@ def evaluate_number(text: str, columns: Mapping[str, np.ndarray], *, num_samples
     wrong = np.flatnonzero(~(np.isfinite(numbers) & (numbers >= 0)))
     if wrong.size:
         raise ConfigurationError(
-            f"expression {text!r}: gives {numbers[wrong[0]]} for sample {wrong[0]}, expected a number, 0 or more."
+            f"expression {text!r}: gives {numbers[wrong[0]]} for sample {wrong[0]}, expected a number of at least 0."
         )
     return numbers
 
@@ -85,7 +86,8 @@ def _value(text: str, columns: Mapping[str, np.ndarray]) -> np.ndarray:
             return _Evaluation(text, columns).value(_parse(text))
     except RecursionError:
         raise ConfigurationError(
-            f"expression {text[:60]!r}...: is nested too deeply. Use fewer parentheses and `not`s, or compute a column."
+            f"expression {text[:60]!r}...: nested too deeply. Use fewer parentheses and `not`s, or compute a column "
+            "instead."
         ) from None
 
 
@@ -93,7 +95,7 @@ def _parse(text: str) -> ast.expr:
     if len(text) > _MOST_CHARACTERS:
         raise ConfigurationError(
             f"expression {text[:60]!r}...: has {len(text)} characters, expected at most {_MOST_CHARACTERS}. "
-            f"Compute a column of it."
+            f"Compute a column instead."
         )
     try:
         return ast.parse(text.strip(), mode="eval").body
@@ -156,7 +158,7 @@ class _Evaluation:
     def _arithmetic(self, node: ast.expr, left: ast.expr, op: ast.operator, right: ast.expr) -> np.ndarray:
         first, second = self._number(left), self._number(right)
         if isinstance(op, ast.Div | ast.FloorDiv | ast.Mod) and bool(np.any(second == 0)):
-            self._refuse(right, "is 0 for some samples, and divides")
+            self._refuse(right, "is a divisor that is 0 for some samples")
         integers = first.dtype.kind == "i" and second.dtype.kind == "i"
         if integers and not isinstance(op, ast.Div):  # numpy's integers wrap around silently
             size = _ARITHMETIC[type(op)] if isinstance(op, ast.Mult) else operator.add
@@ -181,8 +183,8 @@ class _Evaluation:
 
     def _refuse(self, node: ast.expr, why: str) -> NoReturn:
         raise ConfigurationError(
-            f"expression {self._text!r}: `{ast.unparse(node)}` {why}. An expression has columns, numbers, strings, "
-            f"comparisons, `in` with a list, and, or, not, and + - * / // %."
+            f"expression {self._text!r}: `{ast.unparse(node)}` {why}. Use columns, numbers, strings, comparisons, "
+            f"`in` with a list, and, or, not, and + - * / // %."
         )
 
 

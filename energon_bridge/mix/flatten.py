@@ -122,7 +122,7 @@ def _flatten(node: Node, *, groups: Iterator[int]) -> tuple[MixMode, list[MixLea
     if isinstance(node, (LeafRef, JoinRef)):
         return "single", [MixLeaf(leaf=node)]
     if not node.children:
-        raise MetadataError(f"{node.where}: there is nothing in it. Expected at least one dataset.")
+        raise MetadataError(f"{node.where}: is empty. Expected at least one dataset.")
     if isinstance(node, Concat):
         leaves = []
         for child in node.children:
@@ -229,7 +229,7 @@ def describe(mix: Mix) -> list[str]:
 
 
 def _lines(node: Node, *, leaves: Iterator[MixLeaf], head: str, tail: str, note: str) -> Iterator[str]:
-    """Yield the lines of a subtree; `head` stands before its first line, `tail` before the others."""
+    """Yield the lines of a subtree; `head` comes before its first line, `tail` before the others."""
     if isinstance(node, (LeafRef, JoinRef)):
         yield f"{head}{_leaf(next(leaves))}{note}"
         return

@@ -62,7 +62,7 @@ def _register(name: str, joiner: JoinerT) -> JoinerT:
     other = _REGISTERED.get(name)
     # A module that is reloaded, as notebooks do, registers the same function again.
     if other is not None and (other.__module__, other.__qualname__) != (joiner.__module__, joiner.__qualname__):
-        raise ConfigurationError(f"the joiner {name!r} is registered already, as {other!r}. Choose another name.")
+        raise ConfigurationError(f"the joiner {name!r} is already registered, as {other!r}. Choose another name.")
     _REGISTERED[name] = joiner
     return joiner
 
@@ -102,9 +102,9 @@ def _find(joiner: Joiner, *, where: str, trust: bool) -> Any:
             raise MetadataError(f"{where}: {error}") from error
     if not trust:
         raise UntrustedCodeError(
-            f"{where}: {name} is code that this mix wants to run. Import the module that has it in your program and "
-            f"register it there with @energon_bridge.register_joiner; or pass trust_remote_code=True to have it "
-            f"imported by its name, if you trust the mix."
+            f"{where}: the mix wants to run code: {name}. Import its module in your program and register it there "
+            f"with @energon_bridge.register_joiner; or, if you trust the mix, pass trust_remote_code=True to import "
+            f"it by name."
         )
     return import_class(joiner.module, joiner.name, root=where, where=where, trust=trust)
 
@@ -113,14 +113,14 @@ def _check_plain(join: JoinRef, sample_types: list[type], *, where: str) -> None
     """Raise if the base class's own `Sample.from_joined` cannot take the samples."""
     if join.is_named:
         raise MetadataError(
-            f"{where}: `from_joined` of {join.joiner.name} takes its samples in order, but the join gives them names. "
-            f"Write the join as a list, or give {join.joiner.name} a `from_joined` that takes these names."
+            f"{where}: `from_joined` of {join.joiner.name} takes samples by position, but the join names them. "
+            f"Write the join as a list, or give {join.joiner.name} a `from_joined` with these names."
         )
     for entry, sample_type in zip(join.entries, sample_types, strict=True):
         if issubclass(sample_type, CrudeSample):
             raise MetadataError(
-                f"{where}: {entry.leaf.path} is a crude dataset, whose samples have no fields for `from_joined` to "
-                f"take. Use a function as the joiner."
+                f"{where}: {entry.leaf.path} is crude, so its samples have no fields for `from_joined`. "
+                f"Use a function as the joiner."
             )
 
 
@@ -187,7 +187,7 @@ def aux_of_join(join: JoinRef, dataset: JoinedDataset) -> dict[str, AuxRef]:
             if found.setdefault(name, ref) != ref:
                 raise MetadataError(
                     f"{join.where}: two entries of the join have an auxiliary store {name!r}: {found[name].path} and "
-                    f"{ref.path}. One cooker is given them all; give them different names."
+                    f"{ref.path}. One cooker gets them all, so use different names."
                 )
     if found and not dataset.is_crude:  # Energon accepts this
         _log.warning("%s: `aux` has no effect: no dataset of the join is crude, so nothing is cooked.", join.where)
@@ -202,8 +202,8 @@ def join_parts(join: JoinRef, open_part: Callable[[LeafRef], PreparedDataset]) -
         dataset = open_part(entry.leaf)
         if isinstance(dataset, TableDataset):
             raise MetadataError(
-                f"{join.where}: {dataset.path} is a table, whose rows have no keys to join by. Write shards of it: "
-                "energon convert --help"
+                f"{join.where}: {dataset.path} is a table, whose rows have no keys to join by. Convert it to "
+                "shards: energon convert --help"
             )
         if entry.leaf.subflavors:
             dataset = dataclasses.replace(dataset, subflavors=dataset.subflavors | entry.leaf.subflavors)

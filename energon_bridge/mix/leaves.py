@@ -140,13 +140,13 @@ def open_leaves(mix: Mix, opener: DatasetOpener, *, shuffle_epochs: int | None) 
             aux = ref.aux
             if aux and not issubclass(dataset.sample_type, CrudeSample):
                 raise MetadataError(
-                    f"{ref.where}: `aux` is for cookers, but the samples of {dataset.path} are of the type "
-                    f"{dataset.sample_type.__name__}. Only a crude dataset is cooked; leave {', '.join(aux)} out."
+                    f"{ref.where}: `aux` is for cookers, but {dataset.path} has samples of the type "
+                    f"{dataset.sample_type.__name__}, and only crude datasets are cooked: leave out {', '.join(aux)}."
                 )
         start, stop = evaluate_subset(ref.subsets, dataset.num_samples)
         if start == stop:
             raise EmptyDatasetError(
-                f"{ref.where}: the subset of {dataset.path} has none of its {dataset.num_samples} samples"
+                f"{ref.where}: the subset of {dataset.path} contains none of its {dataset.num_samples} samples"
             )
         text = all_of(ref.filters) if isinstance(ref, LeafRef) else ""
         kept = kept_samples(dataset, text, start, stop, where=ref.where) if text else None

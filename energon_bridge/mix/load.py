@@ -137,15 +137,15 @@ def _refuse_configs(direct: LeafRef, what: str) -> None:
     for name in ("dataset_config", "split_config"):
         if getattr(direct, name) is not None:
             raise ConfigurationError(
-                f"{name}={getattr(direct, name)!r} goes with the folder of a dataset, not with {what}. A metadataset "
-                f"says it for each of its datasets."
+                f"{name}={getattr(direct, name)!r} is for the folder of a dataset, not for {what}. In a metadataset, "
+                f"set it for each dataset."
             )
 
 
 def _plain(value: Any, *, depth: int) -> Any:
     """Convert Python values to those of a file: paths to strings, tuples to lists."""
     if depth > _MAX_DEPTH:
-        raise ConfigurationError(f"the dict of the mix is nested more than {_MAX_DEPTH} deep. Does it hold itself?")
+        raise ConfigurationError(f"the dict of the mix is nested more than {_MAX_DEPTH} deep. Does it contain itself?")
     if isinstance(value, Mapping):
         return {str(key): _plain(item, depth=depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

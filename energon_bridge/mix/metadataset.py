@@ -109,7 +109,7 @@ def read_nonmatch(item: Mapping[str, Any], *, is_primary: bool, where: str, fiel
         raise wrong_type(value, "one of error, skip, none", where=where, field=place)
     if is_primary and value != "error":
         raise MetadataError(
-            f"{where}, field `{place}`: the first dataset of a join says which rows there are, so it can only be "
+            f"{where}, field `{place}`: the first dataset of a join determines its rows, so this can only be "
             f"`error`, found {value!r}."
         )
     return value
@@ -387,14 +387,14 @@ def _read_reference(item: dict[str, Any], *, field: str, scope: Scope) -> Node:
 
 
 def _leaf(item: dict[str, Any], *, path: str, kind: DatasetKind, field: str, scope: Scope) -> LeafRef:
-    """Read what a reference says and merge it with what is around it."""
+    """Read the settings of a reference and merge them with those around it."""
     where = scope.where
     nested = kind is DatasetKind.METADATASET
     refused = {DatasetKind.METADATASET: ("dataset_config", "split_config", "aux"), DatasetKind.PREPARED: ()}
     for key in refused.get(kind, ("dataset_config", "split_config")):
         if item.get(key) is not None:
             what = "a metadataset says this for each of its datasets" if nested else "a JSONL file has none"
-            raise MetadataError(f"{where}, field `{field}.{key}`: not with {path}: {what}.")
+            raise MetadataError(f"{where}, field `{field}.{key}`: not allowed for {path}: {what}.")
     subset = parse_subset(item.get("subset"), where=where, field=f"{field}.subset", allow_absolute=not nested)
     multiplier = read_multiplier(item, where=where, field=field)
     return LeafRef(
@@ -416,8 +416,8 @@ def _read_join(item: dict[str, Any], *, field: str, scope: Scope) -> JoinRef:
     where = scope.where
     if scope.filters:
         raise MetadataError(
-            f"{where}, field `{field}`: a join cannot be filtered, and `filter: {scope.filters[0]}` stands around it. "
-            "Put it on the other datasets."
+            f"{where}, field `{field}`: a join cannot be filtered, but `filter: {scope.filters[0]}` contains it. "
+            "Put the filter on the other datasets."
         )
     subset = parse_subset(item.get("subset"), where=where, field=f"{field}.subset", allow_absolute=True)
     join = JoinRef(
@@ -465,7 +465,9 @@ def _read_entry(
     for key in _WITHOUT_EFFECT:
         if scope.is_read and item.get(key, 1) != 1:
             # Energon accepts and ignores these.
-            _log.warning("%s, field `%s.%s`: has no effect in a join; put it on the join itself.", where, field, key)
+            _log.warning(
+                "%s, field `%s.%s`: has no effect inside a join; put it on the join itself.", where, field, key
+            )
     reference = {key: entry for key, entry in item.items() if key not in _WITHOUT_EFFECT and entry is not None}
     inner = replace(
         scope,

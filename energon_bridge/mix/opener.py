@@ -162,7 +162,7 @@ class MixIndex:
             self._changed = True
 
     def look_up(self, places: Iterable[Place]) -> None:
-        """List what lies in buckets at some places, for `find` and `stamps_of`."""
+        """List the files of buckets at some places, for `find` and `stamps_of`."""
         by_bucket: dict[str, list[str]] = {}
         for path in sorted({place[0] for place in places if "://" in place[0]}):
             by_bucket.setdefault("/".join(path.split("/")[:3]), []).append(path)
@@ -176,7 +176,7 @@ class MixIndex:
                 self._is_listed.update(paths)
 
     def stamps_of(self, place: Place) -> list[Stamp]:
-        """Return the stamps of the files that say what is at a place, none if they cannot be had.
+        """Return the stamps of the files that describe a place; empty if they are unavailable.
 
         Take them before the files are read.
         """
@@ -228,9 +228,9 @@ class MixIndex:
             try:
                 _write(folder, self._name, itertools.chain((head,), self._payload()))
             except OSError as error:
-                logger.info("%s: the index of the mix cannot be kept here: %s", folder, error)
+                logger.info("%s: cannot write the index of the mix here: %s", folder, error)
             else:
-                logger.info("%s: index of %d datasets written", folder, len(self._found))
+                logger.info("%s: wrote the index of %d datasets", folder, len(self._found))
                 return
 
     def _payload(self) -> Iterator[bytes]:
@@ -259,7 +259,7 @@ class MixIndex:
         except OSError:
             return  # not there, as on the first start
         except (ValueError, AttributeError) as error:
-            logger.info("%s: the index of the mix is made anew: %s", path, error)
+            logger.info("%s: rebuilding the index of the mix: %s", path, error)
             return
         self._configs |= configs
         for key, lines in known.items():
@@ -344,7 +344,7 @@ class DatasetOpener:
             if ref.is_jsonl:
                 dataset = open_jsonl(ref.path, files=self._files)
             elif is_table(ref.path):
-                dataset = open_tables(ref.path, split_part=ref.split_part, dataset_config=place[2])
+                dataset = self._tables(place)
             else:
                 dataset = self._prepared_or_tables(place)
             self._opened[place] = dataset
@@ -356,12 +356,15 @@ class DatasetOpener:
         except NotPreparedError:
             if not has_tables(place[0]):
                 raise
-            return open_tables(place[0], split_part=place[1], dataset_config=place[2])
+            return self._tables(place)
         check_counts(dataset)
         return dataset
 
+    def _tables(self, place: Place) -> PreparedDataset:
+        return open_tables(place[0], split_part=place[1], dataset_config=place[2], open_files=self._files)
+
     def open_ahead(self, refs: Sequence[LeafRef]) -> None:
-        """Open datasets behind URLs, many at once, since each needs several requests.
+        """Open datasets at URLs, many at once, since each needs several requests.
 
         If one fails, `open` raises its error later. Code of datasets runs in this thread only.
         """

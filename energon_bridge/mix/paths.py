@@ -26,7 +26,7 @@ def resolve_path(text: str, *, base: str, where: str) -> str:
     Raises MetadataError, beginning with `where`, if the path is empty or leads above the root.
     """
     if not text.strip():
-        raise MetadataError(f"{where}: expected a path, found an empty text.")
+        raise MetadataError(f"{where}: expected a path, found an empty string.")
     match = _SCHEME.match(text)
     if match:
         return _resolve_url(text, match[1].lower(), text[match.end() :], where=where)
@@ -73,9 +73,7 @@ def _resolve_dss(text: str, rest: str, *, where: str) -> str:
         raise MetadataError(f"{where}: expected dss://NAME@VERSION/path, found {text!r}.")
     root = os.environ.get(_DSS_VARIABLE)
     if not root:
-        raise MetadataError(
-            f"{where}: {text!r} lies in the folder that ${_DSS_VARIABLE} names, and that variable is not set. Set it."
-        )
+        raise MetadataError(f"{where}: {text!r} needs the folder in ${_DSS_VARIABLE}, which is not set. Set it.")
     return "/" + _lexical(f"{os.path.abspath(root)}/{name}/{version}/{folder}", where=where, text=text)
 
 
@@ -149,7 +147,7 @@ def kind_of_source(path: str) -> DatasetKind:
     store.check_root()
     if store.exists(meta_path(INDEX_SQLITE)):
         raise NotPreparedError(
-            f"{path}: a folder of files with a media index, which can only be the `aux` of a dataset. To train on its "
+            f"{path}: a folder of files with a media index can only be the `aux` of a dataset. To train on its "
             f"tars, run `energon prepare {path}`."
         )
     if has_tables(path):

@@ -64,7 +64,7 @@ class WeightSchedule:
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
-            raise ConfigurationError(f"a schedule is one of {', '.join(_KINDS)}, got {self.kind!r}")
+            raise ConfigurationError(f"a schedule must be one of {', '.join(_KINDS)}, got {self.kind!r}")
         if not self.points:
             raise ConfigurationError(f"a {self.kind} schedule needs at least one point [draw, weight], got none")
         if self.kind == "constant" and len(self.points) > 1:
@@ -72,7 +72,7 @@ class WeightSchedule:
         previous = -1
         for draw, weight in self.points:
             if draw <= previous:
-                raise ConfigurationError(f"the draws of a schedule must be 0 or more and rise, got {draw}")
+                raise ConfigurationError(f"the draws of a schedule must be at least 0 and increase, got {draw}")
             if weight < 0:
                 raise ConfigurationError(f"a weight must not be negative, got {float(weight)!r}")
             previous = draw

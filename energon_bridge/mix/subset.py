@@ -53,8 +53,8 @@ def parse_subset(value: Any, *, where: str, field: str, allow_absolute: bool) ->
         stop = None if last == "end" else last
         if not allow_absolute:
             raise MetadataError(
-                f"{at}: numbers of samples can only stand at a dataset or a join, found {bounds!r} (an absolute range "
-                f"is only allowed for a leaf dataset). Use percentages here, or move the range to the dataset."
+                f"{at}: numbers of samples are only allowed at a dataset or a join, found {bounds!r} (an absolute "
+                "range is only allowed for a leaf dataset). Use percentages here, or move the range to the dataset."
             )
         if first < 0 or (stop is not None and stop < first):
             raise wrong_type(bounds, "0 <= start <= end", where=where, field=place)
@@ -85,7 +85,7 @@ def merge_subsets(subsets: Sequence[SubsetRange]) -> SubsetRange:
     for subset in subsets[1:]:
         if subset.is_absolute:
             raise MetadataError(
-                f"{subset.where}: numbers of samples can only stand at a dataset. Use percentages here."
+                f"{subset.where}: numbers of samples are only allowed at a dataset. Use percentages here."
             )
     innermost = subsets[0]
     return SubsetRange(start=innermost.start, stop=innermost.stop, ratio=(low, high), where=innermost.where)
@@ -101,7 +101,7 @@ def evaluate_subset(subsets: Sequence[SubsetRange], num_samples: int) -> tuple[i
     if not merged.start <= stop <= num_samples:
         written = f"[{merged.start}, {'end' if merged.stop is None else merged.stop}]"
         raise MetadataError(
-            f"{merged.where}: the range {written} lies outside of the dataset, whose split has {num_samples} samples."
+            f"{merged.where}: the range {written} exceeds the dataset, whose split has {num_samples} samples."
         )
     length = stop - merged.start
     low, high = merged.ratio

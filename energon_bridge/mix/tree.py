@@ -37,7 +37,7 @@ class LeafRef:
         is_jsonl: Whether `path` is a JSONL file.
         subflavors: Those of all references along the path, the outermost winning; the opener merges them over those
             of dataset.yaml.
-        dataset_config, split_config: Names of the files in `.nv-meta`; None stands for the usual ones.
+        dataset_config, split_config: Names of the files in `.nv-meta`; None: the usual ones.
         shuffle_over_epochs_multiplier: Combined along the path (`combine_multipliers`).
         aux: Stores for cookers by name.
         subsets: Ranges from the innermost to the outermost (`evaluate_subset`).
@@ -141,7 +141,7 @@ def combine_multipliers(outer: int | None, inner: int | None) -> int | None:
 
 
 def filtered(node: Node, text: str) -> Node:
-    """Return a tree all of whose datasets are filtered; raises MetadataError for a join."""
+    """Return a tree with all its datasets filtered; raises MetadataError for a join."""
     if isinstance(node, JoinRef):
         raise MetadataError(f"{node.where}: a join cannot be filtered: filter={text!r}. Filter the other datasets.")
     if isinstance(node, LeafRef):

@@ -56,13 +56,13 @@ def assign_microbatches(costs: npt.ArrayLike, ranks: int) -> Integers:
     values = np.asarray(costs, np.float64)
     if ranks < 1 or values.ndim != 1 or not len(values) or len(values) % ranks:
         raise ConfigurationError(
-            f"costs of shape {values.shape} cannot be shared by {ranks} ranks: expected one cost for each microbatch "
+            f"costs of shape {values.shape} cannot be divided between {ranks} ranks: expected one per microbatch "
             "of a global batch, a multiple of the number of ranks"
         )
     wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
     if len(wrong):
         raise ConfigurationError(
-            f"microbatch {wrong[0]} of the global batch has cost {values[wrong[0]]}: expected a number, 0 or more"
+            f"microbatch {wrong[0]} of the global batch has cost {values[wrong[0]]}: expected a number of at least 0"
         )
     came = np.arange(len(values)).reshape(-1, ranks)
     if ranks == 1 or len(came) == 1 or not values.max():

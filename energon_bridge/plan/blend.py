@@ -260,7 +260,7 @@ class EpochizedBlend:
         return [n * r for n, r in zip(self.samples, self.repetitions, strict=True)]
 
     def epoch_of(self, lane: int, draw: int) -> int:
-        """Return the mix epoch in which a lane's draw lies."""
+        """Return the mix epoch of a lane's draw."""
         epoch = int(draw * self.num_lanes / sum(self._per_epoch))
         while epoch and int(self.drawn(lane, epoch).sum()) > draw:
             epoch -= 1

@@ -153,7 +153,7 @@ class LeafOrder:
         return self.first_sample + places if self.kept is None else self.kept[places].astype(np.int64)
 
     def epoch_of(self, lane: int, draw: int) -> int:
-        """Return the epoch (of E epochs that are shuffled as one: their number) in which a lane's draw lies."""
+        """Return the epoch of a lane's draw (for E epochs shuffled as one, their number)."""
         if self.is_dealt:
             return self._place(lane, draw) // self._line_length
         return -((self._rank(lane) - (draw + 1) * self.num_lanes) // self._line_length) - 1
@@ -167,13 +167,12 @@ class LeafOrder:
 
         Together they cost little more than one alone.
         """
-        parts = [self._dealt_round(lane, draw) if self.is_dealt else self._window_rounds(lane, draw, fewest)]
+        if self.is_dealt:
+            return self._dealt_rounds(lane, draw, fewest)
+        parts = [self._window_rounds(lane, draw, fewest)]
         count = parts[0].indices.size
         while count < fewest:
-            after = parts[0].first + count
-            parts.append(
-                self._dealt_round(lane, after) if self.is_dealt else self._window_rounds(lane, after, fewest - count)
-            )
+            parts.append(self._window_rounds(lane, parts[0].first + count, fewest - count))
             count += parts[-1].indices.size
         if len(parts) == 1:
             return parts[0]
@@ -213,9 +212,10 @@ class LeafOrder:
         few = min(_DEALT, _EPOCHS_AT_ONCE * self._line_length // self.num_lanes)
         return max(1, few // block) * block
 
-    def _dealt_round(self, lane: int, draw: int) -> Round:
-        block, count = self.dealt_block, self._draws_at_once
-        first = draw - draw % count
+    def _dealt_rounds(self, lane: int, draw: int, fewest: int) -> Round:
+        block, once = self.dealt_block, self._draws_at_once
+        first = draw - draw % once
+        count = -(-fewest // once) * once
         turns = np.arange(count // block, dtype=np.int64) * (self.num_lanes * block)
         places = self._place(lane, first) + (turns[:, None] + np.arange(block, dtype=np.int64)).ravel()
         lines, places = np.divmod(places, self._line_length)
@@ -228,15 +228,27 @@ class LeafOrder:
 
     def _permuted(self, line: int, places: IntArray) -> IntArray:
         """Return the samples at some places of an epoch line."""
-        key = fold(self.key, _SLICES, line)
         if self._line_length > _LARGEST_TABLE:
-            return Permutation(self._line_length, key).at_many(places)
+            return self._permutation(line).at_many(places)
+        key = fold(self.key, _SLICES, line)
         table = self._tables.get(line)
         if table is None:
             if (len(self._tables) + 1) * self._line_length > _TABLES:
                 self._tables.clear()
             table = self._tables[line] = shuffled(key, self._line_length)
         return table[places]
+
+    def _permutation(self, line: int) -> Permutation:
+        found = self._permutations.get(line)
+        if found is None:
+            if len(self._permutations) > _EPOCHS_AT_ONCE:
+                self._permutations.clear()
+            found = self._permutations[line] = Permutation(self._line_length, fold(self.key, _SLICES, line))
+        return found
+
+    @cached_property
+    def _permutations(self) -> dict[int, Permutation]:
+        return {}
 
     @cached_property
     def _tables(self) -> dict[int, IntArray]:
@@ -298,7 +310,7 @@ def _sum_of_floors(count: int, numerator: int, lanes: int) -> int:
 
 
 def _spread(sizes: IntArray, keys: Sequence[int]) -> IntArray:
-    """Return an order of the samples of some rounds, which are given piece by piece, round after round.
+    """Return an order of the samples of some rounds, passed piece by piece, round after round.
 
     Args:
         sizes: Samples that each round has of each piece, shape (rounds, pieces).

@@ -1,8 +1,8 @@
 """Making columns: a function that is called for every sample of a prepared dataset.
 
 Values are kept shard by shard: making a column again computes only new and changed shards. A run that fails leaves the
-columns as they were. Where there are many shards, or tasks divide them, what was computed of a shard is kept until
-the column is complete, so a run that was killed goes on.
+columns as they were. If there are many shards, or tasks divide them, the values of each shard are kept until the
+column is complete, so a killed run can continue.
 
     .nv-meta.columns/<hash of name and function>/<shard>.npz    "of": [samples, bytes, failed], "column <name>": values
 """
@@ -89,8 +89,8 @@ def add_column(
         path: Folder or URL of the dataset.
         name: Name of the column; None if the function returns a mapping of column names to values.
         function: Gives a number or a text for a sample; it must be importable, for worker processes.
-        made_of: Describes what made the column. If it differs from before, all shards are computed again. Default: the
-            name of the function.
+        made_of: Describes how the column was made. If it differs from before, all shards are computed again. Default:
+            the name of the function.
         raw: Give the function a dict of the sample's parts as bytes, and `__key__`, instead of a decoded sample.
         missing: Value for samples that cannot be decoded or for which the function raises; None: the first one raises.
         decoder: A `SampleDecoder`; default: images as uint8 RGB arrays.
@@ -102,7 +102,7 @@ def add_column(
         SampleError: The function or a decoder failed, and `missing` is None; the message names shard and key.
         ConfigurationError: The function returns something other than numbers or texts; with `finish`, a shard that no
             task has done.
-        DatasetError: The dataset cannot be read; a class of its own for each reason.
+        DatasetError: The dataset cannot be read; each reason has its own subclass.
     """
     dataset = _whole(path, dataset_config, trust_remote_code=trust_remote_code)
     made_of = made_of or f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"
@@ -137,12 +137,14 @@ def add_column(
                     progress(number + 1, len(shards))
         if left:
             raise _UnfinishedError(
-                f"{dataset.store.root}: no task has computed {len(left)} of {len(shards)} shards, or they changed "
-                f"since; the first is {left[0]}. Run their tasks again, or this without --finish."
+                f"{dataset.store.root}: {len(left)} of {len(shards)} shards were not computed by any task, or changed "
+                f"since; the first is {left[0]}. Run their tasks again, or run this without --finish."
             )
         for column, by_shard in rows.items():
             if len(by_shard) < len(shards) and missing is None:
-                raise ConfigurationError(f"column {column!r}: {made_of} returns it in some shards only, not in all.")
+                raise ConfigurationError(
+                    f"column {column!r}: {made_of} returned it for some shards only. Return it for all samples."
+                )
             pieces = [
                 by_shard[n] if n in by_shard else np.full(count, missing) for n, (_, count, _) in enumerate(shards)
             ]
@@ -158,12 +160,12 @@ def add_column(
 
 
 class _UnfinishedError(ConfigurationError):
-    """Tasks are missing: what the others computed stays."""
+    """Tasks are missing; what the others computed is kept."""
 
 
 @contextmanager
 def _forgetting(store: Store, folder: str) -> Iterator[None]:
-    """Remove what is kept of shards at the end, after errors too: the function may be another one next time."""
+    """Remove the kept values at the end, also after errors: the function may differ next time."""
     try:
         yield
     except (_UnfinishedError, KeyboardInterrupt):
@@ -258,7 +260,7 @@ def image_size(parts: Mapping[str, Any]) -> dict[str, int]:
         if part.rpartition(".")[2].lower() in _IMAGES:
             with Image.open(io.BytesIO(data)) as image:
                 return {"width": image.width, "height": image.height}
-    raise ValueError(f"has no image among its parts {', '.join(key for key in parts if key != '__key__')}")
+    raise ValueError(f"no image among the parts {', '.join(key for key in parts if key != '__key__')}")
 
 
 def content_hash(parts: Mapping[str, Any]) -> int:
@@ -277,7 +279,7 @@ def content_bytes(parts: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TokenCount:
-    """How many tokens a task encoder makes of a sample: of its `tokens`, `input_ids` or `text`, whichever is there."""
+    """The number of tokens of an encoded sample: the length of its `tokens`, `input_ids` or `text`."""
 
     encoder: Any
 
@@ -287,7 +289,7 @@ class TokenCount:
             value = encoded.get(name) if isinstance(encoded, Mapping) else getattr(encoded, name, None)
             if value is not None and not isinstance(value, str):
                 return len(value)
-        raise ValueError(f"encode_sample gives {type(encoded).__name__}, which has no tokens, input_ids or text")
+        raise ValueError(f"encode_sample returned {type(encoded).__name__}, which has no tokens, input_ids or text")
 
 
 def _whole(path: str | os.PathLike[str], dataset_config: str, *, trust_remote_code: bool) -> PreparedDataset:
@@ -355,15 +357,15 @@ def _rows_of_shard(
         except Exception as error:
             if missing is None:
                 raise SampleError(
-                    f"{where}: no value for the column: {type(error).__name__}: {error}. Give a value for such samples "
-                    "(--missing), or mend it."
+                    f"{where}: no value for the column: {type(error).__name__}: {error}. Fix it, or give a value for "
+                    "such samples (--missing)."
                 ) from error
             rows.append(None)
     names = list(dict.fromkeys(column for row in rows if row is not None for column in row))
     columns = {}
     for column in names or ([name] if name else []):  # all failed: another shard may tell which columns there are
         if not column:
-            raise ConfigurationError("give the column a name: the function returns single values.")
+            raise ConfigurationError("the function returns single values: give the column a name.")
         column_path(column)  # refuses other names
         columns[column] = _array([missing if row is None else row.get(column, missing) for row in rows], column)
     return columns, sum(row is None for row in rows)
@@ -402,22 +404,22 @@ def _array(values: list[Any], column: str) -> np.ndarray:
     if kinds == {str}:
         return np.array(plain)
     names = ", ".join(sorted(kind.__name__ for kind in kinds))
-    raise ConfigurationError(f"column {column!r}: holds numbers or texts, got values of the types {names}.")
+    raise ConfigurationError(f"column {column!r}: expected numbers or texts, got values of the types {names}.")
 
 
 def _numbers_of(column: str, pieces: list[np.ndarray]) -> tuple[np.ndarray, tuple[str, ...] | None]:
     """Return the numbers to store, and the texts that they stand for."""
     kinds: set[Literal["text", "number"]] = {"text" if piece.dtype.kind == "U" else "number" for piece in pieces}
     if len(kinds) > 1:
-        raise ConfigurationError(f"column {column!r}: is text in some shards and a number in others.")
+        raise ConfigurationError(f"column {column!r}: text in some shards, numbers in others. Return one type.")
     whole = np.concatenate(pieces)
     if kinds == {"number"}:
         return whole, None
     values, numbers = np.unique(whole, return_inverse=True)
     if values.size > _MOST_VALUES:
         raise ConfigurationError(
-            f"column {column!r}: has {values.size:,} different texts, at most {_MOST_VALUES:,} are kept. Store a "
-            "number that stands for the text, such as a hash."
+            f"column {column!r}: {values.size:,} different texts, but at most {_MOST_VALUES:,} can be stored. Store a "
+            "number instead of the text, such as a hash."
         )
     return numbers.astype(np.int64), tuple(values.tolist())
 
@@ -436,7 +438,7 @@ def duplicates(path: str | os.PathLike[str], name: str = "hash") -> list[int]:
 
 
 def groups_of_equal(values: np.ndarray) -> list[np.ndarray]:
-    """Return the places of equal values, a group for each value that stands more than once, in their order."""
+    """Return the places of equal values: a group, in order, for each value that occurs more than once."""
     order = np.argsort(values, kind="stable")
     cuts = np.flatnonzero(values[order][1:] != values[order][:-1]) + 1
     return sorted((group for group in np.split(order, cuts) if len(group) > 1), key=lambda group: int(group[0]))

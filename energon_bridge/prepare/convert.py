@@ -49,7 +49,7 @@ from energon_bridge.storage import open_store
 
 Progress = Callable[[int, int], None]
 
-_FORMAT = 1  # of the shards: raised, everything is written again
+_FORMAT = 1  # of the shards: after a raise, everything is written again
 _OPTIONS = "options.json"
 _RECORDS = "convert"
 _PROPOSED_BYTES = 512 << 20
@@ -147,8 +147,8 @@ def convert(
             reused += was_there
         if missing:
             raise ConfigurationError(
-                f"{out}: {len(missing)} of {len(plan)} shards are missing, or were made of another source; the first "
-                f"is {missing[0]}. Run their tasks again, or this without --finish."
+                f"{out}: {len(missing)} of {len(plan)} shards are missing, or were made from another source; the first "
+                f"is {missing[0]}. Run their tasks again, or run this without --finish."
             )
         if len(skipped) == len(source):
             raise SourceError(f"{source.where}: all {len(source):,} samples fail; the first: {skipped[0]}")
@@ -180,13 +180,13 @@ def _check_options(options: ConvertOptions) -> None:
     check_layout(options.layout)
     if options.reencodes and options.bytes_per_shard is not None:
         raise ConfigurationError(
-            "--bytes-per-shard needs the sizes of all samples before the first is written, and images that are encoded "
-            "again get their size then: give --samples-per-shard with --max-pixels and --quality."
+            "--bytes-per-shard needs all sizes in advance, but --max-pixels and --quality change them while writing: "
+            "use --samples-per-shard instead."
         )
 
 
 def _begin(parts: PartsFolder, told: bytes, *, overwrite: bool) -> None:
-    """Check that the folder is for this conversion, and say so in it."""
+    """Check that the folder belongs to this conversion, and mark it."""
     _check_folder(parts, told, overwrite=overwrite)
     path = parts.path / _OPTIONS
     partial_path(path).write_bytes(told)
@@ -239,20 +239,20 @@ def check_first_files(source: Source) -> None:
             continue
         rest = first.relative_to(parent)
         near = [one for one in sorted(parent.iterdir()) if one.is_dir() and (one / rest).exists()]
-        found = f" It is in {near[0]}: --media {near[0]}." if near else ""
+        found = f" It is in {near[0]}: pass --media {near[0]}." if near else ""
         break
     else:
         found = ""
     raise SourceError(
-        f"{source.where}: none of the {len(missing)} files that the first rows name is there, such as {first}.{found} "
-        "--media is the folder that the paths are relative to."
+        f"{source.where}: none of the {len(missing)} files named in the first rows exists, such as {first}.{found} "
+        "Paths are relative to --media."
     )
 
 
 def split_numbers(count: int, rule: SplitRule) -> dict[str, np.ndarray]:
-    """Deal sample numbers out to split parts by ratio; a number stays in its part when the source grows.
+    """Assign sample numbers to split parts by ratio; a number stays in its part when the source grows.
 
-    Of 9,1,0 each ten numbers in a row give nine to train and one, chosen by a fixed key, to val.
+    With 9,1,0, of every ten numbers in a row nine go to train and one, chosen by a fixed key, to val.
     """
     shares = [(name, share) for name, share in rule.ratios if share]
     total = sum(share for _, share in shares)
@@ -298,7 +298,7 @@ def _cut(source: Source, numbers: np.ndarray, options: ConvertOptions) -> Iterat
         try:
             more = sum(member_size(f"{sample.key}.{part}", length) for part, length in sample.sizes())
         except (SourceError, SampleError):
-            more = 0  # fails, or is skipped, when it is read
+            more = 0  # it fails, or is skipped, when it is read
         full = options.samples_per_shard is not None and at - start >= options.samples_per_shard
         if at > start and (full or size + more > options.bytes_per_shard):
             yield numbers[start:at]
@@ -481,10 +481,10 @@ def _check_folder(parts: PartsFolder, told: bytes, *, overwrite: bool) -> None:
         other = [name for name in names if before.get(name) != now.get(name)]
         is_finished = (root / meta_path(INFO_JSON)).exists()
         if other and not overwrite and (is_finished or "source" in other):
-            differences = ", ".join(f"{name} was {before.get(name)} and is {now.get(name)}" for name in other)
+            differences = ", ".join(f"{name} was {before.get(name)}, now {now.get(name)}" for name in other)
             raise ConfigurationError(
-                f"{root}: holds a conversion with other options: {differences}. Give the same ones to go on with it, "
-                "--overwrite to begin anew, or another folder."
+                f"{root}: contains a conversion with other options: {differences}. Use the same options to continue "
+                "it, --overwrite to start over, or another folder."
             )
         return
     if overwrite:
@@ -492,13 +492,13 @@ def _check_folder(parts: PartsFolder, told: bytes, *, overwrite: bool) -> None:
     others = sorted(one.name for one in root.iterdir() if one != parts.path)
     if others:
         raise ConfigurationError(
-            f"{root}: holds {others[0]}{' and more' * (len(others) > 1)}, which no conversion wrote. Give another "
+            f"{root}: contains {others[0]}{' and more' * (len(others) > 1)}, which no conversion wrote. Use another "
             "folder, or --overwrite to write into this one."
         )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Images that are made smaller, which only happens if it is asked for.
+# Scaling images down, which only happens on request.
 
 
 _QUALITY = 90  # of images that are scaled down
@@ -507,10 +507,10 @@ _IMAGES = MediaFilter(strategy="EXTENSION")
 
 
 def reencoded(part: str, data: bytes, options: ConvertOptions) -> bytes:
-    """Return an image scaled down to `max_pixels` and encoded with `quality`; everything else as it is.
+    """Return an image scaled down to `max_pixels` and encoded with `quality`; return anything else unchanged.
 
-    The format, the colour profile and the EXIF data stay. An image that need not be scaled is never made larger, and
-    one that moves is left alone. Raises SourceError if the part is no image but is called like one.
+    The format, the colour profile and the EXIF data stay. Images are never scaled up, and
+    animations are left alone. Raises SourceError if the part has the name of an image but is not one.
     """
     if _IMAGES.kind_of(f"x.{part}", data[:HEAD_BYTES]) != "image":
         return data
@@ -518,7 +518,7 @@ def reencoded(part: str, data: bytes, options: ConvertOptions) -> bytes:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a large image is no decompression bomb: it is what is asked about
+            warnings.simplefilter("ignore")  # large images are expected here, not decompression bombs
             with Image.open(io.BytesIO(data)) as image:
                 form = image.format or ""
                 size = _scaled_size(image.size, options.max_pixels)
@@ -533,13 +533,13 @@ def reencoded(part: str, data: bytes, options: ConvertOptions) -> bytes:
                 out = io.BytesIO()
                 (image if fits else _scaled(image, size)).save(out, form, **settings)
     except Exception as error:  # codecs raise anything
-        raise SourceError(f"the part {part!r} cannot be made smaller: {type(error).__name__}: {error}") from error
+        raise SourceError(f"cannot scale down the part {part!r}: {type(error).__name__}: {error}") from error
     made = out.getvalue()
     return data if fits and len(made) >= len(data) else made
 
 
 def _scaled_size(size: tuple[int, int], max_pixels: int | None) -> tuple[int, int]:
-    """Return the largest size of the same shape that has at most `max_pixels`."""
+    """Return the largest size of the same aspect ratio with at most `max_pixels`."""
     width, height = size
     if max_pixels is None or width * height <= max_pixels:
         return size
@@ -550,7 +550,7 @@ def _scaled_size(size: tuple[int, int], max_pixels: int | None) -> tuple[int, in
 def _scaled(image: Any, size: tuple[int, int]) -> Any:
     from PIL import Image
 
-    image.draft(None, (2 * size[0], 2 * size[1]))  # JPEGs of more than twice the size are decoded smaller
+    image.draft(None, (2 * size[0], 2 * size[1]))  # decodes JPEGs of more than twice the size at a smaller scale
     if image.mode in ("P", "1"):
         image = image.convert("RGBA" if "transparency" in image.info else "RGB")
     return image.resize(size, Image.Resampling.LANCZOS)

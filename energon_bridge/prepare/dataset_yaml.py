@@ -23,7 +23,9 @@ def render_dataset_yaml(sample_type: str, field_map: Mapping[str, str] | None) -
     cls = sample_type_by_name(sample_type)
     if issubclass(cls, CrudeSample):
         if field_map:
-            raise FieldMapError(f"{sample_type} takes no field map: cookers read its parts. Leave --field-map out.")
+            raise FieldMapError(
+                f"{sample_type} takes no field map, since cookers read its parts: leave out --field-map."
+            )
         return dump_yaml({"__module__": "megatron.energon", "__class__": "CrudeWebdataset"})
     if not field_map:
         fields = ", ".join(f'"{name}": "<part>"' for name, required, _ in describe_fields(cls) if required)
@@ -38,7 +40,9 @@ def parse_field_map(text: str) -> dict[str, str]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise FieldMapError(f'--field-map is no JSON: {error}. Expected something like {{"image": "jpg"}}.') from error
+        raise FieldMapError(
+            f'--field-map is not valid JSON: {error}. Expected something like {{"image": "jpg"}}.'
+        ) from error
     if not isinstance(value, dict) or not all(isinstance(access, str) for access in value.values()):
         raise FieldMapError(f"--field-map: expected an object with text values, found {text}.")
     return value

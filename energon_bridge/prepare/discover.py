@@ -14,10 +14,10 @@ _COMPRESSED = (".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
 def find_shards(store: Store, *, exclude: str | None = None) -> list[str]:
     """List the `.tar` files below the root, without those whose path matches the pattern `exclude`.
 
-    They are sorted folder by folder, as Megatron Energon sorts them: `a/1.tar` stands before `a-b/1.tar`.
+    They are sorted folder by folder, as Megatron Energon sorts them: `a/1.tar` before `a-b/1.tar`.
 
     Raises NoShardsError if there are none, UnsupportedShardError for compressed tars, whose samples cannot be read by
-    range, ShardMissingError for a link that leads nowhere, and ConfigurationError for a pattern that is no regular
+    range, ShardMissingError for a broken link, and ConfigurationError for a pattern that is not a regular
     expression.
     """
     pattern = compile_pattern(exclude, option="--exclude") if exclude else None
@@ -30,8 +30,8 @@ def find_shards(store: Store, *, exclude: str | None = None) -> list[str]:
     if not shards:
         left_out = f" that {exclude!r} does not exclude" if exclude else ""
         raise NoShardsError(
-            f"{store.root}: no .tar files{left_out} below this folder. Pictures, JSON, CSV and parquet become a "
-            f"dataset by: energon convert {store.root} OUT"
+            f"{store.root}: no .tar files{left_out} below this folder. To convert pictures, JSON, CSV or "
+            f"parquet files: energon convert {store.root} OUT"
         )
     return shards
 
@@ -41,4 +41,4 @@ def compile_pattern(pattern: str, *, option: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ConfigurationError(f"{option} {pattern!r} is no regular expression: {error}.") from error
+        raise ConfigurationError(f"{option} {pattern!r} is not a regular expression: {error}.") from error

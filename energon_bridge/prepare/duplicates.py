@@ -1,10 +1,10 @@
-"""Renaming samples whose keys stand twice in a dataset, in the headers of the tars, with a way back.
+"""Rename samples with duplicate keys, in the headers of the tars, so that it can be undone.
 
 The first sample keeps its key, the next ones become `KEY~2`, `KEY~3`, ... Shards that were prepared before come first,
-so an index that exists stays right. Only the blocks of the headers that hold the names change; no byte moves.
+so existing indexes stay valid. Only the header blocks with the names change; no byte moves.
 
-Invariant: what is about to change is on the disk before the first tar changes, so a run that is killed at any moment
-can be continued or undone. Both only write bytes at known places, and may be repeated.
+Invariant: all planned changes are on the disk before the first tar changes, so a run that is killed at any moment
+can be continued or undone. Both only write bytes at known places, and can be repeated.
 
     .nv-meta/renaming.jsonl        the log while tars are being changed
     .nv-meta/renamed_keys.jsonl    the same afterwards: one `Renamed` per line
@@ -52,12 +52,12 @@ class Renamed:
 def rename_duplicates(
     path: str | os.PathLike[str], *, exclude: str | None = None, num_workers: Workers = 1
 ) -> list[Renamed]:
-    """Give samples whose key another sample has a key of their own, in the tars of a local folder.
+    """Give samples with duplicate keys new, unique keys, in the tars of a local folder.
 
     Holds 8 bytes per sample. A run that was killed is completed first. Returns what was renamed.
 
     Raises:
-        DuplicateKeyError: A name has no room in its header, or parts of one sample stand apart; no tar has changed.
+        DuplicateKeyError: A name does not fit its header, or a sample's parts are not adjacent; no tar has changed.
         ConfigurationError: The dataset is not in a local folder.
         CorruptShardError: A tar cannot be read.
     """
@@ -74,7 +74,7 @@ def rename_duplicates(
 
 
 def undo_renames(path: str | os.PathLike[str]) -> tuple[int, int]:
-    """Give all renamed samples the keys that they had; return their number, and that of those whose tars are gone.
+    """Give all renamed samples their old keys; return their number, and the number of those whose tars are gone.
 
     Raises MetadataError if nothing was renamed or a tar was replaced since; then no tar has changed.
     """
@@ -85,7 +85,7 @@ def undo_renames(path: str | os.PathLike[str]) -> tuple[int, int]:
             raise MetadataError(f"{store.root}: no key was renamed here: there is no {meta_path(RENAMED)}.")
         renamed = _read_log(store, name)
         there = [one for one in renamed if store.exists(one.shard)]
-        store.delete(meta_path(INDEX_SQLITE))  # it has the new keys
+        store.delete(meta_path(INDEX_SQLITE))  # it contains the new keys
         _patch(store, reversed(there), back=True)
         for log in (RENAMED, RENAMING):
             store.delete(meta_path(log))
@@ -95,7 +95,7 @@ def undo_renames(path: str | os.PathLike[str]) -> tuple[int, int]:
 def _local(path: str | os.PathLike[str]) -> LocalStore:
     store = open_store(path)
     if not isinstance(store, LocalStore):
-        raise ConfigurationError(f"{store.root}: keys are renamed in place, which needs a local folder. Copy it first.")
+        raise ConfigurationError(f"{store.root}: keys can only be renamed in a local folder. Copy the dataset first.")
     store.check_root()
     return store
 
@@ -117,7 +117,7 @@ def _plan(store: Store, shards: Sequence[str], *, num_workers: Workers) -> Itera
         by_shard = list(scans)
     known = np.sort(np.concatenate(by_shard)) if by_shard else np.empty(0, np.uint64)
     twice = np.unique(known[1:][known[1:] == known[:-1]])
-    seen: dict[str, tuple[str, frozenset[str]]] = {}  # where a key stood first, and its parts there
+    seen: dict[str, tuple[str, frozenset[str]]] = {}  # where each key occurred first, and its parts there
     given: set[str] = set()
     for shard, hashes in zip(shards, by_shard, strict=True):
         samples = np.flatnonzero(np.isin(hashes, twice))
@@ -127,15 +127,15 @@ def _plan(store: Store, shards: Sequence[str], *, num_workers: Workers) -> Itera
         parts = _parts_of(scan, samples)
         for sample in samples.tolist():
             key, own = scan.keys[sample], parts[sample]
-            if key not in seen:  # or the hash of another key is the same
+            if key not in seen:  # the first occurrence, or a hash collision
                 seen[key] = (shard, own)
                 continue
             first, there = seen[key]
             if first == shard and own.isdisjoint(there):
                 raise DuplicateKeyError(
-                    f"{store.url(shard)}: the parts of the sample {key!r} stand apart: {', '.join(sorted(there))}, and "
-                    f"behind other samples {', '.join(sorted(own))}. They are one sample, so it is not renamed. Write "
-                    "the tar again with its members sorted by name."
+                    f"{store.url(shard)}: the parts of the sample {key!r} are not adjacent: "
+                    f"{', '.join(sorted(there))}, and after other samples {', '.join(sorted(own))}. They are one "
+                    "sample, so it is not renamed. Write the tar again with its members sorted by name."
                 )
             new_key = next(
                 name
@@ -174,7 +174,7 @@ def _parts_of(scan: ShardScan, samples: np.ndarray) -> dict[int, frozenset[str]]
 def _changes(
     store: Store, shard: str, start: int, end: int, key: str, new_key: str
 ) -> tuple[tuple[int, str, str], ...]:
-    """Return the bytes to change in the headers of a sample, which stands from `start` to `end`."""
+    """Return the bytes to change in the headers of a sample at bytes `start` to `end`."""
     where = store.url(shard)
     changes: list[tuple[int, str, str]] = []
     while start < end:
@@ -186,8 +186,8 @@ def _changes(
             new = _renamed(head[member.header : member.content], member.name, name)
             if new is None:
                 raise DuplicateKeyError(
-                    f"{where}: the key {key!r} stands twice in the dataset, and the header of {member.name!r} at byte "
-                    f"{start} has no room for the name {name!r}. Write the dataset anew with other keys: energon "
+                    f"{where}: the key {key!r} occurs twice in the dataset, and the header of {member.name!r} at byte "
+                    f"{start} has no room for the name {name!r}. Write the dataset again with other keys: energon "
                     "convert SOURCE OUT --keys number."
                 )
             old, at = head[member.header : member.content], start + member.header
@@ -201,7 +201,7 @@ def _changes(
 
 
 def _read_member(store: Store, shard: str, start: int) -> tuple[bytes, Member | None]:
-    """Return the headers of the member at `start`, and what they say; offsets are relative to `start`."""
+    """Return the headers of the member at `start`, raw and parsed; offsets are relative to `start`."""
     wanted, size = _WINDOW, store.size(shard)
     while True:
         head = store.read_range(shard, start, min(wanted, size - start))
@@ -244,7 +244,7 @@ def _renamed(headers: bytes, name: str, new_name: str) -> bytes | None:
 
 
 def _write_name(blocks: bytearray, at: int, name: str) -> bool:
-    """Write a name into the header at `at`; a prefix that is there stays as it is if the name fits behind it."""
+    """Write a name into the header at `at`; an existing prefix is kept if the name fits after it."""
     header = blocks[at : at + BLOCK]
     prefix = bytes(header[_PREFIX]).partition(b"\0")[0]
     encoded = name.encode()
@@ -305,8 +305,8 @@ def _read_log(store: LocalStore, name: str) -> list[Renamed]:
         ]
     except (ValueError, KeyError, TypeError) as error:
         raise MetadataError(
-            f"{store.url(meta_path(name))}: damaged ({type(error).__name__}: {error}). It lists the renamed keys. Put "
-            "it back, or delete it if the names shall stay."
+            f"{store.url(meta_path(name))}: damaged ({type(error).__name__}: {error}). It lists the renamed keys. "
+            "Restore it, or delete it to keep the names as they are."
         ) from error
 
 
@@ -326,7 +326,7 @@ def _write_log(store: LocalStore, renamed: Iterable[Renamed]) -> None:
         finally:
             os.close(folder)
     except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {error}. Is there room on the disk?") from error
+        raise StorageError(f"{path}: cannot write: {error}. Is the disk full?") from error
 
 
 def _complete(store: LocalStore) -> None:
@@ -343,7 +343,7 @@ def _patch(store: LocalStore, renamed: Iterable[Renamed], *, back: bool) -> None
     for one in renamed:
         blocks = by_shard.setdefault(one.shard, {})
         for at, old, new in reversed(one.changes) if back else one.changes:
-            states = blocks.get(at, ())  # a block can be renamed again later: all that it was, the wanted one last
+            states = blocks.get(at, ())  # a block may have been renamed repeatedly: all its versions, the target last
             blocks[at] = (*states, *((bytes.fromhex(new), bytes.fromhex(old))[:: 1 if back else -1]))
     for shard, blocks in by_shard.items():
         with open(store.url(shard), "rb") as file:
@@ -352,21 +352,21 @@ def _patch(store: LocalStore, renamed: Iterable[Renamed], *, back: bool) -> None
                 found = file.read(BLOCK)
                 if found not in states and not _torn(found, states):
                     raise MetadataError(
-                        f"{store.url(shard)}: has been replaced since keys were renamed in it: the header at byte {at} "
-                        f"is another one. Put the tar back, or delete {store.url(meta_path(RENAMED))} and "
-                        f"{RENAMING} beside it if the names shall stay as they are."
+                        f"{store.url(shard)}: was replaced after keys were renamed in it: the header at byte {at} "
+                        f"differs. Restore the tar, or delete {store.url(meta_path(RENAMED))} and "
+                        f"{RENAMING} beside it to keep the names as they are."
                     )
     for shard, blocks in by_shard.items():
         _write_blocks(store.url(shard), {at: states[-1] for at, states in blocks.items()})
 
 
 def _torn(found: bytes, states: tuple[bytes, ...]) -> bool:
-    """Return whether a block is part one state and part another, as a loss of power in the middle leaves it."""
+    """Return whether a block mixes two states, as after a power loss in the middle of a write."""
     return len(found) == BLOCK and all(byte in known for byte, *known in zip(found, *states, strict=True))
 
 
 def _is_renamed(store: LocalStore, one: Renamed) -> bool:
-    """Return whether a sample of the log still has the name that it got: its tar may be gone or another one."""
+    """Return whether a sample of the log still has its new name; its tar may be gone or replaced."""
     if not store.exists(one.shard):
         return False
     size = store.size(one.shard)
@@ -386,7 +386,9 @@ def _write_blocks(path: str, blocks: dict[int, bytes]) -> None:
             file.flush()
             os.fsync(file.fileno())
         after = os.stat(path)
-        if after.st_mtime_ns == before.st_mtime_ns:  # coarse clocks: preparing again must see that the tar changed
+        if (
+            after.st_mtime_ns == before.st_mtime_ns
+        ):  # with a coarse clock, `prepare` must still see that the tar changed
             os.utime(path, ns=(after.st_atime_ns, after.st_mtime_ns + 1))
     except OSError as error:
-        raise StorageError(f"{path}: cannot be changed: {error}. Run this again, or undo it.") from error
+        raise StorageError(f"{path}: cannot change it: {error}. Run this again, or undo it.") from error

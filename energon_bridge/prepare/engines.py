@@ -1,7 +1,7 @@
-"""Work on shards by more than one machine: a Ray cluster, or tasks that a scheduler starts.
+"""Process shards on more than one machine: on a Ray cluster, or as tasks that a scheduler starts.
 
-All of them need the dataset at one path that every machine sees. Shards are independent, and each is written under
-another name and then renamed, so a task that is killed or runs twice does no harm.
+All machines need to see the dataset at the same path. Shards are independent, and each is written under another name
+and then renamed, so a task that is killed or runs twice does no harm.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from energon_bridge.errors import ConfigurationError, EnergonError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_AHEAD = 3  # results per core that may wait to be taken: bounds memory
+_AHEAD = 3  # results per core that may wait for the caller: bounds memory
 _RETRIES = 5  # of a shard whose process or machine is lost
 
 
@@ -43,7 +43,7 @@ class Task:
 
 
 def parse_task(text: str) -> Task:
-    """Read a task as `--task` gives it: 3/16 is the fourth of 16."""
+    """Parse the value of `--task`: 3/16 is the fourth of 16."""
     match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
     if match is None:
         raise ConfigurationError(
@@ -57,7 +57,7 @@ class RayEngine:
     """Runs the work on shards as tasks of a Ray cluster.
 
     Args:
-        address: That of a cluster ("auto", "ray://host:10001"); None finds the one of RAY_ADDRESS, or starts one on
+        address: Address of a cluster ("auto", "ray://host:10001"); None uses RAY_ADDRESS, or else starts a cluster on
             this machine.
 
     Raises:
@@ -77,7 +77,7 @@ class RayEngine:
                 raise ConfigurationError(f"no Ray cluster at {address or 'RAY_ADDRESS'}: {error}") from error
 
     def map_shards(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Generator[Result, None, None]:
-        """Yield `function(item)` for every item, in their order; a task whose process is lost runs again."""
+        """Yield `function(item)` for every item, in order; a task whose process is lost runs again."""
         ray = self._ray
         call = ray.remote(max_retries=_RETRIES)(_call)
         shared = ray.put(function)

@@ -20,9 +20,9 @@ _Place = tuple[int, int]  # number of a dataset, and of a shard in it
 
 
 def find_equal_samples(datasets: Sequence[PreparedDataset], *, num_workers: Workers = 1) -> Iterator[Problem]:
-    """Yield each sample whose content an earlier one has, across all datasets; excluded samples are left out.
+    """Yield each sample that equals an earlier one, across all datasets; excluded samples are left out.
 
-    A shard that several split parts list is looked at once. Hashes that no column has are computed, and not kept.
+    A shard in several split parts is checked once. Hashes that no column contains are computed, and not stored.
     """
     places = _places(datasets)
     kept = [_kept_hashes(dataset) for dataset in datasets]
@@ -56,7 +56,7 @@ def find_equal_samples(datasets: Sequence[PreparedDataset], *, num_workers: Work
 
 
 def sample_key(dataset: PreparedDataset, shard: int, index: int) -> str:
-    """Return the key of one sample: of a JSONL file, its number."""
+    """Return the key of a sample; in a JSONL file, its number."""
     if isinstance(dataset, JsonlDataset):
         return str(index)
     offsets = read_index(dataset, shard)
@@ -79,7 +79,7 @@ def _shard(datasets: Sequence[PreparedDataset], place: _Place) -> tuple[str, int
 
 
 def _kept_hashes(dataset: PreparedDataset) -> dict[tuple[str, int, int], np.ndarray]:
-    """Return the hashes of the shards that the column `hash` was made of."""
+    """Return the hashes of the shards covered by the column `hash`."""
     column = None if isinstance(dataset, JsonlDataset) else read_columns(dataset.store).get("hash")
     if column is None or column.made_of != HASH_MADE_OF:
         return {}

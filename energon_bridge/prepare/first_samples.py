@@ -1,4 +1,4 @@
-"""A look at the first samples of a shard, before it has an index."""
+"""Read the first samples of a shard before it has an index."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FirstSample:
 def check_found(
     field_map: Mapping[str, str], samples: Sequence[FirstSample], *, shard: str, where: str = "--field-map"
 ) -> None:
-    """Check that some of the first samples have each field of a map; raises FieldMapError saying what they have."""
+    """Check that the first samples have each field of a map; the FieldMapError lists the parts they have."""
     for field, access in field_map.items():
         options = parse_access(access, where=where, field=field)
         if samples and not any(_may_have(sample, part, steps) for sample in samples for part, steps in options):
@@ -41,7 +41,7 @@ def check_found(
 
 
 def _may_have(sample: FirstSample, part: str, steps: tuple[str, ...]) -> bool:
-    """Whether an access finds something in a sample; only JSON parts are looked into."""
+    """Return whether an access may find something in a sample; only JSON parts are parsed."""
     if part not in sample.parts:
         return False
     if not steps or not part.endswith(_JSON):

@@ -12,7 +12,7 @@ from energon_bridge.mix.joins import index_folders, join_parts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedJoin:
-    """A join that was looked up: its rows, the samples of its primary dataset, and the file with the index."""
+    """A join with its index: its rows, the samples of its primary dataset, and the file of the index."""
 
     primary: str
     num_rows: int
@@ -38,7 +38,7 @@ def prepare_join(
     trust_remote_code: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> PreparedJoin:
-    """Look up the rows of a join, unless a file has them already; its joiner is not needed.
+    """Look up the rows of a join, unless its index exists; the joiner is not needed.
 
     `progress` gets the numbers of shards done and in all. Raises the errors of `open_dataset` and `open_index`.
     """

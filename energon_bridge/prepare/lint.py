@@ -75,8 +75,8 @@ def lint_parts(
 ) -> tuple[list[PreparedDataset], list[str]]:
     """Open the split parts to check (default: all); return them and the names of the empty ones.
 
-    A JSONL file has no parts: it is opened as a whole; tables may have some. Raises the errors of `open_dataset`, and
-    EmptyDatasetError if all parts are empty.
+    A JSONL file has no split parts and is opened as a whole; tables may have some. Raises the errors of `open_dataset`,
+    and EmptyDatasetError if all parts are empty.
     """
     if is_jsonl(path):
         return [open_jsonl(path)], []
@@ -84,7 +84,7 @@ def lint_parts(
         return [open_tables(path, split_part=part) for part in split_parts or table_parts(path)], []
     store = open_store(path)
     store.check_root()
-    read_info(store)  # what is not prepared at all is said first
+    read_info(store)  # an unprepared dataset is the first error to report
     config = DatasetConfigs(trust_remote_code=trust_remote_code).read(store, dataset_config)
     known = read_splits(store, config.split_config or split_config)
     datasets: list[PreparedDataset] = []

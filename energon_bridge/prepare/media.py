@@ -4,8 +4,8 @@ In a prepared dataset the metadata is stored with the key index. Any other folde
 else, and can then be an auxiliary store for cookers. Invariant: the new index replaces the old one atomically. Format:
 `format/media.py`.
 
-What tasks find (`media_task`) is kept until the end in `.nv-meta.media/<hash>.found`, by a hash of the filter and of
-names and sizes of the files: JSON, a list of `[key, [type, metadata as JSON]]` or `[key, error]`.
+The results of tasks (`media_task`) are kept until the end in `.nv-meta.media/<hash>.found`, by a hash of the filter and
+the names and sizes of the files: JSON, a list of `[key, [type, metadata as JSON]]` or `[key, error]`.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from energon_bridge.format.media import (
     create_media_tables,
     metadata_row,
     note_filter,
+    plain_jpeg,
     write_media_rows,
 )
 from energon_bridge.format.nvmeta import INDEX_SQLITE, INFO_JSON, INFO_YAML, META_FOLDER, meta_path, read_info
@@ -116,7 +117,7 @@ def prepare_media(
             copy_key_index(store, index)
         elif is_dataset:
             raise KeyIndexError(
-                f"{store.root}: media metadata stands in the key index, and there is none. Run `energon prepare "
+                f"{store.root}: media metadata is stored in the key index, which is missing. Run `energon prepare "
                 f"--tar-index-only {store.root}` first."
             )
         if is_dataset:
@@ -201,8 +202,8 @@ def _index_folder(
     found = _collect(index, media, measure, portions, num_workers=num_workers, progress=progress)
     if not found.num_files:
         raise EmptyDatasetError(
-            f"{store.root}: no media files by the filter {media.strategy} {media.patterns or ''}. For a folder of tars "
-            "run `energon prepare` first."
+            f"{store.root}: no media files match the filter {media.strategy} {media.patterns or ''}. For a folder of "
+            "tars, run `energon prepare` first."
         )
     return found
 
@@ -216,16 +217,15 @@ def _collect(
     num_workers: Workers,
     progress: Progress | None,
 ) -> IndexedMedia:
-    """Measure portions of files in several processes and write what they find.
+    """Read the metadata of portions of files in several processes, and write it to the index.
 
-    The rows go to a file of their own first: the processes are still reading the index.
+    The rows go to a separate file first, since the processes are still reading the index.
     """
     try:
         return _collect_rows(index, media, measure, items, num_workers=num_workers, progress=progress)
     except sqlite3.Error as error:
         raise StorageError(
-            f"{index}: cannot write the media metadata: {error}. Is there room on the disk, and in "
-            f"{tempfile.gettempdir()}?"
+            f"{index}: cannot write the media metadata: {error}. Is the disk full, or {tempfile.gettempdir()}?"
         ) from error
 
 
@@ -271,14 +271,14 @@ def _merge(rows: str, index: str, media: MediaFilter) -> None:
 
 
 def _measured(store: Store, index: str, media: MediaFilter, portion: Portion) -> Found:
-    """Return what the media files of a shard, or of some files, are."""
+    """Return the media metadata of a shard or of some files."""
     if isinstance(portion, list):
         return _measure(store, media, portion)
     return _measure_shard(store, index, media, portion)
 
 
 def _keep(store: Store, media: MediaFilter, measure: Callable[[Portion], Found], portion: Portion) -> None:
-    """Measure a portion and keep what is found, for the end; what is kept already is not measured again."""
+    """Read the metadata of a portion and keep it until the end, unless it is already kept."""
     name = _name_of(store, media, portion)
     if not store.exists(name):
         store.write(name, json.dumps(measure(portion)).encode())
@@ -291,14 +291,14 @@ def _kept(store: Store, media: MediaFilter, portion: Portion) -> Found:
     except ShardMissingError:
         what = portion[0].rel if isinstance(portion, list) else portion[1]
         raise ConfigurationError(
-            f"{store.url(what)}: no task has read it, with this filter and as it is now. Run its task again "
-            "(--task NUMBER/COUNT), or this without --finish."
+            f"{store.url(what)}: no task has read it with this filter, or it changed since. Run its task again "
+            "(--task NUMBER/COUNT), or run this without --finish."
         ) from None
     return [(key, known if isinstance(known, str) else (known[0], known[1])) for key, known in found]
 
 
 def _name_of(store: Store, media: MediaFilter, portion: Portion) -> str:
-    """Return where is kept what is found in a portion: by the filter, and by names and sizes of its files."""
+    """Return the file for the results of a portion, named by the filter and the names and sizes of its files."""
     if isinstance(portion, list):
         files: list[Any] = [[file.rel, file.size] for file in portion]
     else:
@@ -312,9 +312,9 @@ def _measure_shard(store: Store, index: str, media: MediaFilter, shard: tuple[in
     try:
         with closing(sqlite3.connect(sqlite_uri(index), uri=True)) as connection:
             rows = connection.execute(_SHARD_PARTS, (number,)).fetchall()
-    except (sqlite3.Error, ValueError) as error:  # ValueError: of text that is not UTF-8
+    except (sqlite3.Error, ValueError) as error:  # ValueError: text that is not UTF-8
         raise KeyIndexError(
-            f"{store.root}: cannot read the key index: {error}. Write it again with `energon prepare --tar-index-only "
+            f"{store.root}: cannot read the key index: {error}. Rebuild it with `energon prepare --tar-index-only "
             f"{store.root}`."
         ) from error
     return _measure(store, media, (_File(key, rel, offset, size) for key, offset, size in rows if media.may_pass(key)))
@@ -364,15 +364,18 @@ def read_media(kind: MediaKind, content: ByteRange | bytes) -> MediaMetadata:
 
 
 def _read_image(data: bytes) -> ImageMetadata:
+    found = plain_jpeg(data)
+    if found is not None:
+        return found
     from PIL import Image  # the command line starts without it
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # image so large that it may be a decompression bomb
+            warnings.simplefilter("ignore")  # of images so large that they may be decompression bombs
             with Image.open(io.BytesIO(data)) as image:
                 width, height = image.size
                 return ImageMetadata(
                     width=width, height=height, format=image.format or "UNKNOWN", mode=image.mode or "UNKNOWN"
                 )
     except Exception as error:  # codecs raise anything
-        raise DecodeError(f"no image that Pillow knows: {type(error).__name__}: {error}") from error
+        raise DecodeError(f"not an image that Pillow can read: {type(error).__name__}: {error}") from error

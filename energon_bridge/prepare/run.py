@@ -3,9 +3,9 @@
 Invariant: either all of it is written or nothing changes. Files are staged, then moved in this order: `.tar.idx` files,
 `index.sqlite`, `split.yaml`, `dataset.yaml`, `index.uuid`, and `.info.json`, which declares the dataset prepared, last.
 
-What a walk through a tar found is kept until all is written, where there are many tars: a run that was stopped goes on,
-and tasks share the tars out. `.nv-meta/tars.json` says which tars the indexes were made of; walks through these are not
-repeated when others join them.
+If there are many tars, the scan of each is kept until everything is written, so that a stopped run can continue and
+tasks can divide the tars. `.nv-meta/tars.json` lists the tars that the indexes were made from; these are not scanned
+again when tars are added.
 
     .nv-meta.scans/<shard>.rec    an encoded `ShardRecord`; `made_of` is what `_version` says of the tar
     .nv-meta/tars.json            {"versions": {shard: version}, "part_names": [name]}
@@ -95,15 +95,15 @@ def prepare_dataset(
     Tars of an earlier preparation that have not changed since are not read again. With `finish` no tar is read at all:
     tasks have done so (`scan_task`), and a tar that none of them has seen is a ConfigurationError.
 
-    `dataset_yaml` is the content for the file of that name, None leaves what is there. `progress(done, total)` counts
-    shards. The excludes of an earlier split.yaml are kept, and its media metadata, unless `media` says which files to
-    look into again. Raises NoShardsError, UnsupportedShardError,
-    CorruptShardError, DuplicateKeyError or StorageError, and then leaves the dataset unchanged.
+    `dataset_yaml` is the content of the file of that name; None keeps the existing one. `progress(done, total)` counts
+    shards. The excludes of an earlier split.yaml are kept, and so is media metadata, unless `media` selects files to
+    read again. Raises NoShardsError, UnsupportedShardError, CorruptShardError, DuplicateKeyError or StorageError, and
+    then leaves the dataset unchanged.
     """
     if "/" in dataset_yaml_name or not dataset_yaml_name.endswith(".yaml"):
         raise ConfigurationError(f"--dataset-yaml-name {dataset_yaml_name!r}: expected the name of a .yaml file.")
     if media is not None and not key_index:
-        raise ConfigurationError("media metadata stands in the key index: it cannot be had with --no-key-index.")
+        raise ConfigurationError("media metadata is stored in the key index: leave out --no-key-index.")
     store = open_store(path)
     store.check_root()
     shards = find_shards(store, exclude=exclude)
@@ -223,8 +223,8 @@ def _index(
                 progress(number + 1, len(shards))
         if missing:
             raise ConfigurationError(
-                f"{store.root}: no task has looked into {len(missing)} of {len(shards)} tars, or they changed since; "
-                f"the first is {missing[0]}. Run their tasks again, or this without --finish."
+                f"{store.root}: {len(missing)} of {len(shards)} tars were not scanned by any task, or changed since; "
+                f"the first is {missing[0]}. Run their tasks again, or run this without --finish."
             )
         if writer is not None:
             if media is None:
@@ -300,7 +300,7 @@ def _forget_scans(store: Store) -> None:
 
 def _commit(store: Store, staging: Staging, counts: dict[str, int], *, key_index: bool) -> None:
     staging.add(meta_path(INDEX_UUID), str(uuid.uuid4()).encode())
-    if store.exists(meta_path(INFO_YAML)):  # old readers look there: keep it up to date
+    if store.exists(meta_path(INFO_YAML)):  # older readers use it, so keep it up to date
         staging.add(meta_path(INFO_YAML), dump_yaml({"energon_version": FORMAT_VERSION, "shard_counts": counts}))
     staging.add(meta_path(INFO_JSON), render_info(counts))
     staging.commit()

@@ -4,7 +4,7 @@
         out.write({"image": Path("cat.jpg"), "caption": "a cat"})
 
 How a field is stored: encoded media (bytes or a Path) as a part named by its format (`jpg`), arrays as `FIELD.npy`, the
-one text that a type requires as `txt`, all else together as `json`. `dataset.yaml` maps the parts back to the fields.
+one text that a type requires as `txt`, all others together as `json`. `dataset.yaml` maps the parts back to the fields.
 A `CrudeSample` is written part by part instead.
 
 Invariant: nothing is readable until the writer (or `finish_shards`, for several writers) is done.
@@ -48,7 +48,7 @@ class ShardWriter:
 
     Args:
         path: A new or empty folder.
-        sample_type: What is written: a sample type of this package, or CrudeSample.
+        sample_type: A sample type of this package, or CrudeSample.
         samples_per_shard: Exact number of samples in each shard but the last.
         bytes_per_shard: Maximum size of a shard, unless a single sample is larger. With both, whichever is reached
             first.
@@ -56,10 +56,10 @@ class ShardWriter:
         writer: A name for one of several writers of the same dataset (of processes, say), which each write shards of
             their own. The dataset is readable after `finish_shards(path)`. Without a name, the end of the block does
             that.
-        media: Look into images, videos and sound, and write down their sizes and lengths.
+        media: Store the sizes and durations of images, videos and sound.
 
     Raises:
-        ConfigurationError: The settings contradict each other, or the folder holds something else.
+        ConfigurationError: The settings contradict each other, or the folder contains something else.
         SourceError: A sample does not fit the type; it names the sample.
     """
 
@@ -94,7 +94,7 @@ class ShardWriter:
         if any(self._folder.glob(f"{self._prefix}[0-9]*")) if writer else any(self._parts.path.iterdir()):
             self._parts.close()
             raise ConfigurationError(
-                f"{self._parts.path} holds shards of an earlier run that did not end. Remove it, and write again."
+                f"{self._parts.path} contains shards of an earlier run that did not finish. Remove it, and write again."
             )
         self._fields = {name: (required, kind) for name, required, kind in _described(self._type)}
         texts = [name for name, (required, kind) in self._fields.items() if required and kind in ("str", str)]
@@ -239,15 +239,15 @@ def finish_shards(path: str | os.PathLike[str]) -> dict[str, int]:
     Call it once, in one process. You can repeat it if it was interrupted.
 
     Raises:
-        ConfigurationError: There are no shards, or a writer has not ended.
+        ConfigurationError: There are no shards, or a writer has not finished.
         DuplicateKeyError: Two samples share a key.
     """
     with PartsFolder(Path(path)) as parts:
         unfinished = sorted(parts.path.rglob("*.partial"))
         if unfinished:
             raise ConfigurationError(
-                f"{unfinished[0]}: a writer has not ended, or was killed. Wait for it, or remove this file and write "
-                f"the samples of that writer again."
+                f"{unfinished[0]}: a writer is still running, or was killed. Wait for it, or remove this file and "
+                "write its samples again."
             )
         return _finish(parts)
 
@@ -305,20 +305,20 @@ def _encoded(value: Any, where: str) -> tuple[str, bytes]:
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise SourceError(f"{where}: {path} cannot be read: {error.strerror}.") from error
+            raise SourceError(f"{where}: cannot read {path}: {error.strerror}.") from error
         extension = path.suffix[1:].lower() or extension_by_head(data[:HEAD_BYTES])
     elif isinstance(value, bytes | bytearray | memoryview):
         data = bytes(value)
         extension = extension_by_head(data[:HEAD_BYTES])
     else:
         raise SourceError(
-            f"{where}: is a {type(value).__name__}, expected the encoded file: bytes, or a Path. Nothing is encoded "
-            "here, so that what is stored is what you have."
+            f"{where}: is a {type(value).__name__}, expected the encoded file: bytes, or a Path. Media is stored "
+            "as it is, never encoded here."
         )
     if not data:
         raise SourceError(f"{where}: is empty.")
     if extension is None:
-        raise SourceError(f"{where}: the format of the bytes is not known ({data[:8]!r}…); give a Path with a suffix.")
+        raise SourceError(f"{where}: unknown format of the bytes ({data[:8]!r}…); pass a Path with a suffix.")
     return extension, data
 
 
@@ -349,14 +349,14 @@ def _json(value: Any, where: str) -> bytes:
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:
-        raise SourceError(f"{where}: cannot be written as JSON: {error}.") from error
+        raise SourceError(f"{where}: cannot write it as JSON: {error}.") from error
 
 
 _PLAIN_KINDS: tuple[tuple[str, type], ...] = (("str", str), ("int", int))
 
 
 def _check_plain(value: Any, kind: Any, where: str) -> None:
-    """Refuse, for example, a number for a string, if the declared type is a plain one."""
+    """Raise SourceError for a wrong plain type, such as a number for a string."""
     declared = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
     options = [option.strip() for option in declared.split("|")]
     if value is None or not set(options) <= {"str", "int", "None"}:

@@ -6,7 +6,7 @@
     out/.nv-meta/                        info, split, dataset.yaml and key index; `publish` writes .info.json last
 
 Invariants: a shard's bytes depend on its samples alone (owner 0, time 0, mode 644); a name that ends in `.tar` or
-`.rec` is complete, because it was renamed; a dataset is readable only when all of it is there.
+`.rec` is complete, because it was renamed; a dataset is readable only when it is complete.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ except ImportError:  # not on Windows
 PARTS_FOLDER = ".nv-meta.parts"
 RECORD_SUFFIX = ".rec"
 END_BYTES = 1024
-"""Zeros that end an archive."""
+"""Zeros at the end of an archive."""
 
 _BLOCK = 512
-_FLUSH_BYTES = 1 << 20
+_BUFFER_BYTES = 1 << 20
 _LOCK_SECONDS = 3.0
 _LARGEST_PLAIN = 8 << 30  # the largest number with eleven octal digits
 _BEFORE_SIZE = b"0000644\0" + b"0000000\0" * 2
@@ -106,10 +106,10 @@ class ShardRecord:
             scan = ShardScan(keys=plain.pop("keys"), part_names=plain.pop("part_names"))
             record = cls(scan=scan, **plain)
         except (zlib.error, KeyError, TypeError) as error:
-            raise ValueError(f"no record of a shard: {error}") from error
+            raise ValueError(f"not a record of a shard: {error}") from error
         counts = (len(scan.keys) + 1, *[len(scan.part_names)] * 3)
         if not end or len(columns) != 8 * sum(counts):
-            raise ValueError(f"no record of a shard: {len(columns)} bytes of columns, expected {8 * sum(counts)}")
+            raise ValueError(f"not a record of a shard: {len(columns)} bytes of columns, expected {8 * sum(counts)}")
         start = 0
         for name, count in zip(_COLUMNS, counts, strict=True):
             setattr(scan, name, array("q", np.frombuffer(columns, "<i8", count, start).tobytes()))
@@ -123,7 +123,7 @@ def member_size(name: str, size: int) -> int:
 
 
 def _header(name: str, size: int) -> bytes:
-    """Return the header of a member: one block, or a PAX header before it where the name or the size needs one."""
+    """Return the header of a member: one block, after a PAX header if the name or the size needs one."""
     raw = name.encode("utf-8", "surrogateescape")
     if len(raw) > 100 or not name.isascii() or size >= _LARGEST_PLAIN:
         info = tarfile.TarInfo(name)
@@ -142,12 +142,10 @@ class ShardFile:
         self.record = ShardRecord()
         self.num_bytes = 0
         self._media = media
-        self._pending: list[bytes] = []
-        self._pending_bytes = 0
         self._partial = partial_path(path)
         with _writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self._partial, "wb", buffering=0)  # noqa: SIM115 - `close` closes it
+            self._file = open(self._partial, "wb", buffering=_BUFFER_BYTES)  # noqa: SIM115 - `close` closes it
 
     @property
     def num_samples(self) -> int:
@@ -161,8 +159,8 @@ class ShardFile:
         for name, (part, _) in zip(names, parts, strict=True):
             if split_member_name(name) != (key, part) or "\0" in name or name.startswith("/"):
                 raise SourceError(
-                    f"{name!r} cannot be the name of a tar member with the key {key!r} and the part {part!r}. Keys "
-                    "have no dot after their last slash and do not begin with a slash or __, parts have no slash."
+                    f"{name!r} cannot name the part {part!r} of the key {key!r} in a tar. A key has no dot "
+                    "after its last slash and does not begin with a slash or __; a part has no slash."
                 )
         if not names or len(set(names)) < len(names):
             raise SourceError(f"sample {key!r} has {'a part twice' if names else 'no parts'}: {names}.")
@@ -186,7 +184,6 @@ class ShardFile:
         self._write(bytes(END_BYTES))
         record.size = self.num_bytes
         with _writing(self.path):
-            self._flush()
             self._file.close()
             if self.num_samples:
                 os.replace(self._partial, self.path)
@@ -197,24 +194,15 @@ class ShardFile:
 
     def abort(self) -> None:
         """Discard what was written."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # the disk is full, say
+            self._file.close()
         with contextlib.suppress(OSError):
             os.unlink(self._partial)
 
     def _write(self, *pieces: bytes) -> None:
-        for piece in pieces:
-            self._pending.append(piece)
-            self.num_bytes += len(piece)
-            self._pending_bytes += len(piece)
-        if self._pending_bytes >= _FLUSH_BYTES:
-            with _writing(self.path):
-                self._flush()
-
-    def _flush(self) -> None:
-        data = memoryview(b"".join(self._pending))
-        self._pending, self._pending_bytes = [], 0
-        while data:
-            data = data[self._file.write(data) :]
+        with _writing(self.path):
+            self._file.writelines(pieces)
+        self.num_bytes += sum(map(len, pieces))
 
     def _look_into(self, name: str, data: bytes) -> None:
         try:
@@ -226,7 +214,7 @@ class ShardFile:
 
 
 def partial_path(path: Path) -> Path:
-    """Return where a file is written before it gets its name: by one process of one machine."""
+    """Return the path that a file is written to before it is renamed, unique to a process of a machine."""
     return path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.partial")
 
 
@@ -246,7 +234,7 @@ def write_record(shard: Path, record: ShardRecord) -> None:
 class PartsFolder:
     """The folder `.nv-meta.parts` of a dataset that is being written.
 
-    The lock "alone" keeps all others out that take one, "shared" those that want to be alone.
+    The lock "alone" excludes all other holders, "shared" those that take "alone".
     """
 
     NAME: ClassVar[str] = PARTS_FOLDER
@@ -254,7 +242,9 @@ class PartsFolder:
     def __init__(self, root: Path, *, lock: Literal["alone", "shared"] | None = None) -> None:
         store = open_store(root)
         if not isinstance(store, LocalStore):
-            raise ConfigurationError(f"{root}: shards are written to a local folder; copy the folder when it is done.")
+            raise ConfigurationError(
+                f"{root}: shards can only be written to a local folder; write there, and copy it when it is done."
+            )
         self.root = Path(store.root)
         self.path = self.root / PARTS_FOLDER
         self._lock = -1
@@ -265,7 +255,7 @@ class PartsFolder:
                 self._claim(alone=lock == "alone")
 
     def remove(self) -> None:
-        """Remove the folder with all that is in it."""
+        """Remove the folder and its content."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
@@ -285,7 +275,7 @@ class PartsFolder:
         self.close()
 
     def _claim(self, *, alone: bool) -> None:
-        """Take the lock. The workers of a run that was just killed hold it for a moment longer."""
+        """Take the lock, waiting a moment for the workers of a run that was just killed."""
         wanted = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
         deadline = time.monotonic() + _LOCK_SECONDS
         while True:
@@ -296,7 +286,9 @@ class PartsFolder:
                     time.sleep(0.05)
                     continue
                 self.close()
-                raise ConfigurationError(f"{self.root}: another conversion writes here. Wait for it to end.") from None
+                raise ConfigurationError(
+                    f"{self.root}: another conversion is writing here. Wait for it to finish."
+                ) from None
             except OSError:
                 return  # a file system without locks
             break
@@ -317,9 +309,9 @@ def publish(
 ) -> dict[str, int]:
     """Move finished shards into place and write `.nv-meta`; returns the samples by shard.
 
-    `load` returns the record of a shard. A shard that is not among the parts is in its place already. `extra` are more
-    files of the dataset. Where a shard replaces another one, the dataset is unprepared until all is done, so that no
-    reader sees tars and indexes of different ages.
+    `load` returns the record of a shard. A shard that is not among the parts is already in place. `extra` are further
+    files of the dataset. If a shard replaces another one, the dataset is unprepared until everything is written, so
+    that no reader sees tars and indexes that do not match.
     """
     root = parts.root
     counts: dict[str, int] = {}
@@ -360,8 +352,8 @@ def publish(
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Turn errors of the file system into StorageError."""
+    """Turn file system errors into StorageError."""
     try:
         yield
     except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {error}. Is there room on the disk?") from error
+        raise StorageError(f"{path}: cannot write: {error}. Is the disk full?") from error

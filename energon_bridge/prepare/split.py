@@ -1,4 +1,4 @@
-"""Assigns shards to split parts: by ratio, or by patterns of their names.
+"""Assign shards to split parts, by ratio or by patterns of their names.
 
 By ratio: in the order of the names (or shuffled with a fixed seed), cut at `floor(shards * share so far)`, in exact
 arithmetic, so that the parts together hold every shard. By pattern: a shard may be in several parts or in none.
@@ -77,8 +77,8 @@ def _matching(shards: Sequence[str], name: str, pattern: str) -> list[str]:
     matching = [shard for shard in shards if any(one.match(shard) for one in compiled)]
     if not matching:
         raise ConfigurationError(
-            f"--split-parts {name}:{pattern}: matches none of the {len(shards)} shards; the first is {shards[0]!r}. "
-            f"Patterns match from the start of the path below the dataset's folder."
+            f"--split-parts {name}:{pattern}: the pattern matches none of the {len(shards)} shards; the first is "
+            f"{shards[0]!r}. Patterns match from the start of the path below the dataset's folder."
         )
     return matching
 

@@ -1,4 +1,4 @@
-"""Staging of files for a dataset: none is visible until all are complete.
+"""Stage the files of a dataset, so that none is visible until all are complete.
 
 Files are written to a separate folder (`.nv-meta.staging` in a local dataset, so that moving them is a rename) and
 moved when everything has been written; the file that declares the dataset prepared comes last. A failure before that
@@ -18,14 +18,14 @@ from energon_bridge.storage import LocalStore, Store
 
 try:
     import fcntl
-except ImportError:  # not on Windows, where two runs at once are the user's business
+except ImportError:  # not on Windows, where two runs at once are not detected
     fcntl = None  # type: ignore[assignment]
 
 STAGING_FOLDER = ".nv-meta.staging"
 
 
 class Staging:
-    """Collects files for a store and moves them there in the order of their announcement; a context manager."""
+    """Collects files for a store and moves them there in the order they were announced; a context manager."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -80,7 +80,7 @@ class Staging:
             except BlockingIOError:
                 os.close(self._lock)
                 raise ConfigurationError(
-                    f"{self._folder}: another `energon prepare` is at work on this dataset. Wait for it to end."
+                    f"{self._folder}: another `energon prepare` is running on this dataset. Wait for it to finish."
                 ) from None
             except OSError:
                 pass  # a file system without locks

@@ -46,7 +46,7 @@ class PartSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartType:
-    """How many parts of one name there are, and their bytes; None in a dataset of more than 10 million samples."""
+    """Number and bytes of the parts of one name; None in a dataset of more than 10 million samples."""
 
     count: int | None
     num_bytes: int | None
@@ -54,7 +54,7 @@ class PartType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaNumbers:
-    """Media metadata of one kind: files, and the least and most of each number, such as `width`."""
+    """Media metadata of one kind: files, and minimum and maximum of each number, such as `width`."""
 
     count: int
     ranges: dict[str, tuple[float, float]]
@@ -62,7 +62,7 @@ class MediaNumbers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnNumbers:
-    """Least, mean and most of a column of numbers."""
+    """Minimum, mean and maximum of a column of numbers."""
 
     least: float
     mean: float
@@ -73,8 +73,8 @@ class ColumnNumbers:
 class DatasetSummary:
     """The numbers of a prepared dataset.
 
-    `num_bytes` counts the shards, `missing_shards` are listed but not there, `new_shards` are there and not prepared.
-    `part_types` and `media` come from the key index: nothing without one.
+    `num_bytes` counts the shards, `missing_shards` are listed but do not exist, `new_shards` exist but are not
+    prepared. `part_types` and `media` come from the key index and are empty without one.
     """
 
     path: str
@@ -158,7 +158,7 @@ def summarize_dataset(
 
 
 def _new_shards(store: Store, known: Collection[str]) -> tuple[str, ...]:
-    """Return the tars below the dataset that came after it was prepared; none where nothing can be listed."""
+    """Return the tars that were added after the dataset was prepared; none if files cannot be listed."""
     try:
         return tuple(sorted(name for name, _ in store.list((".tar",)) if name not in known))
     except EnergonError:
@@ -187,7 +187,7 @@ def _of_key_index(store: Store, num_samples: int) -> tuple[dict[str, PartType], 
                 names = {name: PartType(count=count, num_bytes=size) for name, count, size in index.execute(query)}
             return names, _media(index) if "media_metadata" in tables else {}
     except sqlite3.Error:
-        return names, {}  # `energon lint` and whoever needs the index say what is wrong
+        return names, {}  # `energon lint` and users of the index report the damage
 
 
 def _names_of_parts(store: Store) -> dict[str, PartType]:
@@ -275,15 +275,15 @@ def _config(store: Store, name: str) -> dict[str, Any]:
 
 def _type_name(named: dict[str, Any]) -> str:
     if "__class__" not in named:
-        return "none (there is no dataset.yaml)" if not named else "unknown"
+        return "none (no dataset.yaml)" if not named else "unknown"
     return f"{named.get('__module__', '?')}.{named['__class__']}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafSummary:
-    """A dataset of a mix, or one of those that a join of it joins; `mixed` is its weight or how often it repeats.
+    """A dataset of a mix or of one of its joins; `mixed` is its weight or its repetitions.
 
-    `num_samples` are those of the split part, before the subsets and filters of the mix.
+    `num_samples` counts the split part, before the subsets and filters of the mix.
     """
 
     path: str

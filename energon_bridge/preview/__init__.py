@@ -1,4 +1,4 @@
-"""What `energon preview` shows: samples of datasets and mixes, batches as a model gets them, what a run saw at a step.
+"""The content of `energon preview`: samples of datasets and mixes, batches as a model gets them, the steps of a run.
 
 `sources` loads samples, `batches` runs the loader up to a step, `records` turns both into plain values of bounded size,
 and `terminal` and `pages` show them. Whatever the data holds, a record holds only text and small, re-encoded pictures.

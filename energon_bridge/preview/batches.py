@@ -67,7 +67,7 @@ class ShownRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownBatch:
-    """What a rank delivers in a step; the number of the microbatch is None if it is masked."""
+    """The batch of a rank in a step; the number of the microbatch is None if it is masked."""
 
     step: int
     rank: int
@@ -101,11 +101,11 @@ def delivered(
         steps: Steps before them, counted from the beginning of the run on so many ranks.
         world_size: Data-parallel ranks.
         state: Where to start; without it, loading starts at the first step.
-        rank: Only what this rank delivers.
+        rank: Return the steps of this rank only.
         per_step: Microbatches of a rank in a step.
 
     Raises:
-        ConfigurationError: The state lies behind the first step, or between two steps of so many ranks.
+        ConfigurationError: The state is after the first step, or between two steps of so many ranks.
     """
     batches = []
     for number in range(world_size) if rank is None else (rank,):
@@ -128,12 +128,12 @@ def _deliver(
         asked = range(steps.start * per_step, steps.stop * per_step)
         if asked.start < first:
             raise ConfigurationError(
-                f"step {steps.start} lies before the state, which stands before step {-(-first // per_step)} of "
-                f"{world_size} ranks: give an older state, or none, to begin at the beginning"
+                f"step {steps.start} is before the state, which is at step {-(-first // per_step)} of "
+                f"{world_size} ranks: give an older state, or none to start at step 0"
             )
         if asked.start - first > 100:
             logger.warning(
-                "rank %d: loading %d batches to get to step %d; a saved state of a step near it saves that",
+                "rank %d: loading %d batches to reach step %d; a saved state near that step avoids this",
                 rank,
                 asked.start - first,
                 steps.start,
@@ -161,7 +161,7 @@ def _stand(lanes: int, world_size: int, state: State | None) -> int:
     step = step_of(microbatches, num_lanes=lanes, world_size=world_size)
     if first_microbatch(step, num_lanes=lanes, world_size=world_size) != microbatches:
         raise ConfigurationError(
-            f"the state stands at microbatch {microbatches}, where no step of {world_size} ranks begins ({lanes} "
+            f"the state is at microbatch {microbatches}, where no step of {world_size} ranks starts ({lanes} "
             "lanes): give the number of ranks that it was saved with (--world-size)"
         )
     return step

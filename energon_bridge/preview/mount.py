@@ -170,7 +170,7 @@ def mount(tree: DatasetTree, mountpoint: Path, *, detach: bool = False) -> None:
             f"fuse3): {error}"
         ) from error
     if not mountpoint.is_dir() or any(mountpoint.iterdir()):
-        raise ConfigurationError(f"{mountpoint}: mount at an empty folder, which must exist")
+        raise ConfigurationError(f"{mountpoint}: not an empty folder. Make one to mount at")
     began = time.time_ns()
 
     def failing(code: int) -> OSError:
@@ -234,6 +234,6 @@ def mount(tree: DatasetTree, mountpoint: Path, *, detach: bool = False) -> None:
         if files.mounted:  # Ctrl-C has ended it
             return
         raise ConfigurationError(
-            f"{mountpoint}: the dataset cannot be mounted here: see the message of FUSE above. A container needs "
+            f"{mountpoint}: cannot mount the dataset here: see the message of FUSE above. A container needs "
             "/dev/fuse (docker run --device /dev/fuse --cap-add SYS_ADMIN)"
         ) from error

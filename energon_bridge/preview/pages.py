@@ -83,7 +83,9 @@ def write_pages(
     """
     out = Path(os.path.realpath(out))
     if out.exists() and not _is_preview(out):
-        raise ConfigurationError(f"{out} exists and is no preview: choose another folder for the pages, or remove it")
+        raise ConfigurationError(
+            f"{out} exists but is not a preview: choose another folder for the pages, or remove it"
+        )
     partial = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         writer = _Writer(partial, source.parts())
@@ -94,7 +96,7 @@ def write_pages(
             shutil.rmtree(out)
         os.replace(partial, out)
     except OSError as error:
-        raise ConfigurationError(f"{out}: the pages cannot be written: {error}") from error
+        raise ConfigurationError(f"{out}: cannot write the pages: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return writer.count
@@ -380,7 +382,9 @@ def server_of_pages() -> Callable[[Path, int, Callable[[str], None]], None]:
         try:
             listening = socket.create_server((_HOSTS[0], port))
         except OSError as error:
-            raise ConfigurationError(f"--port {port} cannot be used: {error.strerror}; give another, or 0") from error
+            raise ConfigurationError(
+                f"cannot use --port {port}: {error.strerror}; give another, or 0 for a free one"
+            ) from error
         with closing(listening), suppress(KeyboardInterrupt):  # Ctrl-C is the way to end it
             say(f"http://{_HOSTS[0]}:{listening.getsockname()[1]}/")
             uvicorn.Server(uvicorn.Config(application, log_level="warning")).run(sockets=[listening])

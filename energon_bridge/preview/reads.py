@@ -1,7 +1,7 @@
-"""What is read when, as a picture: steps from left to right, samples from top to bottom, a colour for each rank.
+"""A picture of the reads of a run: steps from left to right, samples from top to bottom, a colour for each rank.
 
-Of a run of this package that is arithmetic. Of one of megatron-energon it is read from the logs that its workers wrote
-(`worker_debug_path`): files of JSON, one event per line, of which `…DataLoader.yield` has the keys of a batch.
+For a run of this package the reads are computed. For one of megatron-energon they come from the logs of its workers
+(`worker_debug_path`): files of JSON, one event per line; the event `…DataLoader.yield` has the keys of a batch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FEWEST_COLUMNS, _FEWEST_ROWS = 100, 60
 _COLORS = np.array(
     [(68, 119, 170), (204, 119, 51), (34, 136, 102), (170, 68, 119), (136, 119, 34), (85, 102, 204)], dtype=np.float64
 )
-"""Of the ranks, in turn."""
+"""The colours of the ranks, in turn."""
 _PAPER = 255.0
 _YIELDS = ("SavableDataLoader.yield", "BasicDataLoader.yield")
 _LEFT, _TOP, _RIGHT, _BOTTOM = 210, 16, 16, 54
@@ -65,7 +65,7 @@ class Reads:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BandFacts:
-    """What is read of one dataset: samples it has, reads, different samples, and reads of the one that is read most."""
+    """The reads of one dataset: its samples, reads, different samples, and reads of the most read sample."""
 
     name: str
     num_samples: int
@@ -75,7 +75,7 @@ class BandFacts:
 
 
 def reads_of_run(run: Run, first_step: int, num_steps: int) -> Reads:
-    """Return what a run reads in some steps, as if no sample were skipped; no data is read.
+    """Compute the reads of a run in some steps, assuming no sample is skipped; no data is read.
 
     Raises:
         ConfigurationError: There are no such steps.
@@ -99,7 +99,7 @@ def reads_of_run(run: Run, first_step: int, num_steps: int) -> Reads:
 
 
 def log_files(source: Sequence[str]) -> list[Path]:
-    """Return the worker logs of megatron-energon that arguments name, as files or folders; none for anything else."""
+    """Return the worker logs of megatron-energon among files and folders; none if an argument is anything else."""
     files: list[Path] = []
     for name in map(Path, source):
         if name.is_dir() and not (name / ".nv-meta").exists():
@@ -119,7 +119,7 @@ def _is_log(file: Path) -> bool:
 
 
 def reads_of_logs(files: Sequence[Path], first_step: int, num_steps: int, loader: int | None = None) -> Reads:
-    """Return what a run of megatron-energon has read, by the logs of its workers; datasets are told by their shards.
+    """Return the reads of a run of megatron-energon from the logs of its workers; shards identify the datasets.
 
     Args:
         files: The logs, of all ranks.
@@ -137,7 +137,7 @@ def reads_of_logs(files: Sequence[Path], first_step: int, num_steps: int, loader
             delivered.setdefault(int(event["id"]), []).append((*place, [str(key) for key in keys]))
     if not delivered:
         raise ConfigurationError(
-            f"{files[0]}: the logs name no samples. Write them with WorkerConfig(worker_debug_path=…, "
+            f"{files[0]}: the logs contain no samples. Write them with WorkerConfig(worker_debug_path=…, "
             "worker_log_level=1) and an encoder that keeps __key__"
         )
     chosen = max(delivered, key=lambda one: len(delivered[one])) if loader is None else loader
@@ -174,7 +174,7 @@ def _collected(bands: tuple[Band, ...], first: int, count: int, found: Iterable[
 
 
 def facts_of(reads: Reads) -> list[BandFacts]:
-    """Return what is read of each dataset."""
+    """Return the reads of each dataset."""
     found = []
     for band in reads.bands:
         own = reads.samples[(reads.samples >= band.first) & (reads.samples < band.first + band.count)]
@@ -185,10 +185,10 @@ def facts_of(reads: Reads) -> list[BandFacts]:
 
 
 def picture_of(reads: Reads, *, columns: int = _COLUMNS, rows: int = _ROWS) -> Image.Image:
-    """Return the picture: white where nothing is read, and the fuller the colour of a rank, the more it reads there."""
+    """Return the picture: white where nothing is read, and a rank's colour the stronger, the more it reads there."""
     total = max(1, sum(band.count for band in reads.bands))
     columns, rows = max(1, min(columns, reads.num_steps)), max(1, min(rows, total))
-    # Where reads are few, larger cells: single pixels far from each other would be hard to see.
+    # If there are few reads, use larger cells: isolated pixels would be hard to see.
     coarser = min(1.0, (reads.samples.size / (columns * rows)) ** 0.5)
     columns = max(min(columns, _FEWEST_COLUMNS), round(columns * coarser))
     rows = max(min(rows, _FEWEST_ROWS), round(rows * coarser))
@@ -207,7 +207,7 @@ def picture_of(reads: Reads, *, columns: int = _COLUMNS, rows: int = _ROWS) -> I
 
 
 def write_picture(path: Path, reads: Reads, *, title: str) -> None:
-    """Write the picture: with axes and legend as `.svg`, the bare pixels as `.png`.
+    """Write the picture: as `.svg` with axes and legend, or as `.png` with the pixels alone.
 
     Raises:
         ConfigurationError: The name ends otherwise, or the file cannot be written.
@@ -224,13 +224,13 @@ def write_picture(path: Path, reads: Reads, *, title: str) -> None:
         partial.write_bytes(content)
         partial.replace(path)
     except OSError as error:
-        raise ConfigurationError(f"{path} cannot be written: {error}") from error
+        raise ConfigurationError(f"{path}: cannot write the picture: {error}") from error
     finally:
         partial.unlink(missing_ok=True)
 
 
 def _svg(reads: Reads, png: bytes, title: str) -> str:
-    """Return axes and legend around the pixels; no script, nothing from elsewhere."""
+    """Return the pixels with axes and legend, without scripts or external files."""
     width, height = _LEFT + _COLUMNS + _RIGHT, _TOP + _ROWS + _BOTTOM
     total = max(1, sum(band.count for band in reads.bands))
     parts = [

@@ -1,4 +1,4 @@
-"""Records: what a terminal or a page shows of a sample, as text and small pictures of bounded size.
+"""Records: a sample as text and small pictures of bounded size, for a terminal or a page.
 
 Nothing in the data makes this module raise: a value that cannot be shown is named, a picture that cannot be decoded (or
 exceeds the decoder's limits) is replaced by its error.
@@ -26,7 +26,7 @@ _MOST_ITEMS = 64
 _MOST_FIELDS = 48
 _MOST_NUMBERS = 16
 _MOST_BYTES = 32 << 20
-"""Bytes of a video or sound above which it is named and not shown."""
+"""A larger video or sound, in bytes, is named but not shown."""
 _PLAYABLE: dict[str, Literal["video", "audio"]] = {
     **dict.fromkeys(("mp4", "m4v", "mov", "webm"), "video"),
     **dict.fromkeys(("wav", "flac", "mp3", "ogg", "opus", "m4a"), "audio"),
@@ -75,7 +75,7 @@ Item = Text | Picture | Clip | Turn
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """What is shown of one sample.
+    """The displayed content of a sample.
 
     Attributes:
         dataset: Its path.
@@ -266,7 +266,7 @@ def _clip(value: AVDecoder) -> Clip | Text:
         known = value.get_metadata(get_video_frame_count=False)
         facts = {entry.name.replace("_", " "): getattr(known, entry.name) for entry in fields(known)}
         said = ", ".join(f"{name} {round(fact, 3):g}" for name, fact in facts.items() if fact is not None)
-    except ConfigurationError:  # there is no PyAV, and browsers do without
+    except ConfigurationError:  # PyAV is not installed; browsers do not need it
         said = ""
     text = f"{value!r}{': ' if said else ''}{said}"
     stream, suffix = value.stream, value.suffix

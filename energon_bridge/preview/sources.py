@@ -1,4 +1,4 @@
-"""Samples to be shown: those of a dataset or mix in their own order, and those that a run draws at some steps.
+"""Samples to show: those of a dataset or mix in order, or those that a run draws at some steps.
 
 Samples are loaded as a run loads them, but no task encoder sees them, and one that fails is shown with its error
 instead of being left out.
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 _MOST_KEY = 1000
 _AT_A_TIME = 64
-"""Samples that are loaded together."""
+"""Number of samples loaded together."""
 
 
 class _AsTheyAre(DefaultTaskEncoder[Any, Any, Any, Any]):
@@ -43,14 +43,14 @@ class _AsTheyAre(DefaultTaskEncoder[Any, Any, Any, Any]):
 
 
 class _ForCode(DefaultTaskEncoder[Any, Any, Any, Any]):
-    """Decodes as training does, for datasets with code of their own, which may count on it."""
+    """Decodes as training does, for datasets with their own code, which may rely on it."""
 
     decoder = SampleDecoder()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
-    """A sample that a run draws: its restore key, and where it stands in the run."""
+    """A sample that a run draws: its restore key, and its position in the run."""
 
     key: tuple[str, int, int, int]
     facts: Mapping[str, int] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Drawn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One dataset of a mix: its name, samples, and share of the draws (0 where nothing says it)."""
+    """One dataset of a mix: its name, samples, and share of the draws (0 if unknown)."""
 
     name: str
     num_samples: int
@@ -69,7 +69,7 @@ class SampleSource:
     """Loads samples of a mix by their restore keys.
 
     Args:
-        spec: The mix; its task encoder is of no matter.
+        spec: The mix; its task encoder is not used.
         plan: The leaves; default: those of a run of one rank.
     """
 
@@ -83,7 +83,7 @@ class SampleSource:
         self._leaves = {leaf.identity: number for number, leaf in enumerate(self._plan.leaves)}
 
     def in_order(self, limit: int | None) -> Iterator[Drawn]:
-        """Give the first samples of each dataset, at most so many together, in equal numbers if they are cut."""
+        """Yield the first samples of each dataset, at most `limit` in all, in equal numbers if limited."""
         leaves = self._spec.leaves
         for leaf, count in zip(leaves, shared_out(limit, [leaf.num_samples for leaf in leaves]), strict=True):
             for index in leaf.numbers(count):
@@ -104,7 +104,7 @@ class SampleSource:
         ]
 
     def records(self, drawn: Iterable[Drawn], finish: Callable[[Record], T]) -> Iterator[T]:
-        """Load samples and give, in their order, what a function makes of their records, on all cores."""
+        """Load samples and yield `finish(record)` of each, in order, using all cores."""
         with ThreadPoolExecutor(available_cores(), "energon-preview") as pool:
             waiting = iter(drawn)
             while some := list(islice(waiting, _AT_A_TIME)):
@@ -112,7 +112,7 @@ class SampleSource:
                 yield from pool.map(lambda pair: finish(self._record(*pair)), zip(some, loaded, strict=True))
 
     def _loaded(self, keys: Sequence[tuple[str, int, int, int]]) -> list[tuple[Any, int]]:
-        """Return samples, or the `FailedSample`s in their place, and their sizes; a broken shard fails its own only."""
+        """Return samples (or `FailedSample`s) and their sizes; a broken shard only fails its own samples."""
         try:
             return self._load(keys)
         except EnergonError as error:
@@ -136,7 +136,7 @@ class SampleSource:
         return loaded
 
     def _made(self, ref: SampleRef, sample: Any) -> Any:
-        """Return what code that comes with a dataset makes of a sample."""
+        """Apply a dataset's own code to a sample."""
         if type(sample) is not PendingSample:
             return sample
         return self._pipeline.code.make(sample, self._pipeline.source(ref.leaf).user_key, ref.sample, ref.epoch)
@@ -171,7 +171,7 @@ class SampleSource:
 
 
 def shared_out(limit: int | None, sizes: Sequence[int]) -> list[int]:
-    """Return how many of each dataset are shown: equal numbers, as far as each has them."""
+    """Return how many samples of each dataset to show: equal numbers, as far as each has enough."""
     if limit is None or limit >= sum(sizes):
         return list(sizes)
     counts = [0] * len(sizes)
@@ -187,7 +187,7 @@ def shared_out(limit: int | None, sizes: Sequence[int]) -> list[int]:
 
 
 def drawn_in(run: Run, steps: Sequence[int], rank: int | None = None) -> Iterator[Drawn]:
-    """Give the samples of steps of a run, by arithmetic; see `forecast.samples.name_steps`."""
+    """Yield the samples of steps of a run, computed without reading; see `forecast.samples.name_steps`."""
     for step, microbatches in zip(steps, name_steps(run, steps), strict=True):
         for microbatch in microbatches:
             if rank is not None and microbatch.rank != rank:

@@ -3,7 +3,7 @@
 Pictures are drawn by the graphics protocol of kitty (https://sw.kovidgoyal.net/kitty/graphics-protocol/), by sixels
 (DEC STD 070, chapter 13), or with half blocks in 24-bit colour, which every terminal shows.
 
-What is in the data cannot steer the terminal: control characters are shown as what they are called.
+Data cannot control the terminal: control characters are shown by name.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ _HALF = "▀"
 _MOST_LINES = 40
 _BAR = 60
 _STYLES = {"special": "magenta", "image": "yellow", "text": ""}
-_CELL = 10  # pixels of a column, about; sixels know nothing of columns
-_CHUNK = 4096  # bytes of a picture in one of kitty's messages, at most
+_CELL = 10  # approximate pixels of a column; sixels have no columns
+_CHUNK = 4096  # most bytes of a picture in one of kitty's messages
 _KITTY_PROGRAMS = ("ghostty", "kitty", "WezTerm")
 _SIXEL_PROGRAMS = ("contour", "foot", "mintty", "mlterm", "yaft")
 _COLORS = ("blue", "dark_orange3", "green", "deep_pink4", "gold4", "slate_blue1")
 
 
 class Escape(str):
-    """A line that goes to the terminal as it is."""
+    """A line that goes to the terminal unchanged."""
 
 
 Line = Styled | Escape
 Draw = Callable[[Image.Image, int], Iterator[Line]]
-"""Gives the lines of an image that is some columns wide."""
+"""Yields the lines of an image with a width in columns."""
 
 
 def lines_of(record: Record, *, columns: int, draw: Draw | None = None) -> Iterator[Line]:
-    """Yield the lines of a sample; its pictures are `columns` wide, and only named if that is 0."""
+    """Yield the lines of a sample; pictures are `columns` wide; 0: only named."""
     draw = draw or half_blocks
     yield Styled.assemble((clean(record.key), "bold"), ("  " + clean(record.dataset), "dim"))
     facts = [f"{name} {value:,}" for name, value in record.facts.items()]
@@ -58,7 +58,7 @@ def lines_of(record: Record, *, columns: int, draw: Draw | None = None) -> Itera
 
 
 def lines_of_batch(batch: ShownBatch, *, columns: int, draw: Draw | None = None) -> Iterator[Line]:
-    """Yield the lines of a batch: a bar of segments for each row, and its tokens as far as they fit."""
+    """Yield the lines of a batch: for each row a bar of segments, and the tokens that fit."""
     draw = draw or half_blocks
     where = "masked" if batch.microbatch is None else f"microbatch {batch.microbatch:,}"
     yield Styled(
@@ -85,7 +85,7 @@ def lines_of_batch(batch: ShownBatch, *, columns: int, draw: Draw | None = None)
 
 
 def clean(text: str) -> str:
-    """Return a text without characters that a terminal obeys."""
+    """Return a text with control characters replaced by their names."""
     return "".join(char if char in "\n\t" or char.isprintable() else f"\\x{ord(char):02x}" for char in text)
 
 
@@ -145,7 +145,7 @@ WAYS: Mapping[str, Draw] = {"kitty": kitty, "sixel": sixel, "blocks": half_block
 def way_of_terminal(environment: Mapping[str, str]) -> str:
     """Return how the terminal shows pictures, by its environment variables: a key of `WAYS`."""
     if "TMUX" in environment or environment.get("TERM", "").startswith(("screen", "tmux")):
-        return "blocks"  # which hands on neither
+        return "blocks"  # it passes on neither protocol
     names = (environment.get("TERM_PROGRAM", ""), environment.get("TERM", "").removeprefix("xterm-"))
     if "KITTY_WINDOW_ID" in environment or any(name.startswith(_KITTY_PROGRAMS) for name in names):
         return "kitty"

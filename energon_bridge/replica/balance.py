@@ -117,8 +117,7 @@ def make_balance(
         )
     if own_share and not isinstance(cost, ColumnCost):
         raise ConfigurationError(
-            f"make_balance: own_share=True needs a cost that is known before anything is loaded, a ColumnCost, got "
-            f"{type(cost).__name__}"
+            f"make_balance: own_share=True needs a ColumnCost, which is known before loading, got {type(cost).__name__}"
         )
     if not dist.is_initialized():
         return Balance(cost=cost, group=None, window=window, own_share=own_share)
@@ -132,9 +131,8 @@ def make_balance(
     for members in sorted({entry[1:] for entry in found if entry[0]}):
         if not all(found[member][0] for member in members):
             raise ConfigurationError(
-                f"balance: of the data-parallel ranks {list(members)} not all load their data, so that their "
-                "microbatches cannot be exchanged before they are broadcast: let every rank load "
-                "(replica_loading='every_rank')"
+                f"balance: some of the data-parallel ranks {list(members)} get their data by broadcast, so "
+                "microbatches cannot be exchanged before: let every rank load (replica_loading='every_rank')"
             )
         if len(members) > 1:
             # All processes take part in making every group.
@@ -317,7 +315,7 @@ class ExchangingLoader(BalancedLoader):
     def _cost_of(self, batch: Any) -> float:
         cost = float(self._cost(batch))
         if not (math.isfinite(cost) and cost >= 0):
-            raise ConfigurationError(f"the cost of a batch must be a finite number, 0 or more, got {cost!r}")
+            raise ConfigurationError(f"the cost of a batch must be a finite number of at least 0, got {cost!r}")
         return cost
 
     # Exchanging, in a thread -----------------------------------------------------------------------------------------
@@ -331,7 +329,7 @@ class ExchangingLoader(BalancedLoader):
         if len(numbers := sorted(set(table[:, 1].astype(int).tolist()))) > 1:
             raise StepMismatchError(
                 f"the data-parallel ranks are at different global batches ({', '.join(map(str, numbers))}): restore "
-                "the same state on all of them, and let all take the same number of microbatches"
+                "the same state on all of them, and take the same number of microbatches on each"
             )
         # Of turn r, rank k has loaded microbatch r R + k.
         found = table[:, 2:].T.ravel()
@@ -381,7 +379,7 @@ class ExchangingLoader(BalancedLoader):
             raise error
         rank = int(np.flatnonzero(failed)[0])
         raise BalanceError(
-            f"data-parallel rank {rank} could not load its part of global batch {number} of the run, so that no rank "
+            f"data-parallel rank {rank} could not load its part of global batch {number} of the run, so no rank "
             f"can train on it. It failed with {texts[rank]}"
         )
 
@@ -414,7 +412,7 @@ class ExchangingLoader(BalancedLoader):
         self._skipped = skipped
 
     def _change(self, change: Callable[[], int]) -> int:
-        """Drop what was loaded ahead, change the loader, and continue from its position."""
+        """Drop the batches loaded ahead, change the loader, and continue from its position."""
         state = self._state()
         self._drop()
         self.loader.restore_state_rank(state)
@@ -430,7 +428,7 @@ class ExchangingLoader(BalancedLoader):
         self.loader.close()
 
     def _drop(self) -> None:
-        """Drop what was loaded ahead."""
+        """Drop the batches loaded ahead."""
         if self._exchange is not None:
             self._exchange.join()
         self._exchange, self._stream = None, None
@@ -453,34 +451,33 @@ def _check(loader: Any, balance: Balance, *, asks: bool) -> int:
     """
     if not isinstance(loader, SavableDataLoader):
         raise ConfigurationError(
-            f"balance needs a loader of get_savable_loader, got {type(loader).__name__}: its state says which "
-            "microbatches were delivered"
+            f"balance needs a loader from get_savable_loader, whose state counts microbatches, got "
+            f"{type(loader).__name__}"
         )
     spec, config = loader.spec, loader.config
     if spec.finite or spec.virtual_epoch_length is not None:
         kind = "a finite stream" if spec.finite else "a virtual epoch"
         raise ConfigurationError(
             f"balance needs an endless training stream, got {kind}, whose last global batch may lack microbatches: "
-            "leave balance out for it (validation), or train without repeat=False and virtual_epoch_length"
+            "leave balance out (for validation), or train without repeat=False and virtual_epoch_length"
         )
     size, ranks = config.microbatches_per_global_batch, config.dp_size
     peers = Peers(balance.group)
     if (asks or balance.group is not None) and (peers.rank, peers.size) != (config.dp_rank, ranks):
         raise ConfigurationError(
-            f"balance: the loader is that of data-parallel rank {config.dp_rank} of {ranks}, but the group that "
-            "make_balance has made is another one: initialise torch.distributed before both, and give make_balance the "
-            "pg_collection of the data"
+            f"balance: the loader is that of data-parallel rank {config.dp_rank} of {ranks}, but make_balance "
+            "found another group: initialise torch.distributed before both, and pass make_balance the pg_collection "
+            "of the data"
         )
     if size is None or size % ranks:
         raise ConfigurationError(
-            f"balance: {ranks} data-parallel ranks cannot share a global batch of "
-            f"{'an unknown number of' if size is None else size} microbatches: give global_batch_size (or "
+            f"balance: {ranks} data-parallel ranks cannot divide a global batch of "
+            f"{'an unknown number of' if size is None else size} microbatches: set global_batch_size (or "
             "WorkerConfig(microbatches_per_global_batch=…)), a multiple of micro_batch_size times the number of ranks"
         )
     if size == ranks > 1 and balance.window == 1 and not config.dp_rank:
         logger.warning(
-            "balance has nothing to do: each rank runs one microbatch of a global batch; it needs two or more (a "
-            "smaller micro_batch_size, or a larger global_batch_size), or a window of several global batches "
-            "(balance_window)"
+            "balance has no effect, because each rank runs one microbatch of a global batch: use a smaller "
+            "micro_batch_size, a larger global_batch_size, or a window of several global batches (balance_window)"
         )
     return size

@@ -158,7 +158,7 @@ class BalancedLoader(ABC):
         return self._changed(lambda: self.loader.set_weights(weights, from_draw=from_draw))
 
     def ban(self, keys: Any, **kwargs: Any) -> int:
-        """Withdraw samples while the run goes on (see `SavableDataLoader.ban`).
+        """Withdraw samples during the run (see `SavableDataLoader.ban`).
 
         Raises:
             WrongUseError: A global batch, or a window of them, was delivered in part.
@@ -172,8 +172,8 @@ class BalancedLoader(ABC):
         if self._within:
             raise WrongUseError(
                 f"{self._within // self._rounds} of {self._window} global batches of this window were delivered: with "
-                f"balance_window={self._window} weights and bans change after whole windows, every {self._window} "
-                "optimizer steps"
+                f"balance_window={self._window}, change weights and bans after whole windows only, every "
+                f"{self._window} optimizer steps"
             )
         return self._change(change)
 
@@ -207,7 +207,7 @@ class BalancedLoader(ABC):
         return self.loader.restore_sample(restore_key)
 
     def describe_restore_key(self, restore_key: tuple[Any, ...]) -> str:
-        """Name the samples behind the `__restore_key__` of a batch or sample."""
+        """Name the samples of the `__restore_key__` of a batch or sample."""
         return self.loader.describe_restore_key(restore_key)
 
     def close(self) -> None:
@@ -219,9 +219,9 @@ class BalancedLoader(ABC):
         size = self._rounds * self.config.dp_size
         if microbatches % size:
             raise StepMismatchError(
-                f"the data stands after {microbatches} microbatches, in the middle of a global batch of {size}: with "
-                "balance a run goes on at the beginning of one. Take a state that was saved after an optimizer step, "
-                "or give the global batch size with which it was saved"
+                f"the data is at microbatch {microbatches}, in the middle of a global batch of {size}: with balance, a "
+                "run continues at the start of one. Use a state that was saved after an optimizer step, or set the "
+                "global batch size that it was saved with"
             )
 
     def _check_even(self) -> None:
@@ -325,12 +325,12 @@ class OwnShareLoader(BalancedLoader):
         if len({place for place, _ in found}) > 1:
             raise StepMismatchError(
                 "the data-parallel ranks are at different microbatches of the run "
-                f"({', '.join(str(place) for place, _ in found)}): restore the same state on all of them, and let all "
-                "take the same number of microbatches"
+                f"({', '.join(str(place) for place, _ in found)}): restore the same state on all of them, and take "
+                "the same number of microbatches on each"
             )
         other = next((rank for rank, (_, hashed) in enumerate(found) if hashed != found[0][1]), None)
         if other is not None:
             raise BalanceError(
-                f"data-parallel ranks 0 and {other} read different columns, or were given different costs, so that "
-                "they would not run the same global batches: give all ranks the same ColumnCost, and the same dataset"
+                f"data-parallel ranks 0 and {other} read different columns or have different costs, so they would "
+                "not run the same global batches: use the same ColumnCost and dataset on all ranks"
             )

@@ -205,7 +205,7 @@ class Exchange:
         try:
             self.send(self.pack(lambda keys: {"error": [type(error).__name__, str(error)]}))
         except Exception:  # a backend raises what it likes, and the error itself is what the caller must see
-            logger.exception("the other ranks of the replica could not be told of an error")
+            logger.exception("could not send an error to the other ranks of the replica")
 
     def receive(self) -> Any:
         """Return the next message of the source, or raise its error."""

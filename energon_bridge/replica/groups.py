@@ -38,7 +38,7 @@ class StageKeys:
     def __post_init__(self) -> None:
         for name in ("first", "middle", "last"):
             if isinstance(getattr(self, name), str):
-                raise ConfigurationError(f"StageKeys: {name} must be a list of field names, got one string")
+                raise ConfigurationError(f"StageKeys: {name} must be a list of field names, got a string")
 
     def of(self, stage: int, stages: int) -> frozenset[str] | None:
         """Return the fields for one of several stages."""
@@ -93,8 +93,8 @@ def make_replica(
         raise ConfigurationError(f"make_replica: backend must be 'gloo', 'nccl' or None, got {backend!r}")
     if not dist.is_initialized():
         raise ConfigurationError(
-            "broadcasting batches needs torch.distributed: initialise it and megatron's parallel_state before the "
-            "data, or let every rank load (replica_loading='every_rank')"
+            "broadcasting batches needs torch.distributed: initialise it and megatron's parallel_state before "
+            "the data, or let every rank load (replica_loading='every_rank')"
         )
     group = data_parallel_group(pg_collection)
     here = (dist.get_rank() if group is None else int(group.rank()), *parallel_place("pp", pg_collection))

@@ -175,7 +175,7 @@ class BroadcastLoader:
         return int(self._exchange.answer(lambda: self._loader.set_weights(weights, from_draw=from_draw)))
 
     def ban(self, keys: Any, **kwargs: Any) -> int:
-        """Withdraw samples while the run goes on (see `SavableDataLoader.ban`); the source's arguments count."""
+        """Withdraw samples during the run (see `SavableDataLoader.ban`); the source's arguments count."""
 
         def banned() -> State:
             return {"draw": self._loader.ban(keys, **kwargs), **self._saved()}
@@ -193,19 +193,19 @@ class BroadcastLoader:
                 close()
 
     def _saved(self) -> State:
-        """Return what the source says of its state: the state, or why it has none."""
+        """Return the source's state, or why it has none."""
         unfinished = getattr(self._loader, "unfinished", None)
         save = None if unfinished else getattr(self._loader, "save_state_rank", None)
         return {"state": None if save is None else save(), "unfinished": unfinished}
 
     def _note(self, saved: State) -> None:
-        """Take over what the source says of its state; while it has none, the last one stands for the counters."""
+        """Take over the source's state; without one, keep the counters of the last."""
         self._unfinished = saved["unfinished"]
         if self._unfinished is None:
             self._state = saved["state"]
 
     def _facts(self) -> State:
-        """Return what the other ranks need to know about the loader."""
+        """Return the facts about the loader for the other ranks."""
         loader = self._loader
         spec, ownership = getattr(loader, "spec", None), getattr(loader, "ownership", None)
         has_length = hasattr(loader, "__len__")

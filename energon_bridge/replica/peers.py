@@ -107,14 +107,14 @@ class Peers:
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
-        """Say what it means where gloo cannot reach another rank."""
+        """Turn gloo's failures to reach another rank into an error with the cause."""
         try:
             yield
         except RuntimeError as error:
             raise BalanceError(
-                f"data-parallel rank {self.rank} of {self.size} cannot reach another one to balance microbatches: it "
-                "has ended, or did not ask for as many batches as this one within the timeout of the group. Look at "
-                f"the first error of the other ranks ({error})"
+                f"data-parallel rank {self.rank} of {self.size} cannot reach another one to balance microbatches: that "
+                "rank has ended, or took fewer batches than this one within the timeout of the group. Look at the "
+                f"first error of the other ranks ({error})"
             ) from error
 
     def _global(self, rank: int) -> int:

@@ -57,7 +57,9 @@ def _encode(value: Any, where: str, tensors: list[Tensor]) -> Node:
         return value
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_quantized:
-            raise ConfigurationError(f"{where} is a {value.layout} tensor, and only dense ones can be broadcast")
+            raise ConfigurationError(
+                f"{where} is a {value.layout} tensor, but only dense ones can be broadcast: convert it"
+            )
         return ["tensor", _add(value.detach(), tensors)]
     if isinstance(value, np.ndarray | np.generic):
         return ["array" if isinstance(value, np.ndarray) else "scalar", _add(_from_numpy(value, where), tensors)]
@@ -89,7 +91,7 @@ def _encode(value: Any, where: str, tensors: list[Tensor]) -> Node:
 
 
 def decode(node: Node, tensors: list[Tensor]) -> Any:
-    """Build the value that a node and its tensors stand for.
+    """Build the value that a node and its tensors describe.
 
     Raises:
         ConfigurationError: A class cannot be found in this process.
@@ -134,8 +136,8 @@ def select(batch: Any, keys: Collection[str] | None) -> Any:
     names = _fields_of(batch)
     if names is None:
         raise ConfigurationError(
-            f"stage_keys choose fields of a batch, but a batch of type {type(batch).__name__} has none: let "
-            "encode_batch return a dataclass or a dict, or give no stage_keys"
+            f"stage_keys choose fields of a batch, but a batch of type {type(batch).__name__} has none: return "
+            "a dataclass or a dict from encode_batch, or leave out stage_keys"
         )
     chosen = copy.copy(batch)
     for name in names:
@@ -158,7 +160,7 @@ def check_keys(batch: Any, keys: Collection[str] | None) -> None:
     unknown = sorted(set(keys or ()) - set(names or ()))
     if names is not None and unknown:
         raise UnknownArgumentError(
-            f"stage_keys name {', '.join(map(repr, unknown))}, but the batch ({type(batch).__name__}) has "
+            f"stage_keys contain {', '.join(map(repr, unknown))}, but the batch ({type(batch).__name__}) has "
             f"{', '.join(map(str, names))}"
         )
 
@@ -179,7 +181,7 @@ def _from_numpy(value: Any, where: str) -> Tensor:
         return torch.from_numpy(np.array(value))  # a copy: read-only arrays make torch warn
     except TypeError as error:
         raise ConfigurationError(
-            f"{where} is a numpy array of dtype {value.dtype}, which torch does not know: convert it in encode_batch"
+            f"{where} is a numpy array of dtype {value.dtype}, which torch does not support: convert it in encode_batch"
         ) from error
 
 
@@ -209,5 +211,8 @@ def _class(name: str, tag: str) -> Any:
         "mapping": isinstance(kind, type) and issubclass(kind, dict | UserDict),
     }
     if not (isinstance(kind, type) and fits[tag]):
-        raise ConfigurationError(f"a batch of class {name} was broadcast, which is no {tag} on this rank")
+        raise ConfigurationError(
+            f"a batch of class {name} was broadcast, but it is not a {tag} on this rank: run the same program on all "
+            "ranks"
+        )
     return kind

@@ -2,15 +2,20 @@
 
 Rows are read where they are written, in the process that writes them; the one that plans reads metadata only, and the
 rows that it shows. Labels of Hugging Face's `ClassLabel` come with their names.
+
+Local files are mapped into memory. Of files behind URLs, the end of a parquet file is read, and the head of each record
+batch of an arrow file; then one row group or record batch at a time, with all its columns in one request.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import struct
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
@@ -20,29 +25,41 @@ from energon_bridge.rows.base import (
     SPLIT_NAMES,
     SPLIT_ORDER,
     Layout,
+    MediaRoot,
     Row,
     first_rows,
     lay_out,
     located,
 )
 from energon_bridge.rows.lists import CONVERSATIONS, as_files, conversation_row, holds_media, propose_layout
+from energon_bridge.storage import Store, as_far, open_store
 
+_LOOKED_AT = 20
 _SPLIT = re.compile(r"(train|validation|valid|val|dev|test)(?=[-_.]|$)")
 
+SAVED = ("dataset_dict.json", "state.json")
 
 Stamp = tuple[int, int]
-"""Bytes of a file, and when it changed (of a remote one: its version): what is kept of it belongs to just that."""
+"""Size and modification time of a file (of a remote one, its version): cached data is valid for this stamp only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """A row group of a parquet file, or an arrow file (group -1), with the label names of its columns."""
+    """A row group of a parquet file, or an arrow file (group -1), with the columns and the label names of some.
+
+    Of a file behind a URL, `store` has the bytes and `metadata` is its footer. If it is an arrow file, its groups are
+    its record batches: `metadata` is the schema, and `span` offset and length of the batch.
+    """
 
     path: str
     stamp: Stamp
     group: int
     num_rows: int
+    columns: tuple[str, ...]
     labels: tuple[tuple[str, tuple[str, ...]], ...]
+    store: Store | None = field(default=None, compare=False, repr=False)
+    metadata: Any = field(default=None, compare=False, repr=False)
+    span: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +71,7 @@ class ArrowSample:
     group: Group
     at: int
     number: int
-    media: Path
+    media: MediaRoot
     columns: tuple[str, ...]
     layout: Layout
 
@@ -63,7 +80,7 @@ class ArrowSample:
         return [(name, len(data)) for name, data in self.read()[0]]
 
     def mark(self) -> str:
-        """Return what changes if the file does."""
+        """Return a text that changes if the file does."""
         size, version = self.group.stamp
         return f"{self.key}\0{self.group.path} {size} {version} {self.group.group} {self.at}"
 
@@ -73,7 +90,7 @@ class ArrowSample:
         return lay_out(row, self.layout, self.number).read()
 
 
-def read_row(group: Group, at: int, where: str, media: Path, columns: tuple[str, ...]) -> Row:
+def read_row(group: Group, at: int, where: str, media: MediaRoot, columns: tuple[str, ...]) -> Row:
     """Return a row; raises SourceError."""
     values: dict[str, Any] = table_of(group).slice(at, 1).to_pylist()[0]
     return row_of(values, where, media, columns, group.labels)
@@ -82,11 +99,11 @@ def read_row(group: Group, at: int, where: str, media: Path, columns: tuple[str,
 def row_of(
     values: dict[str, Any],
     where: str,
-    media: Path,
+    media: MediaRoot,
     columns: tuple[str, ...],
     labels: tuple[tuple[str, tuple[str, ...]], ...],
 ) -> Row:
-    """Return the row of some values, of which `columns` hold media and `labels` name classes; raises SourceError."""
+    """Return values as a row; `columns` hold media and `labels` name classes. Raises SourceError."""
     with located(where):
         if any(name in values for name in CONVERSATIONS):
             return conversation_row(values, where, media)
@@ -106,11 +123,12 @@ class ArrowSource:
     """The rows of some files, in their order."""
 
     def __init__(
-        self, root: Path | str, files: Sequence[tuple[str, Sequence[Group]]], media: Path | None, kind: str
+        self, root: Path | str, files: Sequence[tuple[str, Sequence[Group]]], media: MediaRoot | None, kind: str
     ) -> None:
         self.kind = kind
         self.where = str(root)
-        self._media = (Path(root) if media is None else media).absolute()
+        media = Path(root) if media is None else media
+        self._media = media.absolute() if isinstance(media, Path) else media
         self._groups: list[Group] = []
         self._starts = [0]
         counts: dict[str, int] = {}
@@ -127,10 +145,12 @@ class ArrowSource:
     def row(self, number: int) -> Row:
         """Return a row."""
         group, at, where = self._place(number)
+        if number < len(self._first):
+            return row_of(dict(self._first[number]), where, self._media, self.columns, group.labels)
         return read_row(group, at, where, self._media, self.columns)
 
     def sample(self, number: int, layout: Layout) -> ArrowSample:
-        """Return a sample to be read."""
+        """Return a sample, not read yet."""
         group, at, where = self._place(number)
         return ArrowSample(
             key=f"{number:09d}",
@@ -145,18 +165,23 @@ class ArrowSource:
 
     def propose(self) -> Layout:
         """Say what the rows seem to be."""
-        return propose_layout(first_rows(self, 20))
+        return propose_layout(first_rows(self, _LOOKED_AT))
 
     @cached_property
     def columns(self) -> tuple[str, ...]:
-        """Return the columns that hold media, by the first rows."""
+        """Return the columns with media, judging by the first rows."""
         seen: dict[str, list[bool]] = {}
-        for number in range(min(20, len(self))):
-            group, at, _ = self._place(number)
-            for name, value in table_of(group).slice(at, 1).to_pylist()[0].items():
+        for values in self._first:
+            for name, value in values.items():
                 if value:
                     seen.setdefault(name, []).append(holds_media(value))
         return tuple(name for name, found in seen.items() if sum(found) * 2 > len(found))
+
+    @cached_property
+    def _first(self) -> list[dict[str, Any]]:
+        """Return the values of the first rows, which are looked at again and again."""
+        places = [self._place(number) for number in range(min(_LOOKED_AT, len(self)))]
+        return [table_of(group).slice(at, 1).to_pylist()[0] for group, at, _ in places]
 
     def _place(self, number: int) -> tuple[Group, int, str]:
         place = bisect_right(self._starts, number) - 1
@@ -179,48 +204,61 @@ def open_saved(path: Path, media: Path | None) -> ArrowSource:
 
 
 def open_remote(where: str, root: str, files: Mapping[str, Stamp]) -> ArrowSource:
-    """Open parquet files by their names below a URL of fsspec, and stamps: only what is asked for is read of them."""
+    """Open parquet files by their names below a URL, and stamps: only what is asked for is read of them."""
     named = [(_split_of(PurePosixPath(name)), name) for name in sorted(files)]
     is_split = len(named) > 1 and all(part is not None for part, _ in named)
     if is_split:
         named.sort(key=lambda item: (SPLIT_ORDER.index(item[0] or ""), item[1]))
-    groups = [(part or "" if is_split else "", _parquet_groups(f"{root}/{name}", files[name])) for part, name in named]
-    return ArrowSource(where, groups, None, "parquet")
+    store = open_store(root)
+    found = far_groups(store, [name for _, name in named], [files[name] for _, name in named])
+    parts = [part or "" if is_split else "" for part, _ in named]
+    return ArrowSource(where, list(zip(parts, found, strict=True)), store, "parquet")
 
 
 def parquet_files(path: Path) -> list[tuple[str, Path]]:
     """Return split part (empty without splits) and path of a parquet file, or of all below a folder."""
     paths = [path] if path.is_file() else sorted(path.rglob("*.parquet"))
     root = path.parent if path.is_file() else path
-    named = [(_split_of(one.relative_to(root)), one) for one in paths]
-    if len(paths) == 1 or any(part is None for part, _ in named):
-        return [("", one) for one in paths]
-    return sorted(((part or "", one) for part, one in named), key=lambda item: (SPLIT_ORDER.index(item[0]), item[1]))
+    return [(part, root / name) for part, name in parts_of([one.relative_to(root) for one in paths])]
+
+
+def parts_of(names: Iterable[PurePath]) -> list[tuple[str, PurePath]]:
+    """Return split part (empty without splits) and name of files, in their order."""
+    named = [(_split_of(name), name) for name in sorted(names)]
+    if len(named) == 1 or any(part is None for part, _ in named):
+        return [("", name) for _, name in named]
+    return sorted(((part or "", name) for part, name in named), key=lambda item: (SPLIT_ORDER.index(item[0]), item[1]))
 
 
 def is_saved(path: Path) -> bool:
     """Return whether Hugging Face's library saved a dataset in a folder."""
-    return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
+    return any((path / name).exists() for name in SAVED)
 
 
 def saved_files(path: Path) -> list[tuple[str, Path]]:
     """Return split part (empty without splits) and path of the files that `save_to_disk` wrote."""
-    splits = {"": path}
-    if (path / "dataset_dict.json").exists():
-        names = json.loads((path / "dataset_dict.json").read_bytes())["splits"]
+    return [(part, path / name) for part, name in saved_names(open_store(path))]
+
+
+def saved_names(store: Store) -> list[tuple[str, str]]:
+    """Return split part and name of the files that `save_to_disk` wrote below the root of a store."""
+    splits = {"": ""}
+    if store.exists(SAVED[0]):
+        names = json.loads(store.read(SAVED[0]))["splits"]
         unknown = [name for name in names if name not in SPLIT_NAMES]
         if unknown:
             raise SourceError(
-                f"{path}: has the split {unknown[0]!r}; known are train, validation and test. Convert its folder by "
-                f"itself: {path / unknown[0]}"
+                f"{store.root}: has the split {unknown[0]!r}; known are train, validation and test. Convert its folder "
+                f"by itself: {store.url(unknown[0])}"
             )
-        splits = {SPLIT_NAMES[name]: path / name for name in names}
+        splits = {SPLIT_NAMES[name]: f"{name}/" for name in names}
     files = []
     for part in sorted(splits, key=lambda name: (*SPLIT_ORDER, "").index(name)):
-        state = json.loads((splits[part] / "state.json").read_bytes())
+        state = json.loads(store.read(f"{splits[part]}{SAVED[1]}"))
         if state.get("_indices_data_files"):
-            raise SourceError(f"{splits[part]}: has indices; call `flatten_indices()` before `save_to_disk`.")
-        files += [(part, splits[part] / file["filename"]) for file in state["_data_files"]]
+            where = store.url(splits[part].rstrip("/"))
+            raise SourceError(f"{where}: has indices; call `flatten_indices()` before `save_to_disk`.")
+        files += [(part, splits[part] + file["filename"]) for file in state["_data_files"]]
     return files
 
 
@@ -239,22 +277,37 @@ def groups_of(path: Path) -> list[Group]:
     try:
         stamp = stamp_of(path)
         if parquet:
-            return _parquet_groups(str(path), stamp)
+            return _parquet_groups(str(path), stamp, parquet_file(str(path), stamp).metadata)
         table = read_table(str(path))
     except (OSError, arrow.ArrowException) as error:
         raise SourceError(f"{path}: cannot be read: {error}. Was the download cut off?") from error
     return [
-        Group(path=str(path), stamp=stamp, group=-1, num_rows=table.num_rows, labels=_labels(table.schema.metadata))
+        Group(
+            path=str(path),
+            stamp=stamp,
+            group=-1,
+            num_rows=table.num_rows,
+            columns=tuple(table.schema.names),
+            labels=_labels(table.schema.metadata),
+        )
     ]
 
 
-def _parquet_groups(path: str, stamp: Stamp) -> list[Group]:
-    file = parquet_file(path, stamp)
-    labels = _labels(file.schema_arrow.metadata)
-    counts = [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
+def _parquet_groups(path: str, stamp: Stamp, metadata: Any, store: Store | None = None) -> list[Group]:
+    schema = metadata.schema.to_arrow_schema()
+    columns, labels = tuple(schema.names), _labels(schema.metadata)
     return [
-        Group(path=path, stamp=stamp, group=number, num_rows=count, labels=labels)
-        for number, count in enumerate(counts)
+        Group(
+            path=path,
+            stamp=stamp,
+            group=number,
+            num_rows=metadata.row_group(number).num_rows,
+            columns=columns,
+            labels=labels,
+            store=store,
+            metadata=None if store is None else metadata,
+        )
+        for number in range(metadata.num_row_groups)
     ]
 
 
@@ -274,30 +327,25 @@ def pyarrow_modules() -> Any:
         import pyarrow.parquet
     except ImportError as error:
         raise ConfigurationError(
-            "parquet files and Hugging Face datasets are read with pyarrow: pip install 'energon-bridge[parquet]'"
+            "parquet files and Hugging Face datasets need pyarrow: pip install 'energon-bridge[parquet]'"
         ) from error
     return pyarrow
 
 
 def stamp_of(path: Path) -> Stamp:
-    """Return the stamp of a file as it is now."""
+    """Return the current stamp of a file."""
     found = path.stat()
     return found.st_size, found.st_mtime_ns
 
 
 @lru_cache(maxsize=16)
 def parquet_file(path: str, stamp: Stamp) -> Any:
-    """Return an open parquet file; of a URL, each column of a row group is read by one request."""
-    if "://" in path:
-        from fsspec.core import url_to_fs
-
-        system, name = url_to_fs(path)
-        return pyarrow_modules().parquet.ParquetFile(system.open(name, cache_type="none"), pre_buffer=False)
+    """Return an open parquet file."""
     return pyarrow_modules().parquet.ParquetFile(path, memory_map=True, pre_buffer=False)
 
 
 def read_table(path: str) -> Any:
-    """Return the rows of an arrow file, mapped into memory, so that only what is used is read."""
+    """Return the rows of an arrow file, memory-mapped, so that only the used parts are read."""
     arrow = pyarrow_modules()
     with open(path, "rb") as file:
         is_stream = file.read(6) != b"ARROW1"
@@ -308,6 +356,207 @@ def read_table(path: str) -> Any:
 @lru_cache(maxsize=2)
 def table_of(group: Group) -> Any:
     """Return the rows of a group."""
-    if group.group < 0:
-        return read_table(group.path)
-    return parquet_file(group.path, group.stamp).read_row_group(group.group, use_threads=False)
+    return read_table(group.path) if group.group < 0 else read_group(group, ())
+
+
+def read_group(group: Group, columns: tuple[str, ...]) -> Any:
+    """Return some columns of a row group, all if none is named."""
+    if group.span[1]:
+        return _read_batch(group, columns)
+    return read_row_groups([group], columns)
+
+
+def read_row_groups(groups: Sequence[Group], columns: tuple[str, ...]) -> Any:
+    """Return some columns of row groups of one parquet file, all if none is named."""
+    first = groups[0]
+    if first.store is None:
+        file = parquet_file(first.path, first.stamp)
+    else:
+        file = _prefetched(first.store, groups, columns)
+    numbers = [group.group for group in groups]
+    return file.read_row_groups(numbers, columns=list(columns) or None, use_threads=False)
+
+
+# Files behind URLs ----------------------------------------------------------------------------------------------------
+
+_TAIL = 64 << 10  # bytes at the end of a parquet file that nearly always hold its metadata
+_TAILS = 128  # read at once
+_HEAD = 4 << 10  # bytes in which the head of a record batch nearly always ends
+_MAGIC = b"ARROW1\0\0"
+_SCHEMA, _BATCH = 1, 3  # kinds of messages
+
+
+class _SparseFile(io.RawIOBase):
+    """A file of which some ranges have been read; others are read when they are asked for."""
+
+    def __init__(self, store: Store, rel: str, size: int, known: Sequence[tuple[int, bytes]]) -> None:
+        self._store, self._rel, self._size = store, rel, size
+        self._known = [(start, memoryview(data)) for start, data in known]
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        left = max(0, self._size - self._at)
+        start, size = self._at, left if size is None or size < 0 else min(size, left)
+        self._at += size
+        for first, data in self._known:
+            if first <= start and start + size <= first + len(data):
+                return bytes(data[start - first : start - first + size])
+        return self._store.read_range(self._rel, start, size) if size else b""
+
+
+def sizes_of(store: Store, names: Sequence[str]) -> list[int]:
+    """Return the sizes of files in bytes; raises ShardMissingError."""
+    far = as_far(store)
+    return [store.size(name) for name in names] if far is None else list(far.sizes(names))
+
+
+def far_groups(store: Store, names: Sequence[str], stamps: Sequence[Stamp]) -> list[list[Group]]:
+    """Return the groups of files behind URLs; raises SourceError."""
+    arrow = pyarrow_modules()
+    found: list[list[Group]] = []
+    for first in range(0, len(names), _TAILS):
+        ends = [place for place in range(first, min(first + _TAILS, len(names))) if names[place].endswith(".parquet")]
+        spans = {place: (max(0, stamps[place][0] - _TAIL), min(_TAIL, stamps[place][0])) for place in ends}
+        far = as_far(store)
+        if far is None:
+            tails = [[store.read_range(names[place], *span)] for place, span in spans.items()]
+        else:
+            wanted = [(names[place], [at], [size]) for place, (at, size) in spans.items()]
+            tails = [list(blocks) for blocks in far.read_all(wanted)]
+        known = {place: (spans[place][0], bytes(tail[0])) for place, tail in zip(ends, tails, strict=True)}
+        for place in range(first, min(first + _TAILS, len(names))):
+            path = store.url(names[place])
+            try:
+                if place not in known:
+                    found.append(_arrow_groups(store, path, stamps[place]))
+                    continue
+                metadata = _parse_footer(store, path, stamps[place], known[place])
+                found.append(_parquet_groups(path, stamps[place], metadata, store))
+            except (arrow.ArrowException, struct.error) as error:
+                raise SourceError(f"{path}: cannot be read: {error}. Was the upload cut off?") from error
+    return found
+
+
+def _parse_footer(store: Store, path: str, stamp: Stamp, tail: tuple[int, bytes]) -> Any:
+    file = _SparseFile(store, _rel(store, path), stamp[0], [tail])
+    return pyarrow_modules().parquet.ParquetFile(file, pre_buffer=False).metadata
+
+
+def _rel(store: Store, path: str) -> str:
+    return path.removeprefix(store.root).lstrip("/")
+
+
+def _prefetched(store: Store, groups: Sequence[Group], columns: tuple[str, ...]) -> Any:
+    """Return an open parquet file, of which some columns of some row groups have been read, all at once."""
+    first = groups[0]
+    offsets, lengths = [], []
+    for group in groups:
+        row_group = first.metadata.row_group(group.group)
+        for place in range(row_group.num_columns):
+            chunk = row_group.column(place)
+            name = chunk.path_in_schema
+            if columns and not any(name == column or name.startswith(f"{column}.") for column in columns):
+                continue
+            starts = (chunk.dictionary_page_offset, chunk.data_page_offset)
+            offsets.append(min(start for start in starts if start))
+            lengths.append(chunk.total_compressed_size)
+    rel = _rel(store, first.path)
+    blocks = store.read_ranges(rel, offsets, lengths)
+    file = _SparseFile(store, rel, first.stamp[0], list(zip(offsets, blocks, strict=True)))
+    return pyarrow_modules().parquet.ParquetFile(file, metadata=first.metadata, pre_buffer=False)
+
+
+def _arrow_groups(store: Store, path: str, stamp: Stamp) -> list[Group]:
+    """Return the record batches of an arrow file or stream; raises SourceError.
+
+    Each is a message: four bytes 0xFF, four with the length of its head, the head, the content. (Arrow columnar format,
+    "Encapsulated message format".)
+    """
+    arrow = pyarrow_modules()
+    rel, size = _rel(store, path), stamp[0]
+    start, schema = 0, None
+    groups: list[Group] = []
+    columns: tuple[str, ...] = ()
+    labels: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    while start + 8 <= size:
+        window = store.read_range(rel, start, min(_HEAD, size - start))
+        if not start and window.startswith(_MAGIC):
+            start = len(_MAGIC)
+            continue
+        mark, length = struct.unpack_from("<II", window)
+        if mark != 0xFFFFFFFF or start + 8 + length > size:
+            raise SourceError(f"{path}: is no arrow file from byte {start} on. Was the upload cut off?")
+        if not length:
+            break  # the end of the batches
+        if 8 + length > len(window):
+            window = store.read_range(rel, start, 8 + length)
+        kind, rows, content = _message(window[8 : 8 + length])
+        if kind == _SCHEMA:
+            schema = arrow.ipc.read_schema(arrow.py_buffer(window[: 8 + length]))
+            columns, labels = tuple(schema.names), _labels(schema.metadata)
+        elif kind == _BATCH:
+            span = start, 8 + length + content
+            if sum(span) > size:
+                raise SourceError(f"{path}: ends in the middle of a record batch. Was the upload cut off?")
+            groups.append(
+                Group(
+                    path=path,
+                    stamp=stamp,
+                    group=len(groups),
+                    num_rows=rows,
+                    columns=columns,
+                    labels=labels,
+                    store=store,
+                    metadata=schema,
+                    span=span,
+                )
+            )
+        else:
+            raise SourceError(f"{path}: has columns with dictionaries, which are read from local disks only: copy it.")
+        start += 8 + length + content
+    if schema is None:
+        raise SourceError(f"{path}: has no schema. Was the upload cut off?")
+    return groups
+
+
+def _message(data: bytes) -> tuple[int, int, int]:
+    """Return kind, rows and bytes of content of the head of a message, a flatbuffer."""
+    root = struct.unpack_from("<I", data)[0]
+
+    def place(table: int, number: int) -> int:
+        entries = table - struct.unpack_from("<i", data, table)[0]
+        inside = 4 + 2 * number < struct.unpack_from("<H", data, entries)[0]
+        offset = struct.unpack_from("<H", data, entries + 4 + 2 * number)[0] if inside else 0
+        return table + offset if offset else 0
+
+    kind, header, content = (place(root, number) for number in (1, 2, 3))
+    table = header + struct.unpack_from("<I", data, header)[0]
+    rows = place(table, 0)
+    return (
+        data[kind],
+        struct.unpack_from("<q", data, rows)[0] if rows else 0,
+        struct.unpack_from("<q", data, content)[0] if content else 0,
+    )
+
+
+def _read_batch(group: Group, columns: tuple[str, ...]) -> Any:
+    arrow = pyarrow_modules()
+    assert group.store is not None
+    data = group.store.read_range(_rel(group.store, group.path), *group.span)
+    batch = arrow.ipc.read_record_batch(arrow.py_buffer(data), group.metadata)
+    table = arrow.Table.from_batches([batch])
+    return table.select(list(columns)) if columns else table

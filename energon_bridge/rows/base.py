@@ -1,13 +1,14 @@
-"""What every source of `energon convert` is: rows by number, each of plain values and files.
+"""The interface of every source of `energon convert`: rows by number, each with plain values and files.
 
-A reader turns its format into rows; `lay_out` turns a row into the parts of a sample, as a `Layout` says. So a reader
-knows nothing of tars, and the writer nothing of formats.
+A reader turns its format into rows; `lay_out` turns a row into the parts of a sample, according to a `Layout`. So
+readers know nothing about tars, and the writer nothing about formats.
 
     Row(values={"caption": "a cat"}, files={"image": FileRef("cat.jpg")})
     Layout(sample_type="CaptioningSample", fields={"image": "image", "caption": "caption"}, bare={"image"})
     -> jpg: the file, json: {"caption": "a cat"}, field map {"image": "jpg", "caption": "json[caption]"}
 
-Invariants: samples can be pickled and hold no media of files, only where they lie; reading one again gives the same.
+Invariants: samples can be pickled; they hold the paths of media files, not their bytes; reading one again gives the
+same parts.
 """
 
 from __future__ import annotations
@@ -15,16 +16,24 @@ from __future__ import annotations
 import functools
 import json
 import os
+import posixpath
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from energon_bridge.errors import ConfigurationError, FieldMapError, SourceError
+from energon_bridge.errors import (
+    ConfigurationError,
+    DatasetNotFoundError,
+    FieldMapError,
+    ShardMissingError,
+    SourceError,
+)
 from energon_bridge.format.field_map import FieldMap, describe_fields, parse_access
 from energon_bridge.format.media import kind_by_name
 from energon_bridge.samples import CrudeSample, sample_type_by_name
+from energon_bridge.storage import Store
 
 SPLIT_NAMES = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val", "test": "test"}
 SPLIT_ORDER = ("train", "val", "test")
@@ -40,7 +49,15 @@ class FileRef:
     def read(self) -> bytes:
         """Return its bytes; raises SourceError."""
         try:
-            with open(self.path, "rb", buffering=0) as file:
+            descriptor = os.open(self.path, os.O_RDONLY)  # a file object makes twice as many calls
+            try:
+                size = os.fstat(descriptor).st_size
+                data = os.read(descriptor, size + 1)
+            finally:
+                os.close(descriptor)
+            if len(data) == size:
+                return data
+            with open(self.path, "rb", buffering=0) as file:  # more than one call reads, or it grows
                 return file.read()
         except OSError as error:
             raise self._unreadable(error) from error
@@ -61,8 +78,8 @@ class FileRef:
         return f"{self.path} {found.st_size} {found.st_mtime_ns}"
 
     def _unreadable(self, error: OSError) -> SourceError:
-        remedy = "Is --media the folder that paths are relative to? --on-error skip leaves such samples out."
-        return SourceError(f"{self.path} cannot be read: {error.strerror}. {remedy}")
+        remedy = "Are paths relative to the folder of --media? To leave such samples out: --on-error skip."
+        return SourceError(f"{self.path}: cannot read: {error.strerror}. {remedy}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +102,47 @@ class Blob:
         return self.data.hex()
 
 
-Content = FileRef | Blob
+_MISSING = (ShardMissingError, DatasetNotFoundError)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file of a store that becomes a part as it is."""
+
+    store: Store
+    rel: str
+    extension: str
+
+    def read(self) -> bytes:
+        """Return its bytes; raises SourceError."""
+        try:
+            return self.store.read(self.rel)
+        except _MISSING as error:
+            raise SourceError(f"{self.store.url(self.rel)} is not there: {error}") from error
+
+    def size(self) -> int:
+        """Return its size; raises SourceError."""
+        try:
+            return self.store.size(self.rel)
+        except _MISSING as error:
+            raise SourceError(f"{self.store.url(self.rel)} is not there: {error}") from error
+
+    def mark(self) -> str:
+        """Return what changes if the file does."""
+        try:
+            return f"{self.store.url(self.rel)} {self.size()}"
+        except SourceError:
+            return f"{self.store.url(self.rel)} missing"
+
+
+Content = FileRef | Blob | StoredFile
+MediaRoot = Path | Store
+"""Where the files lie that rows name by relative paths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row of a source: plain values and files by column. `where` names it in errors; no key: its number."""
+    """One row of a source: plain values and files by column. `where` is its place, for errors; no key: its number."""
 
     where: str
     values: dict[str, Any]
@@ -102,8 +154,8 @@ class Row:
 class Layout:
     """How rows become samples: the type, and the column (`captions[0]`) of each of its fields.
 
-    Crude samples have no fields and keep all columns. Parts of `bare` columns are named by their format alone (`jpg`),
-    others have the name of the column before it.
+    Crude samples have no fields and keep all columns. Parts of `bare` columns are named after their format alone
+    (`jpg`), others after column and format.
     """
 
     sample_type: str
@@ -126,7 +178,7 @@ class SourceSample(Protocol):
 
     @property
     def where(self) -> str:
-        """Say where it stands, for errors."""
+        """Return its place in the source, for errors."""
         ...
 
     def sizes(self) -> list[tuple[str, int]]:
@@ -134,7 +186,7 @@ class SourceSample(Protocol):
         ...
 
     def mark(self) -> str:
-        """Return what changes if the sample does; never raises."""
+        """Return a text that changes if the sample does; never raises."""
         ...
 
     def read(self) -> tuple[list[tuple[str, bytes]], Mapping[str, str]]:
@@ -143,7 +195,7 @@ class SourceSample(Protocol):
 
 
 class Source(Protocol):
-    """Rows by number. `split_parts` are (name, rows) in their order where the source has splits of its own."""
+    """Rows by number. If the source has its own splits, `split_parts` are (name, rows) in their order."""
 
     kind: str
     where: str
@@ -156,11 +208,11 @@ class Source(Protocol):
         ...
 
     def sample(self, number: int, layout: Layout) -> SourceSample:
-        """Return a sample to be read, here or in another process; raises SourceError."""
+        """Return a sample, to be read in this or another process; raises SourceError."""
         ...
 
     def propose(self) -> Layout:
-        """Say what the rows seem to be; raises SourceError if they are nothing that can be converted."""
+        """Propose a layout for the rows; raises SourceError if they cannot be converted."""
         ...
 
 
@@ -179,7 +231,7 @@ class RowSample:
             return [(name, content.size()) for name, content in self.parts]
 
     def mark(self) -> str:
-        """Return what changes if the sample does."""
+        """Return a text that changes if the sample does."""
         return "\0".join((self.key, *(f"{name} {content.mark()}" for name, content in self.parts)))
 
     def read(self) -> tuple[list[tuple[str, bytes]], Mapping[str, str]]:
@@ -189,7 +241,7 @@ class RowSample:
 
 
 class located:  # noqa: N801 - used like a function
-    """Name the place in front of a SourceError raised inside."""
+    """Put the place in front of the message of a SourceError raised inside."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -230,7 +282,7 @@ def lay_out(row: Row, layout: Layout, number: int) -> RowSample:
         declared = _declared(layout.sample_type)[name][1]
         fitted = _fitted(value, declared)
         if wanted[column] > 1 and not bracket and declared.startswith(_FITTED):
-            # Another field may need the value as it is, in this row or the next: both get their own.
+            # Another field may need the original value, in this row or the next, so each gets a copy.
             column = f"{column}_{name}"
             values = {**values, column: fitted}
         elif fitted is not value:
@@ -254,7 +306,7 @@ def _file_access(row: Row, names: Sequence[str], name: str, column: str, steps: 
         return names[int(at)]
     raise SourceError(
         f"{row.where}: `{column}` has {len(names)} files, so the field `{name}` cannot be {column}{steps}. "
-        f"--on-error skip leaves such samples out, --sample-type CrudeSample takes any number."
+        f"Leave such samples out with --on-error skip, or keep all files with --sample-type CrudeSample."
     )
 
 
@@ -263,8 +315,8 @@ def _value_at(row: Row, name: str, access: str) -> Any:
     if column not in row.values:
         known = ", ".join([*row.files, *row.values]) or "none"
         raise SourceError(
-            f"{row.where}: has no `{column}`, from which the field `{name}` is to come. It has {known}. Name a column "
-            f"with --field {name}=COLUMN; --on-error skip leaves such samples out."
+            f"{row.where}: there is no `{column}` for the field `{name}`. There is {known}. Name a column "
+            f"with --field {name}=COLUMN, or leave such samples out with --on-error skip."
         )
     try:
         return _compiled(name, access)(row.values)[name]
@@ -281,7 +333,7 @@ _FITTED = ("list[str]", "int")
 
 
 def _fitted(value: Any, declared: str) -> Any:
-    """Make a list of one text, and a number of digits, where the field is declared so."""
+    """Turn a single text into a list, and digits into a number, if the field is declared so."""
     if isinstance(value, str):
         if declared.startswith(_FITTED[0]):
             return [value]
@@ -300,7 +352,7 @@ def _not_plain(row: Row) -> Any:
         if hasattr(value, "isoformat"):
             return str(value.isoformat())
         if isinstance(value, bytes):
-            raise SourceError(f"{row.where}: bytes that are no media of a known format ({value[:8]!r}…).")
+            raise SourceError(f"{row.where}: bytes of an unknown media format ({value[:8]!r}…).")
         return str(value)  # decimals and the like
 
     return refuse
@@ -311,7 +363,7 @@ def check_layout(layout: Layout) -> None:
     cls = sample_type_by_name(layout.sample_type)
     if layout.is_crude:
         if layout.fields:
-            raise ConfigurationError(f"{layout.sample_type} has no fields: leave --field out.")
+            raise ConfigurationError(f"{layout.sample_type} has no fields: leave out --field.")
         return
     for name, access in layout.fields.items():
         if len(parse_access(access, where="--field", field=name)) > 1:
@@ -323,16 +375,21 @@ def check_layout(layout: Layout) -> None:
     missing = [name for name, (required, _) in declared.items() if required and name not in layout.fields]
     if missing:
         flags = " ".join(f"--field {name}=COLUMN" for name in missing)
-        raise FieldMapError(f"{cls.__name__} requires the fields {', '.join(missing)}, too: add {flags}.")
+        raise FieldMapError(f"{cls.__name__} also requires the fields {', '.join(missing)}: add {flags}.")
 
 
-def media_file(text: str, root: Path) -> FileRef:
+def media_file(text: str, root: MediaRoot) -> FileRef | StoredFile:
     """Return the file of a path below `root`; raises SourceError for a URL and for a path that leads out."""
     if "://" in text:
         raise SourceError(f"{text[:100]!r} is a URL. Download the files first (img2dataset does), then give --media.")
+    if not isinstance(root, Path):
+        rel = posixpath.normpath(text)
+        if rel.startswith(("/", "..")):
+            raise SourceError(f"the path {text!r} leads out of {root.root}.")
+        return StoredFile(root, rel, Path(rel).suffix[1:].lower() or "bin")
     path = os.path.normpath(os.path.join(root, text))
     if not path.startswith(f"{os.path.normpath(root)}{os.sep}") and str(root) != os.sep:
-        raise SourceError(f"the path {text!r} leads out of {root}. Give the folder that holds all files: --media.")
+        raise SourceError(f"the path {text!r} leads out of {root}. Give the folder that contains all files: --media.")
     return FileRef(path, Path(path).suffix[1:].lower() or "bin")
 
 

@@ -1,14 +1,14 @@
-"""Parquet files and Hugging Face datasets on disk as datasets: read as they are, sample by sample.
+"""Parquet files and Hugging Face datasets on disk as datasets, read sample by sample without conversion.
 
-A row becomes the sample that it is after `energon convert` with the same layout: the same fields, decoded in the same
-way, with the number of the row as its key. The layout is proposed from the columns of the first rows, or said by a
+A row becomes the same sample as after `energon convert` with the same layout: the same fields, decoded in the same
+way, with the row number as its key. The layout is proposed from the columns of the first rows, or given by a
 `.nv-meta/dataset.yaml` in the folder of the files, whose field map names columns:
 
     sample_type: {__module__: megatron.energon, __class__: CaptioningSample}
     field_map: {image: image, caption: "captions[0]"}
 
 A file is a shard. The fingerprint hashes names, rows and bytes of the files, and the layout. Samples of a parquet file
-lie in *row groups*, which can only be read whole; so its order has slices of a group (`group_rows`), of which few are
+are in *row groups*, which can only be read whole. So slices have the size of a group (`group_rows`), few of them are
 open at a time, and a process keeps the groups that it read last.
 """
 
@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 import numpy as np
@@ -38,6 +38,7 @@ from energon_bridge.errors import (
     MetadataError,
     ShardMissingError,
     SourceError,
+    StorageError,
     UnknownArgumentError,
     UnknownSplitError,
     did_you_mean,
@@ -48,31 +49,36 @@ from energon_bridge.format.field_map import FieldMap
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, INFO_JSON, INFO_YAML, meta_path
 from energon_bridge.rng import IntArray
 from energon_bridge.rows.arrow import (
+    SAVED,
     ArrowSource,
     Group,
+    far_groups,
     groups_of,
     is_saved,
-    parquet_file,
     parquet_files,
+    parts_of,
     pyarrow_modules,
+    read_group,
+    read_row_groups,
     read_table,
     row_of,
     saved_files,
-    stamp_of,
+    saved_names,
+    sizes_of,
     table_of,
 )
-from energon_bridge.rows.base import Layout, check_layout, lay_out
+from energon_bridge.rows.base import Layout, MediaRoot, check_layout, lay_out
 from energon_bridge.rows.lists import CONVERSATIONS
 from energon_bridge.samples import sample_type_by_name
-from energon_bridge.storage import Store, open_store
+from energon_bridge.storage import OpenFiles, Store, open_store
 
 _SUFFIXES = (".parquet", ".arrow")
 _VERSION = 1
 _AT_ONCE = 64
 _KEPT_BYTES = 1 << 30
-"""Row groups that a process keeps; a large one alone may have more."""
+"""Bytes of row groups that a process keeps; a single large group may exceed it."""
 _AGAIN_ROWS, _AGAIN_TIMES = 8, 16
-"""Rows decoded again for each that is used, and groups decoded again, from which on it is worth a warning."""
+"""Rows decoded again for each row used, and groups decoded again, that trigger a warning."""
 
 _logger = logging.getLogger(__name__)
 
@@ -84,9 +90,9 @@ class TableDataset(PreparedDataset):
     Attributes:
         layout: How rows become samples.
         columns: All columns.
-        wanted: Those that are read; empty: all.
-        media_columns: Columns that hold media.
-        group_rows: Rows of the largest row group; 0 for arrow files, of which any row can be read alone.
+        wanted: The columns to read; empty: all.
+        media_columns: Columns that contain media.
+        group_rows: Rows of the largest row group; 0 for arrow files, whose rows can be read one by one.
     """
 
     key_format: ClassVar[str | None] = "{:09d}"
@@ -99,83 +105,89 @@ class TableDataset(PreparedDataset):
 
     @property
     def index_remedy(self) -> str:
-        """What to do about a wrong index: there is none."""
+        """The remedy for a wrong index: a table has none, so write the file again."""
         return "Write the file again."
 
 
 def is_table(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path names a parquet or arrow file, by its name alone."""
+    """Return whether a path names a parquet or arrow file, judging by its name."""
     return os.fspath(path).endswith(_SUFFIXES)
 
 
 def has_tables(path: str | os.PathLike[str]) -> bool:
-    """Return whether a local path is such a file, or a folder of parquet files or of a saved dataset."""
-    here = Path(os.fspath(path))
-    if "://" in str(path):
-        return False
+    """Return whether a path or URL is such a file, or a folder of parquet files or of a saved dataset.
+
+    A web server cannot list its files: there, parquet files are found by their own names only.
+    """
+    if _is_far(path):
+        if is_table(path):
+            return True
+        store = open_store(path)
+        try:
+            return any(store.exists(name) for name in SAVED) or bool(store.list(".parquet"))
+        except (StorageError, DatasetNotFoundError):
+            return False
+    here = Path(_local(path))
     if here.is_file():
         return is_table(path)
     return here.is_dir() and (is_saved(here) or next(here.rglob("*.parquet"), None) is not None)
 
 
 def is_unprepared_table(path: str | os.PathLike[str]) -> bool:
-    """Return whether a local path has tables and is not also a prepared dataset."""
-    meta = Path(os.fspath(path)) / ".nv-meta"
-    return has_tables(path) and not any((meta / name).exists() for name in (INFO_JSON, INFO_YAML))
+    """Return whether a path or URL has tables and is not also a prepared dataset."""
+    store = open_store(path)
+    if not is_table(path) and any(store.exists(meta_path(name)) for name in (INFO_JSON, INFO_YAML)):
+        return False
+    return has_tables(path)
 
 
 def open_tables(
-    path: str | os.PathLike[str], *, split_part: str, dataset_config: str = DEFAULT_DATASET_CONFIG
+    path: str | os.PathLike[str],
+    *,
+    split_part: str,
+    dataset_config: str = DEFAULT_DATASET_CONFIG,
+    open_files: OpenFiles | None = None,
 ) -> TableDataset:
-    """Open a parquet or arrow file, or a folder of them; without splits of its own, all of it is read for any part.
+    """Open a parquet or arrow file, or a folder of them; without its own splits, any part means all rows.
+
+    `path` may be a URL. `open_files` has the time limit of its reads.
 
     Raises:
         DatasetNotFoundError: There is none.
-        UnknownSplitError, EmptyDatasetError: There is no such part, or nothing in it.
-        SourceError: A file is damaged, or the rows are nothing that can be a sample.
+        UnknownSplitError, EmptyDatasetError: There is no such part, or it is empty.
+        SourceError: A file is damaged, or its rows cannot become samples.
         MetadataError, FieldMapError: The dataset.yaml is wrong.
     """
-    text = os.fspath(path)
-    if "://" in text:
-        raise DatasetNotFoundError(
-            f"{text}: parquet and arrow files are read from local disks only. Copy the file, or make shards of it with "
-            "`energon convert`."
-        )
-    here = Path(os.path.abspath(os.path.expanduser(text)))
-    if not here.exists():
-        raise DatasetNotFoundError(f"{here}: no such file or folder. Check the path.")
-    files = _files(here)
+    here, store, files = _files(path, open_files)
     known = list(dict.fromkeys(part for part, _ in files))
-    chosen = [file for part, file in files if part in ("", split_part)]
-    if not chosen:
+    names = [name for part, name in files if part in ("", split_part)]
+    if not names:
         raise UnknownSplitError(f"{here}: no split part {split_part!r}. Known split parts: {', '.join(known)}.")
-    root = here.parent if here.is_file() else here
-    groups = [groups_of(file) for file in chosen]
-    source = ArrowSource(root, [("", of_file) for of_file in groups], None, "table")
+    groups, sizes = _groups_at(store, names)
+    source = ArrowSource(
+        store.root, [("", of_file) for of_file in groups], store if _is_far(store.root) else None, "table"
+    )
     counts = [sum(group.num_rows for group in of_file) for of_file in groups]
     if not sum(counts):
         raise EmptyDatasetError(f"{here}: the files of the split part {split_part!r} have no rows.")
-    store = open_store(str(root))
     layout, subflavors = _said(store, dataset_config)
     layout = layout or source.propose()
     check_layout(layout)
-    names = [str(file.relative_to(root)) for file in chosen]
-    columns = _columns_of(chosen)
+    columns = _columns_of(groups)
     for access in layout.fields.values():
         column = access.partition("[")[0]
-        if column not in {*columns, *_labelled(groups[0])}:
+        if column not in {*columns, *_labelled(next(filter(None, groups)))}:
             found = f"has no column {column!r}, which a field is to come from.{did_you_mean(column, columns)}"
             raise FieldMapError(f"{here}: {found} It has {', '.join(columns)}.")
     wanted = {access.partition("[")[0] for access in layout.fields.values()}
     if any(name in columns for name in CONVERSATIONS) or not wanted <= {*columns}:
         wanted = set()  # labels have names of their own, and conversations name their media
-    sizes = [file.stat().st_size for file in chosen]
     said = [layout.sample_type, sorted(layout.fields.items()), sorted(layout.bare), list(source.columns)]
     content = json.dumps([_VERSION, "table", names, counts, sizes, said], separators=(",", ":"))
     sample_type = sample_type_by_name(layout.sample_type)
-    table_of.cache_clear()  # of the rows that were looked at
+    table_of.cache_clear()  # release the rows that were looked at
     return TableDataset(
-        path=str(here),
+        path=here,
         store=store,
         split_part=split_part if "" not in known else "",
         shard_names=tuple(names),
@@ -199,56 +211,87 @@ def open_tables(
 
 def table_parts(path: str | os.PathLike[str]) -> list[str]:
     """Return the split parts of a parquet or arrow file or a folder of them; one empty name without splits."""
-    here = Path(os.path.abspath(os.path.expanduser(os.fspath(path))))
-    return list(dict.fromkeys(part for part, _ in _files(here)))
+    return list(dict.fromkeys(part for part, _ in _files(path)[2]))
 
 
-def _files(here: Path) -> list[tuple[str, Path]]:
-    if here.suffix == ".arrow":
-        return [("", here)]
-    return saved_files(here) if is_saved(here) else parquet_files(here)
+def _is_far(path: str | os.PathLike[str]) -> bool:
+    return "://" in os.fspath(path) and not os.fspath(path).startswith("file://")
+
+
+def _local(path: str | os.PathLike[str]) -> str:
+    return os.path.abspath(os.path.expanduser(os.fspath(path).removeprefix("file://")))
+
+
+def _files(
+    path: str | os.PathLike[str], open_files: OpenFiles | None = None
+) -> tuple[str, Store, list[tuple[str, str]]]:
+    """Return the full path or URL, the store of its folder, and split part and name of each file."""
+    if _is_far(path):
+        here = os.fspath(path).rstrip("/")
+        folder, _, name = here.rpartition("/")
+        if is_table(here) and open_store(folder, files=open_files).exists(name):
+            return here, open_store(folder, files=open_files), [("", name)]
+        store = open_store(here, files=open_files)
+        if any(store.exists(saved) for saved in SAVED):
+            return here, store, saved_names(store)
+        if is_table(here):
+            store.check_root()  # says that neither is there
+        found = parts_of([PurePosixPath(name) for name, _ in store.list(".parquet")])
+        return here, store, [(part, str(name)) for part, name in found]
+    local = Path(_local(path))
+    if not local.exists():
+        raise DatasetNotFoundError(f"{local}: no such file or folder. Check the path.")
+    root = local.parent if local.is_file() else local
+    if local.suffix == ".arrow":
+        files = [("", local)]
+    else:
+        files = saved_files(local) if is_saved(local) else parquet_files(local)
+    return str(local), open_store(root, files=open_files), [(part, str(file.relative_to(root))) for part, file in files]
+
+
+def _groups_at(store: Store, names: Sequence[str]) -> tuple[list[list[Group]], list[int]]:
+    """Return groups and bytes of files; raises SourceError."""
+    if _is_far(store.root):
+        sizes = sizes_of(store, names)
+        return far_groups(store, names, [(size, 0) for size in sizes]), sizes
+    paths = [Path(store.root) / name for name in names]
+    return [groups_of(path) for path in paths], [path.stat().st_size for path in paths]
 
 
 def _said(store: Store, name: str) -> tuple[Layout | None, dict[str, Any]]:
-    """Return layout and subflavors that a dataset.yaml beside the files says."""
+    """Return the layout and subflavors from a dataset.yaml beside the files."""
     if not store.exists(meta_path(name)):
         return None, {}
     config = DatasetConfigs().read(store, name)
     kind, where = config.form.sample_type, store.url(meta_path(name))
     if config.form.sample_loader is not None or (config.form.part_filter is not None and not config.form.field_map):
-        raise MetadataError(f"{where}: a table has columns, and no parts for a sample_loader: give a field_map.")
+        raise MetadataError(f"{where}: a sample_loader needs parts, but a table has columns: use a field_map.")
     try:
         known = sample_type_by_name(kind.__name__)
     except UnknownArgumentError:
         known = None
     if known is not kind:
         raise MetadataError(
-            f"{where}: {kind.__name__} is no sample type of energon_bridge. Leave the file out and make samples of "
-            "crude ones, by a cooker of the task encoder."
+            f"{where}: {kind.__name__} is not a sample type of energon_bridge. Remove the file and turn crude "
+            "samples into yours with a cooker of the task encoder."
         )
     fields = {} if config.form.field_map is None else config.form.field_map.fields
     return Layout(sample_type=kind.__name__, fields=fields), config.subflavors
 
 
-def _columns_of(files: Sequence[Path]) -> tuple[str, ...]:
-    """Return the columns of files, which all must have the same."""
-    found: tuple[str, ...] = ()
-    for file in files:
-        schema = (
-            parquet_file(str(file), stamp_of(file)).schema_arrow if _is_parquet(file) else read_table(str(file)).schema
-        )
-        if found and tuple(schema.names) != found:
-            raise SourceError(f"{file}: has the columns {', '.join(schema.names)}, and {files[0]} {', '.join(found)}.")
-        found = tuple(schema.names)
-    return found
-
-
-def _is_parquet(file: Path) -> bool:
-    return file.suffix == ".parquet"
+def _columns_of(files: Sequence[Sequence[Group]]) -> tuple[str, ...]:
+    """Return the columns of files by their groups, which all must have the same."""
+    filled = [groups for groups in files if groups]
+    first = filled[0][0]
+    for group, *_ in filled:
+        if group.columns != first.columns:
+            names = (", ".join(columns) for columns in (group.columns, first.columns))
+            raise SourceError(f"{group.path}: has the columns {next(names)}, and {first.path} {next(names)}.")
+    return first.columns
 
 
 def _labelled(groups: Sequence[Group]) -> set[str]:
-    """Return the columns that have the names of labels."""
+    """Return the columns whose labels have names."""
     return {"label_name" if name == "label" else f"{name}_name" for group in groups for name, _ in group.labels}
 
 
@@ -260,24 +303,25 @@ def read_values(dataset: TableDataset, column: str) -> np.ndarray:
     """
     arrow = pyarrow_modules()
     chunks: list[Any] = []
-    for name in dataset.shard_names:
-        path = Path(dataset.store.root) / name
-        if _is_parquet(path):
-            table = parquet_file(str(path), stamp_of(path)).read(columns=[column], use_threads=False)
+    for groups in _groups_at(dataset.store, dataset.shard_names)[0]:
+        if not groups:
+            continue
+        if groups[0].path.endswith(".parquet"):
+            chunks += read_row_groups(groups, (column,)).column(column).chunks
         else:
-            table = read_table(str(path))
-        chunks += table.column(column).chunks
+            for group in groups:
+                chunks += table_of(group).column(column).chunks
     values = arrow.chunked_array(chunks)
     types, kind = arrow.types, values.type
     text = types.is_string(kind) or types.is_large_string(kind)
     if not (text or types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
         raise ConfigurationError(
-            f"{dataset.path}: the column {column!r} is {kind}, and filters take numbers and texts."
+            f"{dataset.path}: the column {column!r} is {kind}, but filters take numbers and texts."
         )
     if values.null_count:
         raise ConfigurationError(
             f"{dataset.path}: the column {column!r} has no value in {values.null_count} of {len(values)} rows, so "
-            "nothing can be filtered by it."
+            "it cannot be used in a filter."
         )
     return np.array(values.to_pylist()) if text else np.asarray(values.to_numpy())
 
@@ -300,17 +344,17 @@ class TableRow:
 
 
 class TableRows:
-    """Reads rows by number; safe to use from several threads."""
+    """Reads rows by number; thread-safe."""
 
     def __init__(self, dataset: TableDataset) -> None:
         self._dataset = dataset
         self._ends = np.cumsum(dataset.shard_counts)
-        self._media = Path(dataset.store.root)
+        self._media: MediaRoot = dataset.store if _is_far(dataset.store.root) else Path(dataset.store.root)
         self._groups: dict[int, tuple[list[Group], list[int]]] = {}
         self._lock = threading.Lock()
 
     def read(self, indices: IntArray) -> list[TableRow | Exception]:
-        """Return rows in the order given, or why they are no samples; each group is read once.
+        """Return rows in the order given, or the error of a bad one; each group is read once.
 
         Raises:
             ShardMissingError, CorruptShardError: A file is gone or damaged.
@@ -347,34 +391,31 @@ class TableRows:
         with self._lock:
             found = self._groups.get(shard)
             if found is None:
-                path = self._media / self._dataset.shard_names[shard]
-                if not path.exists():
+                name = self._dataset.shard_names[shard]
+                path = self._dataset.store.url(name)
+                if not self._dataset.store.exists(name):
                     raise ShardMissingError(f"{path}: the file is gone.")
-                groups = _groups_at(path)
-                if groups and groups[0].stamp[0] != self._dataset.shard_sizes[shard]:
+                try:
+                    (groups,), (size,) = _groups_at(self._dataset.store, [name])
+                except SourceError as error:
+                    raise CorruptShardError(str(error)) from error
+                if size != self._dataset.shard_sizes[shard]:
                     raise CorruptShardError(f"{path}: has other bytes than when it was opened. Open it again.")
                 counts = [group.num_rows for group in groups]
                 if sum(counts) != self._dataset.shard_counts[shard]:
-                    raise CorruptShardError(f"{path}: has other rows than when it was opened. Open it again.")
+                    raise CorruptShardError(f"{path}: its rows changed after it was opened. Open the dataset again.")
                 firsts = (np.cumsum(counts) - counts).tolist()
                 found = self._groups[shard] = groups, firsts
             return found
 
 
 def samples_of_tables(dataset: TableDataset, shard: int) -> Iterator[TableRow | Exception]:
-    """Yield all rows of a file, or why they are no samples; raises the errors of `TableRows.read`."""
+    """Yield all rows of a file, or the error of a bad one; raises the errors of `TableRows.read`."""
     rows = TableRows(dataset)
     first = int(dataset.shard_counts[:shard].sum())
     numbers = np.arange(first, first + int(dataset.shard_counts[shard]))
     for start in range(0, numbers.size, _AT_ONCE):
         yield from rows.read(numbers[start : start + _AT_ONCE])
-
-
-def _groups_at(path: Path) -> list[Group]:
-    try:
-        return groups_of(path)
-    except SourceError as error:
-        raise CorruptShardError(str(error)) from error
 
 
 Batches = list[tuple[int, list[tuple[str, Any]]]]
@@ -386,7 +427,7 @@ def _first(batch: tuple[int, Any]) -> int:
 
 
 class _Kept:
-    """The row groups that a process read last, of all its datasets."""
+    """The row groups that a process read last, across all its datasets."""
 
     def __init__(self) -> None:
         self._groups: OrderedDict[tuple[Group, tuple[str, ...]], tuple[Batches, int]] = OrderedDict()
@@ -397,7 +438,7 @@ class _Kept:
         self._has_warned = False
 
     def get(self, group: Group, columns: tuple[str, ...], rows: int) -> Batches:
-        """Return some columns of a group, of which `rows` rows are wanted."""
+        """Return some columns of a group; the caller uses `rows` of its rows."""
         place = group, columns
         with self._lock:
             self._rows += rows
@@ -405,8 +446,7 @@ class _Kept:
             if found is not None:
                 self._groups.move_to_end(place)
                 return found[0]
-        file = parquet_file(group.path, group.stamp)
-        table = file.read_row_group(group.group, columns=list(columns) or None, use_threads=False)
+        table = read_group(group, columns)
         batches = _batches(table)
         with self._lock:
             self._count(group, hash(place), table.nbytes)
@@ -427,19 +467,24 @@ class _Kept:
         if self._has_warned or self._times_again < _AGAIN_TIMES or self._rows_again < _AGAIN_ROWS * self._rows:
             return
         self._has_warned = True
+        remedy = "Copy the files to a local disk"
+        if group.store is None:
+            remedy = (
+                "Save the rows as an arrow dataset (datasets' save_to_disk), make shards of them (energon convert "
+                f"{os.path.dirname(group.path)} OUT)"
+            )
         _logger.warning(
             "%s: for each row that is used, %d are decoded again, because a process keeps %d MiB of row groups and one "
-            "of these has %.0f. Save the rows as an arrow dataset (datasets' save_to_disk), make shards of them "
-            "(energon convert %s OUT), or write the files with smaller row groups (row_group_size=100).",
+            "of these has %.0f. %s, or write the files with smaller row groups (row_group_size=100).",
             group.path,
             self._rows_again // self._rows,
             _KEPT_BYTES >> 20,
             size / 2**20,
-            os.path.dirname(group.path),
+            remedy,
         )
 
     def forget(self) -> None:
-        """Let all go: for a process that was forked, whose parent may hold the lock."""
+        """Forget everything: for a forked process, whose parent may hold the lock."""
         self.__init__()  # type: ignore[misc]
 
 
@@ -448,10 +493,12 @@ os.register_at_fork(after_in_child=_KEPT.forget)
 
 
 def _read(group: Group, columns: tuple[str, ...], rows: int) -> Batches:
-    """Return some columns of a group, all if none is named, for so many rows; raises CorruptShardError."""
+    """Return some columns of a group (all if none is named) to use `rows` rows of; raises CorruptShardError."""
     arrow = pyarrow_modules()
     try:
         return _KEPT.get(group, columns, rows) if group.group >= 0 else _mapped(group, columns)
+    except StorageError:
+        raise
     except (OSError, arrow.ArrowException) as error:
         raise CorruptShardError(f"{group.path}: cannot be read: {error}") from error
 
@@ -473,5 +520,5 @@ def _batches(table: Any) -> Batches:
 
 @lru_cache(maxsize=256)
 def compiled(fields: tuple[tuple[str, str], ...]) -> FieldMap:
-    """Return the field map of the accesses of a row; rows of a file have few different ones."""
+    """Return the field map for the accesses of a row; cached, since the rows of a file share few maps."""
     return FieldMap(dict(fields))

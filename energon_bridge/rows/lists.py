@@ -1,6 +1,6 @@
 """Rows of JSON, JSONL, CSV and TSV files: conversations with media, COCO captions, and any table with paths in it.
 
-A JSON file is read as a whole. Of a JSONL file only the offsets of its lines are held, and a line is parsed when its
+A JSON file is read as a whole. For a JSONL file, only the offsets of its lines are kept; a line is parsed when its
 sample is due.
 """
 
@@ -24,6 +24,7 @@ from energon_bridge.rows.base import (
     Blob,
     Content,
     Layout,
+    MediaRoot,
     Row,
     RowSample,
     first_rows,
@@ -45,7 +46,7 @@ _LOOKED_AT = 100
 
 
 class TableSource:
-    """Entries by number, each a mapping of columns, of which those with media paths become files."""
+    """Entries by number, each a mapping of columns; columns with media paths become files."""
 
     split_parts: tuple[tuple[str, int], ...] = ()
 
@@ -76,21 +77,22 @@ class TableSource:
         return lay_out(self.row(number), layout, number)
 
     def propose(self) -> Layout:
-        """Say what the rows seem to be."""
+        """Propose a layout from the first rows."""
         rows = first_rows(self)
         if not self._columns and not any(row.files for row in rows):
             for row in rows[:1]:
                 for name, value in row.values.items():
                     if isinstance(value, str) and "://" in value[:10] and is_media_path(value.partition("?")[0]):
                         raise SourceError(
-                            f"{row.where}: the column `{name}` holds URLs ({value[:60]}), and no column holds files. "
-                            "Download them first (img2dataset does), or convert without them: --sample-type CrudeSample"
+                            f"{row.where}: the column `{name}` contains URLs ({value[:60]}), and no column contains "
+                            "files. Download them first (img2dataset does), or convert without them: --sample-type "
+                            "CrudeSample"
                         )
         return propose_layout(rows)
 
     @cached_property
     def _columns(self) -> tuple[str, ...]:
-        """Return the columns that hold media, by the first entries."""
+        """Return the columns with media, judging by the first entries."""
         seen: dict[str, list[bool]] = {}
         for number in range(min(_LOOKED_AT, len(self))):
             try:
@@ -111,7 +113,7 @@ def holds_media(value: Any) -> bool:
     return isinstance(value, bytes) or (is_media_path(value) and "://" not in value)
 
 
-def as_files(value: Any, media: Path, column: str) -> Content | tuple[Content, ...]:
+def as_files(value: Any, media: MediaRoot, column: str) -> Content | tuple[Content, ...]:
     """Return the files that a value stands for: a path, bytes, `{"bytes": …, "path": …}`, a data URI, or a list."""
     if isinstance(value, list | tuple):
         found = [as_files(item, media, column) for item in value]
@@ -126,19 +128,19 @@ def as_files(value: Any, media: Path, column: str) -> Content | tuple[Content, .
     if isinstance(value, bytes):
         extension = extension_by_head(value[:HEAD_BYTES])
         if extension is None:
-            raise SourceError(f"`{column}`: bytes of no format that is known ({value[:8]!r}…).")
+            raise SourceError(f"`{column}`: bytes of an unknown format ({value[:8]!r}…).")
         return Blob(value, extension)
     if isinstance(value, str) and value.startswith("data:"):
         try:
             return as_files(base64.b64decode(value.partition(",")[2], validate=True), media, column)
         except binascii.Error as error:
-            raise SourceError(f"`{column}`: a data URI that cannot be read: {error}.") from error
+            raise SourceError(f"`{column}`: cannot read the data URI: {error}.") from error
     if not isinstance(value, str):
-        raise SourceError(f"`{column}`: is {str(value)[:60]!r}, expected the path of a file.")
+        raise SourceError(f"`{column}`: expected the path of a file, found {str(value)[:60]!r}.")
     return media_file(value, media)
 
 
-def conversation_row(entry: Mapping[str, Any], where: str, media: Path) -> Row:
+def conversation_row(entry: Mapping[str, Any], where: str, media: MediaRoot) -> Row:
     """Take the media out of a conversation: its own keys, and those inside of messages in the manner of OpenAI."""
     values: dict[str, Any] = {}
     files: dict[str, tuple[Content, ...]] = {}
@@ -182,7 +184,7 @@ def _without_media(turn: Mapping[str, Any], take: Callable[[str, Any], None]) ->
 
 
 class Entries:
-    """Mappings by number, each with the place where it stands."""
+    """Mappings by number, each with its place in the source."""
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -193,7 +195,7 @@ class Entries:
 
 
 class ListedEntries(Entries):
-    """Entries in memory; `unit` and `first` number them as people do."""
+    """Entries in memory; `unit` and `first` number them in messages."""
 
     def __init__(self, path: Path, entries: Sequence[Any], *, unit: str = "entry", first: int = 0) -> None:
         self._path, self._entries, self._unit, self._first = path, entries, unit, first
@@ -222,7 +224,7 @@ class LineEntries(Entries):
             borders = np.concatenate([np.zeros(1, np.int64), *ends])
             if borders[-1] != size:
                 borders = np.append(borders, size)
-        filled = np.flatnonzero(np.diff(borders) > 2)  # `{}` and a line end: what is shorter is no entry
+        filled = np.flatnonzero(np.diff(borders) > 2)  # `{}` and a line end: anything shorter is not an entry
         self._starts, self._ends, self._lines = borders[:-1][filled], borders[1:][filled], filled + 1
 
     def __len__(self) -> int:
@@ -239,7 +241,7 @@ class LineEntries(Entries):
             entry = json.loads(data)
         except ValueError as error:
             raise SourceError(
-                f"{where}: is no JSON: {error}. Fix the line; --on-error skip leaves such lines out."
+                f"{where}: not valid JSON: {error}. Fix the line, or leave such lines out with --on-error skip."
             ) from error
         if not isinstance(entry, Mapping):
             raise SourceError(f"{where}: expected an object, found {str(entry)[:60]!r}.")
@@ -256,15 +258,17 @@ def open_table(path: Path, media: Path | None) -> TableSource | CocoSource:
     try:
         content = json.loads(path.read_bytes())
     except ValueError as error:
-        raise SourceError(f"{path}: is no JSON: {error}. With one object on each line, call it .jsonl.") from error
+        raise SourceError(
+            f"{path}: not valid JSON: {error}. If it has one object per line, rename it to .jsonl."
+        ) from error
     if isinstance(content, Mapping):
         if isinstance(content.get("images"), list) and isinstance(content.get("annotations"), list):
             return CocoSource(path, content, media)
         lists = [name for name, value in content.items() if isinstance(value, list) and value]
         if len(lists) != 1:
             raise SourceError(
-                f"{path}: an object with {', '.join(map(str, content)) or 'nothing'}; expected a list of objects, or "
-                "COCO's `images` and `annotations`."
+                f"{path}: expected a list of objects, or COCO's `images` and `annotations`, found an object with "
+                f"{', '.join(map(str, content)) or 'nothing'}."
             )
         content = content[lists[0]]
     if not isinstance(content, list):
@@ -305,8 +309,8 @@ class CocoSource:
             self._images = [(image["id"], image["file_name"]) for image in content["images"]]
         except (KeyError, TypeError) as error:
             raise SourceError(
-                f"{path}: these are no COCO captions: {error} is missing in `images` or `annotations`. "
-                "(Captions are in captions_*.json, boxes in instances_*.json.)"
+                f"{path}: not COCO captions: {error} is missing in `images` or `annotations`. "
+                "Use captions_*.json; instances_*.json contains boxes."
             ) from error
         self._captions = captions
 
@@ -320,7 +324,7 @@ class CocoSource:
         with located(where):
             values = {"image_id": image, "file_name": name, "captions": self._captions.get(image, [])}
             if not values["captions"]:
-                raise SourceError("has no captions. --on-error skip leaves such images out.")
+                raise SourceError("no captions. Leave such images out with --on-error skip.")
             key = str(Path(name).with_suffix("")).replace(".", "_")
             return Row(where=where, values=values, files={"image": media_file(name, self._media)}, key=key)
 
@@ -336,7 +340,7 @@ class CocoSource:
 
 # Proposals ------------------------------------------------------------------------------------------------------------
 #
-# For a table of unknown columns: the nearest sample type, and the column of each of its fields.
+# For a table of unknown columns: the closest sample type, and the column for each of its fields.
 
 
 CONVERSATIONS = ("messages", "conversations", "conversation")

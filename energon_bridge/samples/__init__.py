@@ -6,6 +6,7 @@ tensors. Importing this package imports neither torch nor numpy.
 
 from __future__ import annotations
 
+from energon_bridge.samples import types
 from energon_bridge.samples.base import (
     META_FIELDS,
     Batch,
@@ -21,49 +22,21 @@ from energon_bridge.samples.base import (
     required_field_names,
     segments_of,
 )
-from energon_bridge.samples.types import (
-    CaptioningSample,
-    ChatMLSample,
-    ImageClassificationSample,
-    ImageSample,
-    InterleavedSample,
-    MultiChoiceVQASample,
-    OCRSample,
-    SimilarityInterleavedSample,
-    TextSample,
-    VidQASample,
-    VQAOCRSample,
-    VQASample,
-    sample_type_by_name,
-    sample_type_names,
-)
+from energon_bridge.samples.types import *  # noqa: F403 - listed once, there
 
 __all__ = [
     "META_FIELDS",
     "Batch",
-    "CaptioningSample",
-    "ChatMLSample",
     "CrudeSample",
-    "ImageClassificationSample",
-    "ImageSample",
-    "InterleavedSample",
-    "MultiChoiceVQASample",
-    "OCRSample",
     "Sample",
     "Segment",
-    "SimilarityInterleavedSample",
     "SourceInfo",
-    "TextSample",
-    "VQAOCRSample",
-    "VQASample",
-    "VidQASample",
     "add_source_info",
     "batch_meta",
     "edataclass",
     "field_names",
     "init_field_names",
     "required_field_names",
-    "sample_type_by_name",
-    "sample_type_names",
     "segments_of",
 ]
+__all__ += types.__all__

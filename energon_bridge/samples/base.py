@@ -225,7 +225,7 @@ class _Record:
         return moved
 
     def pin_memory(self) -> Self:
-        """Return a copy whose tensors, at any depth, lie in pinned host memory."""
+        """Return a copy with all tensors, at any depth, in pinned host memory."""
         pinned = copy.copy(self)
         # Among the meta fields only the validity mask is a tensor; walking the sources of a large batch costs too much.
         for name in field_names(type(self)):
@@ -258,7 +258,7 @@ class Sample(_Record):
         """Make a sample of this type from one of a base type: all of its fields, and `values` for the new ones."""
         if not issubclass(cls, type(source)):
             raise TypeError(
-                f"{cls.__name__}.extend takes a sample of a base class, not {type(source).__name__}; "
+                f"{cls.__name__}.extend takes a sample of a base class, got {type(source).__name__}; "
                 f"use {cls.__name__}.derive_from to copy only the meta fields"
             )
         return cls(**{**{name: getattr(source, name) for name in init_field_names(type(source))}, **values})
@@ -305,7 +305,7 @@ class CrudeSample(dict[str, Any]):
             return cls(named)
         typed = [type(sample).__name__ for sample in samples if not isinstance(sample, dict | None)]
         if typed:
-            raise TypeError(f"only crude samples have parts that can be put together, found {', '.join(typed)}")
+            raise TypeError(f"only crude samples can be combined part by part, got {', '.join(typed)}")
         joined: dict[str, Any] = {}
         for sample in samples:
             joined |= {name: part for name, part in (sample or {}).items() if name not in joined or name[:2] != "__"}
@@ -356,7 +356,7 @@ class Batch(_Record):
             wrong = UnfitSampleError if all(isinstance(sample, dict) for sample in samples) else ConfigurationError
             raise wrong(
                 f"{cls.__name__}.from_samples: not every {type(samples[0]).__name__} has {', '.join(missing)}; "
-                f"give a default in {cls.__name__}, or the value as a keyword"
+                f"add a default to {cls.__name__}, or pass the value as a keyword"
             )
         return cls(**collated)
 
@@ -398,7 +398,7 @@ def _read(sample: Any, name: str) -> Any:
 
 
 def pin_value(value: Any) -> Any:
-    """Return a value whose tensors, at any depth, lie in pinned host memory."""
+    """Return a value with all tensors, at any depth, in pinned host memory."""
     # Tensors and nested records both have the method; looking for it avoids importing torch.
     if hasattr(value, "pin_memory"):
         return value.pin_memory()

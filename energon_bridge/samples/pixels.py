@@ -64,12 +64,12 @@ COMPILED = _compiled is not None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """How the values of an image lie: its patches row by row, each channel by channel, and each channel by frame.
+    """Memory layout of an image's values: its patches row by row, each channel by channel, and each channel by frame.
 
     Attributes:
         patch: Height and width of a patch; None: the whole image is one, which gives (channels, height, width).
-        merge: Patches along each side of a group; the patches of a group stand next to each other.
-        times: Frames of a patch. An image stands in all of them.
+        merge: Patches along each side of a group; the patches of a group are adjacent.
+        times: Frames of a patch. An image is repeated in all of them.
     """
 
     patch: tuple[int, int] | None = None
@@ -82,7 +82,7 @@ def resample(pixels: np.ndarray, size: tuple[int, int], by: Filter) -> np.ndarra
     height, width, _ = pixels.shape
     if (height, width) == size:
         return pixels
-    order = _order_of_pillow()
+    order = order_of_pillow()
     if order is None:
         image = Image.fromarray(np.ascontiguousarray(pixels))
         return np.asarray(image.resize(size[::-1], Image.Resampling[by.upper()]))
@@ -96,7 +96,7 @@ def resample_as_torch(pixels: np.ndarray, size: tuple[int, int], by: Literal["bi
     """Return pixels, uint8 of shape (…, …, 3), in a height and width, as torch's `interpolate` with antialiasing."""
     if pixels.shape[:2] == size:
         return pixels
-    if _as_torch():
+    if as_torch():
         return _resample(np.ascontiguousarray(pixels), size, by, torch_coefficients)
     return _by_torch(pixels, size, by)
 
@@ -120,7 +120,7 @@ class Coefficients:
     Attributes:
         where: First input and number of inputs, int32 of shape (2, outputs).
         parts: Low bits and rest of each coefficient, or all of it, int16 of shape (1 or 2, outputs, most inputs).
-        bits: How many bits of a coefficient are behind the point.
+        bits: Fractional bits of a coefficient.
     """
 
     where: np.ndarray
@@ -151,7 +151,7 @@ _TRIED = (((40, 40), (10, 36)), ((303, 3), (20, 2)), ((30, 50), (40, 9)), ((9, 7
 
 
 @cache
-def _order_of_pillow() -> Callable[[tuple[int, int], tuple[int, int]], bool] | None:
+def order_of_pillow() -> Callable[[tuple[int, int], tuple[int, int]], bool] | None:
     """Return the order by which the bytes are those of the Pillow that is installed; None: no order, or no C."""
     if _compiled is None or not COMPILED:
         return None
@@ -170,7 +170,7 @@ def _order_of_pillow() -> Callable[[tuple[int, int], tuple[int, int]], bool] | N
 
 
 @cache
-def _as_torch() -> bool:
+def as_torch() -> bool:
     """Return whether the compiled part gives the bytes of the torch that is installed."""
     if _compiled is None or not COMPILED:
         return False
@@ -189,7 +189,7 @@ def look_up(pixels: np.ndarray, table: np.ndarray, layout: Layout, out: np.ndarr
     Args:
         pixels: uint8 of shape (height, width, 3), or (frames, height, width, 3) with as many frames as `times`.
         table: The value of each byte in each channel, shape (3, 256).
-        layout: How the values lie.
+        layout: The layout of the values.
         out: Where they go, contiguous, as many items of the table's type.
     """
     times = layout.times
@@ -314,7 +314,7 @@ def torch_coefficients(inputs: int, outputs: int, by: Filter) -> Coefficients:
 def _weights(
     inputs: int, outputs: int, weight: Callable[[np.ndarray], np.ndarray], reach: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return `Coefficients.where`, and the weights of the inputs of each output, float64, with zeros behind them."""
+    """Return `Coefficients.where`, and the weights of the inputs of each output, float64, padded with zeros."""
     scale = inputs / outputs
     stretch = max(scale, 1.0)
     support = reach * stretch

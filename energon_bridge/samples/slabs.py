@@ -12,7 +12,7 @@ in a slab of that pool, in order and without a gap. What does not fit (an image 
 replaced or left out) is copied as before.
 
 Pixels for models go the same way: the engine decodes the images of a microbatch into memory of one piece, each as what
-the model takes (`DeferredImage.made`), and `concat_pad` finds the rows one behind the other (`SlabPool.adopt_joined`).
+the model takes (`DeferredImage.made`), and `concat_pad` finds the rows adjacent (`SlabPool.adopt_joined`).
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class SlabPool:
                 kept -= self._free.pop(next(iter(self._free))).size  # the one that has not been used for longest
 
     def fitted(self, fits: int, misfits: int) -> None:
-        """Note how many images fitted their slabs; where too many do not, no slab is given out for a while."""
+        """Note how many images fitted their slabs; if too many do not, no slab is handed out for a while."""
         self._fits += fits
         self._misfits += misfits
         if self._misfits > max(_MISFITS, self._fits // 8):
@@ -170,7 +170,7 @@ class SlabPool:
         return torch.from_numpy(view)
 
     def adopt_joined(self, rows: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Return tensors (n, …), one behind the other in memory of this pool, as one; None: they must be copied."""
+        """Return tensors (n, …), adjacent in memory of this pool, as one; None: they must be copied."""
         first = rows[0]
         bits, start = _BITS.get(first.dtype), first.data_ptr()
         if bits is None or not first.is_cpu or first.requires_grad or not first.nbytes:

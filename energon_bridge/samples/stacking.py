@@ -103,7 +103,7 @@ def concat_pad(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         if tensor.ndim != first.ndim or not tensor.ndim:
             raise UnfitSampleError(
                 f"concat_pad needs tensors of one rank, at least 1, but number 0 has shape {tuple(first.shape)} and "
-                f"number {row} has {tuple(tensor.shape)}; make them equal where the batches are made"
+                f"number {row} has {tuple(tensor.shape)}; make them equal before joining batches"
             )
     slabs = SLABS.get()
     if slabs is not None and (adopted := slabs.adopt_joined(tensors)) is not None:
@@ -190,4 +190,4 @@ def _undo(order: Sequence[int]) -> list[int]:
 
 def _check_not_empty(tensors: Sequence[torch.Tensor]) -> None:
     if not tensors:
-        raise ConfigurationError("there is nothing to stack: a batch needs at least one row")
+        raise ConfigurationError("nothing to stack: a batch needs at least one row")

@@ -29,7 +29,8 @@ _BUFFER = 1 << 16
 """Numbers that numpy converts at a time; its default, an eighth of this, is a tenth slower for an image."""
 
 
-def _divide(pixels: np.ndarray, out: np.ndarray) -> None:
+def divide_with_numpy(pixels: np.ndarray, out: np.ndarray) -> None:
+    """Divide as `divide` does, without the compiled part."""
     before = np.setbufsize(_BUFFER)
     try:
         np.divide(pixels, _FULL, out=out)
@@ -37,12 +38,13 @@ def _divide(pixels: np.ndarray, out: np.ndarray) -> None:
         np.setbufsize(before)
 
 
-def _copy(source: Any, out: Any) -> None:
+def copy_with_numpy(source: Any, out: Any) -> None:
+    """Copy as `copy` does, without the compiled part."""
     np.copyto(np.asarray(out), np.asarray(memoryview(source)))  # bytes would become a string
 
 
-divide: Callable[[np.ndarray, np.ndarray], None] = _divide
-copy: Callable[[Any, Any], None] = _copy
+divide: Callable[[np.ndarray, np.ndarray], None] = divide_with_numpy
+copy: Callable[[Any, Any], None] = copy_with_numpy
 STREAMS = False
 """Whether the compiled part is available."""
 

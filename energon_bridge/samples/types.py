@@ -1,7 +1,7 @@
 """The sample types that a `dataset.yaml` can name, and the resolution of these names.
 
 Names resolve through the table below only, so that a file never decides what is imported. Datasets prepared by old
-releases name the class that loaded them (`CaptioningWebdataset`); these names stand for the same types. Fields without
+releases name the class that loaded them (`CaptioningWebdataset`); these names mean the same types. Fields without
 a default must come from the dataset. Boxes are tensors of shape (boxes, 4 or 4 corners, 2).
 """
 
@@ -15,6 +15,23 @@ from energon_bridge.samples.base import CrudeSample, Sample, edataclass
 
 if TYPE_CHECKING:
     import torch
+
+__all__ = [
+    "CaptioningSample",
+    "ChatMLSample",
+    "ImageClassificationSample",
+    "ImageSample",
+    "InterleavedSample",
+    "MultiChoiceVQASample",
+    "OCRSample",
+    "SimilarityInterleavedSample",
+    "TextSample",
+    "VQAOCRSample",
+    "VQASample",
+    "VidQASample",
+    "sample_type_by_name",
+    "sample_type_names",
+]
 
 
 @edataclass
@@ -222,4 +239,4 @@ def sample_type_by_name(name: str) -> type:
     if name in _BY_NAME:
         return _BY_NAME[name]
     known = ", ".join((*sample_type_names(), CrudeSample.__name__))
-    raise UnknownArgumentError(f"there is no sample type {name!r}.{did_you_mean(name, _BY_NAME)} Known types: {known}")
+    raise UnknownArgumentError(f"unknown sample type {name!r}.{did_you_mean(name, _BY_NAME)} Known types: {known}")

@@ -1,4 +1,4 @@
-"""The protocol that every place of storage speaks: size, ranged reads, listing, writing.
+"""The interface of every storage backend: size, ranged reads, listing, writing.
 
 Invariant: names are POSIX paths relative to the root, reads return exactly the bytes asked for or raise, and a store
 can be pickled and used after a fork.
@@ -53,20 +53,20 @@ class Store(Protocol):
         ...
 
     def write(self, rel: str, data: bytes) -> None:
-        """Write `rel` as a whole; a reader sees the old content or the new, where the storage can promise that."""
+        """Write `rel` as a whole; readers see the old content or the new, if the storage can guarantee that."""
         ...
 
     def put_file(self, path: str, rel: str) -> None:
-        """Move or copy the local file `path` to `rel`, replacing what is there as a whole."""
+        """Move or copy the local file `path` to `rel`, replacing any file there as a whole."""
         ...
 
     def delete(self, rel: str) -> None:
-        """Delete `rel` if it is there."""
+        """Delete `rel` if it exists."""
         ...
 
 
 class FarStore(Store, Protocol):
-    """A store whose answers take long, so that much is asked at once."""
+    """A store with a high latency, so that many ranges are requested at once."""
 
     def read_all(self, wanted: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> Sequence[Sequence[bytes]]:
         """Read ranges of several files: for each file its name, offsets and lengths. As `read_ranges` otherwise."""
@@ -77,21 +77,21 @@ class FarStore(Store, Protocol):
         ...
 
     def versions(self, most: int) -> dict[str, tuple[int, str]] | None:
-        """Return bytes and ETag of all files below the root, None if the storage cannot say or they are too many."""
+        """Return bytes and ETag of all files below the root, None if the storage cannot tell or there are too many."""
         ...
 
 
 def as_far(store: Store) -> FarStore | None:
-    """Return the store if its answers take long, else None."""
+    """Return the store if it is a `FarStore`, else None."""
     return cast(FarStore, store) if hasattr(store, "read_all") else None
 
 
 def short_read(url: str, *, offset: int, expected: int, got: int) -> StorageError:
-    """Build the error for a range of which another number of bytes came: one that ends early, or a whole file."""
+    """Build the error for a read that returned the wrong number of bytes: a range cut short, or a whole file."""
     if got > expected:
         return StorageError(
-            f"{url}: asked for {expected} bytes at offset {offset}, got {got}: the server ignores Range requests and "
-            "sends whole files, so no single sample can be read from it. Serve the dataset with a server that answers "
+            f"{url}: expected {expected} bytes at offset {offset}, got {got}: the server ignores Range requests and "
+            "sends whole files, so single samples cannot be read. Serve the dataset with a server that answers "
             "Range requests with status 206 (nginx, Apache and object stores do; `python -m http.server` does not), "
             "or copy it to a local disk."
         )

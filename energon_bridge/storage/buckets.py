@@ -1,9 +1,9 @@
-"""What lies behind a remote URL: where objects are read from, how they are listed and written, what answers mean.
+"""The servers behind remote URLs: where to read objects, how to list and write them, what responses mean.
 
-Credentials, signatures, regions, endpoints, listing and uploads are the providers' own libraries' business: boto3
-(extra `s3`), google-cloud-storage (`gcs`), azure-storage-blob and azure-identity (`azure`). Reading asks them for
-signatures only: of S3 a signed URL for an object, of Google Cloud Storage a token, of Azure a token or a signature for
-the container. These libraries are used under a lock, and a fork makes clients of its own.
+The providers' own libraries handle credentials, signatures, regions, endpoints, listing and uploads: boto3 (extra
+`s3`), google-cloud-storage (`gcs`), azure-storage-blob and azure-identity (`azure`). Reads use them only for
+authorization: S3 gives a signed URL for each object, Google Cloud Storage a token, Azure a token or a signature for
+the container. The libraries are used under a lock, and a fork creates its own clients.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -35,11 +35,11 @@ Listed = tuple[str, int, str]
 
 
 class Bucket(Protocol):
-    """A bucket, a container or a web server; keys are what follows its name in a URL."""
+    """A bucket, a container or a web server; a key is the part of a URL after its name."""
 
     @property
     def name(self) -> str:
-        """Say what it is, for people: `the bucket 'x'`."""
+        """Its name in messages: `the bucket 'x'`."""
         ...
 
     def target(self, key: str, *, fresh: bool) -> Target: ...
@@ -55,7 +55,7 @@ class Bucket(Protocol):
 
 
 class HttpBucket:
-    """A web server: it can be read only."""
+    """A web server, which is read-only."""
 
     def __init__(self, scheme: str, place: str) -> None:
         self._root = f"{scheme}://{place}"
@@ -70,7 +70,7 @@ class HttpBucket:
         return False
 
     def list(self, prefix: str, most: int | None = None) -> Iterator[Listed]:
-        """Refuse: there is no listing that all web servers have."""
+        """Raise StorageError: web servers have no common way to list files."""
         raise StorageError(f"{self._root}/{prefix}: a web server cannot list its files. {_READ_ONLY}")
 
     def put(self, key: str, data: bytes) -> None:
@@ -87,7 +87,7 @@ class HttpBucket:
 
 
 _AS_THEY_ARE = "/%?&=:@!$'()*+,;~"
-_READ_ONLY = "Prepare the dataset where it lies, and give its URL to training only."
+_READ_ONLY = "Prepare the dataset on the server's own disk, and use its URL for training only."
 
 
 class S3Bucket:
@@ -103,14 +103,14 @@ class S3Bucket:
         self._signed: dict[str, tuple[float, Target]] = {}
 
     def target(self, key: str, *, fresh: bool) -> Target:
-        """Return a signed URL, which is used for some time."""
+        """Return a signed URL; it is reused until it nears its end."""
         now = time.monotonic()
         known = None if fresh else self._signed.get(key)
         if known is not None and known[0] > now:
             return known[1]
         with self._lock:
             if fresh and now - self._made > _RENEW_SECONDS:
-                self._client = None  # credentials that a file or the environment has by now
+                self._client = None  # picks up new credentials from the environment or a file
                 self._signed.clear()
             url = self._s3().generate_presigned_url(
                 "get_object", Params={"Bucket": self._bucket, "Key": key}, ExpiresIn=_SIGNED_SECONDS
@@ -166,11 +166,11 @@ class S3Bucket:
             boto3 = _library("boto3", "s3")
             core = importlib.import_module("botocore.config")
             base = importlib.import_module("botocore.session").get_session()
-            # Times are not used here, and parsing them would be most of what a listing costs.
+            # Times are not used here, and parsing them would be most of the cost of a listing.
             base.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
             session = boto3.session.Session(botocore_session=base)
             unsigned = session.get_credentials() is None
-            # A checksum would be a header that is signed; regions other than the default one need the newer signature.
+            # A checksum would be a signed header; regions other than the default need the newer signature.
             config = core.Config(
                 signature_version=importlib.import_module("botocore").UNSIGNED if unsigned else "s3v4",
                 region_name=self._region or session.region_name or "us-east-1",
@@ -199,7 +199,7 @@ class GcsBucket:
         self._host = host.rstrip("/") if "://" in host else f"http://{host.rstrip('/')}"
 
     def target(self, key: str, *, fresh: bool) -> Target:
-        """Return the URL and a header with a token, which is used for some time."""
+        """Return the URL and a header with a token, which is reused until it nears its end."""
         if fresh or time.monotonic() > self._until:
             with self._lock:
                 if fresh or time.monotonic() > self._until:
@@ -270,11 +270,11 @@ class AzureBucket:
         self._until = 0.0
 
     def target(self, key: str, *, fresh: bool) -> Target:
-        """Return the URL with a signature or a header with a token, which are used for some time."""
+        """Return the URL with a signature, or a header with a token; both are reused until they near their end."""
         if fresh or time.monotonic() > self._until:
             with self._lock:
                 if fresh and time.monotonic() - self._made > _RENEW_SECONDS:
-                    self._client = None  # credentials that the environment has by now
+                    self._client = None  # picks up new credentials from the environment
                     self._until = 0.0
                 if time.monotonic() > self._until:
                     self._renew()
@@ -354,18 +354,18 @@ class AzureBucket:
         return self._client
 
     def _connected(self, library: Any, options: dict[str, Any]) -> Any:
-        """Return the client of a connection string, unless there is none or it is another account's."""
+        """Return the client of the connection string; None if there is none or it belongs to another account."""
         text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING")
         if not text:
             return None
         try:
             client = library.ContainerClient.from_connection_string(text, self._container, **options)
         except ValueError as error:
-            raise ConfigurationError(f"AZURE_STORAGE_CONNECTION_STRING cannot be used: {error}") from error
+            raise ConfigurationError(f"AZURE_STORAGE_CONNECTION_STRING is not valid: {error}") from error
         return client if self._account.partition(".")[0] in ("", client.account_name) else None
 
     def _found_credential(self, account: str) -> tuple[Any, str]:
-        """Return the environment's key, or its signature as a query, or else what azure-identity's chain finds."""
+        """Return the key or signature of the environment, or else what azure-identity's default chain finds."""
         key = os.environ.get("AZURE_STORAGE_KEY") or os.environ.get("AZURE_STORAGE_ACCOUNT_KEY")
         if key:
             return {"account_name": account, "account_key": key}, ""
@@ -377,7 +377,7 @@ class AzureBucket:
             credential.get_token(_AZURE_SCOPE)
         except importlib.import_module("azure.core.exceptions").ClientAuthenticationError as error:
             why = str(error).partition("\n")[0]
-            _log.warning("%s is read without credentials, as only public containers can be: %s", self.name, why)
+            _log.warning("%s: reading without credentials, which works for public containers only: %s", self.name, why)
             return None, ""
         return credential, ""
 
@@ -390,11 +390,23 @@ def _azure_account() -> str:
     account = os.environ.get("AZURE_STORAGE_ACCOUNT") or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
     if not account:
         raise ConfigurationError(
-            "az:// URLs need the name of a storage account: set AZURE_STORAGE_ACCOUNT (or AZURE_STORAGE_CONNECTION_"
+            "az:// URLs need a storage account: set AZURE_STORAGE_ACCOUNT (or AZURE_STORAGE_CONNECTION_"
             "STRING), or name it in the URL: az://CONTAINER@ACCOUNT/path."
         )
     return account
 
+
+BUCKETS: dict[str, Callable[[str], Bucket]] = {
+    "http": lambda place: HttpBucket("http", place),
+    "https": lambda place: HttpBucket("https", place),
+    "s3": S3Bucket,
+    "gs": GcsBucket,
+    "gcs": GcsBucket,
+    "az": AzureBucket,
+    "abfs": AzureBucket,
+    "abfss": AzureBucket,
+}
+"""What makes the bucket of a URL, by its protocol; `open_store` lists the protocols too."""
 
 _SETTINGS = {
     "s3": (
@@ -424,19 +436,19 @@ _SECRETS = ("AccountKey=", "SharedAccessSignature=")
 
 
 def settings_of(protocol: str) -> tuple[str | None, ...]:
-    """Return what the environment says of servers and credentials: a bucket was made with these and no others."""
+    """Return the environment's settings of servers and credentials; a bucket object belongs to one set of them."""
     return tuple(map(os.environ.get, _SETTINGS.get(_FAMILIES.get(protocol, ""), ())))
 
 
 def server_of(protocol: str) -> str:
-    """Return what the environment says of where buckets lie, without secrets; nothing if it is the provider's own.
+    """Return the server that the environment sets for a protocol, without secrets; "" for the provider's own.
 
-    The same name behind another server or account is another bucket.
+    The same name on another server or account is another bucket.
     """
     said = settings_of(protocol)
     match _FAMILIES.get(protocol):
         case "s3":
-            return said[0] or said[1] or (f"profile {said[4]}" if said[4] else "")  # which may name an endpoint
+            return said[0] or said[1] or (f"profile {said[4]}" if said[4] else "")  # a profile may set an endpoint
         case "gs":
             return said[0] or ""
         case "az":
@@ -454,5 +466,5 @@ def _library(name: str, extra: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ConfigurationError(
-            f"URLs of this kind need {name}: {error}. Run `pip install 'energon-bridge[{extra}]'`."
+            f"these URLs need {name}: {error}. Run `pip install 'energon-bridge[{extra}]'`."
         ) from error

@@ -1,4 +1,4 @@
-"""Any `proto://` URL that fsspec knows; `memory://` in tests proves that nothing above cares where bytes live.
+"""Read any `proto://` URL that fsspec supports; the tests run the layers above on `memory://`.
 
 Invariant: the file system object belongs to one process. After a fork or in a spawned process it is made again.
 """
@@ -23,11 +23,11 @@ from energon_bridge.storage.base import short_read
 from energon_bridge.storage.stalls import Stalls
 
 _LARGE = 64 << 20
-"""Bytes from which a range is compared with the file's size first: an index may claim anything."""
+"""Ranges from this size on are first compared with the file's size: a damaged index may claim any."""
 
 
 class FsspecStore:
-    """A folder behind an fsspec file system; fork-safe and picklable."""
+    """A folder in an fsspec file system; fork-safe and picklable."""
 
     def __init__(self, url: str, stalls: Stalls | None = None) -> None:
         self.root = url.rstrip("/")
@@ -54,7 +54,7 @@ class FsspecStore:
             if fs.isdir(path):
                 return
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                fs.info(path)  # `isdir` says no of a server that cannot be reached, too
+                fs.info(path)  # `isdir` also returns False if the server is unreachable
         raise DatasetNotFoundError(f"{self.root}: no such folder. Check the URL.")
 
     def size(self, rel: str) -> int:
@@ -120,7 +120,7 @@ class FsspecStore:
             fs.put_file(path, target)
 
     def delete(self, rel: str) -> None:
-        """Delete `rel` if it is there."""
+        """Delete `rel` if it exists."""
         fs, path = self._locate(rel)
         with self._naming(rel, "delete"):
             if fs.isfile(path):
@@ -130,8 +130,8 @@ class FsspecStore:
         try:
             self._fs, self._base = fsspec.core.url_to_fs(self.root)
         except (ValueError, ImportError) as error:
-            raise ConfigurationError(f"{self.root}: no storage for this kind of URL: {error}") from error
-        except Exception as error:  # a file system may look at the URL, and has errors of its own
+            raise ConfigurationError(f"{self.root}: no storage backend for this kind of URL: {error}") from error
+        except Exception as error:  # file systems may check the URL, and define their own errors
             raise StorageError(f"{self.root}: cannot open: {type(error).__name__}: {error}") from error
         self._pid = os.getpid()
 
@@ -142,7 +142,7 @@ class FsspecStore:
 
     @contextlib.contextmanager
     def _naming(self, rel: str, doing: str = "read") -> Iterator[None]:
-        """Turn whatever a file system raises (OSError, aiohttp's errors, the hub's own) into one that names the URL."""
+        """Turn the errors of a file system (OSError, aiohttp's, the hub's) into ours, which name the URL."""
         try:
             yield
         except (EnergonError, ImportError, MemoryError):
@@ -150,7 +150,7 @@ class FsspecStore:
         except (FileNotFoundError, NotADirectoryError) as error:
             if doing != "read":
                 raise StorageError(f"{self.url(rel)}: cannot {doing}: {error}") from error
-            if rel:  # say what is missing: the folder, or the file in it
+            if rel:  # tell a missing folder from a missing file
                 self.check_root()
                 raise ShardMissingError(f"{self.url(rel)}: no such file.") from error
             raise DatasetNotFoundError(f"{self.root}: no such folder. Check the URL.") from error

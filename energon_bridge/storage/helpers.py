@@ -1,4 +1,4 @@
-"""Daemon threads that run blocking calls for others and are used again; a fork begins without any."""
+"""A pool of daemon threads for blocking calls; a fork starts without any."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Jobs = queue.SimpleQueue[Callable[[], None] | None]
 
 
 class Helpers:
-    """Runs jobs on idle threads, or on new ones; the threads end with this object."""
+    """Run jobs on idle threads, or on new ones if all are busy; the threads end with this object."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -24,7 +24,7 @@ class Helpers:
         weakref.finalize(self, _end, self._idle).atexit = False
 
     def start(self, job: Callable[[], None], done: Callable[[], None]) -> None:
-        """Run a job that raises nothing, then `done`, after which the thread is idle."""
+        """Run a job, which must not raise, then `done`; after that the thread is idle."""
         if self._pid != os.getpid():
             self._begin()
         idle = self._idle
@@ -45,7 +45,7 @@ class Helpers:
 def _help(jobs: Jobs) -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job  # nothing of the last read stays until the next
+        del job  # release the memory of the last read before waiting for the next
 
 
 def _end(idle: list[Jobs]) -> None:

@@ -1,65 +1,63 @@
-"""Ranges of objects by HTTP: many at once, tried again, resumed where they broke off, and hedged.
+"""Read ranges of objects by HTTP: many at once, retried, resumed where they broke off, and hedged.
 
-`Client` is the data plane of all remote stores of one process: connections that are kept alive and threads that wait
-for answers. Who may read what, and where, is an `Origin`'s business (`buckets.py`).
+`Client` serves all remote stores of a process: it keeps connections alive and has threads that wait for responses. An
+`Origin` (`buckets.py`) supplies URLs and credentials.
 
-Why not a ready-made client. Training processes read indexes and then fork workers, so the first requirement is to
-survive a fork, and libraries on a runtime of their own do not: obstore 0.12 hangs forever in a forked child if the
-parent has used it. This client is plain sockets and threads. A fork has none of the threads and makes connections of
-its own, and nothing that is shared holds a lock. Speed does not decide. A trial with 8 threads on loopback, reading 1
-MiB at a time, took 0.4-0.6 s of CPU per GB with bare http.client against 0.7-0.9 in obstore (with TLS 1.6 both); 64 KiB
-at a time, 165-175 us a request against 170 (with TLS 277 against 185-245). Measured 2026-11-23 on two shared cores,
-client side only. With heads read by `answers.py` this client takes 85 us for 80 KiB, 125 without (2026-11-24).
+Why not a ready-made client? Training processes read indexes and then fork workers, so the client must survive a fork,
+and libraries with their own runtime do not: obstore 0.12 hangs forever in a forked child if the parent has used it.
+This client is plain sockets and threads. A fork has none of the threads, opens its own connections, and shares nothing
+that holds a lock. Speed is not the reason. With 8 threads on loopback, reading 1 MiB at a time took 0.4-0.6 s of CPU
+per GB with bare http.client against 0.7-0.9 in obstore (with TLS 1.6 both); 64 KiB at a time, 165-175 us a request
+against 170 (with TLS 277 against 185-245). Measured 2026-11-23 on two shared cores, client side only. With the parser
+of `answers.py` this client takes 85 us for 80 KiB, 125 without (2026-11-24).
 
-Invariant: a body has exactly the bytes asked for, all of one version of the object, or there is an error. What fails
-for the moment is tried again with growing, random pauses until a deadline; what fails for good is `Refused` at once.
-An answer that takes much longer than others gets a rival, and the first of the two counts. None of it changes order.
+Invariant: a body has exactly the bytes requested, all from one version of the object, or an error is raised. Temporary
+failures are retried with growing, random pauses until a deadline; permanent ones raise `Refused` at once. A request
+that takes much longer than others is hedged: a second one starts, and the first response wins. None of this changes
+the order of samples.
 """
 
 from __future__ import annotations
 
 import contextlib
 import http.client
+import math
 import os
 import queue
 import random
 import re
 import socket
-import ssl
 import threading
 import time
-import urllib.request
 import weakref
-from base64 import b64encode
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-from urllib.parse import unquote, urljoin, urlsplit
+from typing import Protocol
+from urllib.parse import urljoin, urlsplit
 
-from energon_bridge.storage.answers import Answer, get
+from energon_bridge.storage.answers import Answer, Connections, allow_silence, get, place_of
 from energon_bridge.storage.helpers import Helpers
 from energon_bridge.storage.network import MADE
 from energon_bridge.storage.stalls import Stalls
 
 _CONNECT_SECONDS = 10.0
 _SILENCE_SECONDS = 30.0
-"""Silence after which a connection is given up."""
+"""Seconds without a byte after which a connection is dropped."""
 _GIVE_UP_SECONDS = 180.0
 _MOST_TRIES = 20
 _UNREACHED_TRIES = 4
-"""Tries of a server that this process has never reached: its name is probably wrong."""
+"""Attempts to reach a server that this process has never reached: its name is probably wrong."""
 _PAUSE, _MOST_PAUSE, _MOST_RETRY_AFTER = 0.1, 8.0, 30.0
-_MOST_IN_FLIGHT = 32
+_MOST_IN_FLIGHT = 64
 _HEDGE_SECONDS, _HEDGE_TIMES = 1.0, 4.0
-"""A rival starts after so many seconds, or after so many times what requests usually take, whichever is later."""
+"""A hedge starts after this many seconds, or after this multiple of the usual duration, whichever is later."""
 _HEDGES, _HEDGED_SHARE = 16, 0.05
 _RIVALS = 3
 _EXPIRED_SECONDS = 15.0
-"""For so long a process that has read before waits for whatever writes its next credentials, if that is late."""
+"""How long a process that has read before waits for new credentials if they are renewed late."""
 _CHUNK = 256 << 10
 _HOPS = 6
-_IDLE_SECONDS = 50.0
 _ERROR_BYTES = 4096
 _BUSY = {408, 425, 429, 500, 502, 503, 504, 509, 520, 521, 522, 523, 524, 529}
 _OVERLOADED = {429, 503, 509, 529}
@@ -71,26 +69,26 @@ _CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where an object is read from: a URL, signed if need be, and headers."""
+    """Where to read an object: a URL, signed if necessary, and headers."""
 
     url: str
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
 class Origin(Protocol):
-    """What says how the objects of a bucket are reached."""
+    """Supplies the URLs and headers for the objects of a bucket."""
 
     def target(self, key: str, *, fresh: bool) -> Target:
-        """Return how to read an object; `fresh`: the last signature was refused, so credentials are asked for again."""
+        """Return how to read an object; `fresh`: the last signature was rejected, so get the credentials again."""
         ...
 
     def recover(self, refused: Refused) -> bool:
-        """Learn from an answer, such as the region of a bucket; say whether to ask again."""
+        """Learn from a response, such as the region of a bucket; return whether to try again."""
         ...
 
 
-class Refused(Exception):  # noqa: N818 - an answer, which the store turns into an error
-    """An answer that trying again does not change."""
+class Refused(Exception):  # noqa: N818 - a response, which the store turns into an error
+    """A response that a retry would not change."""
 
     def __init__(self, status: int, headers: Mapping[str, str], body: str, reason: str) -> None:
         code, message = _CODE.search(body), _MESSAGE.search(body)
@@ -110,15 +108,15 @@ class TooShort(Exception):  # noqa: N818
 
 
 class WholeFile(TooShort):
-    """The server ignores ranges: `total` bytes would have come."""
+    """The server ignores ranges and would send all `total` bytes."""
 
 
 class GaveUp(Exception):  # noqa: N818
-    """Nothing helped; says what failed last."""
+    """All attempts failed; the message is the last failure."""
 
 
 class _Busy(Exception):  # noqa: N818
-    """Trying again may help."""
+    """A failure that a retry may fix."""
 
     def __init__(self, reason: str, *, pause: float = 0.0, overloaded: bool = False, unreached: bool = False) -> None:
         super().__init__(reason)
@@ -129,7 +127,7 @@ class _Busy(Exception):  # noqa: N818
 
 @dataclass(slots=True)
 class Piece:
-    """Bytes [start, start + length) of an object; with `upto`, as many of them as there are."""
+    """Bytes [start, start + length) of an object; with `upto`, as many of them as exist."""
 
     origin: Origin
     key: str
@@ -140,7 +138,7 @@ class Piece:
 
 @dataclass(slots=True)
 class Body:
-    """Bytes of a piece: `data[:got]`, the size of the object if the server said it, and which version it was."""
+    """Bytes of a piece, `data[:got]`, and the size (if the server sent it) and version of its object."""
 
     data: bytearray
     got: int = 0
@@ -151,7 +149,7 @@ class Body:
 class _Attempt:
     """One request for a piece."""
 
-    __slots__ = ("again", "asked", "body", "call", "cancelled", "connection", "error", "seconds")
+    __slots__ = ("again", "asked", "body", "call", "cancelled", "connection", "error")
 
     def __init__(self, call: _Call) -> None:
         self.call = call
@@ -161,10 +159,9 @@ class _Attempt:
         self.cancelled = False
         self.asked = self.again = 0
         self.error: BaseException | None = None
-        self.seconds = 0.0
 
     def cancel(self) -> None:
-        """Have a thread that waits for the answer stop."""
+        """Stop the thread that waits for the response."""
         self.cancelled = True
         sock = getattr(self.connection, "sock", None)
         if sock is not None:
@@ -173,11 +170,12 @@ class _Attempt:
 
 
 class _Call:
-    """A piece on its way."""
+    """A piece that is being fetched."""
 
-    __slots__ = ("attempts", "broken", "due", "failures", "hedge_at", "number", "patience", "piece", "since")
+    __slots__ = ("attempts", "broken", "due", "failures", "fetch", "hedge_at", "number", "patience", "piece", "since")
 
-    def __init__(self, number: int, piece: Piece) -> None:
+    def __init__(self, fetch: _Fetch, number: int, piece: Piece) -> None:
+        self.fetch = fetch
         self.number = number
         self.piece = piece
         self.attempts: list[_Attempt] = []
@@ -186,140 +184,191 @@ class _Call:
         self.since = self.due = self.hedge_at = self.patience = 0.0
 
 
+class _Fetch:
+    """Pieces that one caller waits for. The threads that read them take the next one themselves.
+
+    Attributes:
+        silence: Seconds without a byte after which a connection is given up.
+        waiting: Calls that nobody has started.
+        running: Calls of which an attempt is under way.
+        left: Number of bodies that are missing.
+        news: Attempts that failed, and None if nothing is left, or if more can be started.
+    """
+
+    __slots__ = ("bodies", "left", "news", "running", "seconds", "silence", "waiting")
+
+    def __init__(self, pieces: Sequence[Piece], seconds: float | None) -> None:
+        self.seconds = seconds
+        self.silence = _SILENCE_SECONDS if seconds is None else min(_SILENCE_SECONDS, seconds)
+        self.bodies: list[Body | None] = [None] * len(pieces)
+        self.waiting = deque(_Call(self, number, piece) for number, piece in enumerate(pieces))
+        self.running: set[_Call] = set()
+        self.left = len(pieces)
+        self.news: queue.SimpleQueue[_Attempt | None] = queue.SimpleQueue()
+
+
 class Client:
-    """Fetches pieces; for all threads of one process."""
+    """Fetches pieces for all threads of a process."""
 
     def __init__(self) -> None:
         self._helpers = Helpers("energon-http")
         self._lock = threading.Lock()
-        self._idle: dict[tuple[str, str], list[tuple[float, http.client.HTTPConnection]]] = {}
-        self._ways: dict[tuple[str, str], tuple[str, Any]] = {}
+        self._connections = Connections()
         self._reached: set[str] = set()
-        self._context: ssl.SSLContext | None = None
         self._in_flight = 0
         self._limit = float(_MOST_IN_FLIGHT)
         self._lowered = 0.0
         self._typical = 0.0
-        weakref.finalize(self, _close_all, self._idle)
+        weakref.finalize(self, self._connections.close)
 
     def fetch(self, pieces: Sequence[Piece], stalls: Stalls) -> list[Body]:
-        """Return what is in some pieces of objects.
+        """Fetch pieces of objects.
 
         Args:
-            pieces: They are fetched at once, as many as the servers bear.
-            stalls: Says after how much silence a connection is given up (after three times as long a piece is), and
+            pieces: They are fetched concurrently, as many as the servers can take.
+            stalls: Gives the silence after which a connection is dropped (a piece, after three times as long), and
                 counts the requests that took too long.
 
         Raises:
-            Refused, TooShort, WholeFile, GaveUp: Of the first piece that fails. Whatever an origin raises.
+            Refused, TooShort, WholeFile, GaveUp: The first piece that fails; also what an origin raises.
         """
-        began, seconds = time.monotonic(), stalls.seconds
-        bodies: list[Body | None] = [None] * len(pieces)
-        answers: queue.SimpleQueue[_Attempt] = queue.SimpleQueue()
-        waiting = deque(_Call(number, piece) for number, piece in enumerate(pieces))
+        began, fetch = time.monotonic(), _Fetch(pieces, stalls.seconds)
         paused: list[_Call] = []
-        running: set[_Call] = set()
-        left = len(pieces)
         try:
-            while left:
+            while fetch.left:
                 now = time.monotonic()
                 for call in [call for call in paused if call.due <= now]:
                     paused.remove(call)
-                    waiting.appendleft(call)
-                while waiting and self._takes_slot(always=not running):
-                    call = waiting.popleft()
-                    running.add(call)
-                    call.since = call.since or now
-                    call.patience = max(_HEDGE_SECONDS, _HEDGE_TIMES * self._typical)
-                    call.patience = call.patience if seconds is None else min(call.patience, seconds)
-                    call.hedge_at = now + call.patience
-                    self._start(call, answers, seconds)
-                wake = min([call.hedge_at for call in running] + [call.due for call in paused])
+                    fetch.waiting.appendleft(call)
+                while (attempt := self._next(fetch)) is not None:
+                    self._start(attempt)
+                wake = min([call.due for call in paused], default=math.inf)
                 try:
-                    attempt = answers.get(timeout=max(0.0, wake - now))
+                    news = fetch.news.get(timeout=max(0.0, min(wake - now, self._until_hedge(fetch, now))))
                 except queue.Empty:
-                    stalls.count += self._hedge(running, answers, seconds)
+                    stalls.count += self._hedge(fetch)
                     continue
-                call = attempt.call
-                call.attempts.remove(attempt)
-                if call not in running:
-                    continue  # its rival was faster
-                if attempt.error is None:
-                    bodies[call.number] = attempt.body
-                    left -= 1
-                elif call.attempts and isinstance(attempt.error, _Busy):
-                    continue  # its rival is still on the way
-                else:
-                    call.due = time.monotonic() + self._pause_after(attempt, seconds)
-                    paused.append(call)
-                running.discard(call)
-                for rival in call.attempts:
+                if news is None:
+                    continue
+                call = news.call
+                with self._lock:
+                    if call not in fetch.running or (call.attempts and isinstance(news.error, _Busy)):
+                        continue  # its rival was faster, or is still on the way
+                    fetch.running.discard(call)
+                    rivals = list(call.attempts)
+                for rival in rivals:
                     rival.cancel()
+                call.due = time.monotonic() + self._pause_after(news)
+                paused.append(call)
         finally:
-            for call in running:
-                for attempt in call.attempts:
-                    attempt.cancel()
             with self._lock:
+                fetch.waiting.clear()
                 MADE.request_seconds += time.monotonic() - began
-        return [body for body in bodies if body is not None]
+                under_way = [attempt for call in fetch.running for attempt in call.attempts]
+            for attempt in under_way:
+                attempt.cancel()
+        return [body for body in fetch.bodies if body is not None]
 
     # Deciding --------------------------------------------------------------------------------------------------------
 
-    def _takes_slot(self, *, always: bool) -> bool:
-        """Take one of the places for requests, if there is one; a caller that waits for nothing always gets one."""
+    def _next(self, fetch: _Fetch) -> _Attempt | None:
+        """Take the next piece of a fetch, if there is one and the server bears another request."""
+        if not fetch.waiting:
+            return None
         with self._lock:
-            if not always and self._in_flight >= self._limit:
-                return False
-            self._in_flight += 1
-            return True
+            return self._taken(fetch)
 
-    def _start(self, call: _Call, answers: queue.SimpleQueue[_Attempt], seconds: float | None) -> None:
+    def _taken(self, fetch: _Fetch) -> _Attempt | None:
+        """Do so under the lock; a fetch of which nothing is under way always gets its next piece."""
+        if not fetch.waiting or (fetch.running and self._in_flight >= self._limit):
+            return None
+        self._in_flight += 1
+        call, now = fetch.waiting.popleft(), time.monotonic()
+        fetch.running.add(call)
+        call.since = call.since or now
+        call.patience = max(_HEDGE_SECONDS, _HEDGE_TIMES * self._typical)
+        call.patience = call.patience if fetch.seconds is None else min(call.patience, fetch.seconds)
+        call.hedge_at = now + call.patience
         attempt = _Attempt(call)
         call.attempts.append(attempt)
-        silence = _SILENCE_SECONDS if seconds is None else min(_SILENCE_SECONDS, seconds)
+        return attempt
+
+    def _start(self, attempt: _Attempt) -> None:
+        """Have a thread make an attempt, and then those that nobody has begun."""
+        fetch = attempt.call.fetch
+        news: list[_Attempt | None] = []
 
         def job() -> None:
-            began = time.monotonic()
-            try:
-                self._get(attempt, silence)
-            except BaseException as error:
-                attempt.error = error
-            attempt.seconds = time.monotonic() - began
-            self._finished(attempt)
+            following: _Attempt | None = attempt
+            while following is not None:
+                began, made = time.monotonic(), following
+                try:
+                    self._get(made, fetch.silence)
+                except BaseException as error:
+                    made.error = error
+                following = self._finished(made, time.monotonic() - began)
+            if made.error is not None or not fetch.left:
+                news.append(None if made.error is None else made)
 
-        self._helpers.start(job, lambda: answers.put(attempt))
+        def done() -> None:
+            if news:
+                fetch.news.put(news.pop())
 
-    def _finished(self, attempt: _Attempt) -> None:
-        error, now = attempt.error, time.monotonic()
+        self._helpers.start(job, done)
+
+    def _finished(self, attempt: _Attempt, seconds: float) -> _Attempt | None:
+        """Take what an attempt brought; return the next one of the same fetch."""
+        call, error = attempt.call, attempt.error
+        fetch = call.fetch
         with self._lock:
             self._in_flight -= 1
             MADE.requests += attempt.asked
             MADE.request_retries += attempt.again
-            if error is None:
-                MADE.request_bytes += attempt.body.got
-                self._typical += (attempt.seconds - self._typical) / 16
-                self._limit = min(_MOST_IN_FLIGHT, self._limit + 1 / self._limit)
-            elif isinstance(error, _Busy) and error.overloaded and now - self._lowered > self._typical:
-                self._limit, self._lowered = max(1.0, self._limit / 2), now
+            call.attempts.remove(attempt)
+            if error is not None:
+                now = time.monotonic()
+                if isinstance(error, _Busy) and error.overloaded and now - self._lowered > self._typical:
+                    self._limit, self._lowered = max(1.0, self._limit / 2), now
+                return None
+            MADE.request_bytes += attempt.body.got
+            self._typical += (seconds - self._typical) / 16
+            self._limit = min(_MOST_IN_FLIGHT, self._limit + 1 / self._limit)
+            if call not in fetch.running:
+                return None  # its rival was faster
+            fetch.running.discard(call)
+            fetch.bodies[call.number] = attempt.body
+            fetch.left -= 1
+            following = self._taken(fetch)
+            if fetch.waiting and self._in_flight < self._limit:
+                fetch.news.put(None)  # another fetch has ended: there is room for more of this one
+        for rival in call.attempts:
+            rival.cancel()
+        return following
 
-    def _hedge(self, running: set[_Call], answers: queue.SimpleQueue[_Attempt], seconds: float | None) -> int:
+    def _until_hedge(self, fetch: _Fetch, now: float) -> float:
+        """Return the seconds until a request takes too long, a second at most: more of them may begin meanwhile."""
+        with self._lock:
+            return min([_HEDGE_SECONDS, *(call.hedge_at - now for call in fetch.running)])
+
+    def _hedge(self, fetch: _Fetch) -> int:
         """Start rivals of requests that take too long; return how many do."""
-        now, late = time.monotonic(), 0
-        for call in running:
-            if call.hedge_at > now:
-                continue
-            late += 1
-            call.patience *= 2
-            call.hedge_at = now + call.patience
-            few = MADE.request_hedges < _HEDGES + _HEDGED_SHARE * MADE.requests
-            if few and len(call.attempts) < _RIVALS:
-                with self._lock:
+        now, rivals = time.monotonic(), []
+        with self._lock:
+            late = [call for call in fetch.running if call.hedge_at <= now]
+            for call in late:
+                call.patience *= 2
+                call.hedge_at = now + call.patience
+                few = MADE.request_hedges < _HEDGES + _HEDGED_SHARE * MADE.requests
+                if few and len(call.attempts) < _RIVALS:
                     self._in_flight += 1
                     MADE.request_hedges += 1
-                self._start(call, answers, seconds)
-        return late
+                    rivals.append(_Attempt(call))
+                    call.attempts.append(rivals[-1])
+        for rival in rivals:
+            self._start(rival)
+        return len(late)
 
-    def _pause_after(self, attempt: _Attempt, seconds: float | None) -> float:
+    def _pause_after(self, attempt: _Attempt) -> float:
         """Return how long to wait after a failure; raises what is not worth another try."""
         call, error = attempt.call, attempt.error
         assert error is not None
@@ -331,7 +380,7 @@ class Client:
         call.failures += 1
         with self._lock:
             MADE.request_retries += 1
-        took = time.monotonic() - call.since
+        took, seconds = time.monotonic() - call.since, call.fetch.seconds
         limit = _GIVE_UP_SECONDS if seconds is None else 3 * seconds
         most = _UNREACHED_TRIES if error.unreached else _MOST_TRIES
         if call.failures >= most or took > limit:
@@ -350,7 +399,7 @@ class Client:
         for _ in range(_HOPS):
             target = origin.target(piece.key, fresh=fresh)
             if moved:
-                same = _place_of(moved) == _place_of(target.url)
+                same = place_of(moved) == place_of(target.url)
                 target = Target(moved, target.headers if same else {})  # credentials are for one server
             try:
                 location = self._ask(attempt, target, silence)
@@ -370,10 +419,10 @@ class Client:
             if not location:
                 return
             moved = urljoin(target.url, location)
-        raise GaveUp(f"asked {_HOPS} times, each time sent on, last to {moved.partition('?')[0] or 'the same place'}")
+        raise GaveUp(f"redirected {_HOPS} times in a row, last to {moved.partition('?')[0] or 'the same URL'}")
 
     def _ask(self, attempt: _Attempt, target: Target, silence: float) -> str:
-        """Send one request and read the answer; return where it redirects to, if it does."""
+        """Send one request and read the response; return the URL it redirects to, if any."""
         piece, body = attempt.call.piece, attempt.body
         first = piece.start + body.got
         headers = {
@@ -390,21 +439,21 @@ class Client:
                 return ""
             return self._other(piece, body, response)
         except (OSError, http.client.HTTPException) as error:
-            raise _Busy(f"the answer broke off: {_named(error)}") from error
+            raise _Busy(f"the response broke off: {_named(error)}") from error
         finally:
             if done and response.isclosed() and not response.will_close and not attempt.cancelled:
-                self._idle.setdefault(_place_of(target.url), []).append((time.monotonic(), connection))
+                self._connections.keep(target.url, connection)
             else:
                 response.close()
                 connection.close()
 
     def _read(self, attempt: _Attempt, response: Answer | http.client.HTTPResponse, first: int) -> bool:
-        """Read a body; say whether all of the answer has been read."""
+        """Read a body; return whether the whole response was read."""
         piece, body = attempt.call.piece, attempt.body
         version = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
         end = piece.start + piece.length
         if body.got and (version != body.version or response.status == 200):
-            body.got = 0  # another version by now, or all of it again
+            body.got = 0  # a new version, or the whole object again
             if response.status == 206:
                 raise _Busy("the object changed while it was read")
         if response.status == 200:
@@ -416,7 +465,7 @@ class Client:
                     return True
                 body.total, body.version = length, version
                 if piece.length < length and piece.length == 1:
-                    return False  # only the size is wanted
+                    return False  # only the size was requested
                 end = length
             elif piece.start or length != piece.length:
                 raise WholeFile(-1 if length is None else length)
@@ -429,7 +478,7 @@ class Client:
                 return True
             match = _CONTENT_RANGE.fullmatch(said.strip())
             if match is None or match[1] is None or int(match[1]) != first:
-                raise Refused(206, {}, "", f"asked for bytes from {first} on, got Content-Range: {said!r}")
+                raise Refused(206, {}, "", f"requested bytes from {first} on, got Content-Range: {said!r}")
             body.total = None if match[3] == "*" else int(match[3])
             if body.total is not None and end > body.total:
                 if not piece.upto:
@@ -445,12 +494,12 @@ class Client:
         while body.got < length:
             count = response.readinto(view[body.got : min(length, body.got + _CHUNK)])
             if not count or attempt.cancelled:
-                raise _Busy(f"the answer ended after {body.got} of {length} bytes")
+                raise _Busy(f"the response ended after {body.got} of {length} bytes")
             body.got += count
         return True
 
     def _other(self, piece: Piece, body: Body, response: Answer | http.client.HTTPResponse) -> str:
-        """Return where an answer without data redirects to; raises what it means otherwise."""
+        """Return the URL that a response without data redirects to; raise an error for all others."""
         status, headers = response.status, response.headers
         if status in _BUSY:
             after = headers.get("Retry-After", "")
@@ -476,17 +525,17 @@ class Client:
     def _send(
         self, attempt: _Attempt, url: str, headers: Mapping[str, str], silence: float
     ) -> tuple[http.client.HTTPConnection, Answer | http.client.HTTPResponse]:
-        """Send a request by an idle connection, or by a new one; return it with the answer's head."""
+        """Send a request on an idle connection or a new one; return it with the head of the response."""
         parts = urlsplit(url)
         path = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
         while True:
-            connection, is_new, absolute, more = self._connection(parts.scheme, parts.netloc, silence)
+            connection, is_new, absolute, more = self._connections.take(parts.scheme, parts.netloc, silence)
             attempt.connection = connection
             try:
                 if connection.sock is None:
                     connection.timeout = min(_CONNECT_SECONDS, silence)
                     connection.connect()
-                    connection.sock.settimeout(silence)  # type: ignore[attr-defined]  # there is one by now
+                    allow_silence(connection, silence)
                     self._reached.add(parts.netloc)
                 attempt.asked += 1
                 asked = url if absolute else path
@@ -495,83 +544,18 @@ class Client:
                 connection.close()
                 if not is_new and not isinstance(error, TimeoutError) and not attempt.cancelled:
                     attempt.again += 1
-                    continue  # the server closed it while it was idle
+                    continue  # the server had closed the idle connection
                 unreached = parts.netloc not in self._reached
                 what = "cannot connect" if unreached else "no answer"
                 raise _Busy(f"{what}: {_named(error)}", unreached=unreached) from error
-
-    def _connection(
-        self, scheme: str, place: str, silence: float
-    ) -> tuple[http.client.HTTPConnection, bool, bool, dict[str, str]]:
-        """Return a connection, whether it is new, whether it asks by full URL (a proxy does), and headers for that."""
-        try:
-            host, proxy = self._ways[scheme, place]
-        except KeyError:
-            host = urlsplit(f"//{place}").hostname or ""
-            host, proxy = self._ways[scheme, place] = host, _proxy_for(scheme, host)
-        absolute = proxy is not None and scheme == "http"
-        more = {} if proxy is None else _proxy_headers(proxy)
-        idle = self._idle.get((scheme, place), [])
-        while idle:
-            try:
-                since, connection = idle.pop()  # no lock: 32 threads would queue for it
-            except IndexError:
-                break
-            if time.monotonic() - since < _IDLE_SECONDS and connection.sock is not None:
-                if connection.sock.gettimeout() != silence:
-                    connection.sock.settimeout(silence)
-                return connection, False, absolute, more if absolute else {}
-            connection.close()
-        by = place if proxy is None else f"{proxy.hostname}:{proxy.port or 80}"
-        if scheme == "http":
-            return http.client.HTTPConnection(by), True, absolute, more
-        secured = http.client.HTTPSConnection(by, context=self._tls())
-        if proxy is not None:
-            secured.set_tunnel(host, urlsplit(f"//{place}").port or 443, headers=more)
-        return secured, True, False, {}
-
-    def _tls(self) -> ssl.SSLContext:
-        with self._lock:
-            if self._context is None:
-                names = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE")
-                self._context = ssl.create_default_context(
-                    cafile=next((os.environ[name] for name in names if os.environ.get(name)), None)
-                )
-            return self._context
 
 
 def _is_of_credentials(refused: Refused) -> bool:
     return refused.status in (401, 403) or (refused.status == 400 and "xpired" in str(refused))
 
 
-def _place_of(url: str) -> tuple[str, str]:
-    parts = urlsplit(url)
-    return parts.scheme, parts.netloc
-
-
-def _proxy_for(scheme: str, host: str) -> Any:
-    """Return the proxy of the environment (`https_proxy`, `no_proxy`, …) for a host, if there is one."""
-    url = urllib.request.getproxies_environment().get(scheme)
-    if not url or urllib.request.proxy_bypass(host):
-        return None
-    return urlsplit(url if "://" in url else f"http://{url}")
-
-
-def _proxy_headers(proxy: Any) -> dict[str, str]:
-    if not proxy.username:
-        return {}
-    secret = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
-    return {"Proxy-Authorization": f"Basic {b64encode(secret.encode()).decode()}"}
-
-
 def _named(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def _close_all(idle: dict[tuple[str, str], list[tuple[float, http.client.HTTPConnection]]]) -> None:
-    for connections in idle.values():
-        for _, connection in connections:
-            connection.close()
 
 
 _clients: weakref.WeakValueDictionary[int, Client] = weakref.WeakValueDictionary()
@@ -579,7 +563,7 @@ _making = threading.Lock()
 
 
 def shared_client() -> Client:
-    """Return the client of this process, which lives as long as anything refers to it."""
+    """Return the client of this process; it lives as long as it is referenced."""
     with _making:
         client = _clients.get(os.getpid())
         if client is None:

@@ -1,13 +1,13 @@
-"""Files on a mounted file system, read by position through a bounded pool of open descriptors.
+"""Read files on a mounted file system by position, through a bounded pool of open descriptors.
 
-The stores of a mix share one pool, so that the open files of a process do not grow with the number of datasets. Where
-the process has no descriptors left, the pool lets go of half of its own, as often as it has any.
+The stores of a mix share one pool, so that the open files of a process do not grow with the number of datasets. If the
+process runs out of descriptors, the pool closes half of its own, repeatedly if needed.
 
 Only regular files are opened: a pipe would block forever, and a device might never end. A pool that is confined to a
-folder also refuses what symbolic links in it lead out to.
+folder also refuses symbolic links that lead out of it.
 
-Invariant: a descriptor is closed only when no read uses it any more. The pool drops its reference, and the descriptor
-closes with the last one; so a slow read in another thread never meets a descriptor number that was used again.
+Invariant: a descriptor is closed only when no read uses it. The pool drops its reference, and the descriptor closes
+with the last one, so a slow read in another thread never sees a reused descriptor number.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _OPEN = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | _NONBLOCK
 _LARGE = 64 << 20
 _FILES = (".arrow", ".csv", ".json", ".jsonl", ".parquet", ".tsv", ".yaml", ".yml")
 _PROBED = 32 << 10
-"""Bytes from which a local read is worth the question whether it goes to the disk: it costs a small read 1 us in 10."""
+"""Local reads from this size on check whether they go to the disk; the check adds 1 us to the 10 of a small read."""
 DEFAULT_OPEN_FILES = 96
-"""Open descriptors of one pool: two loaders of a process, one for training and one for validation, stay below 256."""
+"""Open descriptors of a pool: the two loaders of a process, for training and validation, stay below 256."""
 
 
 class _OpenFile:
-    """An open descriptor of a regular file, below a folder if one is given; it lives as long as it is referred to."""
+    """An open descriptor of a regular file, below a folder if one is given; it lives as long as it is referenced."""
 
     __slots__ = ("descriptor", "size", "time")
 
@@ -62,7 +62,7 @@ class _OpenFile:
 
 
 class OpenFiles:
-    """The descriptors of the files read last, `limit` at most; shared by stores, threads and forks, and picklable."""
+    """The descriptors of the last files read, at most `limit`; shared by stores, threads and forks, and picklable."""
 
     __slots__ = ("_files", "_inside", "_limit", "_lock", "_pid", "_seen", "stalls")
 
@@ -73,7 +73,7 @@ class OpenFiles:
         self.stalls = Stalls() if stalls is None else stalls
         self._inside = None if inside is None else os.path.realpath(inside)
         self._files: OrderedDict[str, _OpenFile] = OrderedDict()
-        self._seen: dict[str, tuple[int, int]] = {}  # size and time of change of each file that was ever open
+        self._seen: dict[str, tuple[int, int]] = {}  # size and modification time of each file ever opened
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
@@ -88,10 +88,10 @@ class OpenFiles:
 
         Raises:
             OSError: It cannot be opened.
-            CorruptShardError: It is not what it was when it was first opened.
+            CorruptShardError: It has changed since it was first opened.
         """
         if self._pid != os.getpid():
-            # A fork may have copied a lock that a thread of the parent held. The descriptors themselves stay good:
+            # A fork may have copied a lock that a thread of the parent held. The descriptors themselves stay valid:
             # positional reads do not share a file position.
             self._lock = threading.Lock()
             self._pid = os.getpid()
@@ -116,7 +116,7 @@ class OpenFiles:
         return file
 
     def open_once(self, path: str) -> _OpenFile:
-        """Open a file that is not kept; lets go of others where the process has no descriptors left."""
+        """Open a file without keeping it; if the process is out of descriptors, close others first."""
         while True:
             try:
                 return _OpenFile(path, self._inside)
@@ -125,7 +125,7 @@ class OpenFiles:
                     raise
 
     def _let_go(self) -> int:
-        """Let go of half of the files, those read longest ago; return how many. Fewer are kept from then on."""
+        """Close the half of the files that were read longest ago, and keep fewer from then on; return their number."""
         with self._lock:
             count = -(-len(self._files) // 2)
             for _ in range(count):
@@ -135,9 +135,9 @@ class OpenFiles:
 
 
 def _real_path(descriptor: int, path: str) -> str:
-    """Return where an open file lies, links followed."""
+    """Return the path of an open file with links resolved."""
     try:
-        return os.readlink(f"/proc/self/fd/{descriptor}")  # of the very file that is open
+        return os.readlink(f"/proc/self/fd/{descriptor}")  # exactly the file that is open
     except OSError:
         return os.path.realpath(path)
 
@@ -150,7 +150,7 @@ class LocalStore:
     def __init__(self, root: str | os.PathLike[str], *, files: OpenFiles | None = None) -> None:
         given = os.fspath(root)
         absolute = os.path.abspath(os.path.expanduser(given))
-        self.root = given if given == absolute else absolute  # the caller's own text: a mix has thousands of them
+        self.root = given if given == absolute else absolute  # reuses the caller's string: a mix has thousands
         self._files = OpenFiles() if files is None else files
         self._way: Way | None = None
 
@@ -229,7 +229,7 @@ class LocalStore:
                 block = pread(descriptor, length, offset) if here else b""
             except (OSError, ValueError, OverflowError):
                 block = b""
-            if len(block) != length:  # `read_range` reads on, or says what is wrong
+            if len(block) != length:  # `read_range` reads the rest or raises the error
                 block = self.read_range(rel, offset, length)
             blocks.append(block)
         return blocks
@@ -245,7 +245,7 @@ class LocalStore:
 
     def _read_open(self, file: _OpenFile, rel: str, offset: int, length: int) -> bytes:
         try:
-            if length > _LARGE:  # Python takes the memory first, whatever an index claims
+            if length > _LARGE:  # Python would allocate whatever a damaged index claims
                 got = max(0, min(length, os.fstat(file.descriptor).st_size - offset))
                 if got < length:
                     raise short_read(self.url(rel), offset=offset, expected=length, got=got)
@@ -264,7 +264,7 @@ class LocalStore:
             return b"".join(pieces)
         except StorageError:
             raise
-        except (OSError, ValueError, OverflowError) as error:  # the last two of numbers below 0 or beyond 2^63
+        except (OSError, ValueError, OverflowError) as error:  # the last two for numbers below 0 or beyond 2^63
             raise StorageError(f"{self.url(rel)}: cannot read {length} bytes at offset {offset}: {error}") from error
 
     def list(self, suffix: str | tuple[str, ...] = "") -> list[tuple[str, int]]:
@@ -287,7 +287,7 @@ class LocalStore:
         return found
 
     def write(self, rel: str, data: bytes) -> None:
-        """Write `rel` as a whole: a reader sees the old content or the new, never a part."""
+        """Write `rel` as a whole: readers see the old content or the new, never a part."""
         path = os.path.join(self.root, rel)
         temporary = f"{path}.{os.getpid()}.{threading.get_ident()}.tmp"
         try:
@@ -301,7 +301,7 @@ class LocalStore:
             raise StorageError(f"{path}: cannot write {len(data)} bytes: {error}") from error
 
     def put_file(self, path: str, rel: str) -> None:
-        """Move a local file to `rel`, replacing what is there as a whole."""
+        """Move a local file to `rel`, replacing any file there as a whole."""
         target = os.path.join(self.root, rel)
         try:
             os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -317,7 +317,7 @@ class LocalStore:
             raise StorageError(f"{target}: cannot write: {error}") from error
 
     def delete(self, rel: str) -> None:
-        """Delete `rel` if it is there."""
+        """Delete `rel` if it exists."""
         try:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(self.root, rel))

@@ -1,4 +1,4 @@
-"""What this process has asked of object stores and web servers, and how often a read stalled, as plain numbers."""
+"""Counters of this process: requests to object stores and web servers, and stalled reads."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields
 
 @dataclass(slots=True)
 class Requests:
-    """Requests; those made again after a failure; rivals of slow ones; bytes that came; seconds that reads waited.
+    """Requests; retries; hedges of slow requests; bytes received; seconds that reads waited.
 
-    Of files: tries of a read that took longer than `read_timeout_seconds`. Of the node's cache: blocks that lay on the
-    disk, or that another process fetched meanwhile, and their bytes; blocks that this process fetched, and theirs.
+    Files: attempts to read that took longer than `read_timeout_seconds`. Node cache: hits (blocks on the disk, or
+    fetched by another process meanwhile) and their bytes; misses (blocks that this process fetched) and their bytes.
     """
 
     requests: int = 0
@@ -31,4 +31,4 @@ class Requests:
 
 REQUESTS = tuple(each.name for each in fields(Requests))
 MADE = Requests()
-"""Of this process; only differences mean anything, since a fork goes on from its parent's."""
+"""The counters of this process; use differences only, since a fork continues its parent's counts."""

@@ -1,15 +1,16 @@
-"""Blocks of remote objects on a disk of the node, shared by all its processes: each is fetched by one of them.
+"""A cache of remote blocks on the node's disk, shared by all processes of the node: each block is fetched once.
 
 `ENERGON_CACHE_DIR` (and `ENERGON_CACHE_BYTES`) turn it on; `use_node_cache` sets both. Files below `<folder>/v2/<2 hex
 digits>/`, each named by a SHA-256:
 
-    <hash>.id       what lies at a URL: JSON {"url", "version" (ETag), "size"}; size -1: nothing. Believed for a minute
+    <hash>.id       the object at a URL: JSON {"url", "version" (ETag), "size"}; size -1: none. Valid for a minute
     <hash>.block    1 MiB of one version of one object (the last one is shorter), then the CRC-32 of each 64 KiB of it
-    <name>.claim    somebody fetches it: JSON [host, process]. Void if that process is gone, or after 20 seconds
+    <name>.claim    a process fetches it: JSON [host, process]. Void if that process is gone, or after 20 seconds
 
-Invariant: what is read of a block is what was fetched. Files appear by renaming, whole; a block of another length does
-not count, nor one in which a piece that is needed has another checksum. Nobody locks: a claim only saves work, and two
-processes that fetch the same block write the same bytes. What the disk refuses (it is full, say) is read past it.
+Invariant: the bytes read from a block are those that were fetched. Files are renamed into place, complete; a block with
+the wrong length is ignored, and so is one whose needed pieces fail their checksum. There are no locks: a claim only
+saves work, and two processes that fetch the same block write the same bytes. If the disk refuses a write (it is full,
+say), reads go to the server.
 """
 
 from __future__ import annotations
@@ -37,27 +38,27 @@ _T = TypeVar("_T")
 
 BLOCK = 1 << 20
 PIECE = 64 << 10
-"""What is read, and checked, of a block on the disk at least: a small sample need not pay for all of it."""
+"""The unit in which a block on the disk is read and checked, so that a small sample need not read all of it."""
 _BELIEVED_SECONDS, _MISSING_SECONDS = 60.0, 5.0
 _CLAIM_SECONDS = 20.0
 _EMPTY_SECONDS = 1.0
 _LEFT_SECONDS = 600.0
-"""Age from which files that are being written have been left behind."""
+"""Unfinished files of this age were left behind by a killed process."""
 _USED_SECONDS = 30.0
-"""A use is written down this often."""
+"""Seconds between two updates of a file's time of last use."""
 _REFUSED_SECONDS = 10.0
-"""For so long nothing is written after the disk refused something."""
+"""Seconds without writes after the disk refused one."""
 _POLL, _MOST_POLL = 0.002, 0.05
 _SHARE = 200
-"""Each process looks for what to delete after it has written this part of what the cache may hold."""
+"""A process checks what to delete each time it has written this fraction of the cache's limit."""
 _FREE_SHARE = 20
-"""This part of the disk is left free."""
+"""The fraction of the disk that is left free."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One version of an object: its URL, ETag and bytes; a `size` of -1: there is none."""
+    """One version of an object: its URL, ETag and size in bytes; -1: it does not exist."""
 
     url: str
     tag: str
@@ -75,11 +76,11 @@ class Version:
 Place = tuple[Version, int]
 """A block of a version."""
 Span = tuple[int, int]
-"""Where in a block the bytes that are needed begin and end."""
+"""Start and end of the bytes needed within a block."""
 
 
 class NodeCache:
-    """The cache in one folder; processes that give the same folder share it. Thread-safe, usable after a fork."""
+    """The cache in a folder, shared by all processes that use the same folder. Thread-safe, usable after a fork."""
 
     def __init__(self, folder: str, limit: int | None) -> None:
         self._folder = os.path.join(os.path.abspath(os.path.expanduser(folder)), "v2")
@@ -90,7 +91,7 @@ class NodeCache:
         self._first: set[Place] = set()
 
     def versions(self, urls: Sequence[str], ask: Callable[[list[int]], list[Version]]) -> list[Version]:
-        """Return what lies at some URLs; `ask` finds it out for those of the given numbers."""
+        """Return the versions at some URLs; `ask` requests those of the given numbers."""
         now = time.monotonic()
         found: dict[int, Version] = {}
         for number, url in enumerate(urls):
@@ -119,12 +120,12 @@ class NodeCache:
     def blocks(
         self, wanted: Mapping[Place, Sequence[Span]], fetch: Callable[[list[Place]], list[bytes]]
     ) -> dict[Place, memoryview]:
-        """Return blocks; `fetch` gets those that nobody has fetched yet.
+        """Return blocks; `fetch` gets those that are not in the cache.
 
         Args:
-            wanted: The blocks, in the order in which they are to be fetched, with what is needed of each. What is not
-                needed of a block that lies on the disk is left undefined.
-            fetch: Returns blocks, whole.
+            wanted: The blocks in the order to fetch them, with the spans needed of each. The other bytes of a block
+                from the disk are undefined.
+            fetch: Returns complete blocks.
         """
         found: dict[Place, memoryview] = {}
         fetched: set[Place] = set()
@@ -146,7 +147,7 @@ class NodeCache:
         return found
 
     def put(self, place: Place, data: bytes) -> None:
-        """Keep a block that came with the answer that says which version there is, if the disk takes it."""
+        """Store a block that came with the response that named the version, if the disk accepts it."""
         self._first.add(place)
         self._put(place, data)
 
@@ -155,7 +156,7 @@ class NodeCache:
         self._publish(version.name(block), data, _checksums(data))
 
     def _count(self, found: dict[Place, memoryview], fetched: set[Place]) -> None:
-        """Add blocks to the counters: those that this process fetched are misses, whichever request brought them."""
+        """Update the counters: blocks that this process fetched are misses, the others hits."""
         hits = misses = hit_bytes = miss_bytes = 0
         for place, data in found.items():
             if place in fetched or place in self._first:
@@ -170,7 +171,7 @@ class NodeCache:
             MADE.cache_miss_bytes += miss_bytes
 
     def forget(self, url: str) -> None:
-        """Ask the server again what lies at a URL."""
+        """Forget the version at a URL, so that the server is asked again."""
         self._known.pop(url, None)
         with contextlib.suppress(OSError):
             os.unlink(self._path(self._id_name(url)))
@@ -180,7 +181,7 @@ class NodeCache:
     def _each(
         self, left: list[_T], name: Callable[[_T], str], load: Callable[[_T], bool], make: Callable[[list[_T]], None]
     ) -> None:
-        """Load each thing, or make it, or wait for the process that does."""
+        """Load each thing, make it, or wait for the process that makes it."""
         pause = _POLL
         while left:
             mine: list[_T] = []
@@ -193,7 +194,7 @@ class NodeCache:
                         others.append(thing)
                         continue
                     mine.append(thing)
-                    if load(thing):  # it came between the two looks
+                    if load(thing):  # it appeared between the two checks
                         self._release(name(mine.pop()))
                 if mine:
                     make(mine)
@@ -207,7 +208,7 @@ class NodeCache:
             left = others
 
     def _claim(self, name: str) -> bool:
-        """Say whether this process is the one to fetch something: also where the disk takes no claims."""
+        """Return whether this process should fetch something; True also if the disk accepts no claims."""
         path = f"{self._path(name)}.claim"
         for _ in range(2):
             try:
@@ -235,7 +236,7 @@ class NodeCache:
         return f"{_hash(url)}.id"
 
     def _know(self, version: Version, since: float) -> float:
-        """Believe a version that was seen at a time; return for how many seconds it still holds."""
+        """Remember a version seen at a time; return for how many seconds it is still valid."""
         left = (_BELIEVED_SECONDS if version.size >= 0 else _MISSING_SECONDS) - (time.time() - since)
         if 0 < left <= _BELIEVED_SECONDS + 1:
             self._known[version.url] = time.monotonic() + left, version
@@ -255,7 +256,7 @@ class NodeCache:
     def _load_block(self, version: Version, block: int, spans: Sequence[Span]) -> memoryview | None:
         path, length = self._path(version.name(block)), version.length(block)
         pieces = -(-length // PIECE)
-        # Zeros would cost more than the read of a small sample.
+        # Zero-filling would cost more than reading a small sample.
         data: memoryview = np.empty(length, np.uint8).data
         try:
             with open(path, "rb", buffering=0) as file:
@@ -268,7 +269,7 @@ class NodeCache:
                     whole = all(_read_piece(file.fileno(), data, n, sums) for n in sorted(needed))
         except OSError:
             return None
-        with contextlib.suppress(OSError):  # another process may have deleted it meanwhile
+        with contextlib.suppress(OSError):  # another process may have deleted it
             if not whole:
                 os.unlink(path)
             elif time.time() - used > _USED_SECONDS:
@@ -287,7 +288,7 @@ class NodeCache:
             self._write(writing, parts, os.O_EXCL)
             os.replace(writing, path)
             self._written += size
-        except OSError:  # the disk is full, or may not be written to
+        except OSError:  # the disk is full or read-only
             with contextlib.suppress(OSError):
                 os.unlink(writing)
             self._written, self._refused = -1, time.monotonic() + _REFUSED_SECONDS
@@ -307,7 +308,7 @@ class NodeCache:
     # Deleting --------------------------------------------------------------------------------------------------------
 
     def _make_room(self, size: int) -> None:
-        """Delete the files that were used longest ago, and what killed processes left."""
+        """Delete the least recently used files, and those that killed processes left."""
         self._written = 0
         os.makedirs(self._folder, exist_ok=True)
         now, files, used = time.time(), list[tuple[float, int, str]](), 0
@@ -341,7 +342,7 @@ def _checksums(data: bytes) -> bytes:
 
 
 def _read_piece(descriptor: int, block: memoryview, number: int, sums: bytes) -> bool:
-    """Read a piece of a block's file into the block; return whether it is the one that was written."""
+    """Read a piece of a block's file into the block; return whether its checksum is right."""
     piece = block[number * PIECE : (number + 1) * PIECE]
     got = os.preadv(descriptor, [piece], number * PIECE)
     return got == len(piece) and zlib.crc32(piece).to_bytes(4, "little") == sums[4 * number : 4 * number + 4]
@@ -349,7 +350,7 @@ def _read_piece(descriptor: int, block: memoryview, number: int, sums: bytes) ->
 
 def _files(folder: str) -> Iterator[tuple[str, os.stat_result]]:
     for part in os.scandir(folder):
-        with contextlib.suppress(OSError):  # it may go away meanwhile
+        with contextlib.suppress(OSError):  # it may disappear meanwhile
             for entry in os.scandir(part.path):
                 with contextlib.suppress(FileNotFoundError):
                     yield entry.path, entry.stat()
@@ -360,14 +361,14 @@ def _hash(text: str) -> str:
 
 
 def _host() -> str:
-    """Return in which processes the numbers of processes mean the same."""
+    """Return a name of this host and its namespace of process ids."""
     with contextlib.suppress(OSError):
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()
 
 
 def _is_void(path: str) -> bool:
-    """Return whether nobody is behind a claim."""
+    """Return whether the process of a claim is gone."""
     try:
         with open(path, "rb") as file:
             age = time.time() - os.fstat(file.fileno()).st_mtime
@@ -379,7 +380,7 @@ def _is_void(path: str) -> bool:
     try:
         host, process = json.loads(said)
     except ValueError:
-        return abs(age) > _EMPTY_SECONDS  # it is just being written, or its process was killed before it could
+        return abs(age) > _EMPTY_SECONDS  # it is being written, or its process was killed first
     if host == _host():
         try:
             os.kill(process, 0)
@@ -403,7 +404,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def node_cache() -> NodeCache | None:
-    """Return the cache that the environment asks for; raises ConfigurationError for a size that is none."""
+    """Return the cache that the environment configures, if any; raises ConfigurationError for an invalid size."""
     folder = os.environ.get("ENERGON_CACHE_DIR", "")
     if not folder:
         return None
@@ -411,28 +412,28 @@ def node_cache() -> NodeCache | None:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", said.strip().upper()) if said else None
     if said and (match is None or match[2] not in _UNITS or not float(match[1])):
         raise ConfigurationError(
-            f"ENERGON_CACHE_BYTES is {said!r}; it must be a number of bytes above 0, such as 500000000000 or 500G"
+            f"ENERGON_CACHE_BYTES must be a number of bytes above 0, such as 500000000000 or 500G, got {said!r}"
         )
     key = folder, int(float(match[1]) * _UNITS[match[2]]) if match else None
     return _caches.setdefault(key, NodeCache(*key))
 
 
 def use_node_cache(cache_dir: str | os.PathLike[str] | None, cache_bytes: int | None = None) -> None:
-    """Keep what is read from object stores and web servers on a local disk, for all processes of the node.
+    """Cache reads from object stores and web servers on a local disk, for all processes of the node.
 
     Examples:
         >>> use_node_cache("/tmp/energon-cache", cache_bytes=100 * 10**9)  # before datasets are opened
         >>> use_node_cache(None)
 
-    Call it before datasets are opened; it sets ENERGON_CACHE_DIR and ENERGON_CACHE_BYTES, which workers inherit.
+    Call it before opening datasets. It sets ENERGON_CACHE_DIR and ENERGON_CACHE_BYTES, which workers inherit.
 
     Args:
         cache_dir: A folder of a local disk, the same for all ranks of the node; None: no cache.
-        cache_bytes: What the cache may hold; what was used longest ago is deleted. None: all but 5 % of
+        cache_bytes: Limit of the cache; the least recently used blocks are deleted first. None: all but 5 % of
             the disk.
 
     Raises:
-        ConfigurationError: `cache_bytes` is no number above 0.
+        ConfigurationError: `cache_bytes` is not a number above 0.
     """
     if cache_bytes is not None and (isinstance(cache_bytes, bool) or int(cache_bytes) <= 0):
         raise ConfigurationError(f"use_node_cache: cache_bytes must be above 0, or None, got {cache_bytes!r}")

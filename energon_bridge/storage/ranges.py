@@ -1,6 +1,6 @@
-"""One file, or a part of a larger one such as a tar, read piece by piece as a seekable stream.
+"""A seekable stream over a file, or over a part of one such as a member of a tar.
 
-Invariant: nothing is read before it is asked for, and a range can be pickled: it names bytes, it does not hold them.
+Invariant: nothing is read before it is requested, and a range can be pickled: it names bytes without holding them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ByteRange:
         return self.store.url(self.rel)
 
     def read(self, size: int | None = None) -> bytes:
-        """Return all of its bytes, or the first `size` of them. Raises StorageError."""
+        """Return its bytes, or the first `size` of them. Raises StorageError."""
         return self.store.read_range(self.rel, self.offset, self.size if size is None else min(size, self.size))
 
 
@@ -56,7 +56,7 @@ class RangeReader(io.RawIOBase):
         return True
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Return up to `size` bytes, all that are left if it is negative; none at the end. Raises StorageError."""
+        """Return up to `size` bytes, the whole rest if it is negative; b"" at the end. Raises StorageError."""
         left = max(0, self._size - self._at)
         size = left if size is None or size < 0 else min(size, left)
         if not size:
@@ -71,7 +71,7 @@ class RangeReader(io.RawIOBase):
         return data
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
-        """Fill a buffer as far as there are bytes; return how many."""
+        """Fill a buffer with the next bytes; return how many."""
         view = memoryview(buffer).cast("B")
         data = self.read(len(view))
         view[: len(data)] = data

@@ -1,8 +1,8 @@
-"""Object stores and web servers behind `Store`: what is asked for becomes few large requests, many of them at once.
+"""Object stores and web servers as a `Store`: ranges are merged into few large requests, sent concurrently.
 
-Invariant: a read returns exactly the bytes asked for, of one version of the object, or raises an error that names the
-URL, the range, what the server said, and what to do. A store can be pickled and used after a fork: it holds nothing but
-its URL, and finds the client and the bucket of the process it is in, and of what its environment says by now.
+Invariant: a read returns exactly the bytes requested, of one version of the object, or raises an error that names the
+URL, the range, the server's response and the remedy. A store can be pickled and used after a fork: it holds only its
+URL, and looks up the client and bucket of the current process and environment.
 """
 
 from __future__ import annotations
@@ -12,21 +12,13 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 from energon_bridge.errors import DatasetNotFoundError, EnergonError, ShardMissingError, StorageError
 from energon_bridge.storage.base import short_read
-from energon_bridge.storage.buckets import (
-    AzureBucket,
-    Bucket,
-    GcsBucket,
-    HttpBucket,
-    S3Bucket,
-    server_of,
-    settings_of,
-)
+from energon_bridge.storage.buckets import BUCKETS, Bucket, HttpBucket, server_of, settings_of
 from energon_bridge.storage.http import Body, Client, GaveUp, Piece, Refused, TooShort, WholeFile, shared_client
 from energon_bridge.storage.node_cache import BLOCK, Place, Span, Version, node_cache
 from energon_bridge.storage.stalls import Stalls
@@ -34,26 +26,13 @@ from energon_bridge.storage.stalls import Stalls
 _log = logging.getLogger(__name__)
 
 _GAP = 32 << 10
-"""Bytes between two ranges that are read along: they cost a small part of what a request does."""
+"""Gaps up to this size between two ranges are read along, since they cost far less than a request."""
 _PIECE = 4 << 20
-"""Bytes of a request at most: what is longer is read in several at once."""
+"""Most bytes of a request; longer ranges are split into concurrent requests."""
 _CHANGES = 3
-"""So often a read by the cache begins again because the object has changed."""
+"""How often a cached read starts again because the object changed."""
 _LISTED = 64
-"""Sizes of so many files are taken from a listing, if there is one."""
-
-_MAKERS: dict[str, Callable[[str], Bucket]] = {
-    "http": lambda place: HttpBucket("http", place),
-    "https": lambda place: HttpBucket("https", place),
-    "s3": S3Bucket,
-    "gs": GcsBucket,
-    "gcs": GcsBucket,
-    "az": AzureBucket,
-    "abfs": AzureBucket,
-    "abfss": AzureBucket,
-}
-PROTOCOLS = frozenset(_MAKERS)
-
+"""From this many files on, sizes come from a listing, if there is one."""
 
 _Versions = list[Version]  # in the class `list` is a method
 _Bytes = list[bytes]
@@ -84,7 +63,7 @@ class RemoteStore:
         return f"{self.root}/{rel}" if rel else self.root
 
     def check_root(self) -> None:
-        """Raise DatasetNotFoundError unless there is anything below the root."""
+        """Raise DatasetNotFoundError if there is nothing below the root."""
         client, bucket = self._place()
         with self._naming(""):
             try:
@@ -96,7 +75,7 @@ class RemoteStore:
             except Exception as error:
                 status = _answer_of(error)[0]
                 if status in (403, 405):
-                    return  # who may read need not be allowed to list; nginx says so of folders, too
+                    return  # readable does not imply listable; nginx also answers so for folders
                 if status not in (404, 410) or not isinstance(error, Refused):
                     raise
         raise DatasetNotFoundError(f"{self.root}: no such folder. Check the URL.")
@@ -175,7 +154,7 @@ class RemoteStore:
         except (EnergonError, MemoryError):
             raise
         except Exception as error:
-            if len(wanted) > 1:  # one by one, to name the one that fails
+            if len(wanted) > 1:  # one by one, so that the error names the file
                 return [self._read_all([one])[0] for one in wanted]
             ((rel, offsets, lengths),) = wanted
             self._raise(rel, offsets, lengths, error)
@@ -201,12 +180,12 @@ class RemoteStore:
             self._cache.forget(self._cached_url(rel))
 
     def _cached_url(self, rel: str) -> str:
-        """Return how the cache names a file: by its server, too, if the environment says which."""
+        """Return the URL that names a file in the cache, with its server if the environment sets one."""
         server = server_of(self._protocol)
         return f"{server} {self.url(rel)}" if server else self.url(rel)
 
     def _versions(self, rels: Sequence[str], first: int = 1) -> list[Version]:
-        """Return which versions of files there are; those nobody knows are asked for, with `first` of their bytes."""
+        """Return the versions of files; unknown ones are requested, along with their first `first` bytes."""
         assert self._cache is not None
         cache, urls = self._cache, [self._cached_url(rel) for rel in rels]
 
@@ -231,7 +210,7 @@ class RemoteStore:
             return cache.versions(urls, ask)
 
     def _read_cached(self, wanted: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> list[list[bytes]] | None:
-        """Read ranges by the cache; None if it cannot, or if the server has to say what is wrong."""
+        """Read ranges through the cache; None if that fails, or if the server must report the error."""
         assert self._cache is not None
         rels = [rel for rel, _, _ in wanted]
         for _ in range(_CHANGES):
@@ -264,7 +243,7 @@ class RemoteStore:
         return None
 
     def _blocks(self, places: Sequence[Place], names: dict[str, str]) -> list[bytes]:
-        """Fetch blocks; neighbours are one request."""
+        """Fetch blocks; adjacent blocks share a request."""
         runs: list[list[Place]] = []
         for version, block in places:
             if runs and runs[-1][-1] == (version, block - 1) and len(runs[-1]) < _PIECE // BLOCK:
@@ -300,7 +279,7 @@ class RemoteStore:
     def versions(self, most: int) -> dict[str, tuple[int, str]] | None:
         """Return bytes and ETag of all files below the root by one listing, None if there are more than `most`.
 
-        None, too, of web servers, of buckets that may not be listed, and of those without ETags.
+        Also None for web servers, for buckets that may not be listed, and for listings without ETags.
         """
         start, bucket = len(self._prefix), self._place()[1]
         try:
@@ -311,19 +290,19 @@ class RemoteStore:
         return found if len(found) <= most and all(tag for _, tag in found.values()) else None
 
     def write(self, rel: str, data: bytes) -> None:
-        """Write `rel` as a whole: a reader sees the old content or the new, never a part."""
+        """Write `rel` as a whole: readers see the old content or the new, never a part."""
         with self._naming(rel, f"write {len(data)} bytes"):
             self._place()[1].put(self._prefix + rel, data)
         self._forget(rel)
 
     def put_file(self, path: str, rel: str) -> None:
-        """Write a local file to `rel`, replacing what is there as a whole."""
+        """Write a local file to `rel`, replacing any file there as a whole."""
         with self._naming(rel, "write"):
             self._place()[1].put_file(self._prefix + rel, path)
         self._forget(rel)
 
     def delete(self, rel: str) -> None:
-        """Delete `rel` if it is there."""
+        """Delete `rel` if it exists."""
         with self._naming(rel, "delete"):
             self._place()[1].delete(self._prefix + rel)
         self._forget(rel)
@@ -344,7 +323,7 @@ class RemoteStore:
         return self._place()[0].fetch(pieces, self._stalls) if pieces else []
 
     def _answers(self, key: str) -> bool:
-        """Return whether the server has anything under a key."""
+        """Return whether an object with this key exists."""
         client, bucket = self._place()
         with self._naming(key[len(self._prefix) :]):
             try:
@@ -363,7 +342,7 @@ class RemoteStore:
     # Errors ----------------------------------------------------------------------------------------------------------
 
     def _raise(self, rel: str, offsets: Sequence[int], lengths: Sequence[int], error: Exception) -> NoReturn:
-        """Raise what an error means for the first range that has it."""
+        """Raise the error for the first range that it concerns."""
         ranges = list(zip(offsets, lengths, strict=True))
         if isinstance(error, TooShort):
             short = [one for one in ranges if sum(one) > error.total]
@@ -379,15 +358,15 @@ class RemoteStore:
 
     @contextlib.contextmanager
     def _naming(self, rel: str, doing: str = "read") -> Iterator[None]:
-        """Turn what clients and libraries raise into errors that name the URL, the answer and the remedy."""
+        """Turn the errors of clients and libraries into ours, with URL, response and remedy."""
         try:
             yield
         except (EnergonError, ImportError, MemoryError):
             raise
         except GaveUp as error:
             raise StorageError(
-                f"{self.url(rel)}: cannot {doing}: {error}. The server or the network between fails, or the host or "
-                "its port is wrong."
+                f"{self.url(rel)}: cannot {doing}: {error}. Check the host and port, and that server and "
+                "network are up."
             ) from error
         except Exception as error:
             status, code, said = _answer_of(error)
@@ -396,14 +375,14 @@ class RemoteStore:
                 raise DatasetNotFoundError(
                     f"{self.url(rel)}: {bucket} does not exist ({said}). Check its name."
                 ) from error
-            if status == 404 and code == "ResourceNotFound":  # what Azure says to those without credentials
+            if status == 404 and code == "ResourceNotFound":  # Azure's response without credentials
                 raise DatasetNotFoundError(
-                    f"{self.url(rel)}: {bucket} does not exist, or may not be read without credentials ({said})."
+                    f"{self.url(rel)}: {bucket} does not exist, or needs credentials ({said})."
                 ) from error
             if status in (404, 410) and doing != "delete":
                 if not rel:
                     raise DatasetNotFoundError(f"{self.root}: no such folder. Check the URL.") from error
-                self.check_root()  # say what is missing: the folder, or the file in it
+                self.check_root()  # tell a missing folder from a missing file
                 raise ShardMissingError(f"{self.url(rel)}: no such file.") from error
             raise StorageError(f"{self.url(rel)}: cannot {doing}: {said}.{_advice(status, code, bucket)}") from error
 
@@ -422,7 +401,7 @@ _WRONG_REGION = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintExcep
 
 
 def _answer_of(error: Exception) -> tuple[int, str, str]:
-    """Return status, code and words of a provider's answer, however its library wraps them."""
+    """Return status, code and message of a provider's response, from whichever library."""
     if isinstance(error, Refused):
         return error.status, error.code, str(error)
     response = getattr(error, "response", None)  # botocore
@@ -438,21 +417,21 @@ def _answer_of(error: Exception) -> tuple[int, str, str]:
 
 def _advice(status: int, code: str, bucket: str) -> str:
     if code == "RequestTimeTooSkewed":
-        return " The clock of this machine is wrong."
+        return " The clock of this machine is wrong: set it."
     if code in _WRONG_REGION or status == 301:
-        return f" {bucket[0].upper()}{bucket[1:]} lies in another region: set AWS_REGION, or AWS_ENDPOINT_URL."
+        return f" {bucket[0].upper()}{bucket[1:]} is in another region: set AWS_REGION or AWS_ENDPOINT_URL."
     if code in _WRONG_CREDENTIALS or status == 401:
-        return " The credentials are wrong or have expired."
+        return " The credentials are wrong or have expired: renew them."
     if status == 403 or code == "PublicAccessNotPermitted":
         return (
-            f" The credentials are known, but may not do this in {bucket}, or there are none. (Some providers say so "
-            "of files that are missing, too, if you may not list them.)"
+            f" The credentials lack the permission for this in {bucket}, or there are none. (If you may not list "
+            "files, some providers answer the same for a missing file.)"
         )
     return ""
 
 
-class _Changed(EnergonError):  # noqa: N818 - the read begins again
-    """Another version lies at a URL by now."""
+class _Changed(EnergonError):  # noqa: N818 - the read starts again
+    """The object at a URL has a new version."""
 
     def __init__(self, url: str) -> None:
         super().__init__(f"{url}: changed while it was read")
@@ -464,7 +443,7 @@ def _where(place: Place) -> tuple[str, int]:
 
 
 def _cut(blocks: dict[Place, memoryview], version: Version, offset: int, length: int) -> Any:
-    """Return a range out of the blocks that hold it."""
+    """Return a range from the blocks that contain it."""
     if not length:
         return b""
     first, last = offset // BLOCK, (offset + length - 1) // BLOCK
@@ -479,7 +458,7 @@ def _total(body: Body) -> int:
 
 
 def _spans(offsets: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int, list[int]]]:
-    """Return spans (low, high, numbers of the ranges in it) to be read for some ranges, in the order of the file."""
+    """Return the spans to read for some ranges, in file order: (low, high, numbers of the ranges in it)."""
     spans: list[tuple[int, int, list[int]]] = []
     for number in sorted(range(len(offsets)), key=offsets.__getitem__):
         low, high = offsets[number], offsets[number] + lengths[number]
@@ -499,12 +478,12 @@ _making = threading.Lock()
 
 
 def _bucket(protocol: str, name: str, settings: tuple[str | None, ...]) -> Bucket:
-    """Return the bucket of a name under some settings, one per process: its clients and signatures are for all datasets
-    in it."""
+    """Return the bucket of a name and settings, one object per process: all its datasets share clients and
+    signatures."""
     with _making:
         bucket = _buckets.get((protocol, name, settings))
         if bucket is None:
-            bucket = _buckets[protocol, name, settings] = _MAKERS[protocol](name)
+            bucket = _buckets[protocol, name, settings] = BUCKETS[protocol](name)
         return bucket
 
 

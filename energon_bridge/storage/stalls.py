@@ -1,12 +1,12 @@
-"""Reads that stall: each is tried again beside the first, and after the last try there is an error that names it.
+"""Reads with a deadline: a stalled read is tried again beside the first; after the last try, an error names it.
 
-A read that hangs in the kernel or in a library cannot be taken back, so it must not be the caller's thread that hangs:
-reads that may stall run on helper threads, and the caller waits for the first answer. What comes back is the same bytes
-whichever try brings them, so nothing about the order changes.
+A read that hangs in the kernel or in a library cannot be cancelled, so it must not block the caller's thread: reads
+that may stall run on helper threads, and the caller waits for the first result. Every try returns the same bytes, so
+the order does not change.
 
-A helper costs 15 us, as much as a small read from the page cache. So it is asked only where a read goes further: of a
-network file system always, of another one where the kernel says that the last byte is not in memory (`RWF_NOWAIT`, 1
-us, asked for reads of 32 KiB and more). File systems in memory are read at once.
+A helper costs 15 us, as much as a small read from the page cache. So only reads that leave the page cache use one:
+always on a network file system; on others if the kernel reports that the last byte is not in memory (`RWF_NOWAIT`, 1
+us, checked for reads of 32 KiB and more). File systems in memory are read directly.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _NETWORK |= {"wekafs", "orangefs", "pvfs2", "ocfs2", "gfs2", "virtiofs", "panfs"
 
 
 class Stalls:
-    """Runs reads with a deadline; any thread may, and after a fork the child begins again.
+    """Runs reads with a deadline; thread-safe, and usable after a fork.
 
     Args:
-        seconds: Time after which a read is tried again beside the ones that are under way; None: reads are waited for.
+        seconds: Time after which a read is tried again beside the running ones; None: wait forever.
 
     Attributes:
         count: Tries that took longer, in this process.
@@ -56,11 +56,11 @@ class Stalls:
         return Stalls, (self.seconds,)
 
     def run(self, read: Callable[[], T], where: Callable[[], str]) -> T:
-        """Return what a read returns, or raise what it raises.
+        """Return the result of a read, or raise its error.
 
         Args:
             read: May run several times at once.
-            where: Says what is read, for people.
+            where: Describes the read, for messages.
 
         Raises:
             StorageError: All tries take too long.
@@ -76,10 +76,10 @@ class Stalls:
                 self.count += 1
                 MADE.stalled_reads += 1
                 logger.warning(
-                    "%s: reading takes longer than %g s%s (stalled reads of this process so far: %d)",
+                    "%s: reading has taken longer than %g s%s (stalled reads of this process so far: %d)",
                     where(),
                     self.seconds,
-                    f"; try {number + 1} of {TRIES} begins" if number < TRIES else "",
+                    f"; starting try {number + 1} of {TRIES}" if number < TRIES else "",
                     self.count,
                 )
                 continue
@@ -87,12 +87,12 @@ class Stalls:
                 raise error
             return value  # type: ignore[return-value]  # None only if the read returned it
         raise StorageError(
-            f"{where()}: not read after {TRIES} tries, {self.seconds:g} s apart: the storage hangs. Look at the mount "
-            "or the server, or allow more with ErrorPolicy(read_timeout_seconds=...)"
+            f"{where()}: not read after {TRIES} tries, {self.seconds:g} s apart: the storage hangs. Check the mount "
+            "or the server, or allow more time with ErrorPolicy(read_timeout_seconds=...)"
         )
 
     def _start(self, read: Callable[[], T], answers: Answers[T]) -> None:
-        """Have an idle helper, or a new one, put what a read gives into a queue."""
+        """Run a read on a helper thread, which puts the result into a queue."""
         answer: list[Answer[T]] = []
 
         def job() -> None:
@@ -105,7 +105,7 @@ class Stalls:
 
 
 def way_to(path: str) -> Way:
-    """Return how files below a folder are read."""
+    """Return how to read files below a folder."""
     kind = _file_system(path)
     if kind in _NETWORK or kind.startswith("fuse."):
         return "helper"
@@ -117,18 +117,18 @@ _PROBE = (bytearray(1),)
 
 
 def is_in_memory(descriptor: int, offset: int) -> bool:
-    """Whether the kernel has a byte of a file in memory, or cannot say."""
+    """Return whether a byte of a file is in the page cache; True also if the kernel cannot tell."""
     try:
         os.preadv(descriptor, _PROBE, offset, os.RWF_NOWAIT)
     except BlockingIOError:
         return False
-    except (OSError, OverflowError):  # a file system that cannot say, or no place in a file
+    except (OSError, OverflowError):  # a file system that cannot tell, or an offset outside of files
         return True
     return True
 
 
 def _file_system(path: str) -> str:
-    """Return the type of the file system of a path as Linux names it, or nothing where that is not known."""
+    """Return the type of the file system of a path as Linux names it, or "" if it is unknown."""
     try:
         device = os.stat(path).st_dev
         number = f"{os.major(device)}:{os.minor(device)}"

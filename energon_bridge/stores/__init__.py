@@ -1,7 +1,7 @@
 """Files by key, for cookers: stores over prepared datasets, folders and JSONL files, and caches for files needed later.
 
-`base` has the protocol, `webdataset` and `folder` read, `cache` and `cache_pool` keep files close until the samples
-that need them are delivered.
+`base` has the protocol, `webdataset` the stores, and `cache` and `disk_cache` keep files close until the samples that
+need them are delivered.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The protocol of file stores: bytes or decoded values by key, with a note of where they came from.
+"""The interface of file stores: bytes or decoded values by key, with their sources.
 
 A custom store derives from `FileStore` and overrides `read`, `get_path` and, if it has media metadata,
 `get_media_metadata`. Invariant: a read never depends on earlier reads, and any thread of any process may read.
@@ -62,7 +62,7 @@ class FileStore(Protocol):
 
         Raises MediaMetadataError if the store has no media metadata, FileNotInStoreError if it has none for this file.
         """
-        raise MediaMetadataError(f"{self.get_path()}: a store of this kind has no media metadata.")
+        raise MediaMetadataError(f"{self.get_path()}: a {type(self).__name__} has no media metadata.")
 
     def __getitem__(self, key: str) -> tuple[Any, SourceInfo]:
         """Return the value of a file and where it came from."""

@@ -57,8 +57,8 @@ class Lazy:
 
     def __reduce__(self) -> NoReturn:
         raise ConfigurationError(
-            "a batch or sample that leaves the process still holds a lazy file: call its get() in encode_sample or "
-            "postencode_sample"
+            "a batch or sample that leaves the process still contains a lazy file: call its get() in encode_sample "
+            "or postencode_sample"
         )
 
 
@@ -196,8 +196,8 @@ class FileStoreCachePool(CachePool):
     ) -> None:
         if method != "raw":
             raise ConfigurationError(
-                f"FileStoreCachePool: method={method!r}: only 'raw' is there, which keeps the bytes of files and "
-                "decodes them when they are got; no pickle is ever read from a disk"
+                f"FileStoreCachePool: method must be 'raw', got {method!r}: the pool keeps the bytes of files and "
+                "decodes them on get(); it never reads a pickle"
             )
         for name, value in (("num_workers", num_workers), ("max_cache_count", max_cache_count)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -244,7 +244,7 @@ class FileStoreCachePool(CachePool):
             if str(error) not in self._said:
                 self._said.add(str(error))
                 _log.warning(
-                    "to_cache(%r): %s cannot be written without pickle and stays in memory; give bytes, texts, "
+                    "to_cache(%r): %s cannot be written without pickle and stays in memory; pass bytes, strings, "
                     "numbers, tensors or arrays",
                     name,
                     error,
@@ -264,7 +264,7 @@ class FileStoreCachePool(CachePool):
         """Return this process's cache, or None if it cannot have one."""
         if self._pid == os.getpid():
             return self._files
-        if self._pid != -1:  # a fork copied the lock, perhaps held by a thread that is not here
+        if self._pid != -1:  # a fork may have copied the lock while a thread of the parent held it
             self._lock = threading.Lock()
         with self._lock:
             if self._pid != os.getpid():
@@ -317,8 +317,8 @@ class _DataLazy(_KeptLazy):
         data = self._files.read(self._entry) if self._files.pid == os.getpid() else None
         if data is None:
             raise LoaderError(
-                f"{self._entry.name}: data given to to_cache is gone: the pool was closed, or its folder "
-                f"{self._files.quota.folder.path} deleted, or this is another process"
+                f"{self._entry.name}: the data passed to to_cache is gone: the pool was closed, its folder "
+                f"{self._files.quota.folder.path} was deleted, or this is another process"
             )
         return from_bytes(data) if self._shell is None else self._shell.with_data(data).when_got(), None
 

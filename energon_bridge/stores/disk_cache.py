@@ -3,10 +3,10 @@
 Three parts, from the ground up: `OwnFolder`, a folder that disappears with its process; `SharedQuota`, limits that the
 processes of a host share; and `DiskCache`, the files themselves.
 
-A file that is asked for waits in a queue; threads read it from its store and write it to the folder while the quota
-allows. A caller that needs it sooner, or that finds no room, reads the store directly. Invariants: a file counts as
-kept only when all of it is written; room is reserved before it is used, and returned once the last caller has released
-the file, which also deletes it.
+A requested file waits in a queue; threads read it from its store and write it to the folder while the quota allows. A
+caller that needs it sooner, or that finds no room, reads the store directly. Invariants: a file counts as kept only
+when it is completely written; room is reserved before it is used, and returned once the last caller has released the
+file, which also deletes it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from energon_bridge.stores.base import FileStore
 
 # Own folder -----------------------------------------------------------------------------------------------------------
 #
-# A folder of one process below a shared one, removed when the process has ended, however it ended.
+# The folder of a process below a shared one; it is removed after the process has ended, even by a kill.
 #
 # Next to each folder `energon_cache_HOST_PID_RANDOM` is a file of that name plus `.lock`, which its process keeps
 # locked; the kernel releases the lock when the process dies. Before a process makes its folder, it removes those of its
@@ -76,12 +76,12 @@ class OwnFolder:
             raise StorageError(f"{parent}: cannot make a folder for cached files: {error}") from error
 
     def remove(self) -> None:
-        """Remove the folder with all that is in it."""
+        """Remove the folder and its content."""
         _remove(self.path)
         os.close(self.descriptor)
 
     def leave(self) -> None:
-        """Let go of the folder in a child process, which was forked with it; it stays its owner's."""
+        """Release the folder in a forked child; it still belongs to its owner."""
         os.close(self.descriptor)
 
 
@@ -128,7 +128,7 @@ def _lock(descriptor: int) -> bool | None:
 
 @contextlib.contextmanager
 def locked(descriptor: int) -> Iterator[None]:
-    """Hold the lock of a file, once it is free. Raises OSError where the file system has no locks."""
+    """Wait for the lock of a file and hold it. Raises OSError if the file system has no locks."""
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     try:
         yield
@@ -194,7 +194,7 @@ class SharedQuota:
                 self._open()
         except OSError as error:
             self.folder.remove()
-            raise StorageError(f"{self._path}: cannot share the room of cached files: {error}") from error
+            raise StorageError(f"{self._path}: cannot write the shared limits of cached files: {error}") from error
 
     def take(self, size: int) -> bool:
         """Reserve room for one file; False if there is none."""
@@ -242,7 +242,7 @@ class SharedQuota:
             os.close(descriptor)
 
     def leave(self) -> None:
-        """Let go of everything in a child process, which was forked with it; it stays its owner's."""
+        """Release everything in a forked child; it still belongs to its owner."""
         self.folder.leave()
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -310,7 +310,7 @@ class SharedQuota:
 def _read(descriptor: int) -> tuple[int, int]:
     data = os.pread(descriptor, _SHARE.size, 0)
     if len(data) < _SHARE.size:
-        return 0, 0  # of a process that has just begun
+        return 0, 0  # the process has just started
     size, count = _SHARE.unpack(data)
     return size, count
 
@@ -333,7 +333,7 @@ class _State(Enum):
 
 
 class KeptFile:
-    """One file that was asked for; `store` is None if data was given instead of a file."""
+    """One requested file; `store` is None if data was given instead of a file."""
 
     __slots__ = ("key", "name", "path", "references", "size", "source", "state", "store")
 
@@ -380,7 +380,7 @@ class DiskCache:
                 self._waiting.append(entry)
             else:
                 entry.references += 1
-                if entry.state is _State.DIRECT:  # it found no room, perhaps there is some now
+                if entry.state is _State.DIRECT:  # it found no room before; try again
                     entry.state = _State.WAITING
                     self._waiting.append(entry)
             self._start()
@@ -408,7 +408,7 @@ class DiskCache:
             with open(entry.path, "rb") as file:
                 data = file.read()
         except OSError as error:
-            _log.warning("%s: a cached file cannot be read, reading %s again: %s", entry.path, entry.name, error)
+            _log.warning("%s: cannot read a cached file; reading %s again: %s", entry.path, entry.name, error)
             return None
         return data if len(data) == entry.size else None
 
@@ -486,8 +486,8 @@ class DiskCache:
         try:
             data, entry.source = entry.store.read(entry.name)
             kept = self._write(entry, data)
-        except Exception as error:  # the reader will meet the same error, where it can be handled
-            _log.debug("%s: %s cannot be read ahead: %s", entry.store.get_path(), entry.name, error)
+        except Exception as error:  # the reader meets the same error and can handle it
+            _log.debug("%s: cannot read %s ahead: %s", entry.store.get_path(), entry.name, error)
         finally:
             with self._changed:
                 self._running -= 1
@@ -507,7 +507,7 @@ class DiskCache:
             with open(entry.path, "wb") as file:
                 file.write(data)
         except OSError as error:
-            _log.warning("%s: a file cannot be cached, it will be read again: %s", entry.path, error)
+            _log.warning("%s: cannot cache a file, so it will be read again: %s", entry.path, error)
             written = False
         else:
             written = True
@@ -520,9 +520,9 @@ class DiskCache:
 
 
 def own_files(parent: str, *, num_workers: int, max_bytes: int, max_count: int) -> DiskCache | None:
-    """Make the kept files of this process; None, with a warning, where the folder cannot be written."""
+    """Create the cache of this process; None, with a warning, if the folder cannot be written."""
     try:
         return DiskCache(parent, num_workers=num_workers, max_bytes=max_bytes, max_count=max_count)
     except StorageError as error:
-        _log.warning("nothing is cached: %s", error)
+        _log.warning("caching is off: %s", error)
         return None

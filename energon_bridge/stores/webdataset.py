@@ -23,12 +23,11 @@ from energon_bridge.storage.ranges import ByteRange
 from energon_bridge.stores.base import FileStore
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Looking up single parts by key in `index.sqlite`: where their bytes lie, and what is known of the media in them.
+# Looking up single parts by key in `index.sqlite`: the location of their bytes, and their media metadata.
 #
 # Invariant: an index is opened read-only and as immutable, by the first lookup in each process; lookups of all
-# threads of the process share that connection under a lock. One behind a URL is copied to a local file first, which
-# has no name any more once it is open, so that nothing is left behind however the process ends. Format: `key_index`,
-# `media`.
+# threads of the process share that connection under a lock. An index at a URL is first copied to a local file, which
+# is unlinked once it is open, so that nothing is left behind however the process ends. Format: `key_index`, `media`.
 
 
 _PART = """
@@ -43,13 +42,13 @@ _TABLES = frozenset({"samples", "sample_parts", "media_metadata"})
 _LOOKUP_SECONDS = 60.0
 
 _INHERITED: list[sqlite3.Connection] = []
-"""Connections of the process that forked this one: sqlite wants them neither used nor closed here."""
+"""Connections of the parent process: after a fork, sqlite allows neither using nor closing them."""
 
 
 class PartLocation(NamedTuple):
-    """Where a part lies: shard number in `.info.json`, and bytes of the shard.
+    """Location of a part: shard number in `.info.json`, and bytes of the shard.
 
-    `is_sample` says that the bytes are those of the whole sample, from an index that does not know its parts.
+    `is_sample`: the bytes are those of the whole sample, from an index without parts.
     """
 
     shard: int
@@ -75,23 +74,23 @@ class PartIndex:
         self._let_go()
 
     def find(self, key: str, part: str) -> PartLocation | None:
-        """Return where a part of a sample lies, None if there is no such part.
+        """Return the location of a part of a sample, None if there is no such part.
 
-        (Of an index that does not know parts, where the sample lies.) Raises KeyIndexError if there is no index, or a
-        damaged one.
+        An index without parts gives the location of the whole sample. Raises KeyIndexError if the index is missing or
+        damaged.
         """
         if not self._has("samples"):
-            raise self._damaged("there is no table 'samples' in it")
+            raise self._damaged("it has no table 'samples'")
         by_part = self._has("sample_parts")
         rows = self._ask(_PART, (key, part)) if by_part else self._ask(_SAMPLE, (key,))
         if not rows:
             return None
         if not all(type(value) is int and 0 <= value < 1 << 62 for value in rows[0]):
-            raise self._damaged(f"it says that {key!r} is in shard, at byte, of size {str(rows[0])[:200]}")
+            raise self._damaged(f"its shard, byte and size of {key!r} are {str(rows[0])[:200]}")
         return PartLocation._make((*rows[0], not by_part))
 
     def media(self, key: str) -> MediaMetadata | None:
-        """Return what is known of a media file, None if nothing is.
+        """Return the metadata of a media file, None if there is none.
 
         Raises MediaMetadataError if the dataset or folder has no media metadata at all, or some that cannot be read.
         """
@@ -99,9 +98,9 @@ class PartIndex:
         try:
             has_media = self._has("media_metadata")
         except KeyIndexError as error:
-            raise MediaMetadataError(f"{self._store.root}: has no media metadata: {error} {remedy}") from error
+            raise MediaMetadataError(f"{self._store.root}: no media metadata: {error} {remedy}") from error
         if not has_media:
-            raise MediaMetadataError(f"{self._store.root}: has no media metadata. {remedy}")
+            raise MediaMetadataError(f"{self._store.root}: no media metadata. {remedy}")
         rows = self._ask(_MEDIA, (key,))
         return read_metadata(*rows[0], where=f"{self._store.root}: media metadata of {key!r}") if rows else None
 
@@ -121,7 +120,7 @@ class PartIndex:
 
     def _current_lock(self) -> threading.Lock:
         if self._pid != os.getpid():
-            # A fork copied the lock, perhaps held by a thread that is not here, and a connection that is not ours.
+            # A fork copied a connection that is not ours, and perhaps a lock that a thread of the parent held.
             self._let_go()
             self._lock, self._pid = threading.Lock(), os.getpid()
         return self._lock
@@ -140,10 +139,10 @@ class PartIndex:
             connection = self._connect()
             try:
                 rows = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
-                # Views, which may never end, are no tables.
+                # A view is not accepted: its query may never end.
                 for name in _TABLES.intersection(name for (name,) in rows):
                     check_table(connection, "main", name)
-            except (sqlite3.Error, ValueError) as error:  # ValueError: of names that are not UTF-8
+            except (sqlite3.Error, ValueError) as error:  # ValueError: names that are not UTF-8
                 connection.close()
                 raise self._damaged(str(error)) from error
             self._connection, self._tables = connection, frozenset(name for (name,) in rows)
@@ -179,14 +178,14 @@ class PartIndex:
 
     def _missing(self) -> KeyIndexError:
         return KeyIndexError(
-            f"{self._store.root}: files are looked up by key, but there is no key index "
-            f"({self._store.url(meta_path(INDEX_SQLITE))}). Run `energon prepare {self._store.root}` without "
-            "--no-key-index."
+            f"{self._store.root}: looking files up by key needs the key index "
+            f"{self._store.url(meta_path(INDEX_SQLITE))}, which is missing. Run `energon prepare {self._store.root}` "
+            "without --no-key-index."
         )
 
     def _damaged(self, why: str) -> KeyIndexError:
         return KeyIndexError(
-            f"{self._store.root}: cannot read the key index {meta_path(INDEX_SQLITE)}: {why}. Write it again with "
+            f"{self._store.root}: cannot read the key index {meta_path(INDEX_SQLITE)}: {why}. Rebuild it with "
             f"`energon prepare --tar-index-only {self._store.root}`."
         )
 
@@ -198,8 +197,8 @@ class PartIndex:
 # ---------------------------------------------------------------------------------------------------------------------
 # The files of a folder by their paths in it, and the lines of a JSONL file as files.
 #
-# Invariant: a key never leaves the folder, by `..` or by a symbolic link. What is written in a sample is data, and data
-# must not choose other files of the machine. Links to files in the folder are followed; only regular files are read.
+# Invariant: a key never leads out of the folder, by `..` or by a symbolic link: keys come from data, and data must not
+# choose other files of the machine. Links to files in the folder are followed; only regular files are read.
 
 
 class SystemFileStore(FileStore):
@@ -228,7 +227,7 @@ class SystemFileStore(FileStore):
         return data, self._source(key)
 
     def locate(self, key: str) -> tuple[ByteRange, SourceInfo] | None:
-        """Return where the bytes of a file lie: all of a file; raises FileNotInStoreError."""
+        """Return the location of a file's bytes, which is the whole file; raises FileNotInStoreError."""
         self._check(key)
         try:
             size = self._store.size(key)
@@ -251,14 +250,14 @@ class SystemFileStore(FileStore):
         return self._store.root
 
     def get_media_metadata(self, key: str) -> MediaMetadata:
-        """Return what the folder's media index knows of a file."""
+        """Return the metadata of a file from the folder's media index."""
         return known_media(self._index.media(key), self._store.root, key)
 
 
 class JsonlFileStore(FileStore):
     """The lines of a JSONL file as files `0.json`, `1.json` and so on, found by its index; any thread may read.
 
-    Raises the errors of `open_jsonl` when the first line is asked for.
+    The first read raises the errors of `open_jsonl`.
 
     Args:
         path: Path or URL of the file.
@@ -298,7 +297,7 @@ class JsonlFileStore(FileStore):
 class WebdatasetFileStore(FileStore):
     """Random access to the parts of all samples of a prepared dataset, whatever their split; any thread may read.
 
-    Nothing is opened before the first file is asked for. Raises KeyIndexError and NotPreparedError then.
+    The first read opens the dataset; it may raise KeyIndexError and NotPreparedError.
 
     Args:
         path: Folder or URL of the dataset.
@@ -322,7 +321,7 @@ class WebdatasetFileStore(FileStore):
         return data, SourceInfo(self._store.root, key, shard, (key,))
 
     def locate(self, key: str) -> tuple[ByteRange, SourceInfo] | None:
-        """Return where the bytes of a part lie, None if the index does not know; raises FileNotInStoreError."""
+        """Return the location of a part's bytes, None if the index has no parts; raises FileNotInStoreError."""
         _, place = self._find(key)
         if place.is_sample:
             return None
@@ -334,7 +333,7 @@ class WebdatasetFileStore(FileStore):
         names = split_member_name(key)
         if names is None:
             raise FileNotInStoreError(
-                f"{self._store.root}: {key!r} names no part of a sample; expected <sample key>.<part>, like 000017.jpg"
+                f"{self._store.root}: {key!r} is not the key of a part; expected <sample key>.<part>, like 000017.jpg"
             )
         place = self._index.find(*names)
         if place is None:
@@ -346,7 +345,7 @@ class WebdatasetFileStore(FileStore):
         return self._store.root
 
     def get_media_metadata(self, key: str) -> MediaMetadata:
-        """Return what the dataset's index knows of the part `<sample key>.<part>`."""
+        """Return the metadata of the part `<sample key>.<part>` from the dataset's index."""
         return known_media(self._index.media(key), self._store.root, key)
 
     def _shard(self, number: int) -> str:
@@ -354,17 +353,17 @@ class WebdatasetFileStore(FileStore):
             self._shards = tuple(read_info(self._store).shard_counts)
         if not 0 <= number < len(self._shards):
             raise KeyIndexError(
-                f"{self._store.root}: the key index names shard number {number}, the dataset has {len(self._shards)}. "
-                f"Write it again with `energon prepare --tar-index-only {self._store.root}`."
+                f"{self._store.root}: the key index names shard number {number}, but the dataset has "
+                f"{len(self._shards)}. Rebuild it with `energon prepare --tar-index-only {self._store.root}`."
             )
         return self._shards[number]
 
 
 def known_media(metadata: MediaMetadata | None, path: str, key: str) -> MediaMetadata:
-    """Return metadata that was looked up; raises FileNotInStoreError if there was none."""
+    """Return metadata that was looked up; raises FileNotInStoreError if it is None."""
     if metadata is None:
         raise FileNotInStoreError(
-            f"{path}: the media metadata has nothing about {key!r}. Run `energon prepare-media {path}` with a filter "
-            "that the file passes"
+            f"{path}: no media metadata of {key!r}. Run `energon prepare-media {path}` with a filter that the "
+            "file passes"
         )
     return metadata

@@ -65,9 +65,9 @@ class Budget:
         if not self._said:
             self._said = True
             logger.warning(
-                "samples that wait to be packed or grouped take more than buffer_bytes=%d in this process (%d lanes): "
-                "what is beyond is encoded again when it is needed (`encoded_again` in loader.counters()). Raise "
-                "WorkerConfig(buffer_bytes=…), lower packing_buffer_size, or add what is large in postencode_sample",
+                "samples that wait to be packed or grouped take more than buffer_bytes=%d in this process (%d lanes), "
+                "so some are encoded again when needed (`encoded_again` in loader.counters()). Raise "
+                "WorkerConfig(buffer_bytes=…), lower packing_buffer_size, or add large fields in postencode_sample",
                 self._most,
                 max(self._lanes, len(self._holders)),
             )

@@ -123,7 +123,8 @@ class Draws:
         if draws > _BARREN and draws > 10 * pipeline.num_samples:
             raise EmptyDatasetError(
                 f"{pipeline.paths}: {draws} samples in a row, of a split of {pipeline.num_samples}, were skipped, "
-                "excluded, banned or failed: nothing is left to train on. Check `exclude`, bans and what the hooks skip"
+                "excluded, banned or failed: nothing is left to train on. Check `exclude`, bans, and SkipSample in "
+                "hooks"
             )
 
     def _load(self, draws: int) -> None:
@@ -281,7 +282,7 @@ class Draws:
         for span in ranges:
             cursor = self._pipeline.cursor(self.number, span.leaf)
             current = cursor.buffer is span.buffer and cursor.next_buffer is None
-            if current and 2 * span.high > len(span.buffer):
+            if current and (span.buffer.reader.slow or 2 * span.high > len(span.buffer)):
                 self._pipeline.read_ahead(cursor.following())
 
     def _read_some_ahead(self, ranges: list[DrawRange]) -> None:

@@ -66,7 +66,7 @@ def read_quarantine(path: str | os.PathLike[str]) -> list[QuarantinedSample]:
     files = [whole] if whole.exists() else []
     files += sorted(whole.parent.glob(f"{whole.stem}.rank*{whole.suffix}"))
     if not files:
-        raise StorageError(f"{whole}: no such quarantine file, nor one of a rank beside it")
+        raise StorageError(f"{whole}: no such quarantine file, and none of a rank beside it. Check the path")
     found: dict[Named, QuarantinedSample] = {}
     for file in files:
         for sample in _samples_in(file):
@@ -78,7 +78,7 @@ def _samples_in(file: Path) -> list[QuarantinedSample]:
     try:
         data = file.read_bytes()
     except OSError as error:
-        raise StorageError(f"{file}: the quarantine file cannot be read: {error}") from error
+        raise StorageError(f"{file}: cannot read the quarantine file: {error}") from error
     samples, foreign = [], 0
     for line in data.split(b"\n"):
         try:
@@ -88,11 +88,11 @@ def _samples_in(file: Path) -> list[QuarantinedSample]:
             foreign += bool(line.strip()) and not line.startswith(_BEGINS)
     if foreign and not samples:
         raise MetadataError(
-            f"{file}: not a quarantine file: none of its {foreign} lines is a failed sample. Give the file that "
-            "ErrorPolicy(quarantine=FILE) of a run wrote, one JSON object in each line"
+            f"{file}: not a quarantine file: none of its {foreign} lines is a failed sample. Pass the file that "
+            "ErrorPolicy(quarantine=FILE) wrote, with one JSON object per line"
         )
     if foreign:
-        logger.warning("%s: %d lines are no failed samples; they are left out", file, foreign)
+        logger.warning("%s: ignoring %d lines that are not failed samples", file, foreign)
     return samples
 
 
@@ -130,7 +130,7 @@ def write_reports(file: Path, reports: Sequence[Report]) -> None:
         finally:
             os.close(handle)
     except OSError as error:
-        raise StorageError(f"{file}: the quarantine file cannot be written: {error}") from error
+        raise StorageError(f"{file}: cannot write the quarantine file: {error}") from error
 
 
 def known_in(file: Path) -> set[Named]:
@@ -240,7 +240,7 @@ class FailureLog:
                 logger.debug("the first failure of its kind:\n%s", report.trace)
         elif str(number).strip("0") == "1":
             dataset, hook, error = report.kind
-            logger.warning("%s: %d have failed in %s with %s, the last one %s", dataset, number, hook, error, report)
+            logger.warning("%s: %d samples failed in %s with %s, the last one %s", dataset, number, hook, error, report)
 
     def _quarantine(self, file: Path, reports: Sequence[Report]) -> None:
         known = self._quarantined.get(file)

@@ -262,7 +262,7 @@ class ListedRows:
             self._ahead[start] = load_again(self._pipeline, refs)
 
     def take(self, start: int, stop: int, counts: Counts) -> list[BatchRow]:
-        """Return rows [start, stop); of a pack that is listed as a whole, all that the encoder makes of it."""
+        """Return rows [start, stop); for a pack listed as a whole, all outputs of the encoder."""
         self.prepare(start, stop)
         listed = [
             ([BatchRow((ref,), SAMPLE, None, 0) for ref in refs], output) for refs, output in self._rows[start:stop]
@@ -373,14 +373,14 @@ class FiniteStream:
                 batches = self._batched(rows, unit, counted) if rows else []
             if len(batches) > 1:
                 raise FatalSampleError(
-                    f"{rows[0].key(self.pipeline)}: batch or encode_batch yields {len(batches)} batches of one; where "
-                    "all ranks make the same number of steps it must return one"
+                    f"{rows[0].key(self.pipeline)}: batch or encode_batch yields {len(batches)} batches from one; "
+                    "return one, so that all ranks make the same number of steps"
                 )
             if batches:
                 if self.pipeline.settings.batch_size is None and self._rows.ends is None and len(rows) > 1:
                     raise FatalSampleError(
-                        f"{rows[0].key(self.pipeline)}: encode_sample yields {len(rows)} samples where a "
-                        "pass without batches delivers one a step: give a batch_size"
+                        f"{rows[0].key(self.pipeline)}: encode_sample yields {len(rows)} samples, but a "
+                        "pass without batches delivers one per step: set batch_size"
                     )
                 break
         else:

@@ -1,6 +1,6 @@
 """Grouping: rows wait in groups, one per criterion, until a group is full and becomes a batch.
 
-The state of a lane holds the waiting rows in order of arrival. After a restore, the encoder is asked for their groups
+The state of a lane holds the waiting rows in order of arrival. After a restore, the encoder gives their groups
 again when the first row is drawn. A finite pass is grouped before it begins (`loader/streams.py`); rows left at its end
 become smaller batches.
 
@@ -64,8 +64,8 @@ class Groups(Generic[T]):
             group = self._groups[key] = _Group(size)
         if group.size != size:
             raise FatalSampleError(
-                f"batch_group_criterion gave batch size {size} for the group {key!r}, and {group.size} before: a group "
-                "must keep its batch size"
+                f"batch_group_criterion returned batch size {size} for the group {key!r}, but {group.size} before: "
+                "return the same batch size for all samples of a group"
             )
         group.rows.append(row)
         self._order[id(row)] = row
@@ -82,7 +82,9 @@ class Groups(Generic[T]):
             raise FatalSampleError(f"the group {key!r} has {found} batch_group_criterion: give exactly one of them")
         size = self._batch_size if size is None else size
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise FatalSampleError(f"batch_group_criterion gave batch size {size!r} for the group {key!r}: at least 1")
+            raise FatalSampleError(
+                f"batch_group_criterion returned batch size {size!r} for the group {key!r}; expected at least 1"
+            )
         return size
 
 
@@ -179,5 +181,6 @@ class Grouping:
     def _give_up_if_barren(self) -> None:
         if self._refused > _BARREN and self._refused > 10 * self._pipeline.num_samples:
             raise EmptyDatasetError(
-                f"{self._pipeline.paths}: batch_group_criterion left out {self._refused} rows in a row: none is left"
+                f"{self._pipeline.paths}: batch_group_criterion skipped {self._refused} rows in a row, so none is "
+                "left. Check its SkipSample"
             )

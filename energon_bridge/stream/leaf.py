@@ -21,6 +21,7 @@ from energon_bridge.plan.leaf import LeafOrder
 from energon_bridge.rng import IntArray, fold
 from energon_bridge.rows.dataset import TableDataset, TableRows, compiled
 from energon_bridge.samples import META_FIELDS, CrudeSample, SourceInfo
+from energon_bridge.storage import as_far
 from energon_bridge.stream.cooking import Cook
 from energon_bridge.stream.dataset_code import JOINER, Begin, PendingSample, sample_parser
 from energon_bridge.stream.reader import LeafReader, Reader, RoundBuffer, Unreadable
@@ -100,7 +101,7 @@ class LeafSource:
 
 
 class Cursor:
-    """Where one lane stands in one leaf: its current rounds, and the next ones while they are read ahead.
+    """The position of a lane in a leaf: its current rounds, and the next ones while they are read ahead.
 
     Args:
         source: The leaf.
@@ -362,15 +363,14 @@ class TableReader:
 
     Attributes:
         bytes_read: Bytes of the parts of samples so far.
-        slow: Always False: files are local, and one read of a row group serves many samples.
+        slow: Whether the files are behind a URL, so that reading ahead pays off.
     """
-
-    slow = False
 
     def __init__(self, dataset: TableDataset, *, tolerant: bool = False) -> None:
         self.dataset = dataset
         self.bytes_read = 0
         self._tolerant = tolerant
+        self.slow = as_far(dataset.store) is not None
         self._rows = TableRows(dataset)
         self._ends = np.cumsum(dataset.shard_counts)
 

@@ -238,8 +238,8 @@ class Packing:
         if self._pipeline.code.by_length:
             return  # no sample has a length; `take_microbatch` gives up if it stays so
         raise FatalSampleError(
-            f"select_samples_to_pack of {type(self._pipeline.code.encoder).__name__} made no pack of "
-            f"{len(self._buffer)} samples, {EMPTY_SELECTIONS} times in a row: return lists of the samples it is given"
+            f"select_samples_to_pack of {type(self._pipeline.code.encoder).__name__} made no pack from "
+            f"{len(self._buffer)} samples, {EMPTY_SELECTIONS} times in a row: return lists of the samples it gets"
         )
 
     def _is_given_up(self, row: BatchRow, wait: int, counts: Counts) -> bool:
@@ -250,7 +250,7 @@ class Packing:
         counts.of(ref.leaf)[_SKIPPED] += 1
         self._hold(-row.size)
         where = self._pipeline.source(ref.leaf).where(ref.sample)
-        logger.warning("%s: left over by %d selections and given up; is it too long for a pack?", where, wait)
+        logger.warning("%s: dropped after %d selections left it over; is it too long for a pack?", where, wait)
         return True
 
     def _packed(self, pack: _Pack, counts: Counts) -> list[BatchRow]:
@@ -320,8 +320,8 @@ def _select_microbatches(
             if length > most:
                 where = pipeline.source(leaf).where(row.members[0].sample)
                 raise OverLongSampleError(
-                    f"{where} has {length} tokens, and max_tokens_per_microbatch={most}: raise it, shorten the sample "
-                    "in encode_sample, or raise SkipSample there"
+                    f"{where} has {length} tokens, but max_tokens_per_microbatch={most}: raise the limit, or shorten "
+                    "or skip the sample in encode_sample"
                 )
         except Exception as error:  # the policy decides
             pipeline.failed(error, [row.members[0][:2]], counts)
@@ -340,7 +340,7 @@ def _select_microbatches(
 
 
 def pack_rows(pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, again: bool = False) -> list[BatchRow]:
-    """Return the rows that the encoder makes of a pack, if any; the members lose their contents.
+    """Encode a pack and return its rows, if any; the members lose their contents.
 
     With `again`, the hooks' own counts were counted before.
     """
@@ -404,8 +404,8 @@ def _as_rows(groups: Any, rows: list[BatchRow], encoder: str) -> list[list[Batch
         for sample in group:
             if not places.get(id(sample)):
                 raise FatalSampleError(
-                    f"select_samples_to_pack of {encoder} returned a {type(sample).__name__} that it was not given, or "
-                    "one twice: it must return lists of the very samples of its argument, each at most once"
+                    f"select_samples_to_pack of {encoder} returned a {type(sample).__name__} that it did not get, or "
+                    "returned one twice: return lists of the same sample objects, each at most once"
                 )
             pack.append(places[id(sample)].pop())
         if pack:

@@ -305,7 +305,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def adopting(self) -> Iterator[None]:
-        """Join tensors in this context without a copy, if they already lie side by side."""
+        """Join tensors in this context without a copy, if they are already adjacent."""
         SLABS.set(self._blocks)
         try:
             yield

@@ -9,7 +9,6 @@ A plan is never changed: a sample that fails, or that a hook skips, is counted a
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, compress, pairwise
@@ -27,14 +26,23 @@ from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.packing import EMPTY_SELECTIONS, first_target, pack_rows
 from energon_bridge.stream.pipeline import DrawRange, PendingLoads, Pipeline
 from energon_bridge.stream.reader import RoundBuffer
-from energon_bridge.stream.state import COUNTERS, BufferedRefs, Counts, LaneBatch, LaneState, SampleRef, Stage
+from energon_bridge.stream.state import (
+    COUNTERS,
+    NOTHING_HELD,
+    BufferedRefs,
+    Counts,
+    LaneBatch,
+    LaneState,
+    SampleRef,
+    Stage,
+)
 from energon_bridge.stream.values import FailedSample
 from energon_bridge.task_encoder.packing import LONGEST_WAIT, Packer
 
 _FEWEST, _MOST = 32, 256
 """Draws of a lane looked up at a time; few at first, since there are many lanes."""
 _BANNED, _SKIPPED, _BYTES = map(COUNTERS.index, ("banned", "skipped", "bytes"))
-_NO_MEMBERS: IntArray = np.zeros((0, 3), dtype=np.int64)
+_NO_MEMBERS: IntArray = np.zeros((0, 4), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +80,7 @@ class PlanRules:
     buffer_size: int = 0
 
     def looked_up(self, members: IntArray, name: str) -> IntArray:
-        """Return the entries of some samples, of shape (samples, ...), for members of shape (samples, 3)."""
+        """Return the entries of some samples, of shape (samples, ...), for members as `PlannedBatch` has them."""
         if len(self.tables) == 1:
             return np.asarray(getattr(self.tables[0], name)[members[:, 1]], dtype=np.int64)
         found: IntArray | None = None
@@ -91,7 +99,7 @@ class PlannedBatch:
 
     Attributes:
         lane, number: Its lane, and its number among the microbatches of the lane.
-        members: Leaf, sample and epoch of each sample, shape (samples, 3).
+        members: The references of its samples, shape (samples, 4): leaf, sample, epoch, and 0, the only output.
         ends: Where the rows end among the members, if they are packs; None: each sample is a row.
         cost: Its cost, in units of the run.
         lost: Draws before it that gave nothing, by leaf and counter.
@@ -122,7 +130,7 @@ class _PlannedDraws:
         self._base = state.draw
 
     def take(self, wanted: int, lost: Counts) -> IntArray:
-        """Return the next members, shape (wanted, 3); count the banned ones."""
+        """Return the next members, shape (wanted, 4); count the banned ones."""
         while self._at + wanted > len(self._members):
             self._look(wanted)
         members = self._members[self._at : self._at + wanted]
@@ -150,7 +158,7 @@ class _PlannedDraws:
             leaves = np.zeros(count, dtype=np.int64)
         else:
             leaves = rules.blend.leaves(lane, first - self.origin, count).astype(np.int64)
-        members = np.empty((len(leaves), 3), dtype=np.int64)
+        members = np.zeros((len(leaves), 4), dtype=np.int64)
         members[:, 0] = leaves
         kept = None
         for leaf in np.flatnonzero(np.bincount(leaves)).tolist():
@@ -176,7 +184,8 @@ class _PlannedDraws:
         while at < len(places):
             part = self._rounds.get(leaf)
             if part is None or not part.first <= draw < part.first + len(part.indices):
-                part = self._rounds[leaf] = self._rules.leaves[leaf].order.round_at(self._lane, draw)
+                order = self._rules.leaves[leaf].order
+                part = self._rounds[leaf] = order.rounds_at(self._lane, draw, len(places) - at)
             low = draw - part.first
             count = min(len(part.indices) - low, len(places) - at)
             here = places[at : at + count]
@@ -202,27 +211,28 @@ class PlannedLane:
         self._rules = rules
         self._microbatches = state.microbatches
         self._draws = _PlannedDraws(number, rules, state)
-        self._packs: deque[tuple[IntArray, int]] = deque()
-        self._members, self._waits = _NO_MEMBERS, np.zeros(0, dtype=np.int64)
         self._target = state.buffer or first_target(number, rules.buffer_size)
-        several = state.taken or state.batches_taken or (state.held.members[:, 3] != 0).any()
-        waiting = []
-        for stage, refs, taken in state.held.entries():
-            members = np.array([ref[:3] for ref in refs], dtype=np.int64)
-            if stage is Stage.PACK and not taken and rules.packer is not None:
-                self._packs.append((members, self._cost_of(members)))
-            elif stage is Stage.BUFFER and rules.packer is not None:
-                waiting.append((members, taken))
-            else:
-                several = True
-        if several:
+        # What is drawn and not delivered, as a state has it: packs, then the buffer. Neither array is ever changed in
+        # place, so that states share them.
+        self._rows, self._refs = state.held.rows, state.held.members
+        stages = self._rows[:, 0]
+        packs = int(np.count_nonzero(stages == Stage.PACK))
+        if (
+            state.taken
+            or state.batches_taken
+            or self._refs[:, 3].any()
+            or self._rows[:packs, 2].any()
+            or (stages[:packs] != Stage.PACK).any()
+            or (stages[packs:] != Stage.BUFFER).any()
+            or (len(stages) and rules.packer is None)
+        ):
             raise ConfigurationError(
-                f"balance: lane {number} of the state stands within a sample, pack or batch of which hooks made "
-                "several, so its microbatches cannot be planned: go on with make_balance(own_share=False)"
+                f"balance: lane {number} of the state is in the middle of the outputs of a sample, pack or batch, so "
+                "its microbatches cannot be planned: continue with make_balance(own_share=False)"
             )
-        if waiting:
-            self._members = np.concatenate([members for members, _ in waiting])
-            self._waits = np.array([wait for _, wait in waiting], dtype=np.int64)
+        self._next_pack = 0
+        self._ends: list[int] = np.cumsum(self._rows[:packs, 1]).tolist()
+        self._costs = [self._cost_of(self._refs[first:end]) for first, end in pairwise([0, *self._ends])]
 
     def next(self) -> PlannedBatch:
         """Return the next microbatch."""
@@ -234,38 +244,37 @@ class PlannedLane:
             return PlannedBatch(
                 lane=self.number, number=number, members=members, ends=None, cost=self._cost_of(members), lost=lost
             )
-        while len(self._packs) < rules.rows:
+        while self._next_pack + rules.rows > len(self._ends):
             self._select(rules.packer, lost)
-        packs = [self._packs.popleft() for _ in range(rules.rows)]
-        ends = list(accumulate([len(members) for members, _ in packs]))
-        members = packs[0][0] if len(packs) == 1 else np.concatenate([members for members, _ in packs])
-        cost = sum([cost for _, cost in packs])
-        return PlannedBatch(lane=self.number, number=number, members=members, ends=ends, cost=cost, lost=lost)
+        begin, first, after = self._begin, self._next_pack, self._next_pack + rules.rows
+        self._next_pack = after
+        return PlannedBatch(
+            lane=self.number,
+            number=number,
+            members=self._refs[begin : self._begin],
+            ends=[end - begin for end in self._ends[first:after]],
+            cost=sum(self._costs[first:after]),
+            lost=lost,
+        )
 
     def state(self) -> LaneState:
         """Return the state after the microbatches planned so far."""
-        draws = self._draws
-        held = BufferedRefs()
-        if self._packs or len(self._members):
-            rows = np.zeros((len(self._packs) + len(self._members), 3), dtype=np.int64)
-            packed = len(self._packs)
-            rows[:packed, 0], rows[packed:, 0] = Stage.PACK, Stage.BUFFER
-            rows[:packed, 1], rows[packed:, 1] = [len(members) for members, _ in self._packs], 1
-            rows[packed:, 2] = self._waits
-            members = np.concatenate([*[members for members, _ in self._packs], self._members])
-            refs = np.zeros((len(members), 4), dtype=np.int64)
-            refs[:, :3] = members
-            held = BufferedRefs(rows, refs)
+        draws, rows = self._draws, self._rows[self._next_pack :]
         return LaneState(
             self._microbatches,
             draws.draw,
             0,
             tuple(draws.leaf_draws.tolist()),
             draws.origin,
-            held,
+            BufferedRefs(rows, self._refs[self._begin :]) if len(rows) else NOTHING_HELD,
             0,
             self._target if self._rules.packer is not None else 0,
         )
+
+    @property
+    def _begin(self) -> int:
+        """Where the next pack begins among the references."""
+        return self._ends[self._next_pack - 1] if self._next_pack else 0
 
     def _cost_of(self, members: IntArray) -> int:
         rules = self._rules
@@ -276,39 +285,50 @@ class PlannedLane:
 
     def _select(self, packer: Packer[Any], lost: Counts) -> None:
         """Fill the buffer and select packs, as `Packing` does."""
-        size = self._rules.buffer_size
+        size, last = self._rules.buffer_size, self._ends[-1] if self._ends else 0
+        members, waits = self._refs[last:], self._rows[len(self._ends) :, 2]
         for attempt in range(EMPTY_SELECTIONS):
-            missing = self._target + attempt * max(1, size // 4) - len(self._members)
+            missing = self._target + attempt * max(1, size // 4) - len(members)
             if missing > 0:
-                self._members = np.concatenate((self._members, self._draws.take(missing, lost)))
-                self._waits = np.concatenate((self._waits, np.zeros(missing, dtype=np.int64)))
-            packs = packer.pack(self._rules.looked_up(self._members, "sizes"))
-            waits = self._waits + 1
+                members = np.concatenate((members, self._draws.take(missing, lost)))
+                waits = np.concatenate((waits, np.zeros(missing, dtype=np.int64)))
+            packs = packer.pack(self._rules.looked_up(members, "sizes"))
+            waits = waits + 1
+            chosen = members[:0]
             if packs:
                 places = np.array([place for pack in packs for place in pack], dtype=np.int64)
-                ends = np.cumsum([len(pack) for pack in packs])
-                chosen = self._members[places]
-                costs = np.add.reduceat(self._rules.looked_up(chosen, "added"), ends - [len(pack) for pack in packs])
-                starts = (0, *ends.tolist())
-                self._packs.extend(
-                    (chosen[first:end], cost)
-                    for (first, end), cost in zip(pairwise(starts), costs.tolist(), strict=True)
-                )
-                left = np.ones(len(self._members), dtype=bool)
+                chosen = members[places]
+                left = np.ones(len(members), dtype=bool)
                 left[places] = False
-                self._members, waits = self._members[left], waits[left]
+                members, waits = members[left], waits[left]
                 self._target = min(size, self._target + -(-len(places) // 2))
-            self._waits = waits
             if (late := waits > LONGEST_WAIT).any():
-                for leaf in self._members[late, 0].tolist():
+                for leaf in members[late, 0].tolist():
                     lost.of(leaf)[_SKIPPED] += 1
-                self._members, self._waits = self._members[~late], waits[~late]
+                members, waits = members[~late], waits[~late]
             if packs:
+                self._add(chosen, [len(pack) for pack in packs], members, waits)
                 return
         raise FatalSampleError(
-            f"the packer made no pack of {len(self._members)} samples, {EMPTY_SELECTIONS} times in a row: give a "
+            f"the packer made no pack from {len(members)} samples, {EMPTY_SELECTIONS} times in a row: set a "
             "larger packing_buffer_size, or check the columns of their sizes"
         )
+
+    def _add(self, chosen: IntArray, lengths: list[int], members: IntArray, waits: IntArray) -> None:
+        """Add packs after the remaining ones, and replace the buffer after them."""
+        begin, first = self._begin, self._next_pack
+        costs, ends = self._costs[first:], [end - begin for end in self._ends[first:]]
+        kept = ends[-1] if ends else 0
+        rows: IntArray = np.ones((len(ends) + len(lengths) + len(members), 3), dtype=np.int64)
+        rows[: len(ends) + len(lengths)] = 0
+        rows[: len(ends), 1] = self._rows[first : len(self._ends), 1]
+        rows[len(ends) : len(ends) + len(lengths), 1] = lengths
+        rows[len(ends) + len(lengths) :, 2] = waits
+        self._rows, self._refs = rows, np.concatenate((self._refs[begin : begin + kept], chosen, members))
+        added = list(accumulate(lengths))
+        self._costs = costs + np.add.reduceat(self._rules.looked_up(chosen, "added"), [0, *added[:-1]]).tolist()
+        self._ends = ends + [kept + end for end in added]
+        self._next_pack = 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -383,13 +403,13 @@ def make_planned(pipeline: Pipeline, planned: PlannedBatch, load: PlannedLoad, r
         if samples:
             batches = pipeline.batches(samples, keys, leaves, planned.lane, planned.number, counts)
     if len(batches) > 1:
-        raise _several(pipeline, "encode_batch", f"{len(batches)} batches of one")
+        raise _several(pipeline, "encode_batch", f"{len(batches)} batches from one")
     if not batches:
-        leaf, sample, _ = planned.members[0].tolist()
+        leaf, sample, *_ = planned.members[0].tolist()
         raise FatalSampleError(
-            f"of microbatch {planned.number} of lane {planned.lane} ({len(planned.members)} samples, the first is "
-            f"{pipeline.source(leaf).where(sample)}) nothing is left: its samples failed or were skipped, and ranks "
-            "that load their own share cannot draw others in their place. Ban these samples, filter them out by a "
+            f"microbatch {planned.number} of lane {planned.lane} ({len(planned.members)} samples, the first is "
+            f"{pipeline.source(leaf).where(sample)}) is empty: its samples failed or were skipped, and ranks "
+            "that load their own share cannot replace them. Ban these samples, filter them out by a "
             "column, or use make_balance(own_share=False)"
         )
     return LaneBatch(batches[0], pipeline.rows, None, counts)
@@ -411,7 +431,7 @@ def _encoded(
             if encodes or type(sample) is FailedSample:
                 outputs = pipeline.encode(leaf, sample, key, counts)
                 if len(outputs) > 1:
-                    raise _several(pipeline, "encode_sample", f"{len(outputs)} samples of one")
+                    raise _several(pipeline, "encode_sample", f"{len(outputs)} samples from one")
                 sample = outputs[0][1] if outputs else None
             elif pipeline.judge.alert:
                 pipeline.judge.succeeded(pipeline.code.drawing, (leaf,))
@@ -430,15 +450,13 @@ def _packed(
     packs: list[BatchRow] = []
     for first, end in pairwise([0, *planned.ends]):
         members = [
-            BatchRow((SampleRef(leaf, sample, epoch, 0),), SAMPLE, content, 0)
-            for (leaf, sample, epoch), content in zip(
-                planned.members[first:end].tolist(), samples[first:end], strict=True
-            )
+            BatchRow((SampleRef(*reference),), SAMPLE, content, 0)
+            for reference, content in zip(planned.members[first:end].tolist(), samples[first:end], strict=True)
             if content is not None
         ]
         made = pack_rows(pipeline, members, counts)
         if len(made) > 1:
-            raise _several(pipeline, "pack_selected_samples", f"{len(made)} rows of one pack")
+            raise _several(pipeline, "pack_selected_samples", f"{len(made)} rows from one pack")
         packs += made
     return packs
 
@@ -454,17 +472,17 @@ def _check_sizes(
     if not len(wrong := np.argwhere(sizes != planned_sizes)):
         return
     place, limit = wrong[0].tolist()
-    leaf, sample, _ = planned.members[there[place]].tolist()
+    leaf, sample, *_ = planned.members[there[place]].tolist()
     raise FatalSampleError(
         f"{pipeline.source(leaf).where(sample)}: by its columns it has {planned_sizes[place, limit]} "
-        f"{list(packer.limits)[limit]}, but the encoded sample has {sizes[place, limit]}, and packs are planned by the "
-        "columns. Add the column again with this encoder (energon columns add --encoder), or correct the expressions "
-        "of ColumnCost (sizes, tokens)"
+        f"{list(packer.limits)[limit]}, but the encoded sample has {sizes[place, limit]}. Packs are planned by "
+        "columns: add the column again with this encoder (energon columns add --encoder), or correct the "
+        "expressions of ColumnCost (sizes, tokens)"
     )
 
 
 def _several(pipeline: Pipeline, hook: str, what: str) -> FatalSampleError:
     return FatalSampleError(
-        f"{hook} of {type(pipeline.code.encoder).__name__} made {what}, so that what comes next cannot be planned from "
-        "columns: use make_balance(own_share=False), with which ranks exchange microbatches"
+        f"{hook} of {type(pipeline.code.encoder).__name__} made {what}, so columns cannot plan the microbatches: use "
+        "make_balance(own_share=False), where ranks exchange microbatches"
     )

@@ -1,7 +1,7 @@
 """Decides about a sample that fails: leave it out, or stop the run.
 
 Whether a sample is left out depends on that sample alone: each failure that the policy tolerates costs the stream that
-sample and nothing else. Limits (failures in a row, or a rate) only decide whether the run goes on.
+sample and nothing else. Limits (failures in a row, or a rate) only decide whether the run continues.
 
 The policy is for bad data. A mistake in the program or its configuration stops the run under any policy:
 
@@ -220,14 +220,14 @@ class FailureTracker:
         if tolerance and failures >= tolerance:
             raise FatalSampleError(
                 f"{hook}: {failures} {several} failed in a row, the last one {where}{at}. Fix the data or the hook, "
-                "or allow more: __default_failure_tolerance__ of the encoder, @stateless(failure_tolerance=…) on the "
-                "hook, or ErrorPolicy(tolerance=…)"
+                "or allow more with __default_failure_tolerance__ of the encoder, @stateless(failure_tolerance=…) on "
+                "the hook, or ErrorPolicy(tolerance=…)"
             ) from error
         if not is_chosen and (always := self._fails_always(error, hook, leaves or {}, several)):
             raise FatalSampleError(
-                f"{hook}: {always}. All ended in the same error, which is taken for a mistake in the program or its "
+                f"{hook}: {always}. All failed with the same error, so it is probably a mistake in the program or its "
                 f"configuration: {kind}: {text_of(error)}{at}. The last one: {names}. If the data is to blame, raise "
-                "SkipSample for what is to be left out, or allow failures with ErrorPolicy(tolerance=100)"
+                "SkipSample for bad samples, or allow failures with ErrorPolicy(tolerance=100)"
             ) from error
         first = places[0].dataset, hook, type(error)
         self._kinds[first] += 1

@@ -56,9 +56,7 @@ def encode_again(
                 out.append(encoded[ref.output][1])
                 continue
             out.append(None)
-            gone = LookupError(
-                f"waited to be packed or batched, and no longer gives output {ref.output} of its encoder"
-            )
+            gone = LookupError(f"waited to be packed or batched, but its encoder no longer gives output {ref.output}")
             pipeline.failed(gone, [(ref.leaf, ref.sample)], counts, hook="restore")
     return out
 
@@ -83,7 +81,7 @@ def restore(pipeline: Pipeline, key: tuple[Any, ...]) -> Any:
 
 
 def describe(pipeline: Pipeline, key: tuple[Any, ...]) -> str:
-    """Return the dataset, shard and key of each sample behind a restore key.
+    """Return the dataset, shard and key of each sample of a restore key.
 
     Raises:
         LookupError: It is no restore key.
@@ -108,8 +106,8 @@ def _checked(key: tuple[Any, ...]) -> RestoreKey:
     """Return the restore key of a sample, its type checked."""
     if len(key) != 4 or not isinstance(key[0], str) or not all(isinstance(number, int) for number in key[1:]):
         raise LookupError(
-            f"{key!r} is no restore key of this package: expected sample.__restore_key__ or batch.__restore_key__ as "
-            "they were delivered, such as ('0123456789abcdef', 7, 0, 0)"
+            f"{key!r} is not a restore key of this package: expected sample.__restore_key__ or batch.__restore_key__ "
+            "as delivered, such as ('0123456789abcdef', 7, 0, 0)"
         )
     return key[0], key[1], key[2], key[3]
 
@@ -141,8 +139,8 @@ def _restore_one(pipeline: Pipeline, key: tuple[Any, ...]) -> tuple[Any, int]:
     if leaf is None:
         known = ", ".join(sorted({one.dataset.path for one in pipeline.leaves})[:3])
         raise LookupError(
-            f"restore key {key!r}: sample {index} of a dataset that this loader does not have, or whose content has "
-            f"changed since (identity {identity!r}). It loads {known}"
+            f"restore key {key!r}: sample {index} belongs to a dataset that this loader does not read, or whose "
+            f"content has changed (identity {identity!r}). It reads {known}"
         )
     one = Round(0, np.array([index], dtype=np.int64), np.array([epoch], dtype=np.int64))
     buffer = RoundBuffer(pipeline.source(leaf).reader, one)

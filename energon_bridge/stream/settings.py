@@ -35,7 +35,7 @@ class StreamSettings:
         failure_log: Logs failures that no microbatch carries.
         delivered: Leaves that the run has delivered samples of; empty at its start.
         rank, ranks: Number of this process, and number of processes, that keep quarantine files.
-        words: Where the hook thread and then each loading thread writes what it is doing (`Activity.words`).
+        words: Where the hook thread and then each loading thread write their activity (`Activity.words`).
         energon_ranks, energon_workers: For the drop-in: the ranks, and workers per rank, by which megatron-energon
             numbers microbatches and samples; 0 ranks: no drop-in.
         config: For the drop-in: the worker configuration, for hooks that ask for it.

@@ -219,7 +219,7 @@ class ShareEnd:
 
     Attributes:
         figures: How even the global batch is, and what this rank runs of it costs (`loader.shares.SharedBatch`).
-        states: Where the lanes stand after its window, if it is the last global batch of that.
+        states: The lanes after its window, if it is the last global batch of one.
     """
 
     figures: tuple[float, ...]

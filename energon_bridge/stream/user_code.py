@@ -109,8 +109,8 @@ class HookRunner:
         encodes = not is_default(encoder.encode_sample)
         if encodes and (pre or self.posts):
             raise ConfigurationError(
-                f"{type(encoder).__name__} overrides encode_sample and preencode_sample or postencode_sample: the last "
-                "two, around packing, take the place of the first"
+                f"{type(encoder).__name__} overrides encode_sample and also preencode_sample or postencode_sample: "
+                "override either encode_sample or, for work before and after packing, the other two"
             )
         if packs:
             for name in ("select_samples_to_pack", "pack_selected_samples"):
@@ -125,14 +125,14 @@ class HookRunner:
         self.groups = not is_default(_hook(encoder, "batch_group_criterion"))
         if self.groups and self.by_length:
             raise ConfigurationError(
-                f"max_tokens_per_microbatch is set, and {type(encoder).__name__} overrides batch_group_criterion: both "
-                "say which samples share a microbatch. Leave one of them out"
+                f"max_tokens_per_microbatch is set, but {type(encoder).__name__} overrides batch_group_criterion: both "
+                "choose the samples of a microbatch. Leave one of them out"
             )
         self.waits = self._selects or self.groups
         if self.by_length and not hasattr(encoder, "sample_length"):
             raise ConfigurationError(
-                f"max_tokens_per_microbatch is set, and {type(encoder).__name__} has no sample_length: give it that "
-                "method, which returns the length of a sample in tokens, or derive it from TaskEncoder"
+                f"max_tokens_per_microbatch is set, but {type(encoder).__name__} has no sample_length: add that "
+                "method, which returns the length of a sample in tokens, or derive from TaskEncoder"
             )
         self._seeds_length = not is_default(_hook(encoder, "sample_length"))
         self._batches = not (is_default(encoder.batch) and is_default(encoder.encode_batch))
@@ -255,8 +255,8 @@ class HookRunner:
             encoded = self.encoder.postencode_sample(sample)
         if isinstance(encoded, GeneratorType):
             raise FatalSampleError(
-                f"postencode_sample of {type(self.encoder).__name__} must return one sample; let preencode_sample "
-                "yield several"
+                f"postencode_sample of {type(self.encoder).__name__} must return one sample; yield several from "
+                "preencode_sample instead"
             )
         if encoded is None:
             raise self._nothing()
@@ -428,9 +428,9 @@ def generators_put_back() -> Iterator[None]:
     if thread is not threading.main_thread() and not _has_warned:
         _has_warned = True
         logger.warning(
-            "hooks of a task encoder run in thread %r of the training process (num_workers=0): while they do, the "
-            "global generators of random, numpy and torch are seeded for them, and what other threads draw from these "
-            "(for dropout on the CPU, say) is not reproducible. Use worker processes, or iterate in the main thread",
+            "hooks of a task encoder run in thread %r of the training process (num_workers=0). They seed the global "
+            "generators of random, numpy and torch, so numbers that other threads draw from these meanwhile (for "
+            "dropout on the CPU, say) are not reproducible. Use worker processes, or iterate in the main thread",
             thread.name,
         )
     with _generators:

@@ -75,7 +75,7 @@ class Barred:
         if index not in self.indices:
             return raw
         lost = Unreadable(
-            QuarantinedSampleError("it killed or hung its worker several times in a row, and is not tried again")
+            QuarantinedSampleError("it killed or hung its worker several times in a row and is not tried again")
         )
         return tuple(part if part is None else lost for part in raw) if isinstance(raw, tuple) else lost
 

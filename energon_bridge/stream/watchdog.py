@@ -175,7 +175,9 @@ class WatchdogSettings:
             if value is not None and not value > 0:
                 raise ConfigurationError(f"watchdog: {name} must be a number of seconds above 0, got {value!r}")
         if self.fail and self.replace:
-            raise ConfigurationError("watchdog: fail_on_timeout ends the run, on_hang='replace' goes on: give only one")
+            raise ConfigurationError(
+                "watchdog: fail_on_timeout ends the run, but on_hang='replace' continues it: set only one"
+            )
 
     @property
     def interval(self) -> float:
@@ -273,9 +275,7 @@ class Watchdog:
         while time.monotonic() < deadline:
             if self._stopped.wait(0.01) or self._made != made:
                 return
-        logger.critical(
-            "%s: the hook cannot be interrupted; the process ends with exit code %d", self._where, EXIT_CODE
-        )
+        logger.critical("%s: cannot interrupt the hook; ending the process with exit code %d", self._where, EXIT_CODE)
         for handler in logging.getLogger().handlers:
             handler.flush()
         os._exit(EXIT_CODE)

@@ -129,7 +129,7 @@ class TaskEncoder(Generic[SampleT, EncodedT, RawBatchT, BatchT]):
 
     @default_hook
     def preencode_sample(self, sample: SampleT) -> EncodedT | Iterator[EncodedT]:
-        """Encode what the packer needs of a sample, without what only the model needs. By default the sample itself."""
+        """Encode what the packer needs of a sample, without what only the model needs. Default: the sample itself."""
         return cast(EncodedT, sample)
 
     @default_hook
@@ -162,7 +162,7 @@ class TaskEncoder(Generic[SampleT, EncodedT, RawBatchT, BatchT]):
             if found is not None:
                 return len(found)
         raise FatalSampleError(
-            f"max_tokens_per_microbatch: a {type(sample).__name__} has neither tokens nor input_ids: override "
+            f"max_tokens_per_microbatch: a {type(sample).__name__} has neither tokens nor input_ids to count: override "
             f"sample_length of {type(self).__name__}, which returns the length of a sample"
         )
 

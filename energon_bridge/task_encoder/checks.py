@@ -47,7 +47,7 @@ def check_encoder(encoder: Any) -> None:
     """
     if isinstance(encoder, type):
         name = encoder.__name__
-        raise ConfigurationError(f"task_encoder is the class {name}; expected an object of it: task_encoder={name}(…)")
+        raise ConfigurationError(f"task_encoder is the class {name}; expected an instance: task_encoder={name}(…)")
     if missing := [name for name in _NEEDED if not hasattr(encoder, name)]:
         raise ConfigurationError(
             f"task_encoder is a {type(encoder).__name__} ({encoder!r:.80}) without {', '.join(missing)}; expected a "
@@ -72,7 +72,7 @@ def _check_decoder(encoder: Any) -> None:
     decoder, name = encoder.decoder, type(encoder).__name__
     if isinstance(decoder, type):
         raise ConfigurationError(
-            f"{name}.decoder is the class {decoder.__name__}; expected an object of it: decoder = {decoder.__name__}()"
+            f"{name}.decoder is the class {decoder.__name__}; expected an instance: decoder = {decoder.__name__}()"
         )
     if decoder is not None and not callable(getattr(decoder, "decode", None)):
         hint = f"SampleDecoder(image_decode={decoder!r})" if isinstance(decoder, str) else "SampleDecoder(…)"
@@ -118,14 +118,14 @@ def _check_names(encoder: Any, own: Sequence[type], written: set[str]) -> None:
             if wrong in {used for other in own for used in _names_used(other, beside=wrong)}:
                 continue
             raise ConfigurationError(
-                f"{name}.{wrong} is called by nothing, and {name} does not override the hook {meant}: rename it to "
-                f"{meant}. If it is no hook, begin its name with an underscore"
+                f"{name}.{wrong} is never called, and {name} does not override the hook {meant}: rename it to "
+                f"{meant}. If it is not meant as a hook, start its name with an underscore"
             )
     attributes = {key: value for kind in reversed(own) for key, value in vars(kind).items()}
     for wrong, value in (attributes | getattr(encoder, "__dict__", {})).items():
         for meant, is_one in _KINDS.items():
             if meant not in written and _meant(wrong, (meant,)) and is_one(value):
-                raise ConfigurationError(f"{name} has an attribute {wrong}, which is not looked at: call it {meant}")
+                raise ConfigurationError(f"{name} has an attribute {wrong}, which has no effect: rename it to {meant}")
 
 
 _METHODS = (FunctionType, staticmethod, classmethod)

@@ -22,7 +22,7 @@ from energon_bridge.samples.stacking import batch_pad_stack, batch_stack, concat
 # ---------------------------------------------------------------------------------------------------------------------
 # Records of one kind as records of another, by the names of their fields.
 #
-# A record is a dataclass (a sample, a batch), a named tuple or a dict. What the target does not have is left behind;
+# A record is a dataclass (a sample, a batch), a named tuple or a dict. Fields that the target lacks are dropped;
 # what it requires and the source lacks is an error.
 
 
@@ -53,7 +53,7 @@ def target_fields(target: type) -> frozenset[str] | None:
     if _is_named_tuple(target):
         return frozenset(target._fields)  # type: ignore[attr-defined]
     raise ConfigurationError(
-        f"cannot make a {target.__name__} by field names; use a dataclass, a named tuple or a dict"
+        f"cannot fill a {target.__name__} by field names; use a dataclass, a named tuple or a dict"
     )
 
 
@@ -67,8 +67,8 @@ def make_record(fields: Mapping[str, Any], target: type, wrong: type[Configurati
     if not (required := _required_fields(target)) <= taken.keys():
         missing = sorted(required - taken.keys())
         raise wrong(
-            f"cannot make a {target.__name__} without {', '.join(missing)}, of the fields {', '.join(fields)}; give "
-            f"the missing fields a default in {target.__name__}, or convert in the hook"
+            f"cannot make a {target.__name__} from the fields {', '.join(fields)}: {', '.join(missing)} is missing; "
+            f"give the missing fields a default in {target.__name__}, or convert in the hook"
         )
     return target(**taken)
 
@@ -126,7 +126,7 @@ def batch_list(values: Sequence[Any]) -> list[Any]:
 
 
 def generic_batch(values: Sequence[Any]) -> Any:
-    """Collate one column of a batch by what it holds (see the module).
+    """Collate one column of a batch, depending on its values (see the module).
 
     Examples:
         >>> generic_batch([{"tokens": torch.tensor([1, 2]), "name": "a"}, {"tokens": torch.tensor([3]), "name": "b"}])
@@ -194,7 +194,7 @@ def _collate(name: str, column: list[Any], action: Action) -> Any:
 
 def _check_same_fields(samples: Sequence[Any], rows: list[dict[str, Any]], result_type: type) -> None:
     if not rows:
-        raise ConfigurationError(f"cannot make a {result_type.__name__} of no samples; a batch needs at least one row")
+        raise ConfigurationError(f"cannot make a {result_type.__name__} of 0 samples; a batch needs at least one row")
     first = rows[0].keys()
     for number, row in enumerate(rows):
         if row.keys() == first:
@@ -248,7 +248,7 @@ def generic_concat(values: Sequence[Any]) -> Any:
     records = [read_fields(value) for value in values]
     if any(record.keys() != records[0].keys() for record in records):
         names = sorted(set().union(*records) - set(records[0]).intersection(*records))
-        raise ConfigurationError(f"batches can be joined only if all have the same fields; not all have {names}")
+        raise ConfigurationError(f"batches can only be joined if all have the same fields, but not all have {names}")
     joined = {name: generic_concat([record[name] for record in records]) for name in records[0]}
     if issubclass(kind, Batch):
         joined |= _joined_meta(values)
@@ -265,7 +265,7 @@ def homogeneous_concat_mix(samples: Sequence[BatchT]) -> BatchT:
     """
     kinds = sorted({type(sample).__name__ for sample in samples})
     if len(kinds) != 1:
-        raise ConfigurationError(f"batches of one type can be joined, not of {', '.join(kinds) or 'none'}")
+        raise ConfigurationError(f"batches can only be joined if all have one type, got {', '.join(kinds) or 'none'}")
     joined: BatchT = generic_concat(samples)
     return joined
 

@@ -16,7 +16,7 @@ from energon_bridge.errors import ConfigurationError, SampleError, UnfitSampleEr
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageToken:
-    """The placeholder of an image in a text, and the tokens that stand for it.
+    """The placeholder of an image in a text, and its tokens.
 
     Examples:
         >>> config = MultiModalSampleConfig(image_token=ImageToken(token_str="<image>", token_id=-200))
@@ -26,7 +26,7 @@ class ImageToken:
         token_id: Written to `tokens` once per image token. LLaVA and megatron-core's `LLaVAModel` expect -200; models
             of transformers need an id of their vocabulary. None: the tokenizer's id of `token_str`.
         before: Text in front of the image tokens, for example `<|vision_start|>` for models of the Qwen family.
-        after: Text behind them, for example `<|vision_end|>`.
+        after: Text after them, for example `<|vision_end|>`.
     """
 
     token_str: str = "<image>"
@@ -43,7 +43,7 @@ class TurnLayout:
         system: The system prompt.
         question: A turn of the user.
         prompt: The text in front of an answer.
-        answer: A non-empty answer. It is learned, with the stop string behind it.
+        answer: A non-empty answer. It is learned, with the stop string after it.
         between: Between an answer and the next question; not learned.
         has_special_tokens: The layout contains the tokens that begin and end a turn as text, so none are added.
     """
@@ -69,7 +69,7 @@ class ConversationTemplateConfig:
         roles: The roles of the user and the assistant.
         stop_string: Ends an answer, as text; None ends it with the tokenizer's end-of-sequence token. A chat template
             writes its own.
-        chat_template: A Jinja template in the manner of transformers.
+        chat_template: A Jinja template, as in transformers.
         layout: Texts around the turns instead of a template. Without both, the tokenizer's own chat template is used,
             and if it has none, `USER: question ASSISTANT: answer`.
 
@@ -151,7 +151,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """Questions and answers, rendered by the template; each placeholder in a question stands for an image."""
+    """Questions and answers, rendered by the template; each placeholder in a question is an image."""
 
     turns: Sequence[Turn]
     images: Sequence[Any] = ()
@@ -159,7 +159,7 @@ class Conversation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """Plain text, each piece shown or learned; each placeholder in a shown piece stands for an image."""
+    """Plain text, each piece shown or learned; each placeholder in a shown piece is an image."""
 
     pieces: Sequence[Piece]
     images: Sequence[Any] = ()
@@ -253,9 +253,9 @@ def _render_chat(
         answer = whole[len(prompt) :].rstrip()
         if not (prompt.startswith(done) and whole.startswith(prompt) and turn.text.strip() in answer):
             raise UnfitSampleError(
-                "the chat template cannot be used for training: a conversation up to an answer must begin with the "
-                f"rendering of what comes before it with add_generation_prompt=True; that gives {prompt!r}, and the "
-                f"conversation {whole!r}"
+                "the chat template cannot be used for training: it must render a conversation up to an answer as the "
+                f"turns before it with add_generation_prompt=True, plus the answer. The turns before give {prompt!r}, "
+                f"but the conversation {whole!r}"
             )
         yield Piece(prompt[len(done) :])
         yield Piece(answer, learned=True)

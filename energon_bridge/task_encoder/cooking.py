@@ -115,8 +115,8 @@ def check_call(of: Cooker[Any], stores: Iterable[str]) -> None:
         inspect.signature(of.cook).bind({}, **dict.fromkeys(names))
     except TypeError as error:
         raise ConfigurationError(
-            f"the cooker {of.name} is called with a sample and {', '.join(names) or 'no stores'}, but {error}: give it "
-            "a parameter for each store of `aux`; @cooker(need_primary=…, need_cache=…) asks for the other two"
+            f"the cooker {of.name} is called with a sample and {', '.join(names) or 'no stores'}, but {error}: add "
+            "a parameter for each store of `aux`; @cooker(need_primary=…, need_cache=…) requests the other two"
         ) from error
     except ValueError:
         return  # a builtin without a signature
@@ -133,6 +133,6 @@ def cook_sample(sample: CrudeSample, of: Cooker[Any], stores: Mapping[str, FileS
     if cooked is None or isinstance(cooked, GeneratorType):
         raise FatalSampleError(
             f"the cooker {of.name} returned {type(cooked).__name__}, expected one sample: raise SkipSample to leave "
-            "one out, and let encode_sample yield several"
+            "it out, or yield several from encode_sample"
         )
     return cooked

@@ -79,7 +79,7 @@ def vision_patches(batch: Any, patch_size: int = 14) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchCost:
-    """The weighted sum of what a batch has of tokens, attention and patches.
+    """The weighted sum of a batch's tokens, attention and patches.
 
     Examples:
         >>> cost = BatchCost(tokens=1.0, attention=1e-4)
@@ -107,9 +107,11 @@ class BatchCost:
         weights = {name: getattr(self, name) for name in ("tokens", "attention", "patches")}
         for name, weight in weights.items():
             if not (math.isfinite(weight) and weight >= 0):
-                raise ConfigurationError(f"BatchCost: {name} must be a finite number, 0 or more, got {weight!r}")
+                raise ConfigurationError(f"BatchCost: {name} must be a finite number of at least 0, got {weight!r}")
         if not any(weights.values()):
-            raise ConfigurationError("BatchCost: all weights are 0, so all batches cost the same: give one of them")
+            raise ConfigurationError(
+                "BatchCost: all weights are 0, so all batches would cost the same: set at least one"
+            )
         if self.patch_size < 1:
             raise ConfigurationError(f"BatchCost: patch_size must be at least 1, got {self.patch_size!r}")
 
@@ -273,7 +275,7 @@ def fit_times(path: str | os.PathLike[str]) -> FittedCost:
     try:
         lines = Path(path).read_text("utf-8").splitlines()
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{os.fspath(path)} cannot be read as a file of measured times: {error}") from error
+        raise ConfigurationError(f"{os.fspath(path)}: cannot read measured times: {error}") from error
     patch_size = 14
 
     def measured() -> Iterator[tuple[tuple[float, ...], float]]:
@@ -312,7 +314,7 @@ def _fitted(measured: Iterable[tuple[tuple[float, ...], float]], patch_size: int
         seconds.append(taken)
     if len(rows) < 8:
         raise ConfigurationError(
-            f"fit_cost: expected 8 measured microbatches or more, of several sizes, got {len(rows)}"
+            f"fit_cost: expected at least 8 measured microbatches of several sizes, got {len(rows)}"
         )
     counts, times = np.array(rows), np.array(seconds)
     scale = counts.max(0)
@@ -366,7 +368,7 @@ def _size(config: Any, *names: str) -> Any:
         if (value := getattr(config, name, None)) is not None:
             return value
     raise ConfigurationError(
-        f"BatchCost.of_model: a {type(config).__name__} has no {' or '.join(names)}: give the weights yourself, or fit "
+        f"BatchCost.of_model: a {type(config).__name__} has no {' or '.join(names)}: set the weights yourself, or fit "
         "them to measured times (fit_cost)"
     )
 
@@ -385,6 +387,6 @@ def _tokens(batch: Any) -> Tensor:
     else:
         names = list(batch) if isinstance(batch, dict) else []
     raise ConfigurationError(
-        f"the cost of a batch of type {type(batch).__name__} is not known: expected a tensor tokens or input_ids, got "
-        f"{', '.join(map(str, names)) or 'no fields'}. Give a function of the batch that returns its cost"
+        f"cannot tell the cost of a batch of type {type(batch).__name__}: expected a tensor tokens or input_ids, got "
+        f"{', '.join(map(str, names)) or 'no fields'}. Pass a function that returns the cost of a batch"
     )

@@ -49,13 +49,13 @@ def current_sample_index() -> int:
     """
     keys = SAMPLE.get(())
     if not keys:
-        raise ConfigurationError("current_sample_index can only be asked for inside a hook that has one sample")
+        raise ConfigurationError("current_sample_index is only available inside a hook for a single sample")
     number = NUMBER.get()
     if number == UNKNOWN:
         raise ConfigurationError(
-            "current_sample_index: the running number of a sample is not known when it is encoded again, as it is for "
-            "packs and groups after a resume, and by restore_sample. Use sample.__key__ or sample.__restore_key__, or "
-            "draw from the global generators, which are seeded for each sample"
+            "current_sample_index: a sample that is encoded again (for packs and groups after a resume, and by "
+            "restore_sample) has no running number. Use sample.__key__ or sample.__restore_key__, or draw from the "
+            "global generators, which are seeded for each sample"
         )
     return fold(*keys) >> 1 if number < 0 else number
 
@@ -71,11 +71,11 @@ def current_batch_index() -> int:
     number = BATCH.get(-1)
     if number == UNKNOWN:
         raise ConfigurationError(
-            "current_batch_index: this hook may run for one microbatch and, after a resume, again for another, because "
-            "samples are packed, grouped, or yielded by a generator. Ask for it in batch or encode_batch"
+            "current_batch_index: this hook may run again for another microbatch after a resume, because samples are "
+            "packed, grouped, or yielded by a generator. Use it in batch or encode_batch"
         )
     if number < 0:
-        raise ConfigurationError("current_batch_index can only be asked for inside a hook of a loader")
+        raise ConfigurationError("current_batch_index is only available inside a hook of a loader")
     return number
 
 
@@ -104,7 +104,7 @@ def tallying(tally: Counter[str]) -> Iterator[None]:
 def current_buffer_is_last() -> bool:
     """Whether nothing joins what `select_samples_to_pack` leaves over: True in passes that end, False in endless runs.
 
-    A selection that leaves samples over is then asked again with these alone; what it never selects is skipped.
+    A selection that leaves samples over is then called again with these alone; samples never selected are skipped.
     """
     return LAST.get()
 

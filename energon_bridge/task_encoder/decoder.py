@@ -132,13 +132,13 @@ class SampleDecoder:
             )
         elif self.defer_images or self.image_target is not None or self.image_backend != "auto":
             raise ConfigurationError(
-                "SampleDecoder(image_decode=None) leaves images as bytes, so that defer_images, image_target and "
-                "image_backend have nothing to act on: leave them out, or name a form such as image_decode='torchrgb'"
+                "SampleDecoder(image_decode=None) leaves images as bytes, so defer_images, image_target and "
+                "image_backend have no effect: leave them out, or choose a form such as image_decode='torchrgb'"
             )
         object.__setattr__(self, "_form", form)
         object.__setattr__(self, "image_target", None if form is None else form.target)
         if self.av_decode not in AV_FORMS:
-            raise ConfigurationError(f"there is no av_decode {self.av_decode!r}; known: {', '.join(AV_FORMS)}")
+            raise ConfigurationError(f"av_decode must be one of {', '.join(AV_FORMS)}, got {self.av_decode!r}")
 
     def __call__(self, parts: Mapping[str, Any]) -> dict[str, Any]:
         """Decode all parts; meta fields (`__key__`, …) and values that are no longer bytes pass through."""
@@ -208,7 +208,7 @@ class SampleDecoder:
         return decoder.get_frames(self.video_decode_audio) if self.av_decode == "torch" else decoder.open_container()
 
     def config(self) -> dict[str, Any]:
-        """Return the settings as plain values; `image_target` and `image_backend` also stand in the state of a run."""
+        """Return the settings as plain values; `image_target` and `image_backend` are also in the state of a run."""
         return {
             "type": type(self).__qualname__,
             "image_decode": self.image_decode,
@@ -351,7 +351,7 @@ def _first_installed(*packages: str) -> ModuleType | None:
             return import_module(package)
         except ImportError:
             continue
-    logger.warning("%s is not installed; parts that need it stay bytes. Install it with pip.", " or ".join(packages))
+    logger.warning("%s is not installed, so parts that need it stay bytes. Install it with pip.", " or ".join(packages))
     return None
 
 

@@ -6,7 +6,7 @@ engine decodes what is still deferred in a sample's fields right before it, all 
 what the hook itself gets from stores and lazies is decoded too, so that it never sees a deferred image.
 
 An encoder may put images of a class of its own in their place, which say how many bytes they will be as pixels of the
-model (`room`). All of them in a microbatch get memory in one piece, one behind the other, and `made` writes there.
+model (`room`). Those of a microbatch share one piece of memory, and `made` writes there.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from energon_bridge.errors import DecodeError
+from energon_bridge.format.media import plain_jpeg
 from energon_bridge.samples.base import field_names
 from energon_bridge.task_encoder.current import DELIVERING
 from energon_bridge.task_encoder.images import ImageForm, decode_image, guess_image_extension, open_heic
@@ -69,6 +70,8 @@ class DeferredImage(Deferred):
         Raises:
             DecodeError: The header cannot be read.
         """
+        if self.form.backend != "torchcodec" and (found := plain_jpeg(self.data)) is not None:
+            return found.width, found.height
         try:
             if guess_image_extension(self.data) == "heic":
                 open_heic()
@@ -77,7 +80,7 @@ class DeferredImage(Deferred):
                 return image.size[::-1] if turned else image.size
         except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
             raise DecodeError(
-                f"part {self.part!r} ({len(self.data)} bytes) is no image whose size can be read: {error}"
+                f"part {self.part!r} ({len(self.data)} bytes) has no readable image size: {error}"
             ) from error
 
     def get(self) -> Any:
@@ -101,7 +104,7 @@ class DeferredImage(Deferred):
 
 
 def deferred_in(sample: Any) -> list[tuple[Callable[[Any], None], Deferred]]:
-    """Return what is deferred in a sample's fields, or in lists there, each with what puts pixels in its place."""
+    """Return the deferred values in a sample's fields, or in lists there, each with a function that replaces it."""
     found: list[tuple[Callable[[Any], None], Deferred]] = []
     for name, value in sample_parser(sample):
         if isinstance(value, Deferred):

@@ -58,20 +58,20 @@ class LengthGrouper(Generic[T]):
     def __post_init__(self) -> None:
         lengths = self.boundaries
         if not lengths or lengths[0] < 1 or any(shorter >= longer for shorter, longer in pairwise(lengths)):
-            raise ConfigurationError(f"boundaries={lengths} of a LengthGrouper must be positive and ascend")
+            raise ConfigurationError(f"LengthGrouper: boundaries must be positive and ascending, got {lengths}")
         if self.max_tokens is not None and self.batch_size is not None:
             raise ConfigurationError(
                 f"a LengthGrouper takes max_tokens={self.max_tokens} or batch_size={self.batch_size}, not both"
             )
         if self.max_tokens is not None and self.max_tokens < lengths[-1]:
             raise ConfigurationError(
-                f"max_tokens={self.max_tokens} of a LengthGrouper cannot hold one sample of the longest group "
-                f"({lengths[-1]}): raise max_tokens, or cut the samples and lower the last boundary"
+                f"LengthGrouper: max_tokens={self.max_tokens} has no room for a sample of the longest group "
+                f"({lengths[-1]}): raise max_tokens, or shorten the samples and lower the last boundary"
             )
         if self.batch_multiple < 1 or (self.batch_size is not None and self.batch_size < 1):
             raise ConfigurationError(
-                f"batch_size={self.batch_size} and batch_multiple={self.batch_multiple} of a LengthGrouper must be "
-                "at least 1"
+                f"LengthGrouper: batch_size and batch_multiple must be at least 1, got {self.batch_size} and "
+                f"{self.batch_multiple}"
             )
 
     @classmethod
@@ -120,7 +120,8 @@ class LengthGrouper(Generic[T]):
         if at == len(self.boundaries):
             raise OverLongSampleError(
                 f"sample {getattr(sample, '__key__', '?')!r} has length {length}, but the last group of the "
-                f"LengthGrouper ends at {self.boundaries[-1]}: add a boundary, or cut or skip it in encode_sample"
+                f"LengthGrouper ends at {self.boundaries[-1]}: add a boundary, or shorten or skip the sample in "
+                "encode_sample"
             )
         return self.boundaries[at], self._batch_size(self.boundaries[at])
 

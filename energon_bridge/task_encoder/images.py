@@ -1,13 +1,13 @@
-"""Decodes images: from encoded bytes to an array, a tensor or a Pillow image.
+"""Decode images from bytes to an array, a tensor or a Pillow image.
 
 A form names the container (numpy, torch, Pillow), the mode (grey, RGB, RGBA) and, with a trailing 8, bytes instead of
 floats. All forms give the same pixels as Pillow; EXIF orientation is not applied. Ordinary JPEGs are decoded by
-libjpeg-turbo through simplejpeg, which is about three times faster. Everything else, and any JPEG that it complains
-about, is left to Pillow.
+libjpeg-turbo through simplejpeg, which is about three times faster. Everything else, and any JPEG that it rejects, is
+left to Pillow.
 
 Shapes: grey (height, width); colour (height, width, channels) in numpy, (channels, height, width) in torch. The colour
 tensor is a view over the decoder's memory, because a contiguous copy would cost a quarter of the decode. Floats are
-the bytes divided by 255, exactly. `fastrgb` is what costs least: uint8 in numpy for ordinary JPEGs, a Pillow image for
+the bytes divided by 255, exactly. `fastrgb` is the cheapest form: uint8 in numpy for ordinary JPEGs, a Pillow image for
 anything else.
 
 A form may have a target size. A JPEG is then decoded at 1/2, 1/4 or 1/8 of its size, by computing fewer pixels from its
@@ -15,9 +15,9 @@ DCT blocks, as long as neither side falls below the target's. The result is usua
 resizes it. (libjpeg's other scales, such as 5/8, gain little or nothing.) Other formats, and JPEGs too small for it,
 keep their full size.
 
-A form may name torchcodec in place of all of these, which is no faster for most formats, gives other pixels for some
-images (it turns them as EXIF says, and keeps the range of 16 bits), and decodes HEIC with libheif. HEIC is otherwise
-decoded by pillow-heif, if that is installed.
+A form may choose torchcodec instead of all of these. It is no faster for most formats, gives other pixels for some
+images (it applies the EXIF orientation, and keeps the range of 16 bits), and decodes HEIC with libheif. Otherwise
+pillow-heif decodes HEIC, if it is installed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Mode = Literal["L", "RGB", "RGBA"]
 Backend = Literal["auto", "torchcodec"]
 
 MAX_PIXELS = 89_478_485
-"""Default of `SampleDecoder(max_pixels=...)`: Pillow's own limit for its warning. So many take 1.1 GB as floats."""
+"""Default of `SampleDecoder(max_pixels=...)`: Pillow's own limit for its warning; as floats, so many take 1.1 GB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +79,7 @@ IMAGE_FORMS: dict[str, ImageForm] = _forms()
 
 _HEIF = find_spec("pillow_heif") is not None
 HEIC_EXTENSIONS = ("heic", "heif")
-"""Of images that Pillow decodes if pillow-heif is installed; without it, parts of these names stay bytes."""
+"""Images that Pillow decodes if pillow-heif is installed; without it, parts of these names stay bytes."""
 
 IMAGE_EXTENSIONS = frozenset(
     (
@@ -91,14 +91,14 @@ IMAGE_EXTENSIONS = frozenset(
     )
 )
 
-# Only these: Pillow would also run Ghostscript for anything that says it is EPS, whatever its name. The ones that it
-# always has come first, since asking for another makes it load all of its plugins (90 ms, once).
+# Only these: Pillow would also run Ghostscript for anything with an EPS header, whatever its name. Its built-in formats
+# come first, since any other makes it load all of its plugins (90 ms, once).
 _PILLOW_FORMATS = ["JPEG", "PNG", "GIF", "BMP", "PPM", "DIB", "WEBP", "TIFF", "JPEG2000"]
 if find_spec("PIL.AvifImagePlugin"):  # Pillow 11.3 and later
     _PILLOW_FORMATS.append("AVIF")
 
 _MOST_SCRATCH = 1 << 19
-"""Images up to this many bytes are decoded into warm memory, which leaves the caches room for the rest."""
+"""Images up to this many bytes are decoded into warm memory, which leaves room in the caches."""
 _SCRATCH: ContextVar[np.ndarray | None] = ContextVar("energon_bridge_scratch", default=None)
 # libjpeg-turbo's colours of CMYK JPEGs differ from Pillow's.
 _TURBO_COLORSPACES = frozenset({"YCbCr", "RGB", "Gray"})
@@ -111,20 +111,20 @@ def image_form(
     max_pixels: int | None = MAX_PIXELS,
     backend: Backend = "auto",
 ) -> ImageForm:
-    """Return the form of a name, for images that need not be larger than a size (one number, or height and width).
+    """Return the form of a name; `target` (one number, or height and width) is a sufficient size.
 
     Images of more than `max_pixels` raise DecodeError; None: no limit.
 
-    Raises ConfigurationError, naming the nearest match, if there is no such form, if the size is none, or if the
-    backend does not exist, is not installed or does not scale.
+    Raises ConfigurationError, naming the nearest match, if there is no such form, if the size is invalid, or if the
+    backend does not exist, is not installed or cannot scale.
     """
     if backend not in get_args(Backend):
         raise ConfigurationError(f"image_backend={backend!r} must be one of {', '.join(get_args(Backend))}")
     if backend == "torchcodec":
         if target is not None:
             raise ConfigurationError(
-                f"image_target={target!r} scales JPEGs while decoding, which torchcodec does not: leave out one of "
-                "image_target and image_backend='torchcodec'"
+                f"image_target={target!r} scales JPEGs while decoding, which torchcodec cannot do: leave out "
+                "image_target or image_backend='torchcodec'"
             )
         _torchcodec()
     if name in IMAGE_FORMS:
@@ -132,7 +132,7 @@ def image_form(
         wanted = None if target is None else _size(target)
         return replace(IMAGE_FORMS[name], target=wanted, max_pixels=most, backend=backend)
     hint = did_you_mean(name, IMAGE_FORMS)
-    raise ConfigurationError(f"there is no image form {name!r}.{hint} Known forms: {', '.join(IMAGE_FORMS)}")
+    raise ConfigurationError(f"unknown image form {name!r}.{hint} Known forms: {', '.join(IMAGE_FORMS)}")
 
 
 def _size(target: int | tuple[int, int]) -> tuple[int, int]:
@@ -143,9 +143,9 @@ def _size(target: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def guess_image_extension(data: bytes | bytearray | memoryview) -> str | None:
-    """Return the extension of an image by its first bytes; None if it is no image."""
+    """Return the extension of an image from its first bytes; None if it is not an image."""
     head = bytes(data[:16])
-    if head.startswith(b"BM") and head[6:10] == bytes(4):  # two letters alone would match texts
+    if head.startswith(b"BM") and head[6:10] == bytes(4):  # two letters alone would match plain text
         return "bmp"
     if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
         return "webp"
@@ -157,7 +157,7 @@ def guess_image_extension(data: bytes | bytearray | memoryview) -> str | None:
 
 
 def is_heic(data: bytes | bytearray | memoryview) -> bool:
-    """Return whether the first bytes are those of a HEIC image."""
+    """Return whether the data starts like a HEIC image."""
     head = bytes(data[:16])
     return head[4:8] == b"ftyp" and head[8:12] in _HEIC_BRANDS
 
@@ -188,7 +188,7 @@ def decode_image(data: bytes | bytearray | memoryview, form: ImageForm, *, part:
         if pixels is None and form.container == "fast":
             return _pillow_image(data, form, part)
         if pixels is None:
-            # np.array, not asarray: what Pillow lends is read-only
+            # np.array, not asarray: the memory of Pillow is read-only
             pixels = np.array(_pillow_image(data, form, part))
     except (MemoryError, ConfigurationError):
         raise
@@ -213,7 +213,7 @@ def _turbo_header(data: bytes | bytearray | memoryview, form: ImageForm) -> tupl
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:
         return None
-    # Pillow warns of or refuses bombs, by our limit and by the one that the user may have set there.
+    # Pillow warns about or rejects decompression bombs, by our limit and by the user's limit in Pillow.
     most = min(form.max_pixels, Image.MAX_IMAGE_PIXELS or form.max_pixels)
     if colorspace not in _TURBO_COLORSPACES or height * width > most:
         return None
@@ -225,8 +225,8 @@ def decode_rows(
 ) -> dict[int, tuple[str, torch.Tensor]]:
     """Decode ordinary colour JPEGs, each given as number of its row, name and bytes, into rows of a slab.
 
-    `turn` is called with the number of an image before it is decoded. Returns names and images by number, without those
-    that are no such JPEG, have another size, or do not decode.
+    `turn` is called with the number of an image before it is decoded. Returns names and images by number, without
+    images of another kind or size, and those that do not decode.
     """
     mode = form.mode
     if form.container != "torch" or mode == "L" or form.backend != "auto":
@@ -258,7 +258,7 @@ def decode_rows(
                 decode(data, mode, buffer=array, **size)
             else:
                 write(decode(data, mode, buffer=scratch, **size), array)
-        except Exception:  # `decode_image` names what is wrong with it
+        except Exception:  # `decode_image` reports the error
             continue
         decoded[number] = name, tensor
     slab.fitted(len(decoded), misfits)
@@ -266,12 +266,12 @@ def decode_rows(
 
 
 def _by_scratch(form: ImageForm, size: int) -> bool:
-    """Return whether an image of so many bytes is decoded into warm memory and written from there."""
+    """Return whether to decode an image of so many bytes into warm memory and write it from there."""
     return form.scaled or (streaming.STREAMS and size <= _MOST_SCRATCH)
 
 
 def _scratch(size: int) -> np.ndarray:
-    """Return memory of this thread for at least that many bytes, warm from its last image."""
+    """Return this thread's memory for at least that many bytes, warm from its last image."""
     memory = _SCRATCH.get()
     if memory is None or memory.size < size:
         memory = np.empty(UNALIGNED + size, dtype=np.uint8)[UNALIGNED:]
@@ -292,11 +292,11 @@ def _turbo_pixels(data: bytes | bytearray | memoryview, form: ImageForm) -> np.n
             return simplejpeg.decode_jpeg(data, "GRAY", **size)[..., 0]
         # The file's own luma differs from the one that Pillow computes from RGB.
         return np.array(Image.fromarray(simplejpeg.decode_jpeg(data, "RGB", **size)).convert("L"))
-    except ValueError:  # also for oddities that do not matter, such as stray bytes between markers
+    except ValueError:  # also raised for harmless oddities, such as stray bytes between markers
         return None
 
 
-@lru_cache(maxsize=4096)  # one dict per size, so that images of equal size are recognised by it
+@lru_cache(maxsize=4096)  # one dict per size, so that `is` recognises images of equal size
 def _scaled(height: int, width: int, target: tuple[int, int] | None) -> dict[str, int]:
     """Return the arguments that ask libjpeg-turbo for the smallest scale that Pillow's `draft` would choose."""
     scale = 1
@@ -314,7 +314,7 @@ def _pillow_image(data: bytes | bytearray | memoryview, form: ImageForm, part: s
         if form.target is not None and image.format == "JPEG":
             image.draft(None, form.target[::-1])
         if form.mode != "RGBA" and isinstance(image.info.get("transparency"), bytes):
-            # Pillow drops it as well, with a warning per image that does not name the image.
+            # Pillow drops it too, with a warning for each image that does not name the image.
             del image.info["transparency"]
             _say_transparent(part)
         return image.convert(form.mode)
@@ -323,14 +323,14 @@ def _pillow_image(data: bytes | bytearray | memoryview, form: ImageForm, part: s
 def _check_size(size: tuple[int, int], form: ImageForm) -> None:
     if size[0] * size[1] > form.max_pixels:
         raise ValueError(
-            f"{size[0]} x {size[1]} pixels, and at most {form.max_pixels:,} are decoded; allow more with "
+            f"it has {size[0]} x {size[1]} pixels, more than the limit of {form.max_pixels:,}; raise it with "
             "SampleDecoder(max_pixels=...)"
         )
 
 
 @cache
 def open_heic() -> None:
-    """Let Pillow open HEIC images, by pillow-heif."""
+    """Register pillow-heif, so that Pillow opens HEIC images."""
     from pillow_heif import register_heif_opener
 
     register_heif_opener()
@@ -360,7 +360,7 @@ def _torchcodec_pixels(data: bytes | bytearray | memoryview, form: ImageForm) ->
     kind = "heic" if is_heic(data) else guess_image_extension(data)
     if kind not in _TORCHCODEC_FORMATS:
         raise ValueError(
-            f"torchcodec decodes JPEG, PNG, WebP, GIF, AVIF and HEIC, and this is {kind or 'none of them'}: leave out "
+            f"torchcodec decodes JPEG, PNG, WebP, GIF, AVIF and HEIC, but this is {kind or 'none of them'}: leave out "
             "image_backend='torchcodec' for such data"
         )
     if kind != "heic" or _HEIF:  # a few bytes can ask for any amount of memory
@@ -369,7 +369,7 @@ def _torchcodec_pixels(data: bytes | bytearray | memoryview, form: ImageForm) ->
         with Image.open(io.BytesIO(data)) as image:
             _check_size(image.size, form)
     found = _torchcodec()(bytes(data), mode=_TORCHCODEC_MODES[form.mode])
-    if found.ndim == 4:  # of an animation the first
+    if found.ndim == 4:  # an animation: take the first frame
         found = found[0]
     pixels: np.ndarray = found.permute(1, 2, 0).numpy()
     _check_size((pixels.shape[1], pixels.shape[0]), form)
@@ -378,10 +378,10 @@ def _torchcodec_pixels(data: bytes | bytearray | memoryview, form: ImageForm) ->
 
 @cache
 def _say_transparent(part: str) -> None:
-    """Warn once in a process, for each name of a part."""
+    """Warn once per process and part name."""
     logger.warning(
-        "images in part %r have a palette with transparency, which is left out: what was transparent shows the colour "
-        "of its palette. Where that matters, decode them with an alpha channel, image_decode='torchrgba' or 'pilrgba'",
+        "images in part %r have a palette with transparency, which is dropped: transparent pixels get the colour of "
+        "their palette. If that matters, decode with an alpha channel, image_decode='torchrgba' or 'pilrgba'",
         part,
     )
 

@@ -1,6 +1,6 @@
 """Positions on three axes (time, height, width), as models of the Qwen-VL family take them (M-RoPE).
 
-A text token has the same position on all three axes. The tokens of an image or video lie on a grid that begins where
+A text token has the same position on all three axes. The tokens of an image or video are on a grid that begins where
 the text before it ended; after it, the text continues at the grid's longer side, so that a picture takes as many
 positions as it is wide or high, not as it has tokens. Equal to `get_rope_index` of the models in transformers.
 """
@@ -50,8 +50,8 @@ def mrope_positions(types: Sequence[int], grids: Mapping[int, Sequence[Grid]], m
             grid = next(waiting[kind], None)
             height, width = (0, 0) if grid is None else (grid.height // merge_size, grid.width // merge_size)
             if grid is None or not 0 < grid.time * height * width <= count:
-                raise SampleError(f"{count} tokens of type {kind} are not those of {grid}, merged by {merge_size}")
-            # in float32, as the models do it: what is cut off here must be what is cut off there
+                raise SampleError(f"{count} tokens of type {kind} do not match the grid {grid} merged by {merge_size}")
+            # in float32, as in the models, so that both round alike
             times = (torch.arange(grid.time) * torch.tensor(grid.interval)).long()
             axes = torch.meshgrid(times, torch.arange(height), torch.arange(width), indexing="ij")
             parts.append(torch.stack(axes).reshape(3, -1) + position)

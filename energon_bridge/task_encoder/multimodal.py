@@ -67,7 +67,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         image_processor: Called as `image_processor(images=[image], return_tensors="pt")`; None: for texts only.
         multimodal_sample_config: Placeholders and conversation template.
         seq_length: Longest sequence, image tokens included.
-        image_tokens_per_image: Tokens that stand for one image. None: computed from `image_grid_thw` if the image
+        image_tokens_per_image: Tokens of an image. None: computed from `image_grid_thw` if the image
             processor returns it, else 1 (the model itself makes room for the features, as megatron-core's does).
         pad_to_multiple_of: Batches, and the samples of packs, are padded to a multiple of this length.
         pad_to_max_length: Pad every batch, and every pack, to `seq_length`: one shape for all batches.
@@ -155,9 +155,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
             visual = self._fill(sequence, rendered, content.images)
             finished = sequence.finish(self.config.ignore_place_holder)
             if finished is None:
-                raise SampleError(
-                    f"nothing to learn: seq_length={self.seq_length} cuts before the first of the learned tokens"
-                )
+                raise SampleError(f"nothing to learn: seq_length={self.seq_length} cuts off all tokens of the answer")
         except SampleError as error:
             raise type(error)(f"sample {_key(sample)!r}: {error}") from error
         tokens, labels, loss_mask = finished
@@ -176,7 +174,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
 
     @property
     def image_token_ids(self) -> frozenset[int]:
-        """Return the tokens that stand for images."""
+        """Return the placeholder tokens of images."""
         return frozenset({self._image_token_id})
 
     @property
@@ -254,7 +252,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
                 if number:
                     if self.image_processor is None:
                         raise ConfigurationError(
-                            "the sample has an image, and MultiModalTaskEncoder was made with image_processor=None: "
+                            "the sample has an image, but MultiModalTaskEncoder was made with image_processor=None: "
                             "pass the image processor of the model, or your own task_encoder"
                         )
                     image = process_image(self.image_processor, images[len(visual)], self._path, self._dtype)
@@ -296,7 +294,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         before = len(sequence.tokens)
         if not any(sequence.learned[1:]):
             raise SampleError(
-                f"seq_length={self.seq_length} would cut into the image, which takes {image_tokens} tokens behind "
+                f"seq_length={self.seq_length} would cut into the image, which takes {image_tokens} tokens after "
                 f"{before} tokens of text; set seq_length to at least {before + image_tokens + 1}"
             )
 

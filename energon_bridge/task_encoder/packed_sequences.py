@@ -71,7 +71,7 @@ class MultiModalPack(Sample):
 def pack_sequences(
     samples: Sequence[MultiModalSample], filling: PaddingValues, *, multiple_of: int = 1, length: int | None = None
 ) -> MultiModalPack:
-    """Put samples one behind the other.
+    """Concatenate samples.
 
     Each is padded to a multiple of a number of tokens, and the last one up to `length` tokens of the row, if given.
 
@@ -80,7 +80,7 @@ def pack_sequences(
         OverLongSampleError: They are longer than `length`.
     """
     if not samples:
-        raise ConfigurationError("there is nothing to pack: a pack needs at least one sample")
+        raise ConfigurationError("nothing to pack: a pack needs at least one sample")
     lengths = [len(sample.tokens) for sample in samples]
     padded = [size + -size % multiple_of for size in lengths]
     key = ",".join(sample.__key__ for sample in samples)
@@ -88,7 +88,8 @@ def pack_sequences(
         if sum(padded) > length:
             raise OverLongSampleError(
                 f"the pack of samples {key!r} has {sum(padded)} tokens, each sample padded to a multiple of "
-                f"{multiple_of}, but a row holds {length}: give the packer padded lengths (size_of), or raise length"
+                f"{multiple_of}, but a row holds {length}: return padded lengths from size_of of the packer, or raise "
+                "length"
             )
         padded[-1] += length - sum(padded)
     sizes = torch.tensor(padded)

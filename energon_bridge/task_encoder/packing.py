@@ -43,6 +43,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
+from functools import cache
 from math import ceil
 from typing import Any, Generic, Literal, TypeVar
 
@@ -76,6 +77,8 @@ _UNIT = 31
 
 def binding_limit(sizes: IntArray, limits: Sequence[int]) -> int:
     """Return the number of the limit that sizes of shape (samples, limits) fill most often; the first among equals."""
+    if len(limits) == 1:
+        return 0
     totals = [int(total) for total in sizes.sum(axis=0)]
     return max(range(len(limits)), key=lambda limit: Fraction(totals[limit], limits[limit]))
 
@@ -86,6 +89,8 @@ def best_fit(sizes: IntArray, limits: Sequence[int], first: int = 0) -> Packs:
     `sizes` has shape (samples, limits), none above its limit; the `first` samples are placed before all others.
     Returns the positions of each pack's samples.
     """
+    if len(limits) == 1:
+        return _best_fit_one(sizes[:, 0], limits[0], first)
     binding = binding_limit(sizes, limits)
     others = [limit for limit in range(len(limits)) if limit != binding]
     # By limit: a list for each sample would set off the garbage collector, over all that waits in buffers.
@@ -125,6 +130,29 @@ def best_fit(sizes: IntArray, limits: Sequence[int], first: int = 0) -> Packs:
     return packs
 
 
+def _best_fit_one(sizes: IntArray, limit: int, first: int) -> Packs:
+    """Do what `best_fit` does under a single limit: three times as fast, and every rank plans all packs of a run."""
+    order = _largest_first(sizes[:, None], (limit,), first)
+    least = int(sizes.min()) if len(sizes) else 0
+    packs: Packs = []
+    rooms: list[int] = []
+    open_packs: Packs = []
+    for sample, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
+        at = bisect_left(rooms, size)
+        if at < len(rooms):
+            pack = open_packs.pop(at)
+            pack.append(sample)
+            room = rooms.pop(at) - size
+        else:
+            packs.append(pack := [sample])
+            room = limit - size
+        if room >= least:
+            at = bisect_left(rooms, room)
+            rooms.insert(at, room)
+            open_packs.insert(at, pack)
+    return packs
+
+
 def first_fit_decreasing(sizes: IntArray, limits: Sequence[int], first: int = 0) -> Packs:
     """Pack samples, largest first, each into the oldest pack with room under every limit.
 
@@ -150,9 +178,12 @@ def first_fit_decreasing(sizes: IntArray, limits: Sequence[int], first: int = 0)
 
 def _largest_first(sizes: IntArray, limits: Sequence[int], first: int) -> IntArray:
     """Return the positions of samples by their largest share of a limit, descending; then by all sizes and position."""
+    positions = np.arange(len(sizes))
+    if len(limits) == 1:
+        # One number orders samples: those placed first below all others, then larger ones below smaller ones.
+        return np.argsort(np.where(positions < first, -(2**_UNIT), 0) - sizes[:, 0], kind="stable")
     share = ((sizes << _UNIT) // np.asarray(limits, dtype=np.int64)).max(axis=1, initial=0)
     columns = [-sizes[:, limit] for limit in reversed(range(len(limits)))]
-    positions = np.arange(len(sizes))
     return np.lexsort((positions, *columns, -share, positions >= first)).astype(np.int64)
 
 
@@ -210,9 +241,9 @@ class OverLong(StrEnum):
     DROP = "drop"
     """Leave it out as `SkipSample` does."""
     TRUNCATE = "truncate"
-    """Replace it by the one sample that `cut` makes of it."""
+    """Replace it by the sample that `cut` returns."""
     SPLIT = "split"
-    """Replace it by the samples that `cut` makes of it."""
+    """Replace it by the samples that `cut` returns."""
     RAISE = "raise"
     """Stop the run."""
 
@@ -250,29 +281,31 @@ class Packer(Generic[T]):
 
     def __post_init__(self) -> None:
         if not self.limits:
-            raise ConfigurationError("a Packer needs at least one limit, for example limits={'tokens': 4096}")
+            raise ConfigurationError("Packer: needs at least one limit, for example limits={'tokens': 4096}")
         for name, limit in self.limits.items():
             if not isinstance(limit, int) or not 0 < limit <= MAX_LIMIT:
-                raise ConfigurationError(f"limit {name!r} of a Packer must be an integer from 1 to 2^31 - 1: {limit!r}")
+                raise ConfigurationError(
+                    f"Packer: the limit {name!r} must be an integer from 1 to 2^31 - 1, got {limit!r}"
+                )
         if self.method not in ALGORITHMS:
-            raise ConfigurationError(f"method={self.method!r} of a Packer must be one of {', '.join(ALGORITHMS)}")
+            raise ConfigurationError(f"Packer: method must be one of {', '.join(ALGORITHMS)}, got {self.method!r}")
         if not 0 <= self.min_fill <= 1:
-            raise ConfigurationError(f"min_fill={self.min_fill} of a Packer must lie between 0 and 1")
+            raise ConfigurationError(f"Packer: min_fill must be between 0 and 1, got {self.min_fill}")
         if not 1 <= self.max_wait <= LONGEST_WAIT:
             raise ConfigurationError(
-                f"max_wait={self.max_wait} of a Packer must be 1 to {LONGEST_WAIT} selections: what waits longer is "
-                "given up"
+                f"Packer: max_wait must be 1 to {LONGEST_WAIT} selections, got {self.max_wait}: samples that wait "
+                "longer are dropped"
             )
         if self.over_long not in list(OverLong):
-            raise ConfigurationError(f"over_long={self.over_long!r} of a Packer must be one of {', '.join(OverLong)}")
+            raise ConfigurationError(f"Packer: over_long must be one of {', '.join(OverLong)}, got {self.over_long!r}")
         if self.cut is None and self.over_long in (OverLong.TRUNCATE, OverLong.SPLIT):
             raise ConfigurationError(
-                f"over_long={str(self.over_long)!r} needs `cut`, a function of a sample and the limits that returns "
-                f"{'one sample' if self.over_long == OverLong.TRUNCATE else 'several samples'} within them"
+                f"Packer: over_long={str(self.over_long)!r} needs `cut`, a function of a sample and the limits that "
+                f"returns {'one sample' if self.over_long == OverLong.TRUNCATE else 'several samples'} within them"
             )
 
     def admit(self, sample: T) -> list[T]:
-        """Return what of a sample goes into the buffer: itself where it fits into a pack, else what `over_long` says.
+        """Return what goes into the buffer: the sample if it fits into a pack, else what `over_long` says.
 
         What was dropped, truncated or split is counted for the dataset, in the state and in `loader.counters()`, where
         a hook that has one sample calls this (`encode_sample`, `preencode_sample`, `postencode_sample`).
@@ -286,7 +319,7 @@ class Packer(Generic[T]):
         name, size = exceeded
         if self.over_long == OverLong.DROP:
             count_over_long("dropped")
-            raise SkipSample(f"sample {_key(sample)} has {size} {name}, a pack at most {self.limits[name]}")
+            raise SkipSample(f"sample {_key(sample)} has {size} {name}, but a pack holds at most {self.limits[name]}")
         if self.over_long == OverLong.RAISE or self.cut is None:
             raise OverLongSampleError(self._complaint(sample, name, size))
         made = self.cut(sample, self.limits)
@@ -354,7 +387,7 @@ class Packer(Generic[T]):
 
     def _leaving(self, packs: Packs, sizes: list[int], limit: int, must_leave: int) -> Packs:
         """Apply the three rules of the module; `sizes` and `limit` are those of the binding limit."""
-        full_enough = ceil(Fraction(self.min_fill) * limit)
+        full_enough = _full_enough(self.min_fill, limit)
         filled = sorted((-sum([sizes[sample] for sample in pack]), pack) for pack in packs)
         leaving: Packs = []
         delivered = 0
@@ -410,6 +443,12 @@ class Packer(Generic[T]):
             f"{name!r}, shorten the sample in encode_sample, or give the Packer another policy (over_long='drop', "
             "'truncate' or 'split') and pass every sample through `admit`"
         )
+
+
+@cache
+def _full_enough(min_fill: float, limit: int) -> int:
+    """Return the least size under the binding limit of a pack that is full enough (rule 1)."""
+    return ceil(Fraction(min_fill) * limit)
 
 
 def cost_limit(lengths: npt.ArrayLike, costs: npt.ArrayLike, max_tokens: int, *, slack: float = 1.02) -> int:

@@ -76,27 +76,27 @@ class _Reader(pickle.Unpickler):
             return self._allowed[module, name]
         except KeyError:
             raise pickle.UnpicklingError(
-                f"it names {module}.{name}, which is not run: only containers, numbers, strings, bytes, numpy arrays "
-                "and torch tensors are read from pickles"
+                f"it contains {module}.{name}, which is not run: only containers, numbers, strings, bytes, numpy "
+                "arrays and torch tensors are read from pickles"
             ) from None
 
 
 def _load(data: bytes, allowed: Mapping[tuple[str, str], Any]) -> Any:
-    """Return what a pickle holds, with memory for no more than that.
+    """Return the content of a pickle, allocating no more memory than that needs.
 
     Raises:
-        pickle.UnpicklingError: It names what is not allowed, or claims more than it has.
+        pickle.UnpicklingError: It contains something that is not allowed, or claims more than it has.
     """
     # The unpickler makes its table of objects as long as the largest number in it, which a few bytes can say.
     if any(int.from_bytes(found[1], "little") > len(data) for found in _LONG_PUT.finditer(data)):
         numbers = [int(arg) for code, arg, _ in pickletools.genops(data) if code.name == "LONG_BINPUT" and arg]
         most = max(numbers, default=0)
         if most > len(data):
-            raise pickle.UnpicklingError(f"it numbers an object {most}, in {len(data)} bytes")
+            raise pickle.UnpicklingError(f"it has an object number {most} in {len(data)} bytes")
     try:
         return _Reader(data, allowed).load()
     except MemoryError as error:
-        raise pickle.UnpicklingError("it claims more than it has: there is not so much memory") from error
+        raise pickle.UnpicklingError("it claims a size for which there is not enough memory") from error
 
 
 def plain_pickle(data: bytes) -> Any:
@@ -131,7 +131,7 @@ class ChatMLDecoder:
         self._decode = decode
 
     def keeps_unread(self, part_name: str) -> bool:
-        """Return False: what is decoded is read first."""
+        """Return False: decoding reads everything first."""
         return False
 
     def decode(self, part_name: str, data: Any) -> Any:

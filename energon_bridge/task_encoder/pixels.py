@@ -1,17 +1,17 @@
-"""The native path from images to the pixels of a model, in place of an image processor of transformers.
+"""The native path from images to the pixels of a model, instead of an image processor of transformers.
 
-Processors that scale, crop, pad, rescale and normalise are read once, by their attributes, and what they do is done
-here: scaled as bytes, then one look-up for each byte that rescales, normalises and puts values where the model wants
-them. That is plain processors (those of CLIP, SigLIP and many more), LLaVA's, LLaVA-NeXT's, which make tiles, and those
-that make patches: of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, and of SigLIP2. Any other processor, and one that overrides a
-method, is called as before, and the log says so once.
+The attributes of a processor that scales, crops, pads, rescales and normalises are read once, and the same is computed
+here: images are scaled as bytes, then one table look-up per byte rescales, normalises and lays out the values. This
+covers plain processors (those of CLIP, SigLIP and many more), LLaVA's, LLaVA-NeXT's, which makes tiles, and those that
+make patches: of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, and of SigLIP2. Any other processor, and any that overrides a
+method, is called itself, which is logged once.
 
-Two profiles say whose values come out. `pillow`: those of the processors of transformers that go by Pillow, bit for
-bit. `torch`: those of its processors that go by torchvision, which scales bytes by torch's `interpolate` with
-antialiasing. Without a profile it is the one that the given processor's own class has.
+A profile chooses the values. `pillow`: those of transformers' processors based on Pillow, bit for bit. `torch`: those
+of its processors based on torchvision, which scales bytes by torch's `interpolate` with antialiasing. The default is
+the profile of the processor's own class.
 
-Invariant: a value is a function of a byte and its channel, computed once for all 256 of them by the operations of the
-profile, in their order and precision. So float32 has no rounding of its own; bfloat16 and float16 are rounded from it.
+Invariant: a value is a function of a byte and its channel, computed once for all 256 bytes by the operations of the
+profile, in their order and precision. So float32 adds no rounding; bfloat16 and float16 are rounded from it.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Tiles:
     """How LLaVA-NeXT cuts images into tiles.
 
     Attributes:
-        resolutions: Of which the best for an image is what it is fitted into, and padded to with zeros.
-        side: Of a tile, in pixels.
-        overview: The size of the whole image, which comes before its tiles.
+        resolutions: An image is fitted into the best of these, and padded with zeros.
+        side: Side of a tile in pixels.
+        overview: Size of the whole image, which comes before its tiles.
     """
 
     resolutions: tuple[Size, ...]
@@ -74,23 +74,23 @@ class Tiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PixelPath:
-    """What becomes of an image on its way to a model.
+    """The steps from an image to the pixels of a model.
 
     Attributes:
-        profile: Whose values come out.
-        kind: `plain` (channels, height, width), `tiles` of those, or whose patches: `qwen` or `siglip2`.
-        dtype: Of the values; uint8: they are not rescaled and normalised yet.
-        table: The value of each byte in each channel, shape (3, 256), as bits where numpy has no such type.
+        profile: Which values to compute.
+        kind: `plain` (channels, height, width), `tiles` of those, or patches of `qwen` or `siglip2`.
+        dtype: Type of the values; uint8: not yet rescaled and normalised.
+        table: The value of each byte in each channel, shape (3, 256), as bits if numpy lacks the type.
         norm: Mean and deviation of the channels in steps of a byte, float32 of shape (2, 3).
-        sized: The size to which an image of a size is scaled; None: it is not.
-        by: The filter.
-        crop: The size that is cut out of the middle.
-        background: The colour with which an image is made a square before it is scaled; None: it is not.
+        sized: Returns the size to scale an image of a size to; None: no scaling.
+        by: The filter for scaling.
+        crop: The size of the centre crop.
+        background: The colour that pads an image to a square before scaling; None: no padding.
         patch: Side of a patch.
         merge: Patches along each side of a group.
         times: Frames of a patch.
-        white: Whether a colour that a Pillow image names as transparent becomes white.
-        most_patches: To how many SigLIP2's patches are padded.
+        white: Whether the transparent colour of a Pillow image becomes white.
+        most_patches: The number of patches that SigLIP2 pads to.
         tiles: How an image is cut into tiles.
     """
 
@@ -112,13 +112,13 @@ class PixelPath:
 
     @property
     def byte_norm(self) -> Tensor | None:
-        """What batches of bytes carry along; None if values are made here."""
+        """The `norm` that batches of bytes carry along; None for other types."""
         return self.norm if self.dtype == torch.uint8 else None
 
     def image(self, image: Any, memory: np.ndarray | None = None) -> dict[str, Tensor]:
-        """Return what the processor returns for one image, decoded in any form that `as_pil` takes.
+        """Return the processor's result for one image, decoded in any form that `as_pil` takes.
 
-        `pixel_values` lie in `memory`, uint8 of shape (bytes,), if that is as large as they are.
+        `pixel_values` lie in `memory`, uint8 of shape (bytes,), if its size matches.
         """
         pixels = self.rgb(image)
         shape = self.shape((pixels.shape[0], pixels.shape[1]))
@@ -153,24 +153,24 @@ class PixelPath:
         return math.prod(self.grid(height, width)), self._patch_values
 
     def _final(self, size: Size) -> Size:
-        """Return the size of an image behind scaling and cropping."""
+        """Return the size of an image after scaling and cropping."""
         return self.crop or (size if self.sized is None else self.sized(size))
 
     def deferred(self, image: DeferredImage) -> DeferredPixels:
-        """Return an image that has not been decoded, to be decoded as pixels."""
+        """Return an undecoded image that is decoded straight to pixels."""
         size = width, height = image.size
         room = math.prod(self.shape((height, width))) * self.dtype.itemsize
         return DeferredPixels(image.data, image.form, image.part, path=self, size=size, room=room)
 
     def final(self, pixels: np.ndarray) -> np.ndarray:
-        """Return an image, or a tile, as large as the model takes it, uint8 (height, width, 3) both."""
+        """Scale and crop an image or tile to its final size, uint8 (height, width, 3) both."""
         if self.sized is not None:
             height, width, _ = pixels.shape
             pixels = self.scaled(pixels, self.sized((height, width)))
         return pixels if self.crop is None else _cropped(pixels, self.crop, floor=self.profile == "torch")
 
     def _in_tiles(self, pixels: np.ndarray, tiles: Tiles, out: Tensor) -> dict[str, Tensor]:
-        """Return the whole image and its tiles, row by row, as one image of five dimensions, and its size."""
+        """Return the whole image and its tiles, row by row, as one tensor of five dimensions, and the size."""
         size = (pixels.shape[0], pixels.shape[1])
         room, side = best_resolution(size, tiles.resolutions), tiles.side
         whole = _cropped(self.scaled(pixels, fitted(size, room)), room, floor=True)
@@ -182,7 +182,7 @@ class PixelPath:
         return {"pixel_values": out, "image_sizes": torch.tensor([size])}
 
     def rgb(self, image: Any) -> np.ndarray:
-        """Return an image as bytes, uint8 (height, width, 3). Raises SampleError if it is none."""
+        """Return an image as bytes, uint8 (height, width, 3). Raises SampleError if it is not an image."""
         return as_rgb(image, white=self.white)
 
     def scaled(self, pixels: np.ndarray, size: Size) -> np.ndarray:
@@ -198,7 +198,7 @@ class PixelPath:
         return 1, height // self.patch, width // self.patch
 
     def patches(self, images: Sequence[np.ndarray]) -> Tensor:
-        """Return the patches of images in their final sizes, one behind the other: (patches, values of a patch)."""
+        """Return the patches of images in their final sizes, one after the other: (patches, values of a patch)."""
         counts = [math.prod(self.grid(*image.shape[:2])) for image in images]
         out = torch.empty((sum(counts), self._patch_values), dtype=self.dtype)
         start = 0
@@ -212,9 +212,9 @@ class PixelPath:
         return -(-frames // self.times) * math.prod(self.grid(*size)), self._patch_values
 
     def video(self, frames: Iterable[Any], size: Size, memory: np.ndarray | None = None) -> Tensor:
-        """Return the patches of a video, its frames scaled to a size: as many of them as a patch has stand in it.
+        """Return the patches of a video with its frames scaled to a size; a patch spans `times` frames.
 
-        The last frame is repeated where there are too few for its patch. `memory`: as of `image`.
+        The last frame is repeated to fill its patch. `memory` is as for `image`.
         """
         scaled = [self.scaled(self.rgb(frame), size) for frame in frames]
         scaled += scaled[-1:] * (-len(scaled) % self.times)
@@ -248,10 +248,10 @@ class PixelPath:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class DeferredPixels(DeferredImage):
-    """An image that is decoded as pixels of a model.
+    """An image to be decoded straight to the model's pixels.
 
     Attributes:
-        path: How they are made.
+        path: Makes the pixels.
         size: Width and height in pixels.
         room: Bytes of its `pixel_values`.
     """
@@ -267,13 +267,13 @@ class DeferredPixels(DeferredImage):
 
 @dataclass(frozen=True, slots=True)
 class MadePixels:
-    """What the processor returns for an image or video; the task encoder has it in its place."""
+    """The processor's result for an image or video, in place of the image or video itself."""
 
     visual: dict[str, Tensor]
 
 
 def _placed(shape: tuple[int, ...], dtype: torch.dtype, memory: np.ndarray | None) -> Tensor:
-    """Return uninitialised values, in memory that is given if it is as large as they are."""
+    """Return an uninitialised tensor, in the given memory if its size matches."""
     if memory is None or memory.nbytes != math.prod(shape) * dtype.itemsize:
         return torch.empty(shape, dtype=dtype)
     return values_in(memory, shape, dtype)
@@ -283,25 +283,25 @@ def pixel_path(image_processor: Any, profile: Profile | None = None, dtype: Pixe
     """Return the native path of an image processor; None if the processor itself must be called.
 
     Args:
-        image_processor: One of transformers, or of its interface.
-        profile: Whose values come out; `processor`: the processor is called. None: the profile of its class.
-        dtype: Of the values; uint8: bytes, for `normalise_on_device`.
+        image_processor: An image processor of transformers, or one with the same interface.
+        profile: Which values to compute; `processor`: call the processor. None: the profile of its class.
+        dtype: Type of the values; uint8: bytes, for `normalise_on_device`.
 
     Raises:
-        ConfigurationError: There is no such profile or type, or bytes are asked for if there is no native path.
+        ConfigurationError: There is no such profile or type, or `dtype` is uint8 and there is no native path.
     """
     if profile is not None and profile not in get_args(Profile):
-        raise ConfigurationError(f"pixels={profile!r} must be one of {', '.join(get_args(Profile))}, or None")
+        raise ConfigurationError(f"pixels must be one of {', '.join(get_args(Profile))}, or None, got {profile!r}")
     if dtype not in get_args(PixelDtype):
-        raise ConfigurationError(f"pixels_dtype={dtype!r} must be one of {', '.join(get_args(PixelDtype))}")
-    found: PixelPath | str = "pixels='processor' says so"
+        raise ConfigurationError(f"pixels_dtype must be one of {', '.join(get_args(PixelDtype))}, got {dtype!r}")
+    found: PixelPath | str = "pixels='processor'"
     if image_processor is not None and profile != "processor":
         found = _read(image_processor, profile, dtype)
     if isinstance(found, PixelPath):
         return found
     if dtype == "uint8":
         raise ConfigurationError(
-            f"pixels_dtype='uint8' is not available for {type(image_processor).__name__}, which has to be called: "
+            f"pixels_dtype='uint8' is not available for {type(image_processor).__name__}, which must be called itself: "
             f"{found}; set pixels_dtype to 'float32', 'bfloat16' or 'float16'"
         )
     if image_processor is not None and profile != "processor":
@@ -312,7 +312,7 @@ def pixel_path(image_processor: Any, profile: Profile | None = None, dtype: Pixe
 def process_image(
     image_processor: Any, image: Any, path: PixelPath | None = None, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """Return the tensors of one image: by the native path, or by the processor, which gets a PIL image in RGB."""
+    """Return the tensors of an image, from the native path or from the processor, which gets a PIL image in RGB."""
     if isinstance(image, MadePixels):
         return image.visual
     if path is not None:
@@ -322,7 +322,7 @@ def process_image(
 
 
 def in_dtype(visual: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return what a processor made with its pixels in another type."""
+    """Convert the pixels in a processor's result to another type."""
     if dtype is torch.float32:
         return dict(visual)
     return {
@@ -332,7 +332,7 @@ def in_dtype(visual: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tens
 
 
 def pixel_settings(image_processor: Any, path: PixelPath | None, dtype: PixelDtype) -> dict[str, str]:
-    """Return what the state of a run says of its pixels: nothing where they are Pillow's, in float32."""
+    """Return the settings of pixels for the state of a run; empty for Pillow's in float32."""
     if image_processor is None:
         return {}
     profile = profile_of(image_processor) if path is None else path.profile
@@ -342,11 +342,11 @@ def pixel_settings(image_processor: Any, path: PixelPath | None, dtype: PixelDty
 
 @cache
 def _say_called(name: str, reason: str) -> None:
-    logger.info("images go through %s itself, which takes several times the CPU of the native path: %s", name, reason)
+    logger.info("calling %s for images, which takes several times the CPU of the native path: %s", name, reason)
 
 
 def profile_of(image_processor: Any) -> Literal["torch", "pillow"]:
-    """Return whose values a processor of transformers gives: by torchvision or by Pillow."""
+    """Return the profile of a processor of transformers: based on torchvision or on Pillow."""
     names = [kind.__name__ for kind in type(image_processor).__mro__]
     return "torch" if "TorchvisionBackend" in names or "BaseImageProcessorFast" in names else "pillow"
 
@@ -366,15 +366,15 @@ _HOMES: Mapping[str, str] = MappingProxyType(
         f"{_MODELS}siglip2.image_processing_siglip2.Siglip2ImageProcessor": "siglip2",
     }
 )
-"""The classes whose methods are known, and what they do; their subclasses may set attributes."""
+"""The classes with known methods, and their kind; subclasses may set attributes."""
 
 
 def _home_of(image_processor: Any) -> tuple[str, str]:
-    """Return what a processor does, "" for what is not known, and why it is not."""
+    """Return the kind of a processor, or "" and the reason why it is unknown."""
     kinds = type(image_processor).__mro__
     place = next((i for i, kind in enumerate(kinds) if f"{kind.__module__}.{kind.__qualname__}" in _HOMES), None)
     if place is None:
-        return "", "it is none of the processors of transformers that are known"
+        return "", "its class is not a known one of transformers"
     home = kinds[place]
     own: list[tuple[str, Any]] = [entry for kind in kinds[:place] for entry in vars(kind).items()]
     own += vars(image_processor).items()
@@ -389,7 +389,7 @@ _NO_MATTER = frozenset({"__init__", "to_dict", "__repr__", "valid_kwargs", "get_
 
 
 def _read(processor: Any, profile: str | None, dtype: PixelDtype) -> PixelPath | str:
-    """Return the native path of a processor, or why there is none."""
+    """Return the native path of a processor, or the reason why there is none."""
     kind, reason = _home_of(processor)
     if not kind:
         return reason
@@ -410,7 +410,7 @@ def _read(processor: Any, profile: str | None, dtype: PixelDtype) -> PixelPath |
     try:
         values, norm = _values_of(processor, whose)
     except (TypeError, ValueError):
-        return f"its mean {has('image_mean')!r} or deviation {has('image_std')!r} are not those of three channels"
+        return f"its mean {has('image_mean')!r} or deviation {has('image_std')!r} do not have three channels"
     sized: Callable[[Size], Size] | None = None
     if has("do_resize"):
         sized = _sized_of(kind, processor)
@@ -419,7 +419,7 @@ def _read(processor: Any, profile: str | None, dtype: PixelDtype) -> PixelPath |
     crop, background = None, None
     fixed = has("do_center_crop") or (has("do_resize") and _sides(has("size"), "height")[0])
     if dtype == "uint8" and (kind == "tiles" or (kind in ("plain", "llava") and not fixed)):
-        return "its images have different sizes, and are padded with zeros after they are normalised"
+        return "its images have different sizes and are padded with zeros after normalising"
     if kind in ("plain", "llava", "tiles") and has("do_center_crop"):
         height, width = _sides(has("crop_size"), "height", "width")
         if not height or not width:
@@ -453,7 +453,7 @@ def _read(processor: Any, profile: str | None, dtype: PixelDtype) -> PixelPath |
 
 
 def _tiles_of(processor: Any) -> Tiles | None:
-    """Return how a processor of LLaVA-NeXT cuts images; None: it is not known."""
+    """Return the tiles of a processor of LLaVA-NeXT; None if they are unknown."""
     shortest, height, width = _sides(processor.size, "shortest_edge", "height", "width")
     overview = (height, width) if height and width else (shortest, shortest)
     side = _sides(processor.crop_size, "height")[0] or height or shortest
@@ -477,7 +477,7 @@ def _sides(size: Any, *names: str) -> tuple[int | None, ...]:
 
 
 def _sized_of(kind: str, processor: Any) -> Callable[[Size], Size] | None:
-    """Return the function from an image's size to that which it is scaled to; None: it is not known."""
+    """Return the function from an image's size to its scaled size; None if it is unknown."""
     if kind == "siglip2":
         return partial(_within, int(processor.patch_size), int(processor.max_num_patches))
     shortest, longest, height, width = _sides(processor.size, "shortest_edge", "longest_edge", "height", "width")
@@ -511,7 +511,7 @@ def _shortest(wanted: int, size: Size) -> Size:
 
 @lru_cache(maxsize=1024)
 def _within(patch: int, most: int, size: Size) -> Size:
-    """Return the largest size of whole patches of which there are not too many. Source: transformers' SigLIP2."""
+    """Return the largest size in whole patches, at most `most` of them. Source: transformers' SigLIP2."""
 
     def side(scale: float, length: int) -> int:
         return max(patch, math.ceil(length * scale / patch) * patch)
@@ -549,7 +549,7 @@ def _values_of(processor: Any, profile: str) -> tuple[np.ndarray, Tensor]:
         return values, norm.float()
     whole = torch.arange(256, dtype=torch.float32).repeat(3, 1)
     if normalises:
-        # Rescaling is part of mean and deviation.
+        # Rescaling is folded into mean and deviation.
         by = 1.0 / scale if rescales else 1.0
         whole = whole.sub(torch.tensor(mean).mul(by)[:, None]).div(torch.tensor(std).mul(by)[:, None])
     else:
@@ -570,7 +570,7 @@ def _squared(pixels: np.ndarray, colour: tuple[int, int, int]) -> np.ndarray:
 
 
 def _cropped(pixels: np.ndarray, size: Size, *, floor: bool) -> np.ndarray:
-    """Cut a size out of the middle, black where there is nothing. `floor`: which half the odd row in front is."""
+    """Crop the centre to a size, padding with black. `floor`: round the offset down if the difference is odd."""
     height, width, _ = pixels.shape
     if height < size[0] or width < size[1]:
         missing = max(0, size[0] - height), max(0, size[1] - width)

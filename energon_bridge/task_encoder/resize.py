@@ -1,7 +1,7 @@
 """The sizes to which the Qwen-VL families scale images and videos, and LLaVA-NeXT images: arithmetic on dimensions.
 
 Source: `smart_resize` of the image processor of Qwen2-VL and of the video processor of Qwen3-VL in transformers, and
-its `select_best_resolution` and `get_patch_output_size`, whose results these functions have, down to how they round.
+its `select_best_resolution` and `get_patch_output_size`. The functions here give the same results, rounding included.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MOST_ASPECT = 200
 
 
 def smart_resize(height: int, width: int, *, factor: int, area: tuple[int, int]) -> tuple[int, int]:
-    """Return the size to which an image is scaled: multiples of a factor, between a least and a largest area.
+    """Return the size to scale an image to: multiples of a factor, between a smallest and a largest area.
 
     Raises:
         SampleError: One side is more than 200 times the other.
@@ -33,7 +33,7 @@ def smart_resize(height: int, width: int, *, factor: int, area: tuple[int, int])
 def smart_resize_video(
     frames: int, height: int, width: int, *, factor: int, area: tuple[int, int], temporal_factor: int
 ) -> tuple[int, int]:
-    """Return the size to which the frames of a video are scaled, the area being that of all frames together.
+    """Return the size to scale the frames of a video to; the area is that of all frames together.
 
     Raises:
         SampleError: One side is more than 200 times the other.
@@ -54,7 +54,7 @@ def smart_resize_video(
 
 
 def best_resolution(size: tuple[int, int], resolutions: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Return the resolution that keeps most pixels of an image, and among those the one with the least padding.
+    """Return the resolution that keeps the most pixels of an image, and among those the one with the least padding.
 
     Sizes and resolutions are heights and widths.
     """
@@ -70,7 +70,7 @@ def best_resolution(size: tuple[int, int], resolutions: Sequence[tuple[int, int]
 
 
 def fitted(size: tuple[int, int], room: tuple[int, int]) -> tuple[int, int]:
-    """Return the largest height and width of an image inside a room that keep its aspect ratio."""
+    """Return the largest height and width with the aspect ratio of an image that fit into `room`."""
     across, down = room[1] / size[1], room[0] / size[0]
     if across < down:
         return min(math.ceil(size[0] * across), room[0]), room[1]
@@ -80,7 +80,8 @@ def fitted(size: tuple[int, int], room: tuple[int, int]) -> tuple[int, int]:
 def _check_aspect(height: int, width: int) -> None:
     if max(height, width) > _MOST_ASPECT * min(height, width):
         raise SampleError(
-            f"an image of {width} x {height} pixels is too narrow: one side may be {_MOST_ASPECT} times the other"
+            f"an image of {width} x {height} pixels is too narrow: one side may be at most {_MOST_ASPECT} times the "
+            "other"
         )
 
 

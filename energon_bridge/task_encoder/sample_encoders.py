@@ -79,7 +79,7 @@ def encode_vqa(sample: VQASample | VQAOCRSample, config: MultiModalSampleConfig)
     if isinstance(context, str):
         return Conversation(turns=_placed([(context, _best_answer(sample))], images, config), images=images)
     if isinstance(answers, str) or len(context) != len(answers or ()):
-        raise SampleError(f"{len(context)} questions need a list of as many answers, not {answers!r}")
+        raise SampleError(f"{len(context)} questions need a list of as many answers, got {answers!r}")
     return Conversation(turns=_placed(list(zip(context, answers, strict=True)), images, config), images=images)
 
 
@@ -93,7 +93,7 @@ def encode_multiple_choice(sample: MultiChoiceVQASample, config: MultiModalSampl
     if not 0 <= sample.correct_choice_idx < len(choices) <= len(ascii_uppercase):
         raise SampleError(
             f"correct_choice_idx={sample.correct_choice_idx} of {len(choices)} choices: a question needs 1 to "
-            f"{len(ascii_uppercase)} choices, with the right one among them"
+            f"{len(ascii_uppercase)} choices, including the correct one"
         )
     lines = [f"{letter}. {choice}" for letter, choice in zip(ascii_uppercase, choices, strict=False)]
     question = "\n".join([sample.context, *lines])
@@ -191,7 +191,7 @@ def _best_answer(sample: VQASample | VQAOCRSample) -> str:
     if isinstance(answers, str):
         return answers
     if not sample.answers:
-        raise SampleError(f"a {type(sample).__name__} without answers cannot be trained on")
+        raise SampleError(f"a {type(sample).__name__} needs answers for training")
     weights = sample.answer_weights
     if weights is None:
         return sample.answers[0]

@@ -58,7 +58,7 @@ class MultiModalBatch(Batch):
     `mm_token_type_ids`, (B, S), and `mrope_position_ids`, (3, B, S), int64, are there for models that take them; the
     latter begin at 0 in every sample, too, and are 0 where something is padded.
 
-    `segments` says of each row which samples stand where in it: dataset, key, first token and length of each.
+    `segments` has the samples of each row: dataset, key, first token and length of each.
 
     `pixel_norm`, float32 (2, 3), is there where pixels are bytes: `normalise_on_device` makes floats of them by it.
     """
@@ -84,7 +84,7 @@ class MultiModalBatch(Batch):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PaddingValues:
-    """What stands where a sequence is padded."""
+    """The padding values of a sequence."""
 
     pad_id: int
     ignore: int
@@ -200,7 +200,7 @@ def pad_to(row: Tensor, length: int, value: float) -> Tensor:
     missing = length - row.shape[-1]
     if missing < 0:
         raise UnfitSampleError(
-            f"a sequence of {row.shape[-1]} values stands where there is room for {length}: every field of a sample "
-            "needs as many values as it has tokens, and no sample more than the batch is long"
+            f"a sequence has {row.shape[-1]} values, but there is room for {length}: every field of a sample needs "
+            "one value per token, and no sample may be longer than the batch"
         )
     return pad(row, (0, missing), value=value) if missing else row

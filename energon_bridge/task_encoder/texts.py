@@ -37,7 +37,7 @@ def tokens_with_offsets(tokenizer: Any, text: str) -> tuple[list[int], list[tupl
 
 
 def is_fast(tokenizer: Any) -> bool:
-    """Return whether a tokenizer takes many texts at a time and says where their tokens stand."""
+    """Return whether a tokenizer takes many texts at a time and gives the offsets of their tokens."""
     return bool(getattr(tokenizer, "is_fast", False))
 
 

@@ -1,7 +1,7 @@
-"""Images on their way through an image processor of the transformers interface.
+"""Convert decoded images for image processors of transformers.
 
-Whatever form the decoder gave an image, the processor gets a PIL image in RGB: a float tensor in [0, 1] would be
-rescaled a second time, and for a CHW array with few rows a processor has to guess where the channels are.
+Whatever the form of a decoded image, the processor gets a PIL image in RGB: a float tensor in [0, 1] would be rescaled
+a second time, and for a CHW array with few rows, a processor has to guess which axis has the channels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def as_pil(image: Any) -> Image.Image:
     Takes PIL images and torch or numpy arrays, CHW for torch and HWC for numpy, uint8 or float in [0, 1].
 
     Raises:
-        SampleError: The value is no image in one of these forms.
+        SampleError: The value is not an image in one of these forms.
     """
     if isinstance(image, Image.Image):
         return image if image.mode == "RGB" else image.convert("RGB")
@@ -37,7 +37,7 @@ def as_pil(image: Any) -> Image.Image:
         shape = getattr(image, "shape", None)
         raise SampleError(
             f"an image must be a PIL image, a CHW tensor or an HWC array, got {type(image).__name__} of shape {shape}; "
-            "choose a form with the task encoder's decoder or image_decode"
+            "choose another form with the task encoder's decoder or image_decode"
         )
     if np.issubdtype(pixels.dtype, np.floating):
         pixels = np.rint(pixels.clip(0.0, 1.0) * 255.0)
@@ -48,12 +48,12 @@ def as_pil(image: Any) -> Image.Image:
 
 
 def as_rgb(image: Any, *, white: bool = False) -> np.ndarray:
-    """Return an image as RGB bytes, contiguous, of shape (height, width, 3): as `as_pil`, without a copy if it can be.
+    """Return an image as contiguous RGB bytes of shape (height, width, 3): as `as_pil`, without a copy if possible.
 
-    `white`: where a Pillow image names a transparent colour, white stands in its place, as processors make it.
+    `white`: replace the transparent colour of a Pillow image by white, as processors do.
 
     Raises:
-        SampleError: The value is no image in one of its forms.
+        SampleError: The value is not an image in one of its forms.
     """
     pixels: Any = None
     if isinstance(image, Tensor) and image.ndim == 3 and image.dtype == torch.uint8 and image.shape[0] == 3:
@@ -66,14 +66,14 @@ def as_rgb(image: Any, *, white: bool = False) -> np.ndarray:
     if white and made.info.get("transparency") is not None:
         made = made.convert("RGBA")
         made = Image.alpha_composite(Image.new("RGBA", made.size, (255, 255, 255, 255)), made).convert("RGB")
-    return np.array(made)  # Pillow lends what is read-only, which torch would warn of
+    return np.array(made)  # Pillow's memory is read-only, which torch would warn about
 
 
 def size_of(image: Any) -> tuple[int, int]:
     """Return width and height of an image in pixels, without decoding one that is deferred.
 
     Raises:
-        SampleError: The value is no image in a form that `as_pil` takes, or has no header to be read.
+        SampleError: The value is not an image in a form that `as_pil` takes, or its header cannot be read.
     """
     if isinstance(image, Tensor) and image.ndim == 3:
         return int(image.shape[2]), int(image.shape[1])
@@ -81,13 +81,13 @@ def size_of(image: Any) -> tuple[int, int]:
         return int(image.shape[1]), int(image.shape[0])
     if isinstance(image, Image.Image | DeferredImage):
         return image.size
-    return as_pil(image).size  # which says what an image may be
+    return as_pil(image).size  # raises the error for other values
 
 
 def concat_visual(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Join what the processor returned for each row along dimension 0, padding the other dimensions with zeros.
+    """Join the processor's results for each row along dimension 0, padding the other dimensions with zeros.
 
-    Rows without an image add nothing; without any image there is nothing at all.
+    Rows without an image add nothing; without any image the result is empty.
     """
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: concat_pad([row[name] for row in rows if name in row]) for name in names}

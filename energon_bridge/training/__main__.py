@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--config", help="a YAML file, or one that the package brings")
     what.add_argument("--copy-configs", metavar="FOLDER", help="copy the package's configurations to a new folder")
-    parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint of the run folder")
+    parser.add_argument("--resume", action="store_true", help="continue from the latest checkpoint of the run folder")
     parser.add_argument("--overwrite", action="store_true", help="replace the run that is in the run folder")
     parser.add_argument("--dry-run", action="store_true", help="print what would run and what it lacks, and leave")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="change the configuration: section.key=value")
@@ -82,7 +82,7 @@ def copy_configs(folder: str) -> None:
         shutil.copytree(PACKAGE_CONFIGS, folder)
     except OSError as error:
         raise ConfigurationError(
-            f"--copy-configs {folder}: {error.strerror or error}. Name a folder that does not exist yet."
+            f"--copy-configs {folder}: {error.strerror or error}. Choose a folder that does not exist yet."
         ) from error
 
 

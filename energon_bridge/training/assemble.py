@@ -44,7 +44,7 @@ def assemble_llava(language_model: str, vision_tower: str, folder: Path, *, visi
     )
 
     if folder.exists():
-        raise ConfigurationError(f"{folder} exists already: choose another folder, or remove it")
+        raise ConfigurationError(f"{folder} already exists: choose another folder, or remove it")
     try:
         tokenizer = AutoTokenizer.from_pretrained(language_model)
         language: Any = AutoModelForCausalLM.from_pretrained(language_model, dtype=torch.float32)
@@ -53,7 +53,7 @@ def assemble_llava(language_model: str, vision_tower: str, folder: Path, *, visi
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"cannot load {language_model!r} and {vision_tower!r}: {error}\nWithout a connection to the Hugging Face "
-            "hub use models that are in the cache (HF_HOME), or local folders"
+            "hub, use models in the cache (HF_HOME) or local folders"
         ) from error
     tokenizer.add_tokens([_IMAGE], special_tokens=True)
     if tokenizer.pad_token_id is None:

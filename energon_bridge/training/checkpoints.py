@@ -86,7 +86,7 @@ class Checkpointer(Callback):
         if due or stop or step == trainer.max_steps:
             self._save(trainer, step)
         if stop and step < trainer.max_steps:
-            logger.warning("asked to stop (SIGTERM): saved step %d, leaving", step)
+            logger.warning("received SIGTERM: saved step %d, exiting", step)
             self.stopped = True
             trainer.should_stop = True
 

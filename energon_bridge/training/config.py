@@ -47,7 +47,7 @@ class ParallelConfig:
             lower = world_size // replica * replica
             usable = f"{lower} or {lower + replica}" if lower else str(replica)
             raise ConfigurationError(
-                f"{world_size} processes cannot be shared out: one replica of the model takes parallel.tp={self.tp} * "
+                f"cannot divide {world_size} processes: one replica of the model takes parallel.tp={self.tp} * "
                 f"parallel.pp={self.pp} * parallel.cp={self.cp} = {replica} processes, so their number must be a "
                 f"multiple of {replica}. Start {usable}, or change parallel"
             )
@@ -72,8 +72,8 @@ def check_parallel(config: RunConfig) -> None:
         if parallel != ParallelConfig():
             raise ConfigurationError(
                 f"parallel.tp={parallel.tp} parallel.pp={parallel.pp} parallel.cp={parallel.cp} "
-                f"parallel.replica_loading={parallel.replica_loading} are about models that processes share, and with "
-                f"trainer={config.trainer} none do: set trainer=megatron, or leave parallel out"
+                f"parallel.replica_loading={parallel.replica_loading} split a model over processes, which "
+                f"trainer={config.trainer} cannot do: set trainer=megatron, or leave out parallel"
             )
         return
     if model.name_or_path is not None:
@@ -89,12 +89,11 @@ def check_parallel(config: RunConfig) -> None:
     ):
         if value:
             raise ConfigurationError(
-                f"{name}={value} is not done by trainer=megatron: leave it out, or trainer=lightning"
+                f"trainer=megatron does not support {name}={value}: leave it out, or set trainer=lightning"
             )
     if config.train.precision not in PRECISIONS:
         raise ConfigurationError(
-            f"train.precision={config.train.precision} is not known to trainer=megatron, which has "
-            f"{', '.join(PRECISIONS)}"
+            f"trainer=megatron does not support train.precision={config.train.precision}; use {', '.join(PRECISIONS)}"
         )
     for total, count, words in (
         ("num_heads", parallel.tp, "tensor-parallel ranks (parallel.tp)"),
@@ -103,13 +102,13 @@ def check_parallel(config: RunConfig) -> None:
     ):
         if getattr(model, total) % count:
             raise ConfigurationError(
-                f"model.{total}={getattr(model, total)} cannot be shared by {count} {words}: it must be a multiple of "
-                f"{count}"
+                f"model.{total}={getattr(model, total)} cannot be divided between {count} {words}: it must be a "
+                f"multiple of {count}"
             )
     if parallel.cp > 1 and data.seq_length % (2 * parallel.cp):
         raise ConfigurationError(
-            f"data.seq_length={data.seq_length} cannot be shared by parallel.cp={parallel.cp} context-parallel ranks: "
-            f"each takes two pieces of every sequence, so it must be a multiple of {2 * parallel.cp}"
+            f"data.seq_length={data.seq_length} cannot be divided between parallel.cp={parallel.cp} context-parallel "
+            f"ranks: each takes two pieces of every sequence, so it must be a multiple of {2 * parallel.cp}"
         )
 
 
@@ -138,6 +137,11 @@ class DataConfig:
         balance_attention: Cost of a pair of tokens that attend to each other, where a token costs 1; null: by the
             model's configuration (`BatchCost.of_model`).
         balance_patches: Cost of an image patch, where a token costs 1; null: by the model's configuration.
+        balance_column_tokens: Column of the dataset with the tokens of a sample, or an expression of columns. Every
+            rank then plans the global batch by itself and loads only what it runs (`ColumnCost`); null: ranks exchange.
+        balance_column_patches: The same for image patches; null: none.
+        balance_window: Global batches whose microbatches are cut again into batches of microbatches with similar costs;
+            1: global batches stay as they are.
         packing_buffer_size: Samples per lane from which packs are chosen; null: no packing. Applies to training and
             validation.
         max_tokens_per_microbatch: Make microbatches of as many samples of similar length as fit into so many tokens,
@@ -171,6 +175,9 @@ class DataConfig:
     balance: str = "none"
     balance_attention: float | None = None
     balance_patches: float | None = None
+    balance_column_tokens: str | None = None
+    balance_column_patches: str | None = None
+    balance_window: int = 1
     packing_buffer_size: int | None = None
     max_tokens_per_microbatch: int | None = None
     packing_max_samples: int | None = None
@@ -410,7 +417,7 @@ class RunConfig:
             raise ConfigurationError(f"optimizer.lr must be a number above 0, got {settings.lr}")
         if not 0 <= settings.min_lr <= settings.lr:
             raise ConfigurationError(
-                f"optimizer.min_lr must lie between 0 and optimizer.lr={settings.lr}, got {settings.min_lr}"
+                f"optimizer.min_lr must be between 0 and optimizer.lr={settings.lr}, got {settings.min_lr}"
             )
         for name in ("warmup_steps", "weight_decay", "clip_norm"):
             if not 0 <= (value := getattr(settings, name)) < math.inf:
@@ -430,6 +437,16 @@ class RunConfig:
                 raise ConfigurationError(
                     f"data.{name}={value} is a cost of batches, but nothing is balanced: set data.balance=global_batch"
                 )
+        if data.balance_window < 1:
+            raise ConfigurationError(f"data.balance_window must be at least 1, got {data.balance_window}")
+        if data.balance == "none" and data.balance_column_tokens is not None:
+            raise ConfigurationError(
+                "data.balance_column_tokens is set, but nothing is balanced: set data.balance=global_batch"
+            )
+        if data.balance_column_patches is not None and data.balance_column_tokens is None:
+            raise ConfigurationError(
+                "data.balance_column_patches needs data.balance_column_tokens, the column of tokens"
+            )
 
     def _check_packing(self) -> None:
         data = self.data
@@ -442,7 +459,7 @@ class RunConfig:
                     )
         elif data.shuffle_images:
             raise ConfigurationError(
-                "data.shuffle_images=true exchanges the images of samples, not those of packs: run the control with "
+                "data.shuffle_images=true cannot exchange the images of packs: run the control with "
                 "data.packing_buffer_size=null"
             )
 
@@ -456,7 +473,7 @@ class RunConfig:
         if settings.reference is not None and (parallel.pp > 1 or parallel.cp > 1):
             raise ConfigurationError(
                 f"feedback.reference={settings.reference} with parallel.pp={parallel.pp}, parallel.cp={parallel.cp}: "
-                "the losses of whole samples are needed on every rank. Set both to 1, or leave the reference out"
+                "every rank needs the losses of whole samples. Set both to 1, or leave out the reference"
             )
 
     def _check_max_tokens(self) -> None:
@@ -471,7 +488,8 @@ class RunConfig:
             )
         if most < data.seq_length:
             raise ConfigurationError(
-                f"data.max_tokens_per_microbatch={most} cannot hold a sample of data.seq_length={data.seq_length}"
+                f"data.max_tokens_per_microbatch={most} has no room for a sample of data.seq_length={data.seq_length}: "
+                "raise it"
             )
 
     def accumulate(self, world_size: int) -> int:
@@ -483,8 +501,9 @@ class RunConfig:
         per_step = self.data.micro_batch_size * world_size
         if self.data.global_batch_size % per_step:
             raise ConfigurationError(
-                f"data.global_batch_size={self.data.global_batch_size} cannot be shared by {world_size} data-parallel "
-                f"ranks of data.micro_batch_size={self.data.micro_batch_size}: it must be a multiple of {per_step}"
+                f"data.global_batch_size={self.data.global_batch_size} cannot be divided between {world_size} "
+                f"data-parallel ranks of data.micro_batch_size={self.data.micro_batch_size}: it must be a multiple of "
+                f"{per_step}"
             )
         return self.data.global_batch_size // per_step
 

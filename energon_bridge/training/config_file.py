@@ -75,14 +75,14 @@ def _read(path: Path) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigurationError(f"{path} must hold sections (a mapping), not {type(values).__name__}")
+        raise ConfigurationError(f"{path} must be a mapping of sections, got {type(values).__name__}")
     return values
 
 
 def _override(values: dict[str, Any], text: str) -> None:
     key, equals, raw = text.partition("=")
     if not equals or not key:
-        raise ConfigurationError(f"override {text!r} is not of the form section.key=value")
+        raise ConfigurationError(f"override {text!r} must have the form section.key=value")
     *sections, name = key.split(".")
     for section in sections:
         inner = values.setdefault(section, {})
@@ -170,7 +170,7 @@ def _convert_names(value: Any, *, name: str, where: str) -> tuple[str, ...]:
     if value is None:
         return ()
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-        raise ConfigurationError(f"{where}: {name} must be a list of texts, got {value!r} ({type(value).__name__})")
+        raise ConfigurationError(f"{where}: {name} must be a list of strings, got {value!r} ({type(value).__name__})")
     return tuple(value)
 
 

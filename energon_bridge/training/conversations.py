@@ -67,7 +67,7 @@ def encode_chat(sample: ChatSample, config: MultiModalSampleConfig) -> Conversat
     for message in chat.messages:
         text = "".join(part.text if part.kind == "text" else config.image_token.token_str for part in message.parts)
         if message.role not in ("system", "user", "assistant"):
-            raise SampleError(f"a turn of {message.role!r} needs a chat template that has such turns")
+            raise SampleError(f"a turn of {message.role!r} needs a chat template with such turns")
         turns.append(Turn(cast(Literal["system", "user", "assistant"], message.role), text))
     return Conversation(turns=turns, images=chat.images)
 
@@ -78,8 +78,8 @@ def _image(name: str, sample: Mapping[str, Any], stores: Mapping[str, FileStore]
         return store.get(name, sample)
     if name not in sample:
         raise SampleError(
-            f"the image {name!r} is neither a part of the sample nor can it be looked up: the dataset has no auxiliary "
-            f"store {IMAGE_STORE!r} (aux: {{{IMAGE_STORE}: …}} in the mix)"
+            f"the image {name!r} is not a part of the sample, and the dataset has no auxiliary store {IMAGE_STORE!r} "
+            f"to look it up in: add aux: {{{IMAGE_STORE}: …}} to the mix"
         )
     return sample[name]
 

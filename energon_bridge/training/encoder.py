@@ -114,7 +114,7 @@ def chat_template(name: str | None) -> str | None:
         return Path(name).read_text("utf-8")
     except OSError as error:
         raise ConfigurationError(
-            f"data.chat_template={name!r} is no file that can be read ({error.strerror}) and no name of a template: "
+            f"data.chat_template={name!r} is neither a readable file ({error.strerror}) nor the name of a template: "
             f"{', '.join(CHAT_TEMPLATES)}"
         ) from error
 
@@ -124,7 +124,8 @@ def _chat_encoder(
 ) -> ChatTemplateTaskEncoder:
     if config.shuffle_images and bundle.image_tokens is None:
         raise ConfigurationError(
-            "data.shuffle_images=true exchanges images, but those of this model take different numbers of tokens"
+            "data.shuffle_images=true exchanges images, which take different numbers of tokens in this model: leave it "
+            "out"
         )
     kind = ShuffledImagesChatEncoder if config.shuffle_images else ChatTemplateTaskEncoder
     encoder = kind(
@@ -149,8 +150,8 @@ def _bounded(family: Family, config: DataConfig) -> Family:
     if not isinstance(family, QwenFamily):
         name = "max_pixels" if config.min_pixels is None else "min_pixels"
         raise ConfigurationError(
-            f"data.{name}={getattr(config, name)}: all images of this model have the same size, that of its image "
-            f"processor; set data.{name}=null"
+            f"data.{name}={getattr(config, name)} has no effect: all images of this model have the size of its image "
+            f"processor. Set data.{name}=null"
         )
     return replace(family, min_pixels=config.min_pixels, max_pixels=config.max_pixels)
 

@@ -74,7 +74,7 @@ def write_conversations(source: Path, folder: Path, *, val_every: int = 500) -> 
 
 def _entries(source: Path, folder: Path) -> Sequence[Mapping[str, Any]]:
     if folder.exists() and any(folder.iterdir()):
-        raise ConfigurationError(f"{folder} is not empty: choose another folder, or remove what is in it")
+        raise ConfigurationError(f"{folder} is not empty: choose another folder, or empty it")
     try:
         entries = json.loads(source.read_text("utf-8"))
     except (OSError, ValueError) as error:

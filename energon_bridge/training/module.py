@@ -295,7 +295,7 @@ class VisionLanguageModule(LightningModule):
         return functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none"), mask
 
     def predict(self, batch: MultiModalBatch) -> list[Prediction]:
-        """Return what the model generates after the prompt of each real row, or of each sample of a pack."""
+        """Generate after the prompt of each real row, or of each sample of a pack."""
         if batch.__valid__ is not None and not batch.__valid__.any():
             return []
         if batch.cu_seqlens is not None:

@@ -253,7 +253,7 @@ CHAT_FAMILIES = frozenset({"llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 class ModelBundle:
     """A model with what turns samples into its inputs.
 
-    `image_token_id` stands for an image in the token sequence, `image_tokens` times per image; None if that
+    `image_token_id` is the placeholder of an image, `image_tokens` times per image; None if that
     depends on the image. `family` says what a model of a known family makes of images and videos; None for others.
     """
 
@@ -284,7 +284,7 @@ def write_preset(config: ModelConfig, folder: Path, captions: Callable[[], Itera
     write = PRESETS.get(config.preset)
     if write is None:
         raise ConfigurationError(
-            f"there is no model preset {config.preset!r}; presets: {', '.join(PRESETS)}. For a model of your own set "
+            f"unknown model preset {config.preset!r}; presets: {', '.join(PRESETS)}. For your own model, set "
             "model.name_or_path to its folder or hub name"
         )
     if folder.exists():
@@ -318,8 +318,8 @@ def load_model(
 
     if _is_path(name_or_path) and not Path(name_or_path).exists():
         raise ConfigurationError(
-            f"model.name_or_path={name_or_path!r}: no such folder. Give the folder of a model as transformers saves "
-            "it, a name of the Hugging Face hub, or a preset (model.name_or_path=null model.preset=tiny-llava)"
+            f"model.name_or_path={name_or_path!r}: no such folder. Give the folder of a model saved by transformers, a "
+            "name on the Hugging Face hub, or a preset (model.name_or_path=null model.preset=tiny-llava)"
         )
     # Optimizers lose small steps on weights in bfloat16, which is what most are stored in; precision is the trainer's.
     options = {"dtype": torch.float32, "attn_implementation": attn_implementation}
@@ -343,9 +343,9 @@ def load_model(
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"cannot load model {name_or_path!r} (init={init}): {error}\n"
-            f"With a connection to the Hugging Face hub, `hf download {name_or_path}` brings the model into the cache "
-            "(HF_HOME), and `--local-dir FOLDER` into a folder to copy here and to name in model.name_or_path. Or take "
-            "a preset (model.name_or_path=null model.preset=tiny-llava)"
+            f"On a machine that reaches the Hugging Face hub, `hf download {name_or_path}` fills the cache (HF_HOME), "
+            "or, with `--local-dir FOLDER`, a folder to copy here and name in model.name_or_path. Or use a preset "
+            "(model.name_or_path=null model.preset=tiny-llava)"
         ) from error
     return ModelBundle(
         model=model.train(),  # pretrained ones come without dropout

@@ -84,7 +84,7 @@ class ProgressReporter(Callback):
         self._restart_clock(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write what is left after an early stop."""
+        """Write the rest after an early stop."""
         self._write(trainer)
 
     def _restart_clock(self, trainer: Trainer) -> None:
@@ -164,7 +164,7 @@ class MicrobatchTimer(Callback):
 
 
 def clock() -> float:
-    """Return the time, once the device has done what it was given."""
+    """Return the time after the device has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -43,13 +43,13 @@ from energon_bridge.integrations.lightning import MixFeedbackCallback, RunReport
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.rng import key_of
 from energon_bridge.task_encoder.base import TaskEncoder
-from energon_bridge.task_encoder.costs import BatchCost
+from energon_bridge.task_encoder.costs import BatchCost, ColumnCost
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.families import ChatSample
 from energon_bridge.task_encoder.families.chat import chat_of
 from energon_bridge.topology import WorkerConfig
 from energon_bridge.training.checkpoints import AtomicCheckpointIO, Checkpointer, list_checkpoints
-from energon_bridge.training.config import RunConfig
+from energon_bridge.training.config import DataConfig, RunConfig
 from energon_bridge.training.config_file import write_config
 from energon_bridge.training.conversations import COOKERS
 from energon_bridge.training.encoder import ENCODER_SETTINGS, training_task_encoder
@@ -137,7 +137,7 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
 
 
 def dry_run(config: RunConfig) -> str:
-    """Load model and data, encode one microbatch, and describe them as YAML; train nothing, leave nothing behind.
+    """Load model and data, encode one microbatch, and describe them as YAML; without training or leaving files behind.
 
     Raises:
         ConfigurationError: Data, model or both cannot be loaded; says what is wrong with each.
@@ -186,7 +186,7 @@ def _load_inputs(config: RunConfig, model_dir: Path) -> ModelBundle:
         wrong.append(f"data: {error}")
     try:
         if config.model.name_or_path is not None or not wrong:  # a preset's tokenizer is trained on the data
-            _write_preset(config, model_dir)
+            write_model_of_run(config, model_dir)
             bundle = load_bundle(config, model_dir)
     except EnergonError as error:
         wrong.append(f"model: {error}")
@@ -202,11 +202,8 @@ def build_data_module(
     settings = asdict(config.data)
     for name in ENCODER_SETTINGS:
         del settings[name]
-    weights = {name: settings.pop(f"balance_{name}") for name in ("attention", "patches")}
-    cost = None
-    if config.data.balance != "none":
-        of_model = BatchCost.of_model(bundle.model.config) if None in weights.values() else BatchCost()
-        cost = replace(of_model, **{name: weight for name, weight in weights.items() if weight is not None})
+    for name in ("attention", "patches", "column_tokens", "column_patches"):
+        del settings[f"balance_{name}"]
     return EnergonMultiModalDataModule(
         tokenizer=bundle.tokenizer,
         image_processor=bundle.image_processor,
@@ -214,11 +211,24 @@ def build_data_module(
         seed=config.seed,
         pg_collection=pg_collection,
         replica_loading=cast(ReplicaLoading, config.parallel.replica_loading),
-        balance_cost=cost,
+        balance_cost=None if config.data.balance == "none" else _balance_cost(config.data, bundle),
         validate_each_dataset=config.validation.each_dataset,
         masked_microbatches="allow",  # both trainers weigh by the mask
         **settings,
     )
+
+
+def _balance_cost(data: DataConfig, bundle: ModelBundle) -> BatchCost | ColumnCost:
+    given = data.balance_attention, data.balance_patches
+    weights = BatchCost.of_model(bundle.model.config) if None in given else BatchCost()
+    attention, patches = (
+        own if own is not None else found
+        for own, found in zip(given, (weights.attention, weights.patches), strict=True)
+    )
+    weights = replace(weights, attention=attention, patches=patches)
+    if data.balance_column_tokens is None:
+        return weights
+    return ColumnCost(tokens=data.balance_column_tokens, patches=data.balance_column_patches or "0", weights=weights)
 
 
 def build_feedback(config: RunConfig, group: Any = None) -> MixFeedback | None:
@@ -244,7 +254,7 @@ def build_feedback(config: RunConfig, group: Any = None) -> MixFeedback | None:
     mix = get_train_dataset(config.data.path, batch_size=1, trust_remote_code=config.data.trust_remote_code)
     if mix.mode != "weights":
         raise ConfigurationError(
-            f"feedback.reference={settings.reference}: {config.data.path} is no mix of datasets with weights (blend)"
+            f"feedback.reference={settings.reference}: {config.data.path} is not a mix with weights (blend)"
         )
     weights = {leaf.dataset.path: float(leaf.share) for leaf in mix.leaves}
     if missing := sorted(set(weights) - set(reference)):
@@ -284,7 +294,7 @@ def _build_trainer(
             report,
             *([] if feedback is None else [MixFeedbackCallback(feedback)]),
             checkpointer,
-        ],  # the checkpoint of a step holds what the others know of it
+        ],  # the checkpoint of a step has the others' states
         max_steps=config.train.max_steps,
         max_epochs=-1,
         accumulate_grad_batches=accumulate,
@@ -381,14 +391,15 @@ def prepare_run_dir(config: RunConfig, run_dir: Path, *, resume: bool, overwrite
             _remove(run_dir / name)
     elif present and not resume:
         raise ConfigurationError(
-            f"the run folder {run_dir} already holds a run ({', '.join(present)}): go on with it (--resume), replace "
-            "it (--overwrite), or choose another one (run_dir=…)"
+            f"the run folder {run_dir} already contains a run ({', '.join(present)}): continue it (--resume), replace "
+            "it (--overwrite), or choose another folder (run_dir=…)"
         )
     write_config(config, run_dir / "config.yaml")
-    _write_preset(config, run_dir / "model")
+    write_model_of_run(config, run_dir / "model")
 
 
-def _write_preset(config: RunConfig, folder: Path) -> None:
+def write_model_of_run(config: RunConfig, folder: Path) -> None:
+    """Write the model of a run into a folder if the configuration names a preset."""
     if config.model.name_or_path is None:
         captions: Callable[[], Iterable[str]] = lambda: dataset_captions(  # noqa: E731
             config.data.path, limit=config.model.tokenizer_samples, trust_remote_code=config.data.trust_remote_code
@@ -492,7 +503,7 @@ def freeze(model: Any, patterns: Sequence[str]) -> None:
             parameters[name].requires_grad_(False)
     if parameters and not any(parameter.requires_grad for parameter in parameters.values()):
         raise ConfigurationError(
-            f"model.freeze={list(patterns)} leaves no parameter of {type(model).__name__} to train: take a part out"
+            f"model.freeze={list(patterns)} leaves no parameter of {type(model).__name__} to train: freeze less"
         )
 
 

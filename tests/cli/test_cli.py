@@ -441,7 +441,7 @@ def test_defect_15_info_works_for_crude_and_legacy_datasets(fixtures: Path):
     assert result.exit_code == 0, result.output
     assert "megatron.energon.VQAWebdataset" in result.output
     (legacy / ".nv-meta/dataset.yaml").unlink()
-    assert "none (there is no dataset.yaml)" in energon("info", legacy).output
+    assert "none (no dataset.yaml)" in energon("info", legacy).output
 
 
 # --- lint ---------------------------------------------------------------------------------------------------------

@@ -158,8 +158,8 @@ def test_logs_are_read_as_far_as_they_go(tmp_path: Path) -> None:
 def test_mistakes_are_named(data: Path, tmp_path: Path) -> None:
     arguments = (data / "weights.yaml", *OPTIONS, "--steps", 2)
     assert "must end in .svg or .png" in energon("analyze-debug", *arguments, "--out", tmp_path / "x.pdf").output
-    assert "cannot be written" in energon("analyze-debug", *arguments, "--out", tmp_path / "none" / "x.svg").output
-    assert "--loader belongs to logs" in energon("analyze-debug", *arguments, "--loader", 1).output
+    assert "cannot write" in energon("analyze-debug", *arguments, "--out", tmp_path / "none" / "x.svg").output
+    assert "--loader is for logs" in energon("analyze-debug", *arguments, "--loader", 1).output
 
 
 def test_info_is_there_for_programs(data: Path) -> None:

@@ -118,4 +118,4 @@ def test_what_limits_is_named() -> None:
     assert judged(replace(READING, load=1e-2), RATE, two).endswith("larger shards), or more cores")
     assert judged(READING, RATE, replace(two, waiting=0.7)).startswith("the store: 70% of the time")
     assert judged(READING, RATE, replace(two, training_cpu=0.9), cores=8).startswith("the training process")
-    assert judged(READING, RATE, two, cores=8).startswith("the number of workers: the most that were tried, 2")
+    assert judged(READING, RATE, two, cores=8).startswith("the number of workers: the largest number tried, 2")

@@ -117,7 +117,7 @@ def test_the_table(states: list[Any], data: Path, tmp_path: Path) -> None:
     torch.save(states, tmp_path / "state.pt")
     for name in ("show", "info"):
         output = energon("checkpoint", name, tmp_path / "state.pt").output
-        assert "stands at: microbatch 44 of the run" in output
+        assert "position: microbatch 44 of the run" in output
         assert "lanes:     24, all here" in output
         assert "batch_size=2" in output
         assert output.count(f"{data / 'a'} [train]") == 2
@@ -177,7 +177,7 @@ def test_diff_of_positions(data: Path, tmp_path: Path) -> None:
     output = energon("checkpoint", "diff", tmp_path / "a.pt", tmp_path / "b.pt").output
     assert "B stands +7 microbatches from A." in output
     assert "The settings and the mix are the same." in output
-    assert "Both stand at the same place" in energon("checkpoint", "diff", tmp_path / "a.pt", tmp_path / "a.pt").output
+    assert "Both are at the same position" in energon("checkpoint", "diff", tmp_path / "a.pt", tmp_path / "a.pt").output
 
 
 def test_diff_of_settings_and_mixes(data: Path, tmp_path: Path) -> None:
@@ -239,13 +239,13 @@ def write_bad(path: Path, kind: str, state: Any) -> None:
     ("kind", "message"),
     [
         ("missing", "No such file"),
-        ("folder", "give the files in it"),
-        ("empty", "neither JSON nor a file of torch.save"),
-        ("text", "neither JSON nor a file of torch.save"),
-        ("truncated", "neither JSON nor a file of torch.save"),
+        ("folder", "pass the files in it"),
+        ("empty", "neither JSON nor a torch.save file"),
+        ("text", "neither JSON nor a torch.save file"),
+        ("truncated", "neither JSON nor a torch.save file"),
         ("pickle", "would run code"),
         ("half json", "begins like JSON"),
-        ("foreign", "no state of energon_bridge in it"),
+        ("foreign", "contains no state of energon_bridge"),
         ("newer", "upgrade energon_bridge"),
         ("order", "order version"),
         ("column", "damaged"),

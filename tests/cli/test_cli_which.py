@@ -114,7 +114,7 @@ def test_keys_are_the_same_however_many_are_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--until", 3, "--step", 3), "--until 3 is not above --step 3"),
+        (("--until", 3, "--step", 3), "--until 3 must be above --step 3"),
         (("--until", 3, "--microbatch", 3), "either --step or --microbatch"),
         (("--step", 3, "--out", "x.csv"), "must end in .parquet or .json"),
     ],
@@ -300,7 +300,7 @@ def test_what_cannot_be_named_is_refused_by_name(data: Path, tmp_path: Path) -> 
         answer("which", data / "a", *OPTIONS, *LANES, "--world-size", 4, "--step", 4)
     )
     assert "the state holds 6 of 24 lanes" in refused("which", every[0], "--step", 4)
-    assert "where no step of 5 ranks begins" in refused("which", *every, "--world-size", 5, "--step", 4)
+    assert "where no step of 5 ranks starts" in refused("which", *every, "--world-size", 5, "--step", 4)
     assert "cannot share 24 lanes" in refused("which", *every, "--world-size", 25, "--step", 4)
     assert "--rank 4 is not below" in refused("which", *every, "--step", 4, "--rank", 4)
     assert "either --step or --microbatch" in refused("which", *every)
@@ -318,7 +318,7 @@ def test_a_dataset_that_changed_and_a_mix_that_changed(data: Path, tmp_path: Pat
     (tmp_path / "adapted.json").write_text(json.dumps(other.save_state_rank()))
     delivered = run([other], 3)
     assert restore_keys(answer("which", tmp_path / "adapted.json", "--step", 31)) == delivered_keys(delivered[1])
-    assert "the mix has been changed on the way" in refused("which", tmp_path / "adapted.json", "--step", 29)
+    assert "the mix changed in between" in refused("which", tmp_path / "adapted.json", "--step", 29)
     (root / "a" / ".nv-meta" / "dataset.yaml").write_text(
         (root / "a" / ".nv-meta" / "dataset.yaml").read_text() + "subflavors: {x: 1}\n"
     )

@@ -176,7 +176,7 @@ def test_refused_classes_can_be_named_but_not_used() -> None:
         "NotProvidedError: MapDataset.anything",
         "NotProvidedError: making CaptioningWebdataset",
     ]
-    assert messages[3].startswith("ConfigurationError: LimitDataset: expected what get_train_dataset")
+    assert messages[3].startswith("ConfigurationError: LimitDataset: expected a dataset from get_train_dataset")
 
 
 # Importing -----------------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ try:
 except ValueError as error:
     print(error)
 """
-    assert "is imported already, from" in program(tmp_path, code)[0]
+    assert "is already imported, from" in program(tmp_path, code)[0]
 
 
 @pytest.mark.parametrize("as_module", [False, True])

@@ -176,12 +176,12 @@ class Odd(Older):
 @pytest.mark.parametrize(
     ("encoder", "text"),
     [
-        (Reversed, "Reversed overrides build_train_datasets in a way .*number 1 for ever with weight 0.25, number 0"),
-        (Weighted, "number 0 for ever with weight 0.5, .* where the mix says number 0 for ever with weight 0.75"),
-        (Raw, "it put ShuffleBufferDataset in a place where samples encoded by build_encode_sample are expected"),
-        (Unbatched, "it put EncodedDataset in a place where samples batched by build_batch are expected"),
+        (Reversed, "Reversed overrides build_train_datasets in a way .*number 1 forever with weight 0.25, number 0"),
+        (Weighted, "number 0 forever with weight 0.5, .* but the mix has number 0 forever with weight 0.75"),
+        (Raw, "it put ShuffleBufferDataset where samples encoded by build_encode_sample are expected"),
+        (Unbatched, "it put EncodedDataset where samples batched by build_batch are expected"),
         (Sorted, "a dataset derived from SavableDataset"),
-        (Odd, "it put BatchedDataset in a place where a dataset of the mix is expected"),
+        (Odd, "it put BatchedDataset where a dataset of the mix is expected"),
     ],
 )
 def test_what_the_engine_does_not_do_is_refused(mix: Path, encoder: type, text: str) -> None:

@@ -147,7 +147,7 @@ class PacksByNumber(Packs):
     [
         (Yields, {}, "current_batch_index: this hook may run"),
         (Packs, {"packing_buffer_size": 4}, "current_batch_index: this hook may run"),
-        (PacksByNumber, {"packing_buffer_size": 4}, "current_sample_index: the running number"),
+        (PacksByNumber, {"packing_buffer_size": 4}, "current_sample_index: a sample that is encoded again"),
     ],
 )
 def test_numbers_that_a_resume_would_change_are_refused(

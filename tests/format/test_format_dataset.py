@@ -146,7 +146,7 @@ DEFECTS = {
         "dataset.yaml",
         "sample_type: {__module__: megatron.energon, __class__: TextSampel}\nfield_map: {text: txt}\n",
         MetadataError,
-        r"field `sample_type\.__class__`: no sample type 'TextSampel'; known are .*TextSample",
+        r"field `sample_type\.__class__`: unknown sample type 'TextSampel'; known are .*TextSample",
     ),
     "unknown field": (
         "dataset.yaml",
@@ -219,7 +219,7 @@ def test_every_defect_has_its_error_with_file_and_field(dataset: Path, defect: s
 
 def test_a_shard_that_is_gone_is_named(dataset: Path):
     (dataset / "s/x_1.tar").unlink()
-    with pytest.raises(ShardMissingError, match=r"x_1\.tar: no such shard; .*split\.yaml lists it in 'train'"):
+    with pytest.raises(ShardMissingError, match=r"x_1\.tar: no such shard, but .*split\.yaml lists it in 'train'"):
         open_dataset(dataset, split_part="train")
 
 

@@ -186,7 +186,9 @@ def test_old_and_unusual_headers(header: bytes, tmp_path: Path):
 
 def test_two_samples_in_a_range_mean_a_wrong_index():
     data = tar_bytes([("k.a", b"1"), ("l.a", b"2")], end_marker=False)
-    with pytest.raises(CorruptShardError, match=r"here: the range of sample 'k' also holds 'l\.a'.*--tar-index-only"):
+    with pytest.raises(
+        CorruptShardError, match=r"here: the range of sample 'k' also contains 'l\.a'.*--tar-index-only"
+    ):
         parse_sample(data, where="here")
 
 

@@ -259,7 +259,7 @@ def test_a_damaged_key_index_is_refused_by_name(folder: Path, damage: Callable[[
 def test_a_key_index_of_other_shards_is_refused_by_name(folder: Path, name: str, tmp_path: Path) -> None:
     other = keyed_dataset(tmp_path / "other", train=shards(NUMBERS, 60, 30))
     shutil.copy(other / ".nv-meta" / "index.sqlite", folder / name / ".nv-meta" / "index.sqlite")
-    with pytest.raises(KeyIndexError, match=rf"/{name}: the key index has other samples"):
+    with pytest.raises(KeyIndexError, match=rf"/{name}: the key index and `.info.json` list different samples"):
         index_of(folder)
 
 
@@ -283,7 +283,7 @@ def test_prepare_builds_the_joins_of_all_splits(folder: Path) -> None:
     (cache / "join_index_of_megatron.bin").write_bytes(b"")
     gone = cache / "join_rows_0123.bin"
     gone.write_bytes(b"")
-    assert f"Removed {gone.name}, which no split uses any more." in prepare(mix)
+    assert f"Removed {gone.name}, which no split uses." in prepare(mix)
     assert len(list(cache.iterdir())) == 3
     write_mix(mix, val=skip)
     assert prepare(mix).count("Removed join_rows_") == 1
@@ -305,7 +305,7 @@ def test_prepare_of_a_mix_without_joins(folder: Path) -> None:
 
 def test_prepare_of_a_mix_takes_no_options_of_a_dataset(folder: Path) -> None:
     mix = write_mix(folder / "mix.yaml", train={"path": "./a"})
-    assert "is a mix: these options go with" in prepare(mix, "--split-ratio", "8,1,1")
+    assert "is a mix: these options are for" in prepare(mix, "--split-ratio", "8,1,1")
 
 
 def test_prepare_names_what_does_not_match(folder: Path) -> None:

@@ -161,8 +161,8 @@ def test_every_object_is_a_sample_wherever_reads_and_blank_lines_cut(
     [
         ("", EmptyDatasetError, "the file has no samples"),
         ("\n \n", EmptyDatasetError, "the file has no samples"),
-        ('{"a": 1}\n\n[1, 2]\n', CorruptShardError, r"line 3 is no JSON object: '\[1, 2\]'"),
-        ('{"a":\n1}\n', CorruptShardError, "line 1 is no JSON object"),
+        ('{"a": 1}\n\n[1, 2]\n', CorruptShardError, r"line 3 is not a JSON object: '\[1, 2\]'"),
+        ('{"a":\n1}\n', CorruptShardError, "line 1 is not a JSON object"),
     ],
 )
 def test_files_that_are_no_jsonl_are_refused_by_name(
@@ -202,7 +202,7 @@ def test_an_index_out_of_order_is_refused_with_its_remedy(lines: Path) -> None:
     offsets = np.fromfile(index(lines), dtype="<u8")
     offsets[[3, 4]] = offsets[[4, 3]]
     offsets.tofile(index(lines))
-    with pytest.raises(CorruptShardError, match=r"sample 3 starts at.*Write it again with `energon prepare .*lines"):
+    with pytest.raises(CorruptShardError, match=r"sample 3 starts at.*Rebuild it with `energon prepare .*lines"):
         read(lines)
 
 
@@ -211,7 +211,7 @@ def test_without_a_place_for_the_index_the_remedy_is_named(lines: Path, monkeypa
         raise StorageError(f"{rel}: read-only")
 
     monkeypatch.setattr(LocalStore, "write", refuse)
-    with pytest.raises(NotPreparedError, match=r"no index, and none can be written beside it.*energon prepare"):
+    with pytest.raises(NotPreparedError, match=r"no index, and cannot write one beside it.*energon prepare"):
         open_jsonl(lines)
 
 
@@ -234,7 +234,7 @@ def test_lint_and_info(lines: Path) -> None:
 def test_prepare_takes_no_options_of_a_dataset(lines: Path) -> None:
     code, output = run("prepare", lines, "--split-ratio", "8,1,1")
     assert code == 1
-    assert "is a JSONL file: these options go with the folder of a dataset" in output
+    assert "is a JSONL file: these options are for the folder of a dataset" in output
 
 
 # Order and resume ----------------------------------------------------------------------------------------------------

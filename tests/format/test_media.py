@@ -6,13 +6,16 @@ import io
 import json
 import sqlite3
 import sys
+import warnings
 import wave
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from crude import prepared
+from hypothesis import given, settings, strategies as st
 from PIL import Image
 
 from energon_bridge import DecodeFileStore, PrimaryFileStore, SampleDecoder, SystemFileStore
@@ -30,6 +33,7 @@ from energon_bridge.format.media import (
     kind_by_head,
     kind_by_name,
     metadata_row,
+    plain_jpeg,
     read_metadata,
 )
 from energon_bridge.prepare import MediaFilter, parse_ratio, prepare_dataset, prepare_media
@@ -118,7 +122,7 @@ def test_every_filter_works_on_every_kind(
     store = store_of(kind, folder)
     assert {name: store.get_media_metadata(name) for name in names} == {name: EXPECTED[name] for name in names}
     for name in CONTENT.keys() - names:
-        with pytest.raises(FileNotInStoreError, match=f"{folder}: the media metadata has nothing about '{name}'"):
+        with pytest.raises(FileNotInStoreError, match=f"{folder}: no media metadata of '{name}'"):
             store.get_media_metadata(name)
 
 
@@ -156,7 +160,9 @@ def test_without_pyav_videos_are_refused_by_name(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(sys.modules, "av", None)
     (tmp_path / "a.wav").write_bytes(wav())
     (tmp_path / "b.jpg").write_bytes(CONTENT["a.jpg"])
-    with pytest.raises(ConfigurationError, match=r"a\.wav: PyAV is needed .*pip install 'energon-bridge\[video\]'"):
+    with pytest.raises(
+        ConfigurationError, match=r"a\.wav: videos and sound need PyAV: .*pip install 'energon-bridge\[video\]'"
+    ):
         prepare_media(tmp_path, EXTENSION)
     assert not (tmp_path / ".nv-meta").exists()
     assert prepare_media(tmp_path, MediaFilter(strategy="GLOB", patterns="*.jpg")).num_files == 1
@@ -171,12 +177,54 @@ def test_a_header_behind_a_large_preview_is_found(tmp_path: Path) -> None:
     assert [store.get_media_metadata(name).width for name in ("a.jpg", "b.tif")] == [40, 200]
 
 
+@cache
+def jpegs() -> list[bytes]:
+    """JPEGs with all that stands before the first scan."""
+    profile, exif = bytes(70_000), Image.Exif()
+    exif[0x0112], exif[0x010E] = 6, "turned"
+    noise = Image.effect_noise((33, 17), 90)
+    found = [image(20, 30), image(9, 8, mode="L"), image(7, 6, mode="CMYK"), image(40, 30, progressive=True)]
+    found += [image(8, 8, comment="hello"), image(8, 9, exif=exif), image(12, 8, icc_profile=profile, dpi=(72, 72))]
+    found += [image(50, 20, subsampling=2, optimize=True), image(6, 5, restart_marker_blocks=1), image(65_000, 1)]
+    both = io.BytesIO()
+    noise.save(both, "MPO", save_all=True, append_images=[noise])
+    return [*found, both.getvalue(), image(20, 30, "PNG"), b"", b"\xff\xd8\xff"]
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    number=st.integers(0, len(jpegs()) - 1),
+    changes=st.lists(st.tuples(st.integers(0, 700), st.integers(0, 255)), max_size=3),
+    cut=st.none() | st.integers(0, 800),
+)
+def test_headers_ofplain_jpegs_are_read_as_pillow_reads_them(
+    number: int, changes: list[tuple[int, int]], cut: int | None
+) -> None:
+    data = bytearray(jpegs()[number])
+    for place, value in changes:
+        if place < len(data):
+            data[place] = value
+    found = plain_jpeg(bytes(data[:cut]))
+    if found is None:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with Image.open(io.BytesIO(data[:cut])) as opened:
+            assert (found.width, found.height, found.format, found.mode) == (*opened.size, opened.format, opened.mode)
+
+
+def test_most_jpegs_are_plain() -> None:
+    *plain, both, other, empty, cut = jpegs()
+    assert all(plain_jpeg(one) is not None for one in plain)
+    assert [plain_jpeg(one) for one in (both, other, empty, cut)] == [None] * 4
+
+
 def test_files_that_are_no_media_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name, content in {"good.jpg": CONTENT["a.jpg"], "bad.jpg": b"text", "empty.png": b"", "bad.wav": b""}.items():
         (tmp_path / name).write_bytes(content)
     found = prepare_media(tmp_path, EXTENSION)
     assert (found.num_files, sorted(found.failed)) == (1, ["bad.jpg", "bad.wav", "empty.png"])
-    assert f"{tmp_path}/bad.jpg: no image that Pillow knows" in caplog.text
+    assert f"{tmp_path}/bad.jpg: not an image that Pillow can read" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -243,7 +291,7 @@ def test_preparing_again_keeps_the_metadata_or_makes_it_anew(tmp_path: Path) -> 
 @pytest.mark.parametrize("kind", ["dataset", "folder"])
 def test_without_metadata_the_remedy_is_named(kind: str, tmp_path: Path) -> None:
     folder = make(kind, tmp_path / "d")
-    with pytest.raises(MediaMetadataError, match=f"{folder}: has no media metadata.*energon prepare-media {folder}"):
+    with pytest.raises(MediaMetadataError, match=f"{folder}: no media metadata.*energon prepare-media {folder}"):
         store_of(kind, folder).get_media_metadata("a.jpg")
 
 
@@ -270,7 +318,7 @@ def test_metadata_through_other_stores(tmp_path: Path) -> None:
 
 def test_a_folder_without_media_and_a_dataset_without_index_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("x")
-    with pytest.raises(EmptyDatasetError, match="no media files by the filter HEADER"):
+    with pytest.raises(EmptyDatasetError, match="no media files match the filter HEADER"):
         prepare_media(tmp_path, HEADER)
     assert not (tmp_path / ".nv-meta").exists()
     folder = make("dataset", tmp_path / "d")
@@ -334,7 +382,7 @@ def test_tasks_find_what_one_run_finds(kind: str, tmp_path: Path, monkeypatch: p
         (["prepare-media", "{folder}", "--media-metadata-by-header", "--media-metadata-by-extension"], "exclude each"),
         (["prepare-media", "{folder}/a.jpg", "--media-metadata-by-header"], "is a file, not a folder"),
         (["prepare", "{folder}", "--tar-index-only", "--media-metadata-by-header"], "use `energon prepare-media`"),
-        (["prepare", "{folder}/x.jsonl", "--media-metadata-by-header"], "these options go with the folder"),
+        (["prepare", "{folder}/x.jsonl", "--media-metadata-by-header"], "these options are for the folder"),
     ],
 )
 def test_mistakes_on_the_command_line(arguments: list[str], message: str, tmp_path: Path) -> None:
@@ -345,7 +393,7 @@ def test_mistakes_on_the_command_line(arguments: list[str], message: str, tmp_pa
 
 def test_metadata_needs_a_key_index(tmp_path: Path) -> None:
     folder = make("dataset", tmp_path / "d")
-    with pytest.raises(ConfigurationError, match="cannot be had with --no-key-index"):
+    with pytest.raises(ConfigurationError, match="leave out --no-key-index"):
         prepare_dataset(folder, split=parse_ratio("1,0,0"), key_index=False, media=HEADER)
     assert WebdatasetFileStore(folder).get("a.txt") == b"no picture"
 

@@ -159,7 +159,7 @@ def test_configurations_of_megatron_bridge_itself_are_taken(dataset: Path, model
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"packing_buffer_size": 4, "micro_batch_size": 1, "enable_in_batch_packing": True}, "samples are packed once"),
+        ({"packing_buffer_size": 4, "micro_batch_size": 1, "enable_in_batch_packing": True}, "would pack twice"),
         ({"task_encoder": DefaultTaskEncoder(), "enable_in_batch_packing": True}, "type DefaultTaskEncoder: only"),
         ({"data_sharding": False}, "data_sharding=False"),
     ],
@@ -187,8 +187,11 @@ def omni(path: str = "x") -> NemotronOmniEnergonTaskEncoderConfig:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda m: omni(), "cannot be imported.*Install Megatron-Bridge, and call energon_bridge.compat.install"),
-        (lambda m: qwen(m["llava"]), "holds no Qwen-VL model"),
+        (
+            lambda m: omni(),
+            "cannot import Megatron-Bridge's.*Install Megatron-Bridge, and call energon_bridge.compat.install",
+        ),
+        (lambda m: qwen(m["llava"]), "is not a Qwen-VL model"),
         (lambda m: qwen(m["qwen"], hf_processor_revision="abc"), "hf_processor_revision='abc' is not available"),
         (lambda m: HFEnergonTaskEncoderConfig(hf_processor_path=m["qwen"]), "leaves out image_grid_thw"),
     ],

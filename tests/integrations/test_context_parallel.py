@@ -174,8 +174,8 @@ def test_rows_are_padded_too() -> None:
 @pytest.mark.parametrize(
     ("batch", "text"),
     [
-        (packed([[6, 4]]), "sample 0 of the packs has 6 tokens, padding included, which 2 context-parallel ranks"),
-        (batch_sequences([sample(6, 1)], 6, FILLING), "a sequence of 6 tokens cannot be shared by 2"),
+        (packed([[6, 4]]), "sample 0 of the packs has 6 tokens with padding, .* between 2 context-parallel ranks"),
+        (batch_sequences([sample(6, 1)], 6, FILLING), "a sequence of 6 tokens cannot be divided between 2"),
         ({"pixel_values": torch.zeros(2, 2)}, "no token-level tensor of shape"),
         ({"tokens": torch.zeros(1, 8), "labels": torch.zeros(1, 7)}, r"labels has shape \(1, 7\)"),
         ({"tokens": torch.zeros(1, 8), "cu_seqlens": torch.tensor([0, 4])}, "end at token 4, but the 1 rows of 8"),
@@ -185,7 +185,7 @@ def test_rows_are_padded_too() -> None:
                 "cu_seqlens": torch.tensor([0, 8]),
                 "attention_mask": torch.zeros(1, 1, 8, 8),
             },
-            "attention_mask of shape .* is no field of packed sequences",
+            "attention_mask of shape .* is not a field of packed sequences",
         ),
     ],
 )

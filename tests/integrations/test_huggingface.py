@@ -160,7 +160,7 @@ def test_a_number_of_processes_that_masks_microbatches_is_refused(data: Path) ->
     ("options", "size", "message"),
     [
         ({"config": WorkerConfig(rank=0, world_size=4)}, 2, "made for 4 data-parallel ranks, but there are 2"),
-        ({"repeat": False}, 2, "repeat=False on several processes"),
+        ({"repeat": False}, 2, "with repeat=False, some processes"),
         ({"virtual_epoch_length": 5}, 1, "virtual_epoch_length=5 must be a multiple of gradient_accumulation_steps=2"),
     ],
 )
@@ -199,9 +199,9 @@ def test_several_datasets_for_evaluation(data: Path) -> None:
     specs = {name: Described(get_val_dataset(data, batch_size=size)) for name, size in (("a", 2), ("b", 7))}
     trainer = trainer_on(0, 1, eval_dataset=specs, _eval_loaders={})
     assert {name: len(trainer.get_eval_dataloader(name)) for name in specs} == {"a": 4, "b": 1}
-    with pytest.raises(ConfigurationError, match="eval_dataset of get_val_dataset"):
+    with pytest.raises(ConfigurationError, match="eval_dataset from get_val_dataset"):
         trainer.get_eval_dataloader(Described(train_spec(data)))
-    with pytest.raises(ConfigurationError, match="expected what get_train_dataset"):
+    with pytest.raises(ConfigurationError, match="expected a dataset from get_train_dataset"):
         Described([1, 2])
 
 

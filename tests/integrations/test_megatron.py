@@ -158,7 +158,7 @@ def test_a_run_comes_back_on_another_data_parallel_size(
         files = sorted(tmp_path.glob("train_dataloader_dprank*.pt"))
         states = [torch.load(file)["dataloader_state_dict"] for file in files]
         train = data.train_dataloader()
-        with pytest.raises(MissingRankError, match="the states of some ranks are missing"):
+        with pytest.raises(MissingRankError, match="The states of some ranks are missing"):
             train.restore_state(states[(dp + 1) % len(states)])
         train.restore_state(states)
         return dp, keys(train, 16 // size)

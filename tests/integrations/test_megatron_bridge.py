@@ -183,10 +183,10 @@ def test_every_declaration_with_a_build_method_fits(dataset: Path) -> None:
         ({"dataloader_type": "cyclic"}, "dataloader_type must be 'external', got 'cyclic'"),
         ({"do_test": True}, "there is no test data"),
         ({"packing_buffer_size": 8}, "packing_buffer_size with micro_batch_size=2"),
-        ({"global_batch_size": 3}, "global_batch_size=3 is no multiple of micro_batch_size=2"),
-        ({"pad_to_max_length": True}, "seq_length=64, which is no multiple of pad_to_multiple_of=128"),
+        ({"global_batch_size": 3}, "global_batch_size=3 is not a multiple of micro_batch_size=2"),
+        ({"pad_to_max_length": True}, "seq_length=64, which is not a multiple of pad_to_multiple_of=128"),
         ({"max_tokens_per_microbatch": 0}, "max_tokens_per_microbatch must be an integer of at least 1 or None"),
-        ({"balance": "global_batch"}, "balance='global_batch' shares out .*: give global_batch_size"),
+        ({"balance": "global_batch"}, "balance='global_batch' divides .*: set global_batch_size"),
         ({"balance_cost": {"token": 1.0}}, "balance_cost has token; BatchCost takes tokens, attention, patches"),
         ({"balance_cost": {"tokens": -1.0}}, "BatchCost: tokens must be a finite number, 0 or more"),
         ({"balance_cost": 3}, "balance_cost must be weights or a function of a batch, got 3"),
@@ -218,5 +218,5 @@ def test_balance_and_budgets_of_tokens_are_declared(dataset: Path) -> None:
 def test_a_folder_without_processors_is_named(dataset: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     declared = config(dataset, task_encoder=MultiModalTaskEncoderConfig(hf_processor_path=str(tmp_path)))
-    with pytest.raises(ConfigurationError, match=r"hf_processor_path=.*no tokenizer and image processor"):
+    with pytest.raises(ConfigurationError, match=r"hf_processor_path=.*cannot load a tokenizer and an image processor"):
         EnergonDatasetBuilder(declared).build(DatasetBuildContext(1, 0, 0))

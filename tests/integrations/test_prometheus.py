@@ -102,14 +102,14 @@ def test_names_from_the_data_stay_values(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="give a port"):
+    with pytest.raises(ConfigurationError, match="set a port"):
         PrometheusExporter()
     with pytest.raises(ConfigurationError, match=r"must end in \.prom"):
         PrometheusExporter(textfile=tmp_path / "metrics.txt")
     for label in ("dataset", "a-b", "__x"):
         with pytest.raises(ConfigurationError, match=f"'{label}' cannot be a label"):
             PrometheusExporter(port=0, labels={label: "x"})
-    with pytest.raises(ConfigurationError, match="cannot be written"):
+    with pytest.raises(ConfigurationError, match="cannot write"):
         PrometheusExporter(textfile=tmp_path / "none" / "x.prom").update({})
     first = PrometheusExporter(port=0)
     first.update({})

@@ -36,6 +36,7 @@ from energon_bridge import AugmentTaskEncoder, get_savable_loader, get_train_dat
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
+from energon_bridge.prepare.columns import add_column
 from energon_bridge.testing import create_captioning_test_dataset
 from energon_bridge.topology import Ownership
 
@@ -60,6 +61,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:User
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("elastic")
     text_dataset(folder / "text", train=SHARDS)
+    text_dataset(folder / "other", train=[4, 13, 6])
     text_dataset(folder / "large", train=LARGE)
     create_captioning_test_dataset(folder / "images", num_train=37, num_val=0, image_size=4)
     return folder
@@ -118,6 +120,64 @@ def test_saved_anywhere_resumed_anywhere(data: Path, encoder: str, world_size: i
         # Where there are such, a step that is no multiple of the number of ranks that resume.
         odd = [step for step in steps if saved[step][0] % other] or steps
         check_resume(data, encoder, saved[choose.choice(odd)], other, workers, -(-24 // other))
+
+
+# Filters and bans: the same matrix of datasets and mixes, of which some samples are left out -------------------------
+
+BANNED, BANNED_FROM = ["00003", "00011", "00012", "00036"], 2 * NUM_LANES + 7
+LIMITED = ["default", "skipping", "several", "packing", "prepost", "grouping", "batches", "lengths"]
+LIMITS = ["filtered", "banned", "filtered banned", "filtered mixed", "filtered banned mixed"]
+LIMITED_CASES = [
+    (f"{limits} {encoder}", *topology)
+    for number, (encoder, limits) in enumerate(itertools.product(LIMITED, LIMITS))
+    for topology in (TOPOLOGIES if LONG else random.Random(number).sample(TOPOLOGIES, int(number % 3 == 0)))
+]
+
+
+@cache
+def limited_dataset(data: Path, case: str) -> DatasetSpec:
+    *limits, encoder = case.split()
+    paths = [data / "text", data / "other"] if "mixed" in limits else [data / "text"]
+    for path in paths:
+        if not (path / ".nv-meta/columns").exists():
+            add_column(path, "number", lambda sample: int(sample.__key__))
+    kept = {"filter": "number % 5 != 1 and number > 1"} if "filtered" in limits else {}
+    source: Any = [(path, weight) for path, weight in zip(paths, (3, 2), strict=False)]
+    return train_dataset(source if len(paths) > 1 else paths[0], encoder, **kept)
+
+
+def limited_loaders(data: Path, case: str, world_size: int, num_workers: int) -> list[Any]:
+    loaders = loaders_of(limited_dataset(data, case), world_size, num_workers)
+    for loader in loaders if "banned" in case else ():
+        loader.ban(BANNED, from_draw=BANNED_FROM)
+    return loaders
+
+
+@cache
+def limited_reference(data: Path, case: str) -> list[str]:
+    return deliver(limited_loaders(data, case, 1, 0), 8 * NUM_LANES).digests
+
+
+@pytest.mark.parametrize(("case", "world_size", "num_workers"), LIMITED_CASES)
+def test_filters_and_bans_in_the_matrix(data: Path, case: str, world_size: int, num_workers: int) -> None:
+    """Saved before, at and after the first banned draw; who resumes knows of the bans by the state alone."""
+    expected, steps = limited_reference(data, case), 96 // world_size
+    delivered = deliver(limited_loaders(data, case, world_size, num_workers), steps, range(steps))
+    assert delivered.digests == expected[: len(delivered.digests)]
+    choose = random.Random(f"{world_size} {num_workers} {case}")
+    for other, workers in TOPOLOGIES if LONG else choose.sample(TOPOLOGIES, 3):
+        state = delivered.states[choose.randrange(steps)]
+        at = state[0]["microbatches"]
+        loaders = loaders_of(limited_dataset(data, case), other, workers, state=state)
+        found = deliver(loaders, -(-24 // other)).digests
+        assert found == expected[at : at + len(found)]
+
+
+def test_limits_leave_samples_out(data: Path) -> None:
+    """Otherwise the matrix above would show nothing."""
+    plain = deliver(loaders_of(limited_dataset(data, "default"), 1, 0), 8 * NUM_LANES).digests
+    found = [limited_reference(data, f"{limits} default") for limits in LIMITS]
+    assert len({tuple(one) for one in [plain, *found]}) == len(LIMITS) + 1
 
 
 @pytest.mark.parametrize("encoder", ["several", "prepost", "grouping", "batches"])
@@ -331,7 +391,7 @@ def test_what_lanes_cannot_keep_busy_is_said_once(data: Path, caplog: pytest.Log
     for world_size, num_workers in ((4, 2), (5, 0), (12, 3)):
         get_savable_loader(dataset, worker_config=config_of(world_size, num_workers, num_lanes=NUM_LANES))
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-        "5 data-parallel ranks do not divide 24 lanes: 4 % of the microbatches are masked (the others are those of any "
-        "number of ranks); 4 ranks would waste none",
-        "only 2 of 3 workers have a lane: 24 lanes, 12 ranks",
+        "5 data-parallel ranks do not divide 24 lanes, so 4 % of the microbatches are masked (the others do not "
+        "change); 4 ranks would waste none",
+        "only 2 of 3 workers have a lane to load: 24 lanes, 12 ranks",
     ]

@@ -216,7 +216,7 @@ def test_a_worker_that_cannot_speak_is_waited_for_by_default(
 
 
 def test_what_a_hang_leads_to_is_one_thing(data: Path) -> None:
-    with pytest.raises(ConfigurationError, match="give only one"):
+    with pytest.raises(ConfigurationError, match="set only one"):
         hanging_loader(data, TensorEncoder(), on_hang="replace", fail_on_timeout=True)
     with pytest.raises(ConfigurationError, match="on_hang must be 'wait' or 'replace', got 'kill'"):
         hanging_loader(data, TensorEncoder(), on_hang="kill")
@@ -251,7 +251,7 @@ def test_a_sample_that_ends_its_worker_three_times_is_left_out(
     assert found == expected.digests
     assert errors >= 2  # epochs are short: of each it is left out
     assert restarts <= 3 + 1 + 4 * (act is hold_the_lock)  # another worker had been started before; busy machines
-    assert re.search(rf"encode_sample of {data}: .*sample 3 ended its worker 3 times in a row", caplog.text)
+    assert re.search(rf"encode_sample of {data}: .*sample 3 killed its worker 3 times in a row", caplog.text)
     assert "QuarantinedSampleError" in caplog.text
 
 
@@ -326,9 +326,7 @@ def test_a_fork_that_iterates_a_loader_is_told_so(data: Path, num_workers: int) 
 
         def child() -> None:
             for iterate in (lambda: next(batches), lambda: next(iter(loader))):
-                with pytest.raises(
-                    ForkedLoaderError, match=rf"delivers in process {os.getppid()}, and this is process"
-                ):
+                with pytest.raises(ForkedLoaderError, match=rf"delivers in process {os.getppid()}; this is process"):
                     iterate()
             loader.close()  # lets go of what is not its own; what follows is
             assert digest(next(iter(loader))) == expected[5]

@@ -89,9 +89,9 @@ def test_mistakes_are_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match="loss on b is nan"):
         feedback.record(batch, torch.full((1, 1), math.nan))
     feedback.record(batch, torch.ones(1, 1))
-    with pytest.raises(ConfigurationError, match="samples of b, for which there is no weight"):
+    with pytest.raises(ConfigurationError, match="samples of b, which have no weight"):
         feedback.step(EnergonDataloader([0]))
-    with pytest.raises(StateError, match="has weights for a, and here are b"):
+    with pytest.raises(StateError, match="has weights for a, but this run has b"):
         MixFeedback(halve_the_worst, {"b": 1.0}).load_state_dict(feedback.state_dict())
 
 

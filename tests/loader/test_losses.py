@@ -84,8 +84,8 @@ def test_losses_are_named_once_at_the_end_of_an_epoch(workers: int, data: Path, 
     row = loader.counters()[0]
     drawn = row["samples"] + row["errors"]
     assert said == (
-        f"{data}/poor: {100 * row['errors'] / drawn:.0f} % of the samples of this dataset are left out: of {drawn} "
-        f"drawn on this rank {row['errors']} failed (different samples: 10 in encode_sample with ValueError). "
+        f"{data}/poor: {100 * row['errors'] / drawn:.0f} % of this dataset's samples are left out: of {drawn} "
+        f"drawn on this rank, {row['errors']} failed (different samples: 10 in encode_sample with ValueError). "
         "ErrorPolicy(quarantine=FILE) lists what fails; max_error_rate=… stops a run that loses more."
     )
     deliver(loader, 3 * SAMPLES)
@@ -106,7 +106,7 @@ def test_each_cause_is_named(data: Path, losses: Losses) -> None:
     assert "failed (different samples: 10 in encode_sample with ValueError); " in second
     assert second.endswith(
         "were skipped by hooks. ErrorPolicy(quarantine=FILE) lists what fails; max_error_rate=… "
-        "stops a run that loses more. If you want them, look at what raises SkipSample."
+        "stops a run that loses more. To keep them, check which hook raises SkipSample."
     )
 
 
@@ -136,7 +136,7 @@ def test_a_dataset_that_delivers_nothing_is_named_at_the_end_of_a_run(
     gc.collect()
     (said,) = losses()
     assert said.startswith(
-        f"{data}/poor: nothing of this dataset has been delivered: of {lost} drawn on this rank {lost} "
+        f"{data}/poor: no sample of this dataset has been delivered: of {lost} drawn on this rank, {lost} "
     )
 
 
@@ -158,7 +158,7 @@ def test_validation_names_losses_at_the_end_of_a_pass(data: Path, losses: Losses
     for _ in range(2):
         list(loader)
     (said,) = losses()
-    assert "40 % of the samples of this dataset are left out: of 20 drawn on this rank 8 failed" in said
+    assert "40 % of this dataset's samples are left out: of 20 drawn on this rank, 8 failed" in said
 
 
 def test_a_virtual_epoch_names_losses_at_its_end(data: Path, losses: Losses) -> None:
@@ -177,8 +177,8 @@ def test_excluded_samples_are_no_loss_unless_they_are_all(tmp_path: Path, data: 
     deliver(loader, 20)
     loader.close()
     (said,) = losses()
-    assert f"{folder}: nothing of this dataset has been delivered: of " in said
-    assert said.endswith("are listed in `exclude`. If you want them, take them out of split.yaml.")
+    assert f"{folder}: no sample of this dataset has been delivered: of " in said
+    assert said.endswith("are listed in `exclude`. To keep them, remove them from `exclude` in split.yaml.")
 
 
 class TooLong(DefaultTaskEncoder):
@@ -219,5 +219,5 @@ for _, batch in zip(range(8), loader):
 def test_a_program_that_ends_without_closing_names_them_once(data: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(data / "good"), str(data / "poor")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stderr.count("nothing of this dataset has been delivered") == 1
+    assert done.stderr.count("no sample of this dataset has been delivered") == 1
     assert "Traceback" not in done.stderr

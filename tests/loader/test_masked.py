@@ -74,7 +74,7 @@ def test_they_go_on_from_the_middle_of_a_round(data: Path, num_lanes: int, world
 
 REFUSAL = (
     r"10 data-parallel ranks do not divide the 24 lanes of this run .*20\.0 % of the microbatches would be masked.*"
-    r"Go on with 8 ranks \(the nearest number that divides 24\).*masked_microbatches='allow'"
+    r"Continue with 8 ranks \(the nearest number that divides 24\).*masked_microbatches='allow'"
 )
 
 

@@ -78,7 +78,7 @@ def test_a_mix_of_types_is_refused_at_once_where_the_default_hooks_would_batch_i
     mix = [(str(data / "captions"), 1), (str(data / "texts"), 1)]
     config = WorkerConfig(rank=0, world_size=1, num_workers=0)
     dataset = get_val_dataset(mix, batch_size=4, worker_config=config)
-    with pytest.raises(ConfigurationError, match="different types"):
+    with pytest.raises(ConfigurationError, match="different sample types"):
         get_savable_loader(dataset)
     parts = get_val_datasets(mix, batch_size=4, worker_config=config)
     assert [len(list(get_savable_loader(part))) for part, _ in parts] == [2, 2]
@@ -242,7 +242,7 @@ def takes(self: Any, sample: Any) -> Any:
     ],
 )
 def test_a_misspelt_hook_is_refused(wrong: str, right: str, data: Path) -> None:
-    complaint = rf"^Mistaken\.{wrong} is called by nothing, .* hook {right}: rename it to {right}.* an underscore$"
+    complaint = rf"^Mistaken\.{wrong} is never called, .* hook {right}: rename it to {right}.* an underscore$"
     with pytest.raises(ConfigurationError, match=complaint):
         loader_of(data, with_hook(wrong, takes))
     with pytest.raises(ConfigurationError, match=complaint):
@@ -296,8 +296,8 @@ def encoder_with(**values: Any) -> Any:
         (encoder_with(decoder="pilrgb"), r"'pilrgb'; expected SampleDecoder\(image_decode='pilrgb'\), or None for raw"),
         (encoder_with(cookers=Cooker(takes)), r"is one Cooker; expected a list"),
         (encoder_with(cookers=[takes]), r"cookers\[0\] is takes; expected a Cooker: Cooker\(takes\)"),
-        (encoder_with(cooker=[Cooker(takes)]), "an attribute cooker, which is not looked at: call it cookers"),
-        (encoder_with(decodr=SampleDecoder()), "an attribute decodr, which is not looked at: call it decoder"),
+        (encoder_with(cooker=[Cooker(takes)]), "an attribute cooker, which has no effect: rename it to cookers"),
+        (encoder_with(decodr=SampleDecoder()), "an attribute decodr, which has no effect: rename it to decoder"),
         (encoder_with(encode_sample=7), r"encode_sample is 7; expected a method: def encode_sample\(self, sample\)"),
         (encoder_with(encode_sample=lambda sample: sample), r"\(sample\): too many .* def encode_sample\(self, sample"),
         (encoder_with(batch=lambda self: 0), r"batch cannot be called with \(samples\)"),

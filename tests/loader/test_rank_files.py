@@ -49,10 +49,10 @@ def truncate(files: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "error", "text"),
     [
-        (lambda files, dataset: truncate(files), StateFormatError, "dprank001.pt: neither JSON nor a file"),
+        (lambda files, dataset: truncate(files), StateFormatError, "dprank001.pt: neither JSON nor a torch.save file"),
         (lambda files, dataset: rank_file(files, 1, 1).unlink(), MissingRankError, "hold 4 of the 8 lanes"),
         (lambda files, dataset: rank_file(files, 1, 0).unlink(), MissingRankError, "dprank000.pt is missing"),
-        (lambda files, dataset: shutil.rmtree(files), StateFormatError, "no state of the data there"),
+        (lambda files, dataset: shutil.rmtree(files), StateFormatError, "contains no state of the data"),
         (
             lambda files, dataset: save_files(dataset, files, 4, 2) or save_files(dataset, files, 2, 1),
             StepMismatchError,
@@ -71,7 +71,7 @@ def truncate(files: Path) -> None:
         (
             lambda files, dataset: write_rank_file(rank_file(files, 1, 1), {"sample": 3}),
             StateFormatError,
-            "dprank001.pt: no state of energon_bridge in it",
+            "dprank001.pt: contains no state of energon_bridge",
         ),
     ],
     ids=["half written", "last missing", "first missing", "nothing", "steps", "old ranks", "both layouts", "foreign"],
@@ -117,7 +117,7 @@ def test_what_fails_on_one_rank_is_raised_on_all(
 ) -> None:
     if error is None:
         truncate(files)
-        expected = "StateFormatError: .*dprank001.pt: neither JSON nor a file"
+        expected = "StateFormatError: .*dprank001.pt: neither JSON nor a torch.save file"
     else:
         read = rank_files._read
 

@@ -119,7 +119,7 @@ REFUSED: list[tuple[str, dict[str, Any], Callable[[Any], Any], type[StateError],
     ("newer format", {}, edited(format_version=FORMAT_VERSION + 1), StateVersionError, "format version .* reads up to"),
     ("other format", {}, edited(format="other"), StateFormatError, "expected format .* found 'other'"),
     ("no dictionary", {}, lambda state: 7, StateFormatError, "found 'int'"),
-    ("finite", {}, edited(kind="finite"), StateFormatError, "of a finite stream, this loader delivers a train one"),
+    ("finite", {}, edited(kind="finite"), StateFormatError, "to a finite stream, but this loader delivers a train one"),
     (
         "truncated",
         {},
@@ -127,7 +127,13 @@ REFUSED: list[tuple[str, dict[str, Any], Callable[[Any], Any], type[StateError],
         StateFormatError,
         "it has no lanes",
     ),
-    ("moved", {}, edited(microbatches=8), StateFormatError, "lane 7 has delivered 0 microbatches, .* has 1 of it"),
+    (
+        "moved",
+        {},
+        edited(microbatches=8),
+        StateFormatError,
+        "lane 7 has delivered 0 microbatches, .* should have delivered 1",
+    ),
 ]
 
 
@@ -209,9 +215,9 @@ def test_more_ranks_than_lanes_are_refused(data: Path) -> None:
 def test_a_validation_state_does_not_fit_a_training_stream(data: Path) -> None:
     validation = get_savable_loader(get_val_dataset(data, batch_size=2, worker_config=config_of(1, 0)))
     training = get_savable_loader(train_dataset(data))
-    with pytest.raises(StateFormatError, match="of a finite stream"):
+    with pytest.raises(StateFormatError, match="to a finite stream"):
         training.restore_state_rank(validation.save_state_rank())
-    with pytest.raises(StateFormatError, match="of a train stream"):
+    with pytest.raises(StateFormatError, match="to a train stream"):
         validation.restore_state_rank(training.save_state_rank())
 
 
@@ -219,7 +225,7 @@ def test_a_global_state_needs_to_reach_the_ranks(data: Path) -> None:
     loader = loaders_of(train_dataset(data), 2, 0)[1]
     with pytest.raises(LoaderError, match=r"save_state_global needs torch\.distributed"):
         loader.save_state_global()
-    with pytest.raises(ConfigurationError, match="no state given"):
+    with pytest.raises(ConfigurationError, match="pass a state, or the src_rank"):
         loader.restore_state_global(None)
     assert loader.state_dict() == loader.save_state_rank()
 
@@ -390,6 +396,6 @@ def test_restore_sample_gives_the_identical_batch(data: Path, encoder: str, batc
         assert torch.equal(before[0], torch.default_generator.get_state())
         assert before[1] == random.getstate()
     key = batch["__restore_key__"] if batch_size is None else batch["__restore_key__"][3][0]
-    with pytest.raises(LookupError, match="of a dataset that this loader does not have"):
+    with pytest.raises(LookupError, match="belongs to a dataset that this loader does not read"):
         loader.restore_sample(("0" * 16, *key[1:]))
     assert isinstance(loader, SavableDataLoader)

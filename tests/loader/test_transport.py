@@ -51,7 +51,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def test_many_large_tensors_arrive(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than a header of a few bytes names, and more than a message written into the caches holds."""
     if not compiled:
-        monkeypatch.setattr(streaming, "copy", streaming._copy)
+        monkeypatch.setattr(streaming, "copy", streaming.copy_with_numpy)
     generator = torch.Generator().manual_seed(0)
     sent = [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in range(5_000, 5_300)]
     room = Arena(1 << 22)

@@ -314,7 +314,7 @@ def test_what_cannot_be_compared_is_named(data: Path, caplog: pytest.LogCaptureF
     report = verify_resume(maker(data, OpaqueEncoder), 6)
     assert report.not_compared == {"extra": ("test_verify.Opaque",)}
     assert [r.getMessage() for r in caplog.records if r.name == "energon_bridge.verify"] == [
-        "verify_resume: not compared, since these have no bytes of their own: extra (test_verify.Opaque)"
+        "verify_resume: cannot compare extra (test_verify.Opaque), which have no bytes of their own"
     ]
 
 
@@ -375,9 +375,9 @@ def test_arguments_that_do_not_fit_are_refused(data: Path) -> None:
         lambda: verify_resume(make, 1): "steps must be at least 2",
         lambda: verify_resume(make, 5, save_points=[5]): r"save_points must lie in range\(5\)",
         lambda: verify_resume(make, 5, save_points=[]): "save_points must lie",
-        lambda: verify_resume(make, 5, topologies=[(2, 0)]): "topologies need a worker_config of one rank",
+        lambda: verify_resume(make, 5, topologies=[(2, 0)]): "topologies need the worker_config of one rank",
         lambda: verify_resume(lambda: loader, 5): "returned the same loader again",
-        lambda: verify_resume(lambda: EnergonDataloader([1, 2]), 5): "must return what get_savable_loader returns",
+        lambda: verify_resume(lambda: EnergonDataloader([1, 2]), 5): "must return a loader from get_savable_loader",
     }.items():
         with pytest.raises(ConfigurationError, match=complaint):
             call()

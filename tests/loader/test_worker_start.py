@@ -42,8 +42,8 @@ def test_a_worker_that_never_begins_is_replaced(
         caplog.at_level(logging.WARNING),
     ):
         assert [digest(batch) for batch in islice(loader, 30)] == expected
-    assert "worker 1 has not begun after 1 seconds and is killed" in caplog.text
-    assert "worker 1 (killed by signal 9) died before it had begun; it starts again" in caplog.text
+    assert "worker 1 has not started after 1 seconds; killing it" in caplog.text
+    assert "worker 1 (killed by signal 9) died before it started; restarting it" in caplog.text
 
 
 def test_a_worker_that_never_begins_ends_the_run_with_advice(
@@ -56,14 +56,14 @@ def test_a_worker_that_never_begins_ends_the_run_with_advice(
     with (
         closing(get_savable_loader(dataset, worker_config=config_of(1, 1))) as loader,
         caplog.at_level(logging.WARNING),
-        pytest.raises(WorkerDiedError, match=r"before it had begun .* 1 restarts .* lock .* start_method=\"forkserver"),
+        pytest.raises(WorkerDiedError, match=r"before it started .* 1 restarts .* lock .* start_method=\"forkserver"),
     ):
         next(iter(loader))
-    said = [record.getMessage() for record in caplog.records if "has not begun" in record.getMessage()]
-    assert said[0] == "worker 0 has not begun after 1 seconds and is killed"
+    said = [record.getMessage() for record in caplog.records if "has not started" in record.getMessage()]
+    assert said[0] == "worker 0 has not started after 1 seconds; killing it"
     assert said[1:] == [
-        "worker 0 has not begun after 1 seconds; it has 1 in all",  # twice as long
-        "worker 0 has not begun after 1 seconds and is killed",
+        "worker 0 has not started after 1 seconds; it has 1 in all",  # twice as long
+        "worker 0 has not started after 1 seconds; killing it",
     ]
 
 
@@ -79,7 +79,7 @@ def test_an_encoder_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
     dataset = get_train_dataset(text_dataset(tmp_path / "text", train=[20]), batch_size=2, task_encoder=Locked())
     with (
         closing(get_savable_loader(dataset, worker_config=config_of(1, 1, start_method="spawn"))) as loader,
-        pytest.raises(LoaderError, match=r"worker 0 of 1 cannot be started by spawn, because pickle refuses .*lock"),
+        pytest.raises(LoaderError, match=r"worker 0 of 1 cannot start by spawn, because pickle refuses .*lock"),
     ):
         next(iter(loader))
 

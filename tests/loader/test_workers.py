@@ -340,7 +340,7 @@ def test_a_batch_that_cannot_cross_is_an_error(data: Path) -> None:
         def encode_batch(self, batch: Any) -> Any:
             return {"function": lambda: batch}
 
-    refusal = r"a batch \(dict\) cannot be sent from the worker .* pickle refuses it: .*<lambda>.*num_workers=0"
+    refusal = r"a batch \(dict\) cannot be sent from the worker .* pickle fails with .*<lambda>.*num_workers=0"
     with closing(loader_of(data, 1, Unpicklable())) as loader, pytest.raises(LoaderError, match=refusal):
         next(iter(loader))
 

@@ -13,7 +13,7 @@ from engine import config_of, is_masked, loaders_of
 from rival_fixtures import Encoder, join_caption_and_text
 
 from energon_bridge import get_savable_loader, get_train_dataset
-from energon_bridge.loader.run_plan import DatasetSpec
+from energon_bridge.loader.run_plan import DatasetSpec, plan_run
 from energon_bridge.loader.savable import SavableDataLoader
 
 Draw = tuple[str, int, int]
@@ -105,7 +105,7 @@ def test_repetitions_are_exact_in_endless_training(fixtures: Path) -> None:
     for epochs in (2, 6):
         drawn[epochs] = Counter()
         for lane, loader in enumerate(loaders_of(dataset, 24, 0)):
-            quota = int(loader._position.plan.blend.drawn(lane, epochs).sum())  # type: ignore[union-attr]
+            quota = int(plan_run(loader.spec, loader.config).blend.drawn(lane, epochs).sum())  # type: ignore[union-attr]
             drawn[epochs].update(draw[:2] for draw in draws_of(dataset, list(islice(loader, quota))))
             loader.close()
         assert sum(drawn[epochs].values()) == epochs * 24 + epochs // 2 * 9

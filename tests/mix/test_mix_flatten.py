@@ -136,7 +136,7 @@ def test_groups_of_nested_blends_are_told_apart():
         (concat(epochized((leaf("a"), 1), where="HERE"), where="THERE"), "`concat` cannot.*`blend_epochized` at HERE"),
         (blend((blend((leaf("a"), 0), where="THERE"), 1)), "all weights are 0"),
         (epochized((leaf("a"), 0), where="THERE"), "all repetitions are 0"),
-        (concat(where="THERE"), "nothing in it"),
+        (concat(where="THERE"), "is empty"),
         (
             blend(
                 (leaf("a"), WeightSchedule.steps([(0, 1), (5, 0)])),

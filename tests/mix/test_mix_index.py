@@ -208,7 +208,7 @@ def test_without_any_place_it_opens_all_the_same(mix: Path, tmp_path: Path, capl
     (tmp_path / "home").write_text("another")
     with caplog.at_level("INFO"):
         assert len(opened(mix).leaves) == COUNT
-    assert caplog.text.count("cannot be kept here") == 2
+    assert caplog.text.count("cannot write the index of the mix here") == 2
 
 
 def test_a_mix_written_in_python_has_one_too(mix: Path, tmp_path: Path, read_anew: list[str]):

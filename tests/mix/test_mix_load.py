@@ -58,7 +58,7 @@ def test_what_is_no_dataset(fixtures):
 
 @pytest.mark.parametrize("name", ["mix_v2.yaml", "lines.jsonl"])
 def test_names_of_meta_files_go_with_a_dataset_only(fixtures, name):
-    with pytest.raises(ConfigurationError, match=r"split_config='s\.yaml' goes with the folder of a dataset"):
+    with pytest.raises(ConfigurationError, match=r"split_config='s\.yaml' is for the folder of a dataset"):
         load_mix(fixtures / name, split_part="train", split_config="s.yaml")
 
 
@@ -98,7 +98,7 @@ def test_mistakes_in_a_dict_name_their_place():
         load_mix({**V2, "splits": {"train": {"path": 3}}}, split_part="train")
     circle: dict[str, object] = {**V2}
     circle["splits"] = circle
-    with pytest.raises(ConfigurationError, match="hold itself"):
+    with pytest.raises(ConfigurationError, match="contain itself"):
         load_mix(circle, split_part="train")
 
 

@@ -260,7 +260,7 @@ def test_settings_of_an_entry_that_energon_ignores_are_reported(tmp_path, caplog
         "splits: {train: {join: [{path: a}, {path: b, subset: {range: [0%, 9%]}}], "
         "joiner: {__module__: m, __function__: f}}}",
     )
-    assert "splits.train.join[1].subset`: has no effect in a join" in caplog.text
+    assert "splits.train.join[1].subset`: has no effect inside a join" in caplog.text
 
 
 # --- paths --------------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def test_paths(tmp_path, monkeypatch, text, expected):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "empty text"),
+        ("", "empty string"),
         ("../" * 50 + "x", "above the root"),
         ("s3://bucket/../x", "above the root"),
         ("dss://coco/x", "NAME@VERSION"),

@@ -60,7 +60,7 @@ def load(path: Path, text: str, header: str = HEADER) -> Mix:
         ("splits: {train: {blend_epochized: [{path: a, repetitions: -2}]}}", r"\[0\]\.repetitions`: expected a number"),
         ("splits: {train: {blend_epochized: [{path: a, repetitions: 0}]}}", "all repetitions are 0"),
         ("splits: {train: {concat: [{path: a, weight: 2}]}}", r"concat\[0\]`: unknown key `weight`"),
-        ("splits: {train: {blend: [{path: a}], subset: {range: [1, 2]}}}", "only stand at a dataset or a join"),
+        ("splits: {train: {blend: [{path: a}], subset: {range: [1, 2]}}}", "only allowed at a dataset or a join"),
         ("splits: {train: {join: [{path: a}]}}", "the key `joiner` is missing"),
         ("splits: {train: {join: [], joiner: {__module__: m, __class__: c}}}", "at least one dataset"),
         ("splits: {train: {join: {}, joiner: {__module__: m, __class__: c}}}", "at least one dataset"),

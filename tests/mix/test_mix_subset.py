@@ -110,9 +110,9 @@ def test_what_is_no_subset(value):
 
 
 def test_numbers_of_samples_only_at_a_leaf():
-    with pytest.raises(MetadataError, match="only stand at a dataset"):
+    with pytest.raises(MetadataError, match="only allowed at a dataset"):
         parse([1, 2], allow_absolute=False)
-    with pytest.raises(MetadataError, match="only stand at a dataset"):
+    with pytest.raises(MetadataError, match="only allowed at a dataset"):
         merge_subsets([parse(["0%", "50%"]), parse([1, 2])])
 
 

@@ -24,7 +24,7 @@ from energon_bridge import (
 )
 from energon_bridge.errors import DatasetMismatchError, SettingMismatchError
 from energon_bridge.loader.document import read_leaves
-from energon_bridge.loader.run_plan import DatasetSpec
+from energon_bridge.loader.run_plan import DatasetSpec, plan_run
 from energon_bridge.mix import Blender
 
 
@@ -93,8 +93,9 @@ def test_repetitions_are_exact_over_all_lanes(data: Path) -> None:
     drawn = Counter[str]()
     seen: dict[str, Counter[int]] = {}
     for lane, loader in enumerate(loaders_of(dataset, 24, 0)):
-        blend, order = loader._position.plan.blend, {leaf.identity: leaf for leaf in loader._position.plan.leaves}
-        quotas = blend.drawn(lane, 2)  # type: ignore[union-attr]
+        plan = plan_run(loader.spec, loader.config)
+        order = {leaf.identity: leaf for leaf in plan.leaves}
+        quotas = plan.blend.drawn(lane, 2)  # type: ignore[union-attr]
         for batch in islice(loader, int(quotas.sum())):
             identity, index, _, _ = batch.__restore_key__[3][0]
             drawn[Path(order[identity].dataset.path).name] += 1

@@ -102,8 +102,8 @@ def test_a_spread_is_evened_out() -> None:
 @pytest.mark.parametrize(
     ("costs", "ranks", "message"),
     [
-        ([1.0, 2.0, 3.0], 2, r"shape \(3,\) cannot be shared by 2 ranks"),
-        ([], 1, r"shape \(0,\) cannot be shared by 1 ranks"),
+        ([1.0, 2.0, 3.0], 2, r"shape \(3,\) cannot be divided between 2 ranks"),
+        ([], 1, r"shape \(0,\) cannot be divided between 1 ranks"),
         ([1.0, -2.0], 2, "microbatch 1 of the global batch has cost -2.0"),
         ([float("nan"), 1.0], 2, "microbatch 0 of the global batch has cost nan"),
         ([1.0, float("inf")], 1, "microbatch 1 of the global batch has cost inf"),

@@ -62,7 +62,7 @@ def test_tasks_share_the_shards_out(tmp_path: Path) -> None:
     assert not (root / ".nv-meta/columns").exists()
     missing = energon("columns", "add", root, "--hash", "--finish", "--num-workers", 1)
     assert missing.exit_code == 1
-    assert "no task has computed 3 of 10 shards" in missing.output
+    assert "3 of 10 shards were not computed by any task" in missing.output
     assert "the first is a/s_002.tar" in missing.output
     energon("columns", "add", root, "--hash", "--task", "1/3", "--num-workers", 2)
     finished = energon("columns", "add", root, "--hash", "--finish", "--num-workers", 1)
@@ -73,11 +73,14 @@ def test_tasks_share_the_shards_out(tmp_path: Path) -> None:
 def test_what_tasks_did_is_of_the_shard_and_of_the_function(tmp_path: Path) -> None:
     root = dataset(tmp_path / "data")
     assert add_column(root, None, both, task=Task(0, 1)).num_samples == 30
-    with pytest.raises(ConfigurationError, match="no task has computed 10 of 10 shards"):
+    with pytest.raises(ConfigurationError, match="10 of 10 shards were not computed by any task"):
         add_column(root, "length", length, finish=True)
     write_texts(root, {"b/s_003.tar": ["only-1", "only-2"]})
     prepare_dataset(root, split=parse_ratio("1,0,0"), key_index=False)
-    with pytest.raises(ConfigurationError, match=r"1 of 10 shards, or they changed since; the first is b/s_003\.tar"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"1 of 10 shards were not computed by any task, or changed since; the first is b/s_003\.tar",
+    ):
         add_column(root, None, both, finish=True)
     piece = next(root.glob(".nv-meta.columns/*/a/s_000.tar.npz"))
     piece.write_bytes(b"damaged")

@@ -140,9 +140,9 @@ def test_a_shard_in_which_all_samples_fail(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("two words", 1, "names are letters, digits and _"),
-        ("../up", 1, "names are letters, digits and _"),
-        ("n", None, "holds numbers or texts, got values of the types NoneType"),
+        ("two words", 1, "a name has only letters, digits and _"),
+        ("../up", 1, "a name has only letters, digits and _"),
+        ("n", None, "expected numbers or texts, got values of the types NoneType"),
         ("n", [1], "types list"),
         (None, 1, "give the column a name"),
     ],
@@ -199,10 +199,10 @@ def test_commands_by_a_module_of_the_user(tmp_path: Path, monkeypatch: pytest.Mo
     assert column(root, "letters").tolist() == [6] * 5
     assert column(root, "tokens").tolist() == [0, 1, 2, 3, 4]
     for arguments, message in (
-        ([], "give one of --of, --encoder"),
-        (["--hash", "--bytes"], "give one of --of, --encoder"),
+        ([], "give exactly one of --of, --encoder"),
+        (["--hash", "--bytes"], "give exactly one of --of, --encoder"),
         (["x", "--of", "counts_of_mine"], "expected MODULE:NAME"),
-        (["x", "--of", "counts_of_mine:nothing"], "cannot be imported"),
+        (["x", "--of", "counts_of_mine:nothing"], "cannot import it"),
     ):
         result = energon("columns", "add", "data", *arguments)
         assert result.exit_code == 1

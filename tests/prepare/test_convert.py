@@ -215,7 +215,7 @@ def test_without_pyarrow_the_extra_is_named(tmp_path):
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=REPOSITORY)
     assert result.returncode == 1
-    assert result.stderr.endswith("read with pyarrow: pip install 'energon-bridge[parquet]'\n")
+    assert result.stderr.endswith("need pyarrow: pip install 'energon-bridge[parquet]'\n")
 
 
 def test_webdatasets_shuffled_anew(tmp_path):
@@ -260,7 +260,7 @@ def test_a_mix_is_merged_cut_and_filtered(tmp_path):
     expected = [read(first)[n].caption for n in (2, 3, 4)] + [read(second)[n].caption for n in (1, 3, 5, 7)]
     assert [batch.caption for batch in read(out)] == expected
     assert [batch.caption for batch in read(out, "val")] == [batch.caption for batch in read(first, "val")]
-    assert "stands again in" in refused(mix, tmp_path / "twice")
+    assert "occurs again in" in refused(mix, tmp_path / "twice")
     write_texts(tmp_path / "texts", {"s.tar": ["x"]})
     run_prepare = ["prepare", str(tmp_path / "texts"), "--sample-type", "CrudeWebdataset", "--split-ratio", "1,0,0"]
     assert CliRunner().invoke(main, run_prepare).exit_code == 0
@@ -268,7 +268,7 @@ def test_a_mix_is_merged_cut_and_filtered(tmp_path):
     assert "differ in sample type or field map" in refused(mix, tmp_path / "other")
     (tmp_path / "x.jsonl").write_text('{"a": 1}\n')
     mix.write_text(f"{head}  train: {{path: ./x.jsonl}}\n")
-    assert "is no prepared dataset of tars but a join, a JSONL file or a table" in refused(mix, tmp_path / "lines")
+    assert "is a join, a JSONL file or a table" in refused(mix, tmp_path / "lines")
 
 
 def test_duplicate_keys_of_tars(tmp_path):
@@ -356,7 +356,7 @@ def test_images_become_smaller_if_asked(tmp_path):
     ]
     assert [name for name in pictures if out[name] == pictures[name]] == ["d.jpg", "e.gif"]
     shown = convert(source, tmp_path / "none", *flags, "--max-pixels", 5000, "--dry-run").output
-    assert "Sizes are those before images become smaller." in shown
+    assert "Sizes are before scaling images down." in shown
     again = members(converted(source, tmp_path / "two", *flags, "--max-pixels", 5000, "--num-workers", 2))
     assert again == out
     low = members(converted(source, tmp_path / "low", *flags, "--quality", 30))
@@ -374,10 +374,10 @@ def test_images_that_cannot_become_smaller(tmp_path):
     source, _, _ = pairs(tmp_path / "in", 5)
     (source / "0/a.0.JPG").write_bytes(b"no image")
     message = refused(source, tmp_path / "out", "--quality", 50)
-    assert "a.0.JPG: the part 'jpg' cannot be made smaller: UnidentifiedImageError" in message.replace("\n", " ")
+    assert "a.0.JPG: cannot scale down the part 'jpg': UnidentifiedImageError" in message.replace("\n", " ")
     assert len(read(converted(source, tmp_path / "out", "--quality", 50, "--on-error", "skip"))) == 4
     message = refused(source, tmp_path / "other", "--max-pixels", 50, "--bytes-per-shard", "1M")
-    assert "give --samples-per-shard with --max-pixels" in message.replace("\n", " ")
+    assert "use --samples-per-shard instead" in message.replace("\n", " ")
 
 
 def test_a_dry_run_shows_and_writes_nothing(tmp_path):
@@ -440,7 +440,7 @@ def test_a_source_that_grew_costs_what_is_new(tmp_path):
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     assert content(out) == content(converted(source, tmp_path / "fresh", *media, *flags))
     again = convert(source, out, *media, *flags)
-    assert "Left as they were: 13 shards." in again.output
+    assert "Unchanged: 13 shards." in again.output
 
 
 def test_stopped_at_each_file_that_is_moved(tmp_path, monkeypatch):

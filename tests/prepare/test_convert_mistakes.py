@@ -38,8 +38,8 @@ from energon_bridge.storage import open_store
 def test_the_wrong_media_folder_is_named_with_the_right_one(tmp_path):
     source, _, _ = llava(tmp_path / "in", 3)
     message = refused(source, tmp_path / "out")
-    assert f"none of the 3 files that the first rows name is there, such as {tmp_path}/in/0/0.jpg" in message
-    assert f"It is in {tmp_path}/in/images: --media {tmp_path}/in/images." in message
+    assert f"none of the 3 files named in the first rows exists, such as {tmp_path}/in/0/0.jpg" in message
+    assert f"It is in {tmp_path}/in/images: pass --media {tmp_path}/in/images." in message
 
 
 def test_a_missing_image_is_named_or_skipped(tmp_path):
@@ -47,12 +47,12 @@ def test_a_missing_image_is_named_or_skipped(tmp_path):
     (tmp_path / "in/images/0/4.png").unlink()
     flags = [*flags, "--split-ratio", "1,0,0", "--samples-per-shard", 2]
     message = refused(source, tmp_path / "out", *flags)
-    assert f"{source}, entry 4 (id 2): {tmp_path}/in/images/0/4.png cannot be read: No such file" in message
+    assert f"{source}, entry 4 (id 2): {tmp_path}/in/images/0/4.png: cannot read: No such file" in message
     result = convert(source, tmp_path / "out", *flags, "--on-error", "skip")
     assert result.exit_code == 0
     assert "Skipped 1 sample:" in result.output
-    assert "0/4.png cannot be read" in result.output
-    assert "Left as they were: 2 shards." in result.output
+    assert "0/4.png: cannot read" in result.output
+    assert "Unchanged: 2 shards." in result.output
     assert list(read_info(open_store(tmp_path / "out")).shard_counts.values()) == [2, 2, 1]
     (tmp_path / "in/images/0/4.png").write_bytes(picture(4, "PNG"))
     converted(source, tmp_path / "out", *flags, "--on-error", "skip")
@@ -65,7 +65,7 @@ def test_broken_lines_are_named_or_skipped(tmp_path):
     lines[2] = lines[2][:-5]
     source.write_text("\n".join(lines))
     message = refused(source, tmp_path / "out", "--split-ratio", "1,0,0")
-    assert f"{source}, line 3: is no JSON: " in message
+    assert f"{source}, line 3: not valid JSON: " in message
     result = convert(source, tmp_path / "out", "--split-ratio", "1,0,0", "--on-error", "skip")
     assert "Skipped 1 sample:" in result.output
     assert "Done: 2 samples" in result.output
@@ -76,8 +76,8 @@ def test_broken_lines_are_named_or_skipped(tmp_path):
     [
         (["--field", "caption=text"], "--field caption=text: the first rows have no such column; they have Caption, "),
         (["--field", "title=Caption"], "--field title: CaptioningSample has no such field; it has image, caption."),
-        (["--sample-type", "VQASample"], "VQASample requires the fields context, too: add --field context=COLUMN."),
-        (["--sample-type", "Captioning"], "there is no sample type 'Captioning'. Did you mean 'Captio"),
+        (["--sample-type", "VQASample"], "VQASample also requires the fields context: add --field context=COLUMN."),
+        (["--sample-type", "Captioning"], "unknown sample type 'Captioning'. Did you mean 'Captio"),
         (["--field", "caption"], "--field 'caption': expected FIELD=COLUMN, like caption=description."),
         (["--bytes-per-shard", "much"], "--bytes-per-shard 'much': expected a size like 500M, 1G or 1Gi."),
         (["--media", "/no/where"], "--media /no/where: no such folder."),
@@ -92,16 +92,20 @@ def test_wrong_flags(tmp_path, flags, message):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("x.json", "[{", "x.json: is no JSON: "),
-        ("x.json", '{"a": 1}', "x.json: an object with a; expected a list of objects, or COCO's"),
+        ("x.json", "[{", "x.json: not valid JSON: "),
+        (
+            "x.json",
+            '{"a": 1}',
+            "expected a list of objects, or COCO's `images` and `annotations`, found an object with a.",
+        ),
         ("x.json", "[1]", "x.json, entry 0: expected an object, found '1'."),
         ("x.json", "[]", "x.json: has no samples (JSON list)."),
         ("x.jsonl", "", "x.jsonl: has no samples (JSON lines)."),
         ("x.csv", "a,b\n1\n", "x.csv, row 2: has fewer fields than the 2 columns of the header (a, b)."),
-        ("x.csv", "url,caption\nhttp://a.b/c.jpg,x\n", "the column `url` holds URLs (http://a.b/c.jpg)"),
+        ("x.csv", "url,caption\nhttp://a.b/c.jpg,x\n", "the column `url` contains URLs (http://a.b/c.jpg)"),
         ("x.csv", "image,caption\n../../secret.png,x\n", "row 2: the path '../../secret.png' leads out of"),
-        ("x.xls", "", "what is a .xls? Known are .json, .jsonl"),
-        ("x.json", '{"images": [], "annotations": [{"image_id": 1, "bbox": []}]}', "these are no COCO captions"),
+        ("x.xls", "", "cannot convert a .xls. Supported are .json, .jsonl"),
+        ("x.json", '{"images": [], "annotations": [{"image_id": 1, "bbox": []}]}', "not COCO captions"),
         ("x.json", '[{"conversations": "hi"}]', "entry 0: `conversations`: expected a list of turns, found 'hi'."),
     ],
 )
@@ -116,15 +120,15 @@ def test_wrong_folders(tmp_path):
     (tmp_path / "empty").mkdir()
     assert "no images, videos or sound below this folder" in refused(tmp_path / "empty", tmp_path / "out")
     source, _, _ = table(tmp_path / "in", 3)
-    assert f"Give the file, {source}" in refused(tmp_path / "in", tmp_path / "out")
+    assert f"Pass the file, {source}" in refused(tmp_path / "in", tmp_path / "out")
     assert "is the source itself" in refused(tmp_path / "in", tmp_path / "in")
     (tmp_path / "out").mkdir()
     (tmp_path / "out/precious.txt").write_text("mine")
-    assert "holds precious.txt, which no conversion wrote." in refused(source, tmp_path / "out")
+    assert "contains precious.txt, which no conversion wrote." in refused(source, tmp_path / "out")
     out = converted(source, tmp_path / "other")
     before = content(out)
     message = refused(source, out, "--shuffle", 3)
-    assert "holds a conversion with other options: shuffle was None and is 3." in message
+    assert "contains a conversion with other options: shuffle was None, now 3." in message
     assert content(out) == before
     converted(source, out, "--shuffle", 3, "--overwrite")
     assert content(out) == content(converted(source, tmp_path / "fresh", "--shuffle", 3))
@@ -245,7 +249,7 @@ def test_what_cannot_be_streamed(tmp_path):
     source, flags, _ = parquet(tmp_path / "in", 5)
     assert "--stream is for datasets of the hub" in refused(source, tmp_path / "out", *flags, "--stream")
     message = refused(Path("hf://some/thing"), tmp_path / "out", "--stream", "--shuffle", 1)
-    assert "reads files from front to back" in message
+    assert "reads files in order" in message
 
 
 def test_without_a_network_the_remedy_is_named(tmp_path, monkeypatch):
@@ -256,6 +260,6 @@ def test_without_a_network_the_remedy_is_named(tmp_path, monkeypatch):
     result = subprocess.run(line, capture_output=True, text=True, cwd=REPOSITORY, env=environment)
     assert result.returncode == 1
     message = " ".join(result.stderr.split())
-    assert message.startswith("Error: hf://some/thing: cannot be downloaded: LocalEntryNotFoundError: ")
+    assert message.startswith("Error: hf://some/thing: cannot download: LocalEntryNotFoundError: ")
     assert "hf download some/thing --repo-type dataset --local-dir DIR" in message
     assert not (tmp_path / "out").exists()

@@ -69,7 +69,7 @@ def test_the_next_samples_get_new_keys_and_old_ones_by_undoing(tmp_path: Path, t
     after = only_tars(root)
     assert after["s_0.tar"] == before["s_0.tar"]
     assert {name: len(data) for name, data in after.items()} == {name: len(data) for name, data in before.items()}
-    assert "No key stands twice" in energon("prepare", root, *FLAGS, "--fix-duplicates", "--force-overwrite").output
+    assert "No duplicate keys" in energon("prepare", root, *FLAGS, "--fix-duplicates", "--force-overwrite").output
     undone = CliRunner().invoke(main, ["prepare", str(root), "--undo-fix-duplicates"])
     assert "4 samples have the old key again." in undone.output
     assert only_tars(root) == before
@@ -116,7 +116,7 @@ def test_what_cannot_be_renamed_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(DuplicateKeyError, match="has no room for the name"):
         rename_duplicates(tight)
     assert content(tight) == before
-    with pytest.raises(ConfigurationError, match="needs a local folder"):
+    with pytest.raises(ConfigurationError, match="can only be renamed in a local folder"):
         rename_duplicates("memory://twice")
     for flags in (["--task", "0/2"], ["--finish"], ["--tar-index-only"]):
         assert "without --task" in energon("prepare", tight, "--fix-duplicates", *flags).output
@@ -127,7 +127,7 @@ def test_a_tar_that_was_replaced_is_not_touched(tmp_path: Path) -> None:
     rename_duplicates(root)
     write_texts(root, {"s_2.tar": ["other"]})
     before = only_tars(root)
-    with pytest.raises(MetadataError, match=r"s_2\.tar: has been replaced since"):
+    with pytest.raises(MetadataError, match=r"s_2\.tar: was replaced after keys"):
         undo_renames(root)
     assert only_tars(root) == before
     (root / ".nv-meta" / duplicates.RENAMED).write_text("[]")

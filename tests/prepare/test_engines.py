@@ -144,11 +144,11 @@ def test_tasks_share_the_tars_out(tmp_path: Path, walked: list[str]) -> None:
     assert not (root / ".nv-meta").exists()
     missing = energon("prepare", root, "--finish", *flags, "--num-workers", 1)
     assert missing.exit_code == 1
-    assert "no task has looked into 3 of 10 tars" in missing.output
+    assert "3 of 10 tars were not scanned by any task" in missing.output
     assert "the first is a/s_2.tar" in missing.output
     energon("prepare", root, "--task", "1/3", "--num-workers", 1)
     os.utime(root / "b/s_9.tar")
-    assert "1 of 10 tars, or they changed since; the first is b/s_9.tar" in energon(
+    assert "1 of 10 tars were not scanned by any task, or changed since; the first is b/s_9.tar" in energon(
         "prepare", root, "--finish", *flags
     ).output.replace("\n", " ")
     energon("prepare", root, "--task", "0/3", "--num-workers", 1)
@@ -187,7 +187,7 @@ def test_tasks_convert_what_one_process_converts(tmp_path: Path) -> None:
     other = energon("convert", source, out, *flags, "--task", "2/3", "--no-media-metadata")
     assert other.exit_code == 0  # nothing is finished: other options may begin anew
     missing = energon("convert", source, out, *flags, "--finish")
-    assert "2 of 8 shards are missing, or were made of another source" in missing.output.replace("\n", " ")
+    assert "2 of 8 shards are missing, or were made from another source" in missing.output.replace("\n", " ")
     energon("convert", source, out, *flags, "--task", "2/3")
     result = energon("convert", source, out, *flags, "--finish")
     assert result.exit_code == 0, result.output
@@ -204,15 +204,15 @@ def test_options_that_do_not_go_together(tmp_path: Path) -> None:
     root = tars_of(tmp_path / "data", 3)
     for flags, message in (
         (["--task", "0/2", "--finish"], "--task and --finish exclude each other"),
-        (["--task", "0/2", "--split-ratio", "1,0,0"], "--task only looks into tars"),
+        (["--task", "0/2", "--split-ratio", "1,0,0"], "--task only scans tars"),
         (["--address", "auto"], "add --engine ray"),
-        (["--tar-index-only", "--finish"], "leave --finish out"),
+        (["--tar-index-only", "--finish"], "leave out --finish"),
     ):
         result = energon("prepare", root, *flags)
         assert result.exit_code == 1
         assert message in result.output.replace("\n", " ")
     result = energon("convert", root, tmp_path / "out", "--task", "0/2", "--overwrite")
-    assert "--overwrite does not go with --task" in result.output.replace("\n", " ")
+    assert "--overwrite cannot be used with --task" in result.output.replace("\n", " ")
 
 
 # --- a cluster ----------------------------------------------------------------------------------------------------

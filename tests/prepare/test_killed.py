@@ -138,7 +138,7 @@ def start(line: list[str]) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-c", SCRIPT, *line, "--no-progress"]
     environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}"}
     return subprocess.Popen(
-        command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0
     )
 
 

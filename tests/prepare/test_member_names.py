@@ -103,10 +103,10 @@ PREPARE += ["--sample-type", "CrudeWebdataset"]
 
 REFUSED = {  # by both: what ours says
     "latin-1 names": "a.tar: the name 'k\\udcfcrz.txt' at byte 1024 is not UTF-8. Write the tar again with UTF-8 names",
-    "parts apart": "the sample key 'a' stands in 'a.tar' and again in 'a.tar'",
-    "a key in two tars": "the sample key 'a' stands in 'a.tar' and again in 'b.tar'",
-    "a tar without samples": "a.tar: no samples up to byte 1024, where the archive ends. Leave it out with --exclude",
-    "an empty tar": "a.tar: no samples up to byte 0, where the archive ends. Leave it out with --exclude",
+    "parts apart": "the sample key 'a' is in 'a.tar' and again in 'a.tar'",
+    "a key in two tars": "the sample key 'a' is in 'a.tar' and again in 'b.tar'",
+    "a tar without samples": "a.tar: no samples before the end of the archive at byte 1024. Leave",
+    "an empty tar": "a.tar: no samples before the end of the archive at byte 0. Leave it out with --exclude",
     "cut off": "cut off: member 'b.txt' at byte 1024 ends at byte 2048, the file has 1636 bytes",
 }
 DIFFERENT = {  # what ours says, or "" if it reads the samples; what megatron-energon ends with

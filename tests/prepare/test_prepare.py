@@ -144,7 +144,7 @@ def test_no_folder_and_no_tars(tmp_path: Path):
     write_texts(tmp_path, {"x.tar": ["a"]})
     with pytest.raises(NoShardsError, match="'x' does not exclude"):
         prepare_dataset(tmp_path, split=ALL_TRAIN, exclude="x")
-    with pytest.raises(ConfigurationError, match=r"--exclude '\(' is no regular expression"):
+    with pytest.raises(ConfigurationError, match=r"--exclude '\(' is not a regular expression"):
         prepare_dataset(tmp_path, split=ALL_TRAIN, exclude="(")
     assert sorted(snapshot(tmp_path)) == ["x.tar", "x.txt"]
 
@@ -179,8 +179,8 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], type[EnergonError], str]] =
     "header": (flip_a_bit, CorruptShardError, r"a/s_4\.tar: no tar header at byte 1024"),
     "empty": (lambda path: path.write_bytes(b""), CorruptShardError, r"a/s_4\.tar: cut off at byte 0"),
     "no samples": (lambda path: path.write_bytes(bytes(1024)), CorruptShardError, r"a/s_4\.tar: no samples"),
-    "duplicate": (repeat_a_key, DuplicateKeyError, r"'0-1' stands in 'a/s_0\.tar' and again in 'a/s_4\.tar'"),
-    "torn": (repeat_a_key_inside, DuplicateKeyError, r"'k' stands in 'a/s_4\.tar' and again in 'a/s_4\.tar'"),
+    "duplicate": (repeat_a_key, DuplicateKeyError, r"'0-1' is in 'a/s_0\.tar' and again in 'a/s_4\.tar'"),
+    "torn": (repeat_a_key_inside, DuplicateKeyError, r"'k' is in 'a/s_4\.tar' and again in 'a/s_4\.tar'"),
 }
 
 
@@ -237,7 +237,7 @@ def test_a_killed_run_can_be_repeated(tars: Path, num_workers: int):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "half\n"
-        with pytest.raises(ConfigurationError, match=r"another `energon prepare` is at work"):
+        with pytest.raises(ConfigurationError, match=r"another `energon prepare` is running"):
             prepare_dataset(tars, split=ALL_TRAIN)
         workers = children_of(process.pid)
         assert len(workers) == (num_workers if num_workers > 1 else 0)

@@ -136,4 +136,4 @@ def test_the_summary_counts_what_is_there(tars: Path):
     assert summary.missing_shards == ("a/s_0.tar",)
     assert [(part.name, part.num_samples) for part in summary.parts] == [("train", 24), ("val", 3), ("test", 3)]
     assert not summary.has_key_index
-    assert summary.sample_type == "none (there is no dataset.yaml)"
+    assert summary.sample_type == "none (no dataset.yaml)"

@@ -66,7 +66,7 @@ def test_pattern_splits_may_overlap_and_leave_shards_out():
         ("train", "expected NAME:PATTERN"),
         (":x", "expected NAME:PATTERN"),
         ("train:", "expected NAME:PATTERN"),
-        ("train:(", "no regular expression"),
+        ("train:(", "not a regular expression"),
         ("train:{a", "unmatched"),
     ],
 )

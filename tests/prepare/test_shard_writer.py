@@ -145,12 +145,12 @@ def test_fields_of_every_kind(tmp_path):
         ({"image": picture(0)}, "sample 1 ('000000001'): CaptioningSample requires the field `caption`"),
         ({"image": picture(0), "captoin": "x"}, "has no field `captoin`; it has image, caption. Did you mean 'capt"),
         ({"image": np.zeros((3, 4, 4)), "caption": "x"}, "is a ndarray, expected the encoded file: bytes, or a Path"),
-        ({"image": b"what is it", "caption": "x"}, "the format of the bytes is not known"),
+        ({"image": b"what is it", "caption": "x"}, "unknown format of the bytes"),
         ({"image": b"", "caption": "x"}, "field `image`: is empty"),
-        ({"image": Path("/no/where.jpg"), "caption": "x"}, "/no/where.jpg cannot be read: No such file"),
+        ({"image": Path("/no/where.jpg"), "caption": "x"}, "cannot read /no/where.jpg: No such file"),
         ({"image": picture(0), "caption": 5}, "field `caption`: is a int, expected text"),
-        ({"__key__": "a.b", "image": picture(0), "caption": "x"}, "cannot be the name of a tar member with the key"),
-        ({"__key__": "/a", "image": picture(0), "caption": "x"}, "cannot be the name of a tar member with the key"),
+        ({"__key__": "a.b", "image": picture(0), "caption": "x"}, "cannot name the part"),
+        ({"__key__": "/a", "image": picture(0), "caption": "x"}, "cannot name the part"),
         (VQASample(__key__="v", image=b"", context=""), "is a VQASample, expected a CaptioningSample or a mapping"),
     ],
 )
@@ -176,7 +176,7 @@ def test_fields_that_come_and_go_are_refused(tmp_path):
 
 
 def test_duplicate_keys_are_named(tmp_path):
-    with pytest.raises(DuplicateKeyError, match=r"'k0' stands in 'train/00000.tar' and again in 'train/00001.tar'"):
+    with pytest.raises(DuplicateKeyError, match=r"'k0' is in 'train/00000.tar' and again in 'train/00001.tar'"):
         write(tmp_path / "out", [*captions(2), *captions(1)], samples_per_shard=2)
     with pytest.raises(NotPreparedError):
         read_info(open_store(tmp_path / "out"))
@@ -200,7 +200,7 @@ def test_wrong_uses(tmp_path, monkeypatch):
     monkeypatch.setattr("energon_bridge.prepare.shards._LOCK_SECONDS", 0.1)
     with ShardWriter(tmp_path / "two", sample_type=CaptioningSample) as out:
         out.write(captions(1)[0])
-        with pytest.raises(ConfigurationError, match="another conversion writes here"):
+        with pytest.raises(ConfigurationError, match="another conversion is writing here"):
             ShardWriter(tmp_path / "two", sample_type=CaptioningSample)
 
 
@@ -238,7 +238,7 @@ def test_a_writer_that_has_not_ended_is_noticed(tmp_path):
     _write_some(tmp_path, 0)
     out = ShardWriter(tmp_path, sample_type=CaptioningSample, writer="1")
     out.write(captions(1)[0])
-    with pytest.raises(ConfigurationError, match="a writer has not ended, or was killed"):
+    with pytest.raises(ConfigurationError, match="a writer is still running, or was killed"):
         finish_shards(tmp_path)
     out.__exit__(None, None, None)
     assert sum(finish_shards(tmp_path).values()) == 6

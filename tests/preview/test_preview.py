@@ -316,9 +316,9 @@ def test_what_lies_before_a_state_is_refused(captions: Path, tmp_path: Path) -> 
     (tmp_path / "state.json").write_text(json.dumps(loader.save_state_rank()))
     arguments = ("preview", tmp_path / "state.json", "--mix", captions, *PACKED, *LANES)
     early = energon(*arguments, "--step", 2)
-    assert "step 2 lies before the state, which stands before step 3 of 1 ranks" in early.output
+    assert "step 2 is before the state, which is at step 3 of 1 ranks" in early.output
     between = energon(*arguments, "--world-size", 2, "--step", 5)
-    assert "where no step of 2 ranks begins" in between.output
+    assert "where no step of 2 ranks starts" in between.output
     unnamed = energon("preview", tmp_path / "state.json", "--step", 5)
     assert "`energon preview` with --config or --encoder" in unnamed.output
     assert {early.exit_code, between.exit_code, unnamed.exit_code} == {1}
@@ -327,13 +327,13 @@ def test_what_lies_before_a_state_is_refused(captions: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "give what to show"),
+        ((), "nothing to show"),
         (("state.json",), "state.json: no such file or folder"),
         ((__file__,), "--step S"),
         (("--encoder", "previews:encoder"), "give a dataset or mix, or states and --mix"),
         (("--steps", "4:3", "x"), "not of the form A:B"),
         (("--samples", "0", "x"), "neither a number"),
-        (("--batches", "2", "x"), "--batches is for batches: give --config or --encoder, too"),
+        (("--batches", "2", "x"), "--batches is for batches: add --config or --encoder"),
         (("no-such-folder/",), "no-such-folder/: no such file or folder"),
     ],
 )
@@ -492,7 +492,7 @@ def test_a_folder_of_something_else_is_left_alone(captions: Path, tmp_path: Path
     (tmp_path / "mine" / "thesis.tex").write_text("precious")
     result = energon("preview", captions, "--html", tmp_path / "mine")
     assert result.exit_code == 1
-    assert "exists and is no preview" in result.output
+    assert "exists but is not a preview" in result.output
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["thesis.tex"]
 
 
@@ -516,7 +516,7 @@ def test_a_folder_that_cannot_be_written_is_named(captions: Path, tmp_path: Path
     (tmp_path / "file").write_text("")
     result = energon("preview", captions, "--html", tmp_path / "file" / "out")
     assert result.exit_code == 1
-    assert f"{tmp_path / 'file' / 'out'}: the pages cannot be written" in result.output
+    assert f"{tmp_path / 'file' / 'out'}: cannot write the pages" in result.output
 
 
 @pytest.mark.parametrize("values", [[5], [1, 2, 3], list(range(1000)), [1, 10, 100_000], [0, 0, 7], [2**40, 3]])

@@ -63,7 +63,7 @@ def test_a_step_of_a_run_is_what_its_model_was_given(
         explicit = answer("preview", *state, "--config", run / "config.yaml", "--step", step)
         assert answer("preview", run, "--step", step)["batches"] == explicit["batches"]
     early = energon("preview", checkpoint, "--config", tmp_path / "run" / "config.yaml", "--step", 3)
-    assert "step 3 lies before the state, which stands before step 4" in early.output
+    assert "step 3 is before the state, which is at step 4" in early.output
 
 
 def test_batches_are_shown_before_anything_was_trained(conversations: Path, tmp_path: Path) -> None:

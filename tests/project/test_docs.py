@@ -203,6 +203,13 @@ DIALECT = {
     r"\bwhose code has not run\b": "pending",
     r"\bis to be\b": "must be",
     r"\bhas to be there\b": "must exist",
+    r"\bstands? twice\b": "occurs twice",
+    r"\bone behind the other\b": "adjacent, one after the other",
+    r"\bin the manner of\b": "as",
+    r"\bgo(es)? on (where|from|with)\b": "continue(s)",
+    r"\bwhile the run goes on\b": "during the run",
+    r"\bis no (JSON|image|file|regular expression|member|list|sample type)\b": "is not a(n) …",
+    r"\bshare[sd]? out\b": "divide(s)",
 }
 """Words and phrases that this project once used and nobody else does, with what to write instead."""
 DIALECT_OF_CODE = {
@@ -212,8 +219,14 @@ DIALECT_OF_CODE = {
     r"\bshared? (\w+ )?out\b": "divided",
     r"\bshares out\b": "divides",
     r"\bEnter wherever\b": "what the context does",
+    r"\bof no (matter|use)\b": "not used",
+    r"\bwhat stands for\b": "the tokens, the text, the placeholder of …",
+    r"\b(is|are) (asked|told) (for|so)\b": "requested, reported",
+    r"\bcannot be had\b": "is not available",
+    r"\b(lies|lie) in (a|the) folder\b": "is in the folder",
+    r"\bsay(s)? nothing (of|to)\b": "has no effect on",
 }
-"""The same for docstrings and comments."""
+"""The same for docstrings, comments and messages."""
 
 
 @pytest.mark.parametrize(
@@ -225,11 +238,12 @@ def test_pages_are_in_plain_english(page):
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in (REPOSITORY / "energon_bridge").rglob("*.py")}))
-def test_docstrings_and_comments_are_in_plain_english(folder):
+def test_docstrings_comments_and_messages_are_in_plain_english(folder):
     odd_ones = []
+    texts = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
     for path in folder.glob("*.py"):
         for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
-            if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and token.string.startswith('"""')):
+            if token.type in texts:
                 odd_ones += [
                     f"{path.name}:{token.start[0]}: {found.group()}: {word}"
                     for odd, word in DIALECT_OF_CODE.items()

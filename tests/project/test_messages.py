@@ -108,7 +108,9 @@ def test_counts_below_the_index_are_refused_when_it_is_opened(texts: Path, count
     with pytest.raises(MetadataError) as caught:
         train_dataset(texts)
     assert f"counts {count} samples in 'train/shard_001.tar', but its index has 10" in str(caught.value)
-    assert f"so that {lost} would never be read. Run `energon prepare --tar-index-only {texts}`" in str(caught.value)
+    assert f"so that {lost} would never be read. Count again: `energon prepare --tar-index-only {texts}`" in str(
+        caught.value
+    )
     assert energon("lint", texts, "--no-progress").exit_code == 1
     assert energon("prepare", "--tar-index-only", texts, "--no-progress").exit_code == 0
     deliver(texts)
@@ -305,7 +307,7 @@ def test_a_server_without_ranges_is_named_as_such(served: str):
     store = open_store(served)
     with pytest.raises(StorageError) as caught:
         store.read_range("train/shard_000.tar", 512, 512)
-    assert "asked for 512 bytes at offset 512, got 20480: the server ignores Range requests" in str(caught.value)
+    assert "expected 512 bytes at offset 512, got 20480: the server ignores Range requests" in str(caught.value)
     for command in (["info"], ["plan", "--steps", 2, "--batch-size", 2]):
         result = energon(command[0], served, *command[1:])
         assert result.exit_code == 0, result.output
@@ -448,10 +450,10 @@ def test_restore_keys_are_described(whole: Path):
     packed = ("Batch", 0, 0, [("Pack", 0, [key[3][0]] * 12)])
     assert loader.describe_restore_key(packed).endswith("; and 4 more")
     assert "another dataset (identity 'other')" in loader.describe_restore_key(("other", 1, 0, 0))
-    with pytest.raises(LookupError, match=f"sample 1 of a dataset that this loader does not have, .* It loads {whole}"):
+    with pytest.raises(LookupError, match=f"sample 1 belongs to a dataset .* does not read, .* It reads {whole}"):
         loader.restore_sample(("other", 1, 0, 0))
     for wrong in ((), (1, 2), ("Batch",), (identity, "a", 0, 0)):
-        with pytest.raises(LookupError, match="no restore key of this package: expected"):
+        with pytest.raises(LookupError, match="not a restore key of this package: expected"):
             loader.restore_sample(wrong)
     loader.close()
 
@@ -481,7 +483,7 @@ def test_a_part_of_the_split_that_gets_no_sample_is_named(tmp_path: Path):
         (source / f"{number}.txt").write_text("a caption")
         Image.new("RGB", (8, 8)).save(source / f"{number}.png")
     output = energon("convert", source, tmp_path / "few", "--split-ratio", "9,1,0").output
-    assert "val: no samples, there are too few for its share." in output
+    assert "val: no samples, because its share is too small." in output
     assert "test: no" not in output
     assert "no samples" not in energon("convert", source, tmp_path / "all", "--split-ratio", "1,0,0").output
 
@@ -499,5 +501,5 @@ def test_a_part_of_the_split_that_gets_no_shard_is_named(tmp_path: Path):
         '{"text": "txt"}',
     ]
     few = energon(*command, "--split-ratio", "8,1,1").output
-    assert "val: empty, its share of 4 shards is less than one." in few
+    assert "val: empty, because its share of 4 shards is less than one." in few
     assert "empty" not in energon(*command, "--split-ratio", "3,1,0", "--force-overwrite").output

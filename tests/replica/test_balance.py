@@ -291,7 +291,7 @@ def test_a_state_without_balance_goes_on_with_it(data: Path, tmp_path: Path, unb
 
     def run(rank: int) -> Any:
         loader = open_data(data, 2, rank)
-        with pytest.raises(StepMismatchError, match="after 9 microbatches, in the middle of a global batch of 8"):
+        with pytest.raises(StepMismatchError, match="at microbatch 9, in the middle of a global batch of 8"):
             loader.restore_state(within)
         loader.restore_state(aligned)
         return take(loader, 2, 2), loader.close()
@@ -351,7 +351,7 @@ def test_a_rank_that_dies_ends_the_others(data: Path, tmp_path: Path) -> None:
         take(loader, 1, 2)
         if rank == 1:
             return "died"  # the process ends, and its connections with it
-        with pytest.raises(BalanceError, match=r"rank 0 of 2 cannot reach another one .* it has ended, or did not ask"):
+        with pytest.raises(BalanceError, match=r"rank 0 of 2 cannot reach another one .* that rank has ended, or took"):
             take(loader, 20, 2)
         return "ended"
 
@@ -400,16 +400,16 @@ def test_what_cannot_be_balanced_is_refused_by_name(data: Path, tmp_path: Path) 
         refused("got a finite stream", repeat=False)
         refused("got a virtual epoch", virtual_epoch_length=6)
         refused("an unknown number of microbatches", config={"microbatches_per_global_batch": None})
-        refused("cannot share a global batch of 3 microbatches", config={"microbatches_per_global_batch": 3})
+        refused("cannot divide a global batch of 3 microbatches", config={"microbatches_per_global_batch": 3})
         refused("2 data-parallel ranks do not divide the 17 lanes", config={"num_lanes": 17})
-        with pytest.raises(ConfigurationError, match="needs a loader of get_savable_loader, got list"):
+        with pytest.raises(ConfigurationError, match=r"needs a loader from get_savable_loader, .* got list"):
             EnergonDataloader([1, 2], balance=balance)
         with pytest.raises(ConfigurationError, match="cost must be a function of a batch"):
             make_balance(1.0)  # type: ignore[arg-type]
         for window in (0, True, 1.5):
             with pytest.raises(ConfigurationError, match="window must be a number of global batches, from 1 to 65536"):
                 make_balance(COST, window=window)  # type: ignore[arg-type]
-        with pytest.raises(ConfigurationError, match=r"own_share=True needs a cost .* a ColumnCost, got BatchCost"):
+        with pytest.raises(ConfigurationError, match=r"own_share=True needs a ColumnCost, .* got BatchCost"):
             make_balance(COST, own_share=True)
         loader = get_savable_loader(get_train_dataset(data / "a", worker_config=config_of(3, 0), batch_size=2))
         with pytest.raises(ConfigurationError, match="that of data-parallel rank 0 of 3"):
@@ -421,7 +421,7 @@ def test_what_cannot_be_balanced_is_refused_by_name(data: Path, tmp_path: Path) 
 def test_a_cost_that_is_none_is_refused(data: Path, tmp_path: Path) -> None:
     def run(rank: int) -> None:
         loader = open_data(data, 2, rank, cost=lambda batch: float("nan"))
-        with pytest.raises(ConfigurationError, match="must be a finite number, 0 or more, got nan"):
+        with pytest.raises(ConfigurationError, match="must be a finite number of at least 0, got nan"):
             next(loader)
         loader.close()
 

@@ -102,7 +102,7 @@ def test_ranks_without_an_iterator_are_refused(dataset: Path) -> None:
     provider = train_valid_test_dataloaders_provider(
         lambda: balancing(dataset, 1), loader_ranks="tp0_pp_edges", arguments=lambda: SimpleNamespace()
     )
-    with pytest.raises(ConfigurationError, match="balance='global_batch' all processes must ask"):
+    with pytest.raises(ConfigurationError, match="balance='global_batch' all processes must read"):
         provider([100, 10, 0])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import logging
@@ -42,6 +43,7 @@ from energon_bridge import (
     Packer,
     TextSample,
     get_savable_loader,
+    get_train_dataset,
     make_balance,
 )
 from energon_bridge.cli.main import main
@@ -58,9 +60,12 @@ from energon_bridge.errors import (
 from energon_bridge.loader.document import merge, read_leaves
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
+from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
+from energon_bridge.prepare.columns import add_column
 from energon_bridge.replica.balance import Balance, balanced
 from energon_bridge.replica.balanced import OwnShareLoader
 from energon_bridge.stream.reader import LeafReader
+from energon_bridge.testing import write_shard
 
 KINDS = ("plain", "mix", "packed", "packed mix", "filtered")
 TOPOLOGIES = [(1, 0), (2, 2), (4, 3), (8, 0)]
@@ -177,7 +182,7 @@ def test_a_sample_that_fails_is_left_out_on_all_topologies(data: Path) -> None:
 
 def test_a_microbatch_of_which_nothing_is_left_is_an_error(data: Path) -> None:
     loaders = open_shared(sized_dataset(data, "plain", bad=range(20), batch_size=1), 2)
-    with pytest.raises(FatalSampleError, match=r"nothing is left.*cannot draw others in their place\. Ban these"):
+    with pytest.raises(FatalSampleError, match=r"is empty.*cannot replace them\. Ban these"):
         run_shared(loaders, 12)
     close(loaders)
 
@@ -232,7 +237,7 @@ def test_seeking_is_that_without_balance(data: Path) -> None:
     for loader in loaders:
         loader.seek(3 * G // 2)
     assert sets_of(run_shared(loaders, 2)) == as_it_comes(dataset, 5)[3:]
-    with pytest.raises(StepMismatchError, match="stands after 10 microbatches, in the middle of a global batch of 8"):
+    with pytest.raises(StepMismatchError, match="is at microbatch 10, in the middle of a global batch of 8"):
         loaders[0].seek(5)
     close(loaders)
 
@@ -362,11 +367,11 @@ def test_a_state_needs_all_lanes_and_whole_global_batches(data: Path) -> None:
     dataset = sized_dataset(data, "plain")
     loaders = open_shared(dataset, 2)
     run_shared(loaders, 1)
-    with pytest.raises(MissingRankError, match="the states of some ranks are missing"):
+    with pytest.raises(MissingRankError, match="The states of some ranks are missing"):
         open_shared(dataset, 2, state=loaders[0].save_state_rank())
     (plain,) = loaders_of(dataset, 1, 0, num_lanes=LANES, microbatches_per_global_batch=G)
     plain.deliver()
-    with pytest.raises(StepMismatchError, match="after 1 microbatches, in the middle of a global batch of 8"):
+    with pytest.raises(StepMismatchError, match="at microbatch 1, in the middle of a global batch of 8"):
         open_shared(dataset, 2, state=plain.save_state_rank())
     close([*loaders, plain])
 
@@ -415,14 +420,14 @@ def test_what_cannot_be_planned_is_exchanged_or_refused_by_name(data: Path, capl
         (
             "plain",
             ColumnCost(tokens="size - 5"),
-            r"'size - 5': gives -\d+\.0 for sample \d+, expected a number, 0",
+            r"'size - 5': gives -\d+\.0 for sample \d+, expected a number of at least 0",
         ),
         ("plain", ColumnCost(tokens="size > 5"), None),
         ("plain", ColumnCost(tokens="'a'"), "gives a string, expected numbers"),
         (
             "packed",
             ColumnCost(tokens="size * 3"),
-            r"has \d+ tokens by 'size \* 3'; expected a whole number, at most",
+            r"has \d+ tokens by 'size \* 3'; expected a whole number of at most",
         ),
         ("packed", ColumnCost(tokens="size / 2"), r"has [\d.]+ tokens by 'size / 2'; expected a whole number"),
         (
@@ -508,12 +513,48 @@ def test_processes_whose_workers_die_and_states_of_single_ranks(data: Path, tmp_
     assert sets_of(steps) == as_it_comes(dataset, 4)
 
 
+def test_no_rank_reads_more_than_its_share(tmp_path: Path) -> None:
+    """Four ranks, samples of 17 kB: what each reads are the samples that it runs, and equally many of them."""
+    folder = tmp_path / "large"
+    folder.mkdir()
+    for shard in range(4):
+        keys = range(200 * shard, 200 * shard + 200)
+        samples = {f"{key:06d}": {"txt": f"{key} ".encode() + b"x" * (16_000 + key % 7)} for key in keys}
+        write_shard(folder / f"{shard}.tar", samples)
+    dataset_yaml = render_dataset_yaml("TextSample", {"text": "txt"})
+    prepare_dataset(folder, split=parse_patterns(["train:.*"]), dataset_yaml=dataset_yaml)
+    add_column(folder, "size", size_of_text)
+    config = config_of(4, 0, num_lanes=32, microbatches_per_global_batch=16)
+    dataset = get_train_dataset(folder, batch_size=4, shuffle_buffer_size=20, worker_config=config)
+
+    def run(rank: int) -> tuple[int, int]:
+        loader = get_savable_loader(dataset, worker_config=dataclasses.replace(config, rank=rank))
+        balanced = EnergonDataloader(loader, balance=make_balance(ColumnCost(tokens="size"), own_share=True))
+        counted = []
+        for batches in (8, 120):
+            for _ in range(batches):
+                next(balanced)
+            read = int(Path("/proc/self/io").read_text().split()[1])
+            counted.append((read, sum(row["bytes"] for row in loader.counters())))
+        balanced.close()
+        return counted[1][0] - counted[0][0], counted[1][1] - counted[0][1]
+
+    found = on_gloo(tmp_path, 4, run)
+    shares = [own for _, own in found]
+    assert max(read for read, _ in found) <= 1.05 * sum(shares) / 4
+    assert max(shares) <= 1.01 * min(shares)
+
+
+def size_of_text(sample: TextSample) -> int:
+    return 1 + len(sample.text) % 11
+
+
 def test_ranks_that_would_plan_differently_are_told(data: Path, tmp_path: Path) -> None:
     dataset = sized_dataset(data, "plain")
 
     def run(rank: int) -> None:
         loader = open_real(dataset, rank, 2, cost=ColumnCost(tokens="size + 1" if rank else "size"))
-        with pytest.raises(BalanceError, match="ranks 0 and 1 read different columns, or were given different costs"):
+        with pytest.raises(BalanceError, match="ranks 0 and 1 read different columns or have different costs"):
             next(loader)
         loader.close()
         loader = open_real(dataset, rank, 2)

@@ -108,7 +108,7 @@ def test_a_replica_that_stays_opens_its_loader_once_and_a_spare_none(data: Path)
 def test_states_that_are_not_those_of_the_step_are_refused(data: Path) -> None:
     dataset = train_dataset(data)
     one, other = (ReplicaDataloader(opened(dataset)) for _ in range(2))
-    with pytest.raises(WrongUseError, match="there was no step"):
+    with pytest.raises(WrongUseError, match="no step was taken"):
         one.commit([])
     one.step(0, 2)
     early = one.rank_state()
@@ -125,7 +125,9 @@ def test_states_that_are_not_those_of_the_step_are_refused(data: Path) -> None:
 
 def test_loaders_of_another_rank_and_finite_ones_are_refused(data: Path) -> None:
     training = opened(train_dataset(data))
-    with pytest.raises(ConfigurationError, match="asked for rank 1 of 2, open_loader returned a loader of rank 0 of 1"):
+    with pytest.raises(
+        ConfigurationError, match="called open_loader for rank 1 of 2, but it returned a loader of rank 0 of 1"
+    ):
         ReplicaDataloader(lambda _rank, _ranks: training(0, 1)).step(1, 2)
     finite = get_val_dataset(data, batch_size=2, worker_config=config_of(1, 0))
     with pytest.raises(ConfigurationError, match="rank 0 of 1, which ends"):

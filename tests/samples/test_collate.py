@@ -305,7 +305,7 @@ def mixed() -> list[Sample]:
         (lambda: batch_samples([Plain("n", torch.ones(1)), Plain("n", torch.ones(1, 1))], Plain), "field 'size'.*rank"),
         (lambda: batch_samples([1, 2], dict), "a int has no fields"),
         (lambda: batch_samples(captions(), VQASample), "VQASample.*context"),
-        (lambda: batch_samples(captions(), int), "cannot make a int"),
+        (lambda: batch_samples(captions(), int), "cannot fill a int"),
     ],
 )
 def test_rows_that_do_not_fit_together(call, message):

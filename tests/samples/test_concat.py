@@ -87,7 +87,7 @@ def test_masked_rows_stay_masked() -> None:
 
 @pytest.mark.parametrize("batches", [[], [batch("a"), {"a": 1}]])
 def test_batches_of_several_types_are_refused(batches: list[Any]) -> None:
-    with pytest.raises(ConfigurationError, match="batches of one type can be joined"):
+    with pytest.raises(ConfigurationError, match="batches can only be joined if all have one type"):
         homogeneous_concat_mix(batches)
 
 

@@ -349,7 +349,7 @@ def test_a_loader_says_that_it_is_one(data: Path):
         with pytest.raises(WrongUseError, match=r"not through torch\.utils\.data\.DataLoader\(loader\)"):
             torch_loader(one)
     for send in (pickle.dumps, copy.copy, copy.deepcopy):
-        with pytest.raises(WrongUseError, match=r"call get_savable_loader there; .* loader\.save_state_rank\(\)"):
+        with pytest.raises(WrongUseError, match=r"call get_savable_loader there\. .* loader\.save_state_rank\(\)"):
             send(loader)
     loader.close()
 

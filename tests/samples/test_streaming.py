@@ -9,7 +9,7 @@ import pytest
 
 from energon_bridge.samples import streaming
 
-WAYS = {"numpy": (streaming._divide, streaming._copy)}
+WAYS = {"numpy": (streaming.divide_with_numpy, streaming.copy_with_numpy)}
 if streaming.STREAMS:
     WAYS["compiled"] = (streaming.divide, streaming.copy)
 
@@ -55,7 +55,7 @@ def test_numbers_of_any_type_are_copied(way, kind):
 
 def test_the_numpy_way_leaves_the_buffer_of_numpy_as_it_was():
     before = np.getbufsize()
-    streaming._divide(np.zeros(8, dtype=np.uint8), np.empty(8, dtype=np.float32))
+    streaming.divide_with_numpy(np.zeros(8, dtype=np.uint8), np.empty(8, dtype=np.float32))
     assert np.getbufsize() == before
 
 

@@ -210,8 +210,8 @@ def test_the_global_generator_draws_unless_another_is_given() -> None:
     [
         (lambda x: resize(x, 0), r"size=0 must be a number of pixels, or \(height, width\)"),
         (lambda x: resize(x, (1, 2, 3)), r"size=\(1, 2, 3\) must be"),
-        (lambda x: resize(x, (4, 4), max_size=9), "max_size=9 needs one size below it"),
-        (lambda x: resize(x, 4, max_size=4), "max_size=4 needs one size below it"),
+        (lambda x: resize(x, (4, 4), max_size=9), "max_size=9 needs a single smaller size"),
+        (lambda x: resize(x, 4, max_size=4), "max_size=4 needs a single smaller size"),
         (lambda x: resize(x, 4, "lanczos"), "interpolation='lanczos' must be one of bilinear"),
         (lambda x: center_crop(x, -1), "output_size=-1 must be"),
         (lambda x: random_resized_crop(x, 4, scale=(0.5, 0.1)), r"scale=\(0.5, 0.1\) must be a positive range"),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from energon_bridge.storage.answers import Answer, get
+from energon_bridge.storage.answers import Answer, allow_silence, get
 
 BODY = bytes(range(256)) * 40
 USUAL = b'HTTP/1.1 206 Partial Content\r\nETag: "a"\r\nX-Goog-Hash: crc32c=1\r\nx-goog-hash: md5=2\r\n'
@@ -30,9 +30,11 @@ ANSWERS = {
 }
 
 
-def ask(sent: bytes, cuts: list[int]) -> tuple[Any, list[Any], bytes]:
+def ask(sent: bytes, cuts: list[int], silence: float | None = None) -> tuple[Any, list[Any], bytes]:
     """Return the answer to a request, its facts and its body, which comes in pieces and is followed by another."""
     here, there = socket.socketpair()
+    if silence is not None:
+        here.settimeout(silence)
     edges = [0, *sorted(cut % (len(sent) + 1) for cut in cuts), len(sent)]
 
     def serve() -> None:
@@ -76,9 +78,9 @@ def by_http_client(sent: bytes) -> tuple[list[Any], bytes]:
 
 @pytest.mark.parametrize("kind", ANSWERS)
 @settings(max_examples=10, deadline=None)
-@given(cuts=st.lists(st.integers(0, 40_000), max_size=4))
-def test_answers_are_read_as_http_client_reads_them(kind: str, cuts: list[int]) -> None:
-    answer, *found = ask(ANSWERS[kind], cuts)
+@given(cuts=st.lists(st.integers(0, 40_000), max_size=4), silence=st.sampled_from([None, 60.0]))
+def test_answers_are_read_as_http_client_reads_them(kind: str, cuts: list[int], silence: float | None) -> None:
+    answer, *found = ask(ANSWERS[kind], cuts, silence)
     assert tuple(found) == by_http_client(ANSWERS[kind])
     assert isinstance(answer, Answer) == (kind in ("usual", "closing", "without a reason", "empty"))
 
@@ -113,3 +115,23 @@ def test_the_request_names_the_host_and_takes_no_line_breaks() -> None:
         assert there.recv(1000) == b"GET /a%20b?c HTTP/1.1\r\nHost: host\r\nRange: bytes=1-2\r\n\r\n"
         with pytest.raises(ValueError, match="a line break"):
             get(connection, "http", "host", "/x", {"A": "b\r\nC: d"})
+
+
+def read_whole(connection: Any) -> None:
+    answer, body, got = get(connection, "http", "host", "/x", {}), memoryview(bytearray(len(BODY))), 0
+    while got < len(BODY):
+        got += answer.readinto(body[got:])
+
+
+@pytest.mark.parametrize("sent", [b"", USUAL, USUAL + b"Content-Length: 10240\r\n\r\n", ANSWERS["usual"][:-1]])
+def test_silence_ends_with_an_error_and_not_with_fewer_bytes(sent: bytes) -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        there.sendall(sent)
+        connection: Any = SimpleNamespace(sock=here)
+        allow_silence(connection, 0.2)
+        with pytest.raises(TimeoutError):
+            read_whole(connection)
+        assert connection.timeout == 0.2
+        there.sendall(BODY[-1:])
+        assert sent != ANSWERS["usual"][:-1] or here.recv(10) == BODY[-1:]

@@ -91,7 +91,7 @@ def away(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_environment_says_how_a_container_is_reached(away: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigurationError, match="need the name of a storage account: set AZURE_STORAGE_ACCOUNT"):
+    with pytest.raises(ConfigurationError, match="need a storage account: set AZURE_STORAGE_ACCOUNT"):
         AzureBucket("data").target("x", fresh=False)
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "mine")
     monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "?sv=2021&sig=abc")
@@ -103,7 +103,7 @@ def test_the_environment_says_how_a_container_is_reached(away: None, monkeypatch
     assert found.url.startswith("https://other.blob.core.windows.net/data/x?")
     assert "sp=r&" in found.url
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "nonsense")
-    with pytest.raises(ConfigurationError, match="AZURE_STORAGE_CONNECTION_STRING cannot be used"):
+    with pytest.raises(ConfigurationError, match="AZURE_STORAGE_CONNECTION_STRING is not valid"):
         AzureBucket("data").target("x", fresh=False)
 
 
@@ -137,5 +137,6 @@ def test_without_credentials_requests_are_anonymous_and_a_line_says_so(
     found = AzureBucket("data@mine").target("x", fresh=False)
     assert (found.url, found.headers) == ("https://mine.blob.core.windows.net/data/x", {})
     assert [record.message for record in caplog.records if "data" in record.message] == [
-        "the container 'data' is read without credentials, as only public containers can be: nothing is configured"
+        "the container 'data': reading without credentials, which works for public containers only: "
+        "nothing is configured"
     ]

@@ -257,5 +257,5 @@ def test_how_it_is_turned_on(cache: Path, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("ENERGON_CACHE_DIR", str(cache))
     for wrong in ("much", "0", "-5"):
         monkeypatch.setenv("ENERGON_CACHE_BYTES", wrong)
-        with pytest.raises(ConfigurationError, match="ENERGON_CACHE_BYTES is"):
+        with pytest.raises(ConfigurationError, match="ENERGON_CACHE_BYTES must be"):
             open_store("https://example.org/x")

@@ -42,6 +42,7 @@ from energon_bridge.format.jsonl import index_jsonl
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.storage import OpenFiles, Stalls, open_store
 from energon_bridge.storage.network import MADE
+from energon_bridge.stream.reader import RoundBuffer
 
 BIG = 9_500_000
 FORKS = 200 if os.environ.get("ENERGON_LONG_TESTS") else 8
@@ -107,6 +108,27 @@ def test_near_ranges_are_one_request_and_far_ones_go_out_together(server: Object
     assert len(server.asked) == 1 + len(offsets)
     assert time.monotonic() - began < 0.05 * len(offsets) / 2
     assert server.most_at_once > 4
+
+
+def test_a_read_takes_the_places_that_another_one_leaves(
+    server: ObjectServer, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("energon_bridge.storage.http._MOST_IN_FLIGHT", 8)
+    (server.folder / "x").write_bytes(data)
+    store, offsets = open_store(server.url), list(range(0, BIG - 1000, 400_000))
+    server.latency = 0.05
+    first = threading.Thread(target=store.read_ranges, args=("x", offsets[:8], [1000] * 8))
+    first.start()
+    while len(server.asked) < 8:
+        time.sleep(0.001)
+    found: list[Any] = []
+    second = threading.Thread(target=lambda: found.extend(store.read_ranges("x", offsets, [1000] * len(offsets))))
+    second.start()  # there is a place for one request only
+    first.join()
+    server.most_at_once = 0
+    second.join()
+    assert server.most_at_once > 4
+    assert [bytes(one) for one in found] == [data[offset : offset + 1000] for offset in offsets]
 
 
 @pytest.mark.parametrize("fault", ["reset", "503", "429", "500", "short", "mixed"])
@@ -179,7 +201,7 @@ def test_redirects_are_followed(server: ObjectServer, tmp_path: Path) -> None:
         server.fault = lambda number: f"to:{other.url}"
         assert open_store(server.url).read_range("x", 1, 3) == b"ont"
         other.fault = lambda number: f"to:{server.url}"
-        with pytest.raises(StorageError, match="each time sent on"):
+        with pytest.raises(StorageError, match="redirected 6 times in a row"):
             open_store(server.url).read_range("x", 1, 3)
 
 
@@ -202,10 +224,13 @@ def test_what_is_refused_for_good_is_named_at_once(server: ObjectServer) -> None
     with pytest.raises(StorageError, match="cannot write to a web server"):
         store.write("y", b"")
     server.fault = lambda number: "whole"
-    with pytest.raises(StorageError, match="asked for 3 bytes at offset 2, got 10: the server ignores Range requests"):
+    with pytest.raises(StorageError, match="expected 3 bytes at offset 2, got 10: the server ignores Range requests"):
         store.read_range("x", 2, 3)
     assert store.read("x") == b"0123456789"
-    for status, words in (("403", "may not do this in the server"), ("401", "credentials are wrong or have expired")):
+    for status, words in (
+        ("403", "lack the permission for this in the server"),
+        ("401", "credentials are wrong or have expired"),
+    ):
         server.fault = lambda number, status=status: status  # type: ignore[misc]
         with pytest.raises(StorageError, match=f"cannot read 3 bytes at offset 2: HTTP {status} Trouble.*{words}"):
             store.read_range("x", 2, 3)
@@ -425,6 +450,22 @@ def test_a_round_of_many_shards_waits_about_once(server: ObjectServer) -> None:
     requests = len(server.asked)
     assert requests > 60
     assert opened + took < 0.03 * requests / 2  # as one after the other they would take all of it
+
+
+def test_the_next_round_is_read_from_the_beginning_of_a_round(
+    server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    monkeypatch.setattr(RoundBuffer, "read_ahead", lambda buffer, *_: begun.append(buffer.first))
+    text_dataset(server.folder / "texts", train=[64, 64])
+    dataset = train_dataset(f"{server.url}/texts", shuffle_buffer_size=64, max_samples_per_sequence=None)
+    (loader,) = loaders_of(dataset, 1, 0, kind=SavableDataLoader, num_lanes=1)
+    try:
+        for _ in islice(loader, 3):
+            assert begun in ([], [64])
+        assert begun == [64]
+    finally:
+        loader.close()
 
 
 def test_draws_are_read_ahead_where_rounds_are_too_large(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ def test_a_stalled_read_is_tried_again_beside_the_first(
     assert (calls.calls, stalls.count) == (4, 1)
     (message,) = caplog.messages
     assert message == (
-        f"{tmp_path}/x: 2 bytes at offset 1: reading takes longer than 0.1 s; try 2 of {TRIES} begins "
+        f"{tmp_path}/x: 2 bytes at offset 1: reading has taken longer than 0.1 s; starting try 2 of {TRIES} "
         "(stalled reads of this process so far: 1)"
     )
     calls.release()

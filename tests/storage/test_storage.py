@@ -191,5 +191,5 @@ def test_links_in_a_circle_end(tmp_path: Path):
 
 
 def test_an_unknown_protocol_is_a_configuration_error():
-    with pytest.raises(ConfigurationError, match="no storage for this kind of URL"):
+    with pytest.raises(ConfigurationError, match="no storage backend for this kind of URL"):
         open_store("nosuchprotocol://bucket/path")

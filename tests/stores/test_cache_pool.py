@@ -110,7 +110,7 @@ def test_an_error_comes_where_the_file_is_got(any_pool: CachePool) -> None:
 
 def test_a_lazy_cannot_leave_its_process_but_can_be_copied(any_pool: CachePool) -> None:
     lazy = any_pool.get_lazy(Slow(), "a")
-    with pytest.raises(ConfigurationError, match=r"still holds a lazy file: call its get\(\) in"):
+    with pytest.raises(ConfigurationError, match=r"still contains a lazy file: call its get\(\) in"):
         pickle.dumps({"lazy": lazy})
     assert copy.deepcopy({"lazy": lazy})["lazy"] is copy.copy(lazy) is lazy
 
@@ -178,7 +178,7 @@ def test_data_is_gone_when_the_pool_is_closed(pool: FileStoreCachePool) -> None:
     data, store = pool.to_cache([1], "mine"), Slow()
     file = pool.get_lazy(store, "a")
     pool.close()
-    with pytest.raises(LoaderError, match="mine: data given to to_cache is gone"):
+    with pytest.raises(LoaderError, match="mine: the data passed to to_cache is gone"):
         data.get()
     assert file.get() == store.content("a")
     assert pool.get_lazy(store, "b").get() == store.content("b")
@@ -235,7 +235,7 @@ def test_what_is_let_go_while_it_is_copied_takes_no_room(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"method": "pickle"}, "method='pickle'.*no pickle is ever read"),
+        ({"method": "pickle"}, "method must be 'raw', got 'pickle'.*never reads a pickle"),
         ({"num_workers": 0}, "num_workers must be an integer of at least 1"),
         ({"max_cache_count": True}, "max_cache_count must be an integer"),
         ({"max_cache_size_gbytes": 0}, "max_cache_size_gbytes must be above 0"),
@@ -251,7 +251,7 @@ def test_a_folder_that_cannot_be_written_costs_only_the_cache(tmp_path: Path, ca
     pool, store = FileStoreCachePool(parent_cache_dir=tmp_path / "file"), Slow()
     assert pool.get_lazy(store, "a").get() == store.content("a")
     assert pool.to_cache([1], "x").get() == [1]
-    assert caplog.text.count("nothing is cached") == 1
+    assert caplog.text.count("caching is off") == 1
 
 
 # Processes -----------------------------------------------------------------------------------------------------------

@@ -266,7 +266,7 @@ def test_validation_without_batches_loses_no_output_of_a_generator(dataset: Path
     assert sum(len(keys) for keys in rows(validation(dataset, Several()))) == 2 * sum(
         len(keys) for keys in rows(validation(dataset, DefaultTaskEncoder()))
     )
-    with pytest.raises(FatalSampleError, match="yields 2 samples where a pass without batches delivers one"):
+    with pytest.raises(FatalSampleError, match="yields 2 samples, but a pass without batches delivers one"):
         list(validation(dataset, Several(), batch_size=None))
 
 

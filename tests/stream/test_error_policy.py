@@ -146,7 +146,7 @@ def test_a_wrong_policy_is_refused(kwargs: Any, complaint: str) -> None:
 
 
 def test_a_handler_and_a_policy_that_decides_are_refused(data: Path) -> None:
-    with pytest.raises(ConfigurationError, match="both given"):
+    with pytest.raises(ConfigurationError, match="mean the same"):
         loader_of(data, Failing(), handler=reraise, error_policy=ErrorPolicy(on_error="raise"))
 
 
@@ -250,7 +250,7 @@ def test_a_bad_dataset_cannot_flood_the_log(workers: int, data: Path, caplog: py
     assert len([message for message in warnings if message.startswith("skipped a sample")]) == 3
     assert warnings[2].endswith("further ones of the kind are only counted")
     assert len(warnings) == 4
-    assert re.search(rf"{data}: 10 have failed in encode_sample with ValueError, the last one", warnings[3])
+    assert re.search(rf"{data}: 10 samples failed in encode_sample with ValueError, the last one", warnings[3])
     (trace,) = [record.message for record in caplog.records if record.levelno == logging.DEBUG]
     assert re.search(r"test_error_policy\.py:\d+:encode_sample", trace)
 

@@ -274,10 +274,10 @@ class Halves(Lengths):
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"batch_size": 4}, "max_tokens_per_microbatch=128 with batch_size=4: .* give batch_size=1 or None"),
+        ({"batch_size": 4}, "max_tokens_per_microbatch=128 with batch_size=4: .* pass batch_size=1 or None"),
         ({"max_tokens_per_microbatch": 0}, "max_tokens_per_microbatch must be an integer of at least 1 or None, got 0"),
         ({"max_tokens_per_microbatch": 1 << 31}, "must be at most 2147483647"),
-        ({"task_encoder": Grouped()}, "max_tokens_per_microbatch is set, and Grouped overrides batch_group_criterion"),
+        ({"task_encoder": Grouped()}, "max_tokens_per_microbatch is set, but Grouped overrides batch_group_criterion"),
     ],
 )
 def test_settings_that_do_not_fit(path: Path, settings: dict[str, Any], complaint: str) -> None:
@@ -291,12 +291,12 @@ def test_settings_that_do_not_fit(path: Path, settings: dict[str, Any], complain
         (
             {"max_tokens_per_microbatch": 40},
             OverLongSampleError,
-            r"has \d+ tokens, and max_tokens_per_microbatch=40: raise it",
+            r"has \d+ tokens, but max_tokens_per_microbatch=40: raise the limit",
         ),
         (
             {"task_encoder": DefaultTaskEncoder()},
             FatalSampleError,
-            "TextSample has neither tokens nor input_ids: override",
+            "TextSample has neither tokens nor input_ids to count: override",
         ),
         ({"task_encoder": Halves()}, FatalSampleError, r"sample_length of Halves returned float .*: return the length"),
     ],

@@ -202,7 +202,7 @@ def test_samples_that_never_fit_are_given_up_and_counted(data: Path, caplog: pyt
         sum(1 for _ in islice(loader, 300))
     counts = counts_of(loader.save_state_rank())
     assert counts["skipped"] > 20
-    assert "left over by 33 selections and given up" in caplog.text
+    assert "dropped after 33 selections left it over" in caplog.text
 
 
 class Copies(Pairs):
@@ -223,9 +223,9 @@ class Twice(Pairs):
 @pytest.mark.parametrize(
     ("encoder", "message"),
     [
-        (Copies, "returned a Numbers that it was not given"),
-        (Twice, "or one twice"),
-        (Nothing, "made no pack of"),
+        (Copies, "returned a Numbers that it did not get"),
+        (Twice, "or returned one twice"),
+        (Nothing, "made no pack from"),
     ],
 )
 def test_selections_that_cannot_be_are_refused(data: Path, encoder: type[Pairs], message: str) -> None:
@@ -374,7 +374,7 @@ def test_encoders_that_cannot_pack_are_refused(data: Path) -> None:
         def postencode_sample(self, sample: Any) -> Any:
             return sample
 
-    with pytest.raises(ConfigurationError, match="take the place of the first"):
+    with pytest.raises(ConfigurationError, match="override either encode_sample or"):
         train_dataset(data, "tensors", task_encoder=Both(), packing_buffer_size=8)
     assert TensorEncoder().select_samples_to_pack.__func__.__default_hook__  # type: ignore[attr-defined]
 

@@ -152,7 +152,7 @@ def test_a_training_process_that_cannot_be_interrupted_is_ended(data: Path) -> N
     found = run_program(["-c", textwrap.dedent(program)], data)
     assert found.returncode == 86, found.stderr
     assert "encode_sample of" in found.stderr
-    assert "cannot be interrupted; the process ends with" in found.stderr
+    assert "cannot interrupt the hook; ending the process with" in found.stderr
 
 
 def test_the_first_microbatch_can_have_a_time_of_its_own(data: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -134,7 +134,7 @@ def test_workers_that_lack_descriptors_are_named_and_none_is_left(
         return said
 
     said = limited(job, seconds=100)
-    assert re.match(r"worker \d of 3 cannot be started: .*Too many open files.*`ulimit -n`.*lower num_workers", said[0])
+    assert re.match(r"worker \d of 3 cannot start: .*Too many open files.*`ulimit -n`.*lower num_workers", said[0])
     assert said[-1] == ""
 
 

@@ -96,7 +96,7 @@ class Captions:
 def test_a_batch_without_tokens_needs_a_cost_of_its_own(batch: Any, has: str) -> None:
     with pytest.raises(ConfigurationError, match=has) as caught:
         BatchCost()(batch)
-    assert "Give a function of the batch" in str(caught.value)
+    assert "Pass a function that returns the cost" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_times_that_say_nothing_are_refused(times: Callable[..., float], message
 
 
 def test_few_measurements_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="expected 8 measured microbatches or more, of several sizes, got 3"):
+    with pytest.raises(ConfigurationError, match="expected at least 8 measured microbatches of several sizes, got 3"):
         fit_cost(islice(measured(0, lambda t, a, p: t), 3))
 
 
@@ -190,8 +190,8 @@ def test_times_of_a_run_are_fitted_by_the_command(tmp_path: Path) -> None:
     [
         ((), "Missing argument 'MIX': a dataset or mix to measure"),
         (("some/data", "--fit-cost", "FILE"), "reads a file of measured times, not a dataset: leave some/data out"),
-        (("--fit-cost", "nowhere.jsonl"), "nowhere.jsonl cannot be read as a file of measured times"),
-        (("--fit-cost", "SHORT"), "expected 8 measured microbatches or more"),
+        (("--fit-cost", "nowhere.jsonl"), "nowhere.jsonl: cannot read measured times"),
+        (("--fit-cost", "SHORT"), "expected at least 8 measured microbatches"),
         (("--fit-cost", "WRONG"), "line 1: expected numbers tokens, attention, patches, seconds and patch_size"),
     ],
 )
@@ -281,5 +281,5 @@ def test_a_configuration_without_sizes_is_named() -> None:
     class Odd:
         hidden_size = 8
 
-    with pytest.raises(ConfigurationError, match="a Odd has no num_hidden_layers or depth: give the weights yourself"):
+    with pytest.raises(ConfigurationError, match="a Odd has no num_hidden_layers or depth: set the weights yourself"):
         BatchCost.of_model(Odd())

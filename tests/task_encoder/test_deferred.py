@@ -132,7 +132,7 @@ def test_a_broken_image_costs_its_sample_and_not_the_pack(tmp_path: Path) -> Non
 def test_a_size_that_cannot_be_read_names_the_part() -> None:
     image = SampleDecoder(defer_images=True).decode("left.jpg", b"no image")
     assert repr(image) == "DeferredImage('left.jpg', 8 bytes)"
-    with pytest.raises(DecodeError, match=r"part 'left.jpg' \(8 bytes\) is no image whose size"):
+    with pytest.raises(DecodeError, match=r"part 'left.jpg' \(8 bytes\) has no readable image size"):
         _ = image.size
 
 

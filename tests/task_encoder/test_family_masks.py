@@ -332,7 +332,7 @@ def test_tools_reach_the_template(template: str) -> None:
 def test_what_a_template_refuses_is_an_error_of_the_sample() -> None:
     encoder = encoder_of("qwen2_vl", ChatConfig(chat_template=ALTERNATING))
     with pytest.raises(
-        SampleError, match=r"sample 'q': the chat template refuses the conversation: roles must alternate"
+        SampleError, match=r"sample 'q': the chat template rejects the conversation: roles must alternate"
     ):
         encoder.encode(chat("a", "b", system="s"))
 

@@ -115,11 +115,11 @@ def test_a_sample_longer_than_the_last_group_is_named() -> None:
 @pytest.mark.parametrize(
     ("values", "complaint"),
     [
-        ({"boundaries": ()}, "must be positive and ascend"),
-        ({"boundaries": (5, 5)}, "must be positive and ascend"),
-        ({"boundaries": (0, 5)}, "must be positive and ascend"),
+        ({"boundaries": ()}, "must be positive and ascending"),
+        ({"boundaries": (5, 5)}, "must be positive and ascending"),
+        ({"boundaries": (0, 5)}, "must be positive and ascending"),
         ({"max_tokens": 10, "batch_size": 1}, "not both"),
-        ({"max_tokens": 9}, "cannot hold one sample of the longest group .10."),
+        ({"max_tokens": 9}, "has no room for a sample of the longest group .10."),
         ({"batch_size": 0}, "at least 1"),
         ({"batch_multiple": 0}, "at least 1"),
     ],

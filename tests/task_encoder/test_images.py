@@ -279,7 +279,7 @@ def test_rows_are_the_same_without_the_compiled_part(form, monkeypatch):
     decoder = SampleDecoder(image_decode=form)
     samples = [(row, {"jpg": data}) for row, data in enumerate(files)]
     monkeypatch.setattr(streaming, "STREAMS", False)
-    monkeypatch.setattr(streaming, "divide", streaming._divide)
+    monkeypatch.setattr(streaming, "divide", streaming.divide_with_numpy)
     found = decoder.decode_into(Slab(SlabPool(), 3), samples)
     monkeypatch.undo()
     again = decoder.decode_into(Slab(SlabPool(), 3), samples)

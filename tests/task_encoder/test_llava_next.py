@@ -102,7 +102,7 @@ def test_the_model_takes_batches_of_images_of_many_sizes(tokenizer: Any, pixels:
 def test_other_resolutions_than_the_models_are_refused(tokenizer: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"image_grid_pinpoints of the model .* differ"):
         family_of(config_of(tokenizer), tokenizer, image_processor([[16, 32]]))
-    with pytest.raises(ConfigurationError, match="no image processor of LLaVA-NeXT"):
+    with pytest.raises(ConfigurationError, match="not an image processor of LLaVA-NeXT"):
         llava_next_family(transformers.CLIPImageProcessorPil(), patch_size=14)
 
 
@@ -110,5 +110,5 @@ def test_a_processor_that_changes_is_noticed(tokenizer: Any) -> None:
     processor = image_processor()
     family = llava_next_family(processor, patch_size=4)
     image = Image.new("RGB", (30, 10))
-    with pytest.raises(SampleError, match="tokens, but from their sizes"):
+    with pytest.raises(SampleError, match="tokens, but their sizes give"):
         family.process([image], [], [family.plan_image(10, 10)])

@@ -162,7 +162,7 @@ def test_a_field_with_more_values_than_tokens_is_refused() -> None:
     broken = sample(4, 1)
     broken.labels = torch.arange(6)
     for make in (pack_sequences, lambda samples, filling: batch_sequences(samples, 5, filling)):
-        with pytest.raises(ConfigurationError, match=r"6 values stands where there is room for [45]"):
+        with pytest.raises(ConfigurationError, match=r"6 values, but there is room for [45]"):
             make([sample(3, 2), broken], FILLING)
 
 

@@ -221,7 +221,10 @@ def test_a_sample_that_fits_is_admitted_as_it_is() -> None:
 def test_drop_skips_and_counts() -> None:
     packing, counts = text_packer(over_long="drop"), Counter[str]()
     for _ in range(2):
-        with tallying(counts), pytest.raises(SkipSample, match="sample 'long' has 11 tokens, a pack at most 10"):
+        with (
+            tallying(counts),
+            pytest.raises(SkipSample, match="sample 'long' has 11 tokens, but a pack holds at most 10"),
+        ):
             packing.admit(text(11, "long"))
     assert counts == {"dropped": 2}
 
@@ -268,13 +271,13 @@ def test_a_sample_that_came_past_admit_is_named() -> None:
     ("values", "complaint"),
     [
         ({"limits": {}}, "at least one limit"),
-        ({"limits": {"tokens": 0}}, "limit 'tokens' of a Packer must be an integer from 1 to"),
+        ({"limits": {"tokens": 0}}, "Packer: the limit 'tokens' must be an integer from 1 to"),
         ({"limits": {"tokens": 2**31}}, "2147483648"),
-        ({"method": "worst_fit"}, "method='worst_fit' of a Packer must be one of best_fit, first_fit_decreasing"),
+        ({"method": "worst_fit"}, "Packer: method must be one of best_fit, first_fit_decreasing"),
         ({"min_fill": 1.5}, "min_fill=1.5"),
         ({"max_wait": 0}, "max_wait=0"),
-        ({"max_wait": 33}, "max_wait=33 of a Packer must be 1 to 32 selections"),
-        ({"over_long": "keep"}, "over_long='keep' of a Packer must be one of drop, truncate, split, raise"),
+        ({"max_wait": 33}, "Packer: max_wait must be 1 to 32 selections, got 33"),
+        ({"over_long": "keep"}, "Packer: over_long must be one of drop, truncate, split, raise"),
         ({"over_long": "truncate"}, "over_long='truncate' needs `cut`"),
     ],
 )

@@ -95,7 +95,7 @@ def test_bytes_are_those_of_pillow(height: int, width: int, rows: int, columns: 
 
 @pytest.mark.skipif(not native.COMPILED, reason="needs the compiled part")
 def test_the_order_of_the_installed_pillow_is_found_out() -> None:
-    assert native._order_of_pillow() is not None
+    assert native.order_of_pillow() is not None
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_values_are_those_of_the_processor(
 ) -> None:
     if not compiled:
         monkeypatch.setattr(native, "_compiled", None)
-        native._order_of_pillow.cache_clear()
+        native.order_of_pillow.cache_clear()
         monkeypatch.setattr(native, "COMPILED", False)
     processor = PROCESSORS[name]()
     path = pixel_path(processor)
@@ -136,7 +136,7 @@ def test_values_are_those_of_the_processor(
             assert torch.equal(value, expected[key]), (key, image.size)
         compared += 1
     assert compared > len(images) // 2
-    native._order_of_pillow.cache_clear()
+    native.order_of_pillow.cache_clear()
 
 
 def by_torch_alone(image: Image.Image, size: tuple[int, int], mean: Any, std: Any, *, mode: str) -> torch.Tensor:
@@ -227,14 +227,14 @@ def test_images_of_different_tiles_are_padded_as_the_processor_pads() -> None:
 @pytest.mark.parametrize("compiled", [True, False], ids=["C", "torch"])
 def test_torch_resizes_images_of_one_pixel_and_of_many(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "COMPILED", native.COMPILED and compiled)
-    native._as_torch.cache_clear()
-    assert native._as_torch() is native.COMPILED  # the installed torch is one whose bytes are known
+    native.as_torch.cache_clear()
+    assert native.as_torch() is native.COMPILED  # the installed torch is one whose bytes are known
     for size, new in (((1, 1), (5, 1)), ((1, 9), (1, 1)), ((200, 1), (30, 40)), ((31, 47), (60, 20)), ((9, 9), (9, 9))):
         pixels = np.array(noise(*size[::-1], seed=7))
         image = torch.from_numpy(pixels).permute(2, 0, 1)[:, None].contiguous()
         expected = interpolate(image, new, mode="bicubic", antialias=True)[:, 0].permute(1, 2, 0)
         np.testing.assert_array_equal(native.resample_as_torch(pixels, new, "bicubic"), expected.numpy())
-    native._as_torch.cache_clear()
+    native.as_torch.cache_clear()
 
 
 def test_crops_of_small_images_are_padded_as_each_profile_pads() -> None:
@@ -302,9 +302,9 @@ def test_other_processors_are_called_and_the_log_says_so_once(caplog: pytest.Log
 
 
 def test_wrong_choices_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="pixels='pil' must be one of torch, pillow, processor"):
+    with pytest.raises(ConfigurationError, match="pixels must be one of torch, pillow, processor, or None, got 'pil'"):
         pixel_path(CLIPImageProcessorPil(), "pil")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="pixels_dtype='int8' must be one of float32, bfloat16"):
+    with pytest.raises(ConfigurationError, match="pixels_dtype must be one of float32, bfloat16"):
         pixel_path(CLIPImageProcessorPil(), dtype="int8")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"'uint8' is not available for Darker.*overrides rescale"):
         pixel_path(Darker(), dtype="uint8")
@@ -313,7 +313,7 @@ def test_wrong_choices_are_refused() -> None:
     class Own:
         image_token, video_token, merge_size = "<image>", None, 0
 
-    with pytest.raises(ConfigurationError, match="pixels of the ChatConfig say nothing to a Own"):
+    with pytest.raises(ConfigurationError, match="pixels of the ChatConfig have no effect on a Own"):
         type(encoder)(encoder.tokenizer, Own(), ChatConfig(pixels="torch"))  # type: ignore[arg-type]
 
 

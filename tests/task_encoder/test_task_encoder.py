@@ -137,7 +137,7 @@ def test_a_missing_field_is_named():
 
 @pytest.mark.parametrize("setting", ["encoded_sample_type", "raw_batch_type", "batch_type"])
 def test_types_without_fields_are_refused_at_once(setting):
-    with pytest.raises(ConfigurationError, match="cannot make a int"):
+    with pytest.raises(ConfigurationError, match="cannot fill a int"):
         DefaultTaskEncoder(**{setting: int})
 
 

@@ -28,6 +28,7 @@ from energon_bridge.dataloader import EnergonDataloader
 from energon_bridge.datasets import get_loader, get_train_dataset
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
+from energon_bridge.prepare.columns import add_column
 from energon_bridge.testing import create_captioning_test_dataset, write_shard
 from energon_bridge.topology import WorkerConfig
 from energon_bridge.training import run as training
@@ -37,13 +38,20 @@ from energon_bridge.training.module import VisionLanguageModule
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
 
 BALANCED = ("data.balance=global_batch", "data.balance_attention=0.01", "data.balance_patches=0.1")
+COLUMN = "data.balance_column_tokens=letters"
 GLOBAL = ("data.micro_batch_size=1", "data.global_batch_size=8", "train.max_steps=3", "validation.limit_batches=1")
 GLOBAL += ("train.time_microbatches=4",)
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_captioning_test_dataset(tmp_path_factory.mktemp("captioning"), num_train=24, num_val=5)
+    path = create_captioning_test_dataset(tmp_path_factory.mktemp("captioning"), num_train=24, num_val=5)
+    add_column(path, "letters", letters_of, raw=True)
+    return path
+
+
+def letters_of(sample: dict[str, Any]) -> int:
+    return len(sample["txt"])
 
 
 def losses(config: Any) -> list[float]:
@@ -70,13 +78,37 @@ def test_lightning_learns_the_same(dataset: Path, tmp_path: Path) -> None:
     def configured(name: str, *overrides: str) -> Any:
         return configuration(dataset, tmp_path / name, *GLOBAL, *overrides, "trainer=lightning")
 
-    configs = configured("plain"), configured("balanced", *BALANCED)
-    before, after = (run_on_two_ranks(config) for config in configs)
+    configs = configured("plain"), configured("balanced", *BALANCED), configured("own", *BALANCED, COLUMN)
+    before, after, own = (run_on_two_ranks(config) for config in configs)
     assert before != after  # the ranks have exchanged something
-    assert whole(before) == whole(after)
+    assert before != own
+    assert whole(before) == whole(after) == whole(own)
     assert losses(configs[1]) == pytest.approx(losses(configs[0]), rel=1e-5)
+    assert losses(configs[2]) == pytest.approx(losses(configs[0]), rel=1e-5)
     assert len(losses(configs[0])) == 3
     assert times(configs[0]) == 1  # after ten, and not the last one of a step
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ((COLUMN,), "data.balance_column_tokens is set, but nothing is balanced"),
+        ((*BALANCED, "data.balance_column_patches=patches"), "needs data.balance_column_tokens"),
+        ((*BALANCED, "data.balance_window=0"), "data.balance_window must be at least 1, got 0"),
+    ],
+)
+def test_settings_that_make_no_sense(overrides: tuple[str, ...], message: str, dataset: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        configuration(dataset, tmp_path / "run", *GLOBAL, *overrides)
+
+
+def test_windows_of_the_script_cut_global_batches_again(dataset: Path, tmp_path: Path) -> None:
+    plain, windows = (
+        run_on_two_ranks(configuration(dataset, tmp_path / str(window), *GLOBAL, *BALANCED, COLUMN, window))
+        for window in ("data.balance_window=1", "data.balance_window=3")
+    )
+    assert whole(plain) != whole(windows)
+    assert sorted(key for keys in plain for key in keys) == sorted(key for keys in windows for key in keys)
 
 
 def whole(ranks: list[list[str]]) -> list[list[str]]:

@@ -167,7 +167,11 @@ def test_positions_of_packs_begin_again_in_every_sample(qwen: str) -> None:
 def test_packs_of_the_multimodal_encoder_have_the_losses_of_their_samples(qwen: str) -> None:
     made = encoder_of(qwen)
     assert isinstance(made.family, QwenFamily)
-    token = ImageToken(token_id=made._placeholders["image"], before="<|vision_start|>", after="<|vision_end|>")
+    token = ImageToken(
+        token_id=made.tokenizer.convert_tokens_to_ids(made.family.image_token),
+        before="<|vision_start|>",
+        after="<|vision_end|>",
+    )
     config = MultiModalSampleConfig(image_token=token)
     encoder = MultiModalTaskEncoder(made.tokenizer, made.family.image_processor, config)
     samples = [

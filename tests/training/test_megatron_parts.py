@@ -64,15 +64,15 @@ def test_processes_that_would_be_left_over_are_refused(world: int, parallel: Par
         ({"trainer": "deepspeed"}, r"trainer must be 'lightning' or 'megatron', got 'deepspeed'"),
         (
             {"trainer": "lightning", "parallel": ParallelConfig(tp=2)},
-            r"with trainer=lightning none do: set trainer=megatron",
+            r"which trainer=lightning cannot do: set trainer=megatron",
         ),
         (
             {"parallel": ParallelConfig(replica_loading="some")},
             r"parallel\.replica_loading must be 'every_rank' or 'one_rank', got 'some'",
         ),
         ({"parallel": ParallelConfig(tp=0)}, r"parallel\.tp must be at least 1, got 0"),
-        ({"parallel": ParallelConfig(tp=3)}, r"model\.num_heads=4 cannot be shared by 3 tensor-parallel ranks"),
-        ({"parallel": ParallelConfig(pp=4)}, r"model\.num_layers=2 cannot be shared by 4 pipeline stages"),
+        ({"parallel": ParallelConfig(tp=3)}, r"model\.num_heads=4 cannot be divided between 3 tensor-parallel ranks"),
+        ({"parallel": ParallelConfig(pp=4)}, r"model\.num_layers=2 cannot be divided between 4 pipeline stages"),
         (
             {"parallel": ParallelConfig(cp=2), "data": DataConfig(seq_length=30)},
             r"data\.seq_length=30 .*=2 context-parallel ranks.* multiple of 4",
@@ -90,7 +90,9 @@ def test_what_cannot_be_shared_out_is_refused(changes: dict[str, object], words:
 def test_a_global_batch_is_shared_by_the_replicas() -> None:
     config = load_config(None, ["trainer=megatron", "parallel.tp=2", "data.global_batch_size=64"])
     assert config.accumulate(config.parallel.data_parallel_size(4)) == 1
-    with pytest.raises(ConfigurationError, match=r"data\.global_batch_size=64 cannot be shared by 4 data-parallel"):
+    with pytest.raises(
+        ConfigurationError, match=r"data\.global_batch_size=64 cannot be divided between 4 data-parallel"
+    ):
         config.accumulate(config.parallel.data_parallel_size(8))
 
 
@@ -148,7 +150,7 @@ def test_half_a_checkpoint_is_passed_over(
     harm(newer)  # type: ignore[operator]
     assert complete_checkpoints(tmp_path) == [whole]
     if words is not None:
-        assert f"passing over {newer}" in caplog.text
+        assert f"skipping the incomplete checkpoint {newer}" in caplog.text
         assert words in caplog.text
 
 
@@ -163,7 +165,7 @@ def test_ranks_come_from_torchrun_or_slurm() -> None:
     assert launched_rank(slurm) == (5, 8)
     assert (slurm["MASTER_ADDR"], slurm["MASTER_PORT"]) == ("127.0.0.1", "24567")
     nodes = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_NNODES": "2"}
-    with pytest.raises(ConfigurationError, match=r"8 tasks on 2 nodes, and MASTER_ADDR is not set"):
+    with pytest.raises(ConfigurationError, match=r"8 tasks on 2 nodes, but MASTER_ADDR is not set"):
         launched_rank(nodes)
     assert launched_rank(nodes | {"MASTER_ADDR": "first"}) == (5, 8)
 

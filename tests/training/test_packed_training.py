@@ -311,7 +311,7 @@ def test_packed_and_unpacked_validation_have_the_same_loss(finished: tuple[RunCo
 
 def test_packs_keep_to_their_limits(dataset: Path, tmp_path: Path) -> None:
     config = configuration(dataset, tmp_path, "data.packing_max_samples=2", "data.packing_max_images=3")
-    training._write_preset(config, tmp_path / "model")
+    training.write_model_of_run(config, tmp_path / "model")
     bundle = training.load_bundle(config, tmp_path / "model")
     data = training.build_data_module(config, bundle)
     batches = [next(data.train_dataloader()) for _ in range(10)]

@@ -135,7 +135,7 @@ def test_an_attention_that_is_not_installed_is_named(folders: dict[str, Path]) -
 @pytest.mark.parametrize(
     ("config", "complaint"),
     [
-        (ModelConfig(preset="huge-llava"), "no model preset 'huge-llava'; presets: tiny-llava, tiny-qwen2-vl"),
+        (ModelConfig(preset="huge-llava"), "unknown model preset 'huge-llava'; presets: tiny-llava, tiny-qwen2-vl"),
         (ModelConfig(hidden_size=20), "model.hidden_size=20 must be a multiple of 2 times model.num_heads=4"),
         (ModelConfig(image_size=30), "model.image_size=30 must be a multiple of model.patch_size=8"),
         (ModelConfig(preset="tiny-qwen3-vl", hidden_size=24), "a multiple of 4 times model.num_heads=4"),

@@ -159,7 +159,7 @@ def test_a_run_that_never_began_can_be_started_again(smoke: RunConfig) -> None:
 def test_a_second_run_in_the_same_folder_is_refused_unless_told(
     finished: tuple[RunConfig, Any], smoke: RunConfig
 ) -> None:
-    with pytest.raises(ConfigurationError, match=r"already holds a run.*--resume.*--overwrite"):
+    with pytest.raises(ConfigurationError, match=r"already contains a run.*--resume.*--overwrite"):
         training.run(finished[0])
     config = replace(smoke, train=replace(smoke.train, max_steps=1))
     training.run(config)

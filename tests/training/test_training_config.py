@@ -87,7 +87,7 @@ def test_an_unknown_key_names_the_file(tmp_path: Path) -> None:
         ("data.shuffle_images=1", "data.shuffle_images must be bool, got 1"),
         ("data.num_lanes=[1]", "data.num_lanes must be int or null"),
         ("data=3", "data is a section"),
-        ("seed", "not of the form section.key=value"),
+        ("seed", "must have the form section.key=value"),
         ("data.path.x=3", "is a value, not a section"),
         ("train.max_steps={", "not valid YAML"),
         ("data.micro_batch_size=0", "data.micro_batch_size must be at least 1"),
@@ -96,8 +96,8 @@ def test_an_unknown_key_names_the_file(tmp_path: Path) -> None:
         ("optimizer.lr=-1e-3", r"optimizer.lr must be a number above 0, got -0\.001"),
         ("optimizer.lr=.inf", "optimizer.lr must be a number above 0, got inf"),
         ("optimizer.lr=.nan", "optimizer.lr must be a number above 0, got nan"),
-        ("optimizer.min_lr=1.0", r"optimizer.min_lr must lie between 0 and optimizer.lr=0\.\d+, got 1\.0"),
-        ("optimizer.min_lr=-1e-9", "optimizer.min_lr must lie between 0 and"),
+        ("optimizer.min_lr=1.0", r"optimizer.min_lr must be between 0 and optimizer.lr=0\.\d+, got 1\.0"),
+        ("optimizer.min_lr=-1e-9", "optimizer.min_lr must be between 0 and"),
         ("optimizer.warmup_steps=-1", "optimizer.warmup_steps must be at least 0, got -1"),
         ("optimizer.clip_norm=.nan", "optimizer.clip_norm must be at least 0, got nan"),
         ("optimizer.beta2=1.0", r"optimizer.beta2 must be at least 0 and below 1, got 1\.0"),
@@ -113,8 +113,8 @@ def test_an_unknown_key_names_the_file(tmp_path: Path) -> None:
         ("data.packing_max_images=4", "data.packing_max_images=4 limits packs, but nothing is packed"),
         ("data.packing_max_images=-1", "data.packing_max_images must be at least 1, got -1"),
         ("model.init=maybe", "'pretrained' or 'random', got 'maybe'"),
-        ("model.freeze=lm_head", "model.freeze must be a list of texts, got 'lm_head'"),
-        ("model.freeze=[1]", r"model.freeze must be a list of texts, got \[1\]"),
+        ("model.freeze=lm_head", "model.freeze must be a list of strings, got 'lm_head'"),
+        ("model.freeze=[1]", r"model.freeze must be a list of strings, got \[1\]"),
         ("data.max_pixels=0", "data.max_pixels must be at least 1, got 0"),
         ("data.max_num_images=0", "data.max_num_images must be at least 1, got 0"),
     ],
@@ -131,7 +131,7 @@ def test_shuffled_images_need_other_images() -> None:
 
 def test_images_of_packs_are_not_exchanged() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"shuffle_images=true .* not those of packs.*packing_buffer_size=null"
+        ConfigurationError, match=r"shuffle_images=true cannot exchange the images of packs.*packing_buffer_size=null"
     ):
         load_config(None, ["data.shuffle_images=true", "data.packing_buffer_size=100"])
 
@@ -153,7 +153,8 @@ def test_lists_are_read_and_written(tmp_path: Path, text: str, parts: tuple[str,
 
 
 @pytest.mark.parametrize(
-    ("content", "complaint"), [("- a", "must hold sections"), ("a: [", "not valid YAML"), (None, "cannot read")]
+    ("content", "complaint"),
+    [("- a", "must be a mapping of sections"), ("a: [", "not valid YAML"), (None, "cannot read")],
 )
 def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: str | None, complaint: str) -> None:
     path = tmp_path / "config.yaml"
@@ -178,5 +179,5 @@ def test_gradients_are_accumulated_up_to_the_global_batch(ranks: int, expected: 
 
 
 def test_a_global_batch_that_the_ranks_cannot_share_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"cannot be shared by 3 data-parallel ranks.*multiple of 96"):
+    with pytest.raises(ConfigurationError, match=r"cannot be divided between 3 data-parallel ranks.*multiple of 96"):
         RunConfig().accumulate(3)

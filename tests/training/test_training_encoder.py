@@ -104,12 +104,12 @@ def test_a_template_can_be_a_file(bundles: dict[str, ModelBundle], tmp_path: Pat
         (
             "tiny-llava",
             {"max_pixels": 100, "chat_template": "llava"},
-            r"data\.max_pixels=100: all images of this model have the same size.*data\.max_pixels=null",
+            r"data\.max_pixels=100 has no effect: all images of this model have the size.*data\.max_pixels=null",
         ),
         (
             "tiny-llava",
             {"chat_template": "lava"},
-            r"'lava' is no file .* and no name of a template: llava, chatml, qwen",
+            r"'lava' is neither a readable file .* nor the name of a template: llava, chatml, qwen",
         ),
         ("tiny-qwen2-vl", {"shuffle_images": True}, "take different numbers of tokens"),
     ],
@@ -238,7 +238,7 @@ def test_images_of_a_crude_conversation_are_found(sample: dict[str, Any], stores
     [
         (crude({"text": "a"}, jpg="x"), r"part 'json' with turns as messages or .*; this one has the parts json, jpg"),
         ({"__key__": "one", "txt": "a"}, "has the parts txt"),
-        (crude({"messages": TURNS, "image": "a.jpg"}), r"'a\.jpg' is neither a part .* auxiliary store 'images'"),
+        (crude({"messages": TURNS, "image": "a.jpg"}), r"'a\.jpg' is not a part .* auxiliary store 'images'"),
     ],
 )
 def test_a_crude_sample_that_is_no_conversation_is_refused(sample: dict[str, Any], complaint: str) -> None:

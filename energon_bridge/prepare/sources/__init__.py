@@ -1,7 +1,8 @@
-"""Detects the kind of a source; the readers are in the other modules of this package."""
+"""Detect the kind of a source; the readers are in the other modules of this package."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,7 @@ def open_source(
 ) -> Source:
     """Open a source of `energon convert`, of the given or the detected kind; raises the errors of its reader."""
     if not path.exists():
-        hint = " URLs other than hf:// are not read here: download them first." if ":/" in str(path) else ""
+        hint = " The only URLs supported are hf://: download others first." if ":/" in str(path) else ""
         raise DatasetNotFoundError(f"{path}: no such file or folder. Check the path.{hint}")
     if media is not None and not media.is_dir():
         raise ConfigurationError(f"--media {media}: no such folder.")
@@ -48,20 +49,23 @@ def _look(path: Path) -> tuple[str, Path]:
         kinds = {".parquet": "parquet", ".tar": "webdataset", ".yaml": "mix"}
         if suffix not in kinds:
             known = ", ".join((*_TABLES, *kinds))
-            raise SourceError(f"{path}: what is a {suffix or 'file without a suffix'}? Known are {known} and folders.")
+            raise SourceError(
+                f"{path}: cannot convert a {suffix or 'file without a suffix'}. Supported are {known} and folders."
+            )
         return kinds[suffix], path
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         return "huggingface", path
-    for pattern, kind in (("*.tar", "webdataset"), ("*.parquet", "parquet")):
-        if next((one for one in path.rglob(pattern) if not one.name.startswith(".")), None) is not None:
+    names = [name for _, _, files in os.walk(path) for name in files if not name.startswith(".")]
+    for suffix, kind in ((".tar", "webdataset"), (".parquet", "parquet")):
+        if any(name.endswith(suffix) for name in names):
             return kind, path
     for name in _LISTS:
         if (path / name).exists():
             return "table", path / name
-    tables = [one for one in sorted(path.iterdir()) if one.suffix.lower() in _TABLES[1:]]
+    tables = sorted(one for one in path.iterdir() if one.suffix.lower() in _TABLES[1:])
     if tables:
         raise SourceError(
-            f"{path}: is it the folder, or the list {tables[0].name} in it? Give the file, {tables[0]}, or say "
+            f"{path}: convert the folder, or the list {tables[0].name} in it? Pass the file, {tables[0]}, or "
             "--kind pairs or --kind classes."
         )
     return "folder", path

@@ -33,7 +33,7 @@ class FolderSource:
         files = sorted(_walk(root))
         media = [name for name in files if kind_by_name(name) is not None]
         if not media:
-            raise SourceError(f"{root}: no images, videos or sound below this folder, and no file that lists them.")
+            raise SourceError(f"{root}: no images, videos or sound below this folder, and no file that lists any.")
         stems = {os.path.splitext(name) for name in files}
         self._texts = {stem: suffix for suffix in reversed(_TEXTS) for stem, found in stems if found == suffix}
         split = {name.partition("/")[0] if "/" in name else "" for name in media} <= SPLIT_NAMES.keys()
@@ -51,7 +51,7 @@ class FolderSource:
         if as_classes is None:
             as_classes = nested and not has_texts and len(names) > 1
         elif as_classes and not nested:
-            raise SourceError(f"{root}: {media[0]} is in no folder of a class.")
+            raise SourceError(f"{root}: {media[0]} is not in the folder of a class. Move it into one.")
         self._classes = {name: number for number, name in enumerate(names)} if as_classes else {}
         self._has_texts = has_texts and not as_classes
         self.kind = "folder of classes" if as_classes else "folder of pairs" if has_texts else "folder of media"
@@ -62,10 +62,10 @@ class FolderSource:
         return len(self._media)
 
     def row(self, number: int) -> Row:
-        """Return a file with what stands beside it."""
+        """Return a file with its caption or class."""
         name = self._media[number]
         stem, suffix = os.path.splitext(name)
-        path = str(self._root / name)
+        path = f"{self._root}/{name}"
         files: dict[str, FileRef] = {"image": FileRef(path, suffix[1:].lower())}
         values: dict[str, object] = {}
         if self._classes:
@@ -75,22 +75,21 @@ class FolderSource:
             text = self._texts.get(stem)
             if text is None:
                 raise SourceError(
-                    f"{path}: there is no caption beside it ({Path(stem).name}.txt). --on-error skip leaves such files "
-                    "out."
+                    f"{path}: no caption beside it ({Path(stem).name}.txt). Leave such files out with --on-error skip."
                 )
             column = "json" if text == ".json" else "caption"
-            files[column] = FileRef(str(self._root / (stem + text)), "json" if text == ".json" else "txt")
+            files[column] = FileRef(f"{self._root}/{stem}{text}", "json" if text == ".json" else "txt")
         key = stem.replace(".", "_")
         if key in self._twice:
             key += f"-{suffix[1:].lower()}-{number}"
         return Row(where=path, values=values, files=dict(files), key=key)
 
     def sample(self, number: int, layout: Layout) -> RowSample:
-        """Return a sample to be read."""
+        """Return a sample, not read yet."""
         return lay_out(self.row(number), layout, number)
 
     def propose(self) -> Layout:
-        """Say what the files seem to be."""
+        """Propose a layout from the first files."""
         bare = frozenset(["image", "caption", "json"])
         if any(kind_by_name(name) != "image" for name in self._media):
             return Layout(sample_type="CrudeSample", bare=bare)
@@ -107,5 +106,7 @@ def _walk(root: Path) -> list[str]:
     found = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [os.path.join(folder, name) for name in names if not name.startswith(".")]
-    return [os.path.relpath(path, root).replace(os.sep, "/") for path in found]
+        inside = os.path.relpath(folder, root).replace(os.sep, "/")
+        before = "" if inside == "." else f"{inside}/"
+        found += [before + name for name in names if not name.startswith(".")]
+    return found

@@ -1,7 +1,7 @@
 """Datasets of the Hugging Face hub by name: `hf://OWNER/NAME`, `hf://OWNER/NAME/FOLDER`, with `@REVISION` at the end.
 
-The files are downloaded to the hub's cache (HF_HOME), which goes on after a stop, and read there as any other source.
-Parquet files can also be streamed: read by ranges, row group by row group, by the processes that write the shards.
+The files are downloaded to the hub's cache (HF_HOME), which resumes after a stop, and read there like any other source.
+Parquet files can also be streamed: the processes that write the shards read them by ranges, row group by row group.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _parse(source: str | Path) -> _Name:
 
 
 def download(source: str | Path) -> Path:
-    """Download a dataset of the hub, or what is not there yet, and return its folder; raises SourceError."""
+    """Download the missing files of a dataset of the hub and return its folder; raises SourceError."""
     name = _parse(source)
     with _hub(name) as hub:
         root = hub.snapshot_download(
@@ -61,9 +61,9 @@ def download(source: str | Path) -> Path:
 
 
 def stream(source: str | Path) -> Source:
-    """Open the parquet files of a dataset of the hub, of which only what is asked for is read; raises SourceError.
+    """Open the parquet files of a dataset of the hub; only the rows requested are read. Raises SourceError.
 
-    The files are those of one commit, the latest of the revision; their stamps are their bytes and their Git hashes.
+    All files are of one commit, the latest of the revision; their stamps are sizes and Git hashes.
     """
     name = _parse(source)
     with _hub(name) as hub:
@@ -75,7 +75,7 @@ def stream(source: str | Path) -> Source:
         files = {file.path: (file.size, int(file.blob_id[:15], 16)) for file in tree if file.path.endswith(".parquet")}
         if not files:
             raise SourceError(
-                f"{name.where}: has no parquet files, and others cannot be streamed: leave --stream out, or name "
+                f"{name.where}: no parquet files, and others cannot be streamed: leave out --stream, or name "
                 "another revision (many datasets have a branch `refs/convert/parquet`)."
             )
         return open_remote(name.where, f"hf://datasets/{name.repository}@{commit}", files)
@@ -83,7 +83,7 @@ def stream(source: str | Path) -> Source:
 
 @contextmanager
 def _hub(name: _Name) -> Iterator[Any]:
-    """Yield the hub's library; what goes wrong inside is a SourceError."""
+    """Yield the hub's library; turn its errors into SourceError."""
     try:
         import huggingface_hub
     except ImportError as error:
@@ -97,7 +97,7 @@ def _hub(name: _Name) -> Iterator[Any]:
     except Exception as error:  # of the hub, of the network, of the disk: classes of several libraries
         reason = str(error).strip().split("\n")[0]
         raise SourceError(
-            f"{name.where}: cannot be downloaded: {type(error).__name__}: {reason} Check the name, the network "
-            f"(HF_HUB_OFFLINE, HF_ENDPOINT) and, of a gated dataset, `hf auth login`; or convert a copy: hf download "
+            f"{name.where}: cannot download: {type(error).__name__}: {reason} Check the name, the network "
+            f"(HF_HUB_OFFLINE, HF_ENDPOINT) and, for a gated dataset, `hf auth login`; or convert a copy: hf download "
             f"{name.repository} --repo-type dataset --local-dir DIR"
         ) from error

@@ -1,7 +1,7 @@
-"""The datasets of a mix as one source: merged, cut by subsets and filtered, each sample once.
+"""The datasets of a mix as one source: merged, with subsets and filters applied, each sample once.
 
-Weights and repetitions say how often samples come in training, and mean nothing here. All datasets must have the same
-sample type and field map, or be crude.
+Weights and repetitions only matter in training and are ignored here. All datasets must have the same sample type and
+field map, or be crude.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class MixSource:
         return int(self._starts[-1])
 
     def row(self, number: int) -> Row:
-        """Return a sample's parts as columns, for people to look at."""
+        """Return a sample's parts as columns, for display."""
         return self.sample(number, Layout(sample_type="CrudeSample")).row()
 
     def sample(self, number: int, layout: Layout) -> TarSample:
-        """Return a sample to be read."""
+        """Return a sample, not read yet."""
         at = bisect_right(self._starts, number) - 1
         dataset, numbers = self._parts[at]
         shard, local = _place(dataset, int(numbers[number - self._starts[at]]))
@@ -74,7 +74,7 @@ class MixSource:
         )
 
     def propose(self) -> Layout:
-        """Keep the sample type that all datasets have."""
+        """Keep the common sample type of all datasets."""
         first = self._parts[0][0]
         for dataset, _ in self._parts[1:]:
             if _form(dataset) != _form(first):
@@ -87,12 +87,12 @@ class MixSource:
         return Layout(sample_type=first.sample_type.__name__, fields=first.field_map.fields)
 
     def _samples_of(self, leaf: OpenLeaf) -> tuple[PreparedDataset, np.ndarray]:
-        """Return a dataset and the numbers of its samples that the leaf has, without those that are excluded."""
+        """Return the dataset of a leaf and the numbers of the leaf's samples, without excluded ones."""
         dataset = leaf.dataset
         if type(dataset) is not PreparedDataset:
             raise SourceError(
-                f"{self.where}: {dataset.path} is no prepared dataset of tars but a join, a JSONL file or a table, and "
-                "only tars can be merged as they are. Convert the others by themselves, and join when you train."
+                f"{self.where}: {dataset.path} is a join, a JSONL file or a table, but only prepared datasets of tars "
+                "can be merged. Convert the others separately, and join during training."
             )
         numbers = np.arange(leaf.start, leaf.stop) if leaf.kept is None else leaf.kept
         if not dataset.excluded:

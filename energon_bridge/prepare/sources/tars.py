@@ -1,4 +1,4 @@
-"""WebDatasets that are sharded or shuffled again: their samples keep keys, parts and bytes."""
+"""WebDatasets, to be sharded or shuffled again: samples keep their keys, parts and bytes."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class TarSample:
         return Row(where=self.where, values={"parts": parts}, files={}, key=self.key)
 
     def mark(self) -> str:
-        """Return what changes if the sample does."""
+        """Return a text that changes if the sample does."""
         path = Path(self.store.url(self.shard))
         stat = path.stat() if isinstance(self.store, LocalStore) and path.exists() else None
         changed = f"{stat.st_size} {stat.st_mtime_ns}" if stat is not None else ""
         return f"{self.key}\0{self.shard} {self.offset} {self.length} {changed}"
 
     def read(self) -> tuple[list[tuple[str, bytes]], Mapping[str, str]]:
-        """Return its parts as they are."""
+        """Return its parts unchanged."""
         data = self.store.read_range(self.shard, self.offset, self.length)
         _, parts = parse_sample(data, where=self.where)
         return [(name, bytes(content)) for name, content in parts.items()], self.fields
@@ -117,7 +117,7 @@ class TarSource:
         )
 
     def propose(self) -> Layout:
-        """Keep the sample type of a prepared dataset; of others take the parts as they are."""
+        """Keep the sample type of a prepared dataset; keep the parts of others as they are."""
         rel = meta_path(DEFAULT_DATASET_CONFIG)
         if self._prepared and self._store.exists(rel):
             config: dict[str, Any] = expect_mapping(read_document(self._store, rel), where=self._store.url(rel))
@@ -146,12 +146,12 @@ class TarSource:
 
 
 def check_keys(keys: Iterable[str], sample: Callable[[int, Layout], TarSample]) -> None:
-    """Raise DuplicateKeyError if a key stands twice; `sample` gives a sample by its number."""
+    """Raise DuplicateKeyError if a key occurs twice; `sample` returns a sample by its number."""
     hashes = np.array([key_of(key) for key in keys], np.uint64)
     order = np.argsort(hashes, kind="stable")
     same = np.flatnonzero(np.diff(hashes[order]) == 0)
     if len(same):
         first, second = (sample(int(order[same[0] + step]), Layout(sample_type="CrudeSample")) for step in (0, 1))
         raise DuplicateKeyError(
-            f"{first.where} stands again in {second.where}. Give the samples new keys with --keys number."
+            f"{first.where} occurs again in {second.where}. Give the samples new keys with --keys number."
         )

@@ -1,10 +1,10 @@
-"""Encoders for families of Hugging Face models: conversations in, what the model trains on out.
+"""Encoders for families of Hugging Face models: from conversations to the model's inputs.
 
-`config` declares how, `chat` brings samples into one form, `rendering` writes them with a chat template and finds what
-is learned, `tokens` makes token sequences of that, `prepared` is what waits for its pixels, `vision` is what a family
-says of its images and videos, `llava` and `qwen` are families (`resize` and `video` have the sizes of images and the
-frames of videos), `templates` chat templates of theirs; `registry` and `pretrained` find them for a model, and
-`encoder` is the task encoder of all of them.
+`config` has the settings, `chat` brings samples into one form, `rendering` applies the chat template and finds the
+learned text, `tokens` makes token sequences, `prepared` is a sample without its pixels, `vision` the interface of a
+family, `llava` and `qwen` are families (`resize` and `video` choose the sizes of images and the frames of videos),
+`templates` has their chat templates; `registry` and `pretrained` find the family of a model, and `encoder` is the task
+encoder for all of them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Conversations in the shapes that datasets have, brought into one.
+"""Bring conversations from the shapes found in datasets into one form.
 
 A `ChatSample`, any sample or crude sample with `messages`, `conversations` or `conversation` (also inside a `json`
 part), and the types that `MultiModalTaskEncoder` encodes. A turn is `{"role": …, "content": …}` or `{"from": …,
-"value": …}`; `human` and `gpt` are `user` and `assistant`. Its content is a text with `<image>` and `<video>` where
-they stand, or a list of parts `{"type": "text", "text": …}`, `{"type": "image"}`, `{"type": "video"}`. Images and
-videos come in their order from the sample's own fields (`images`, `image`, `imgs`; `videos`, `video`), or stand in the
-parts.
+"value": …}`; `human` and `gpt` mean `user` and `assistant`. Its content is a text with the placeholders `<image>` and
+`<video>`, or a list of parts `{"type": "text", "text": …}`, `{"type": "image"}`, `{"type": "video"}`. Images and videos
+come in order from the sample's own fields (`images`, `image`, `imgs`; `videos`, `video`), or from the parts.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class ChatSample(Sample):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A text, or the place of an image or video."""
+    """A text, or the placeholder of an image or video."""
 
     kind: Literal["text", "image", "video"]
     text: str = ""
@@ -68,7 +67,7 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chat:
-    """A conversation; its images and videos stand in the order of their places."""
+    """A conversation with its images and videos in the order of their placeholders."""
 
     messages: tuple[Message, ...]
     images: tuple[Any, ...] = ()
@@ -77,7 +76,7 @@ class Chat:
 
 
 def has_turns(sample: Any) -> bool:
-    """Return whether a sample brings turns of its own."""
+    """Return whether a sample contains turns."""
     return _turns_of(sample) is not None
 
 
@@ -85,7 +84,7 @@ def chat_of(sample: Any, *, place_images: Literal["before", "after"] = "before")
     """Return the conversation of a sample that has turns.
 
     Raises:
-        SampleError: They have no shape that is known, or there are not as many images and videos as places.
+        SampleError: The turns have an unknown shape, or the numbers of images and videos differ from the placeholders.
     """
     holder = _turns_of(sample)
     name = next(name for name in _TURNS if _value(holder, name) is not None)
@@ -97,7 +96,7 @@ def chat_of(sample: Any, *, place_images: Literal["before", "after"] = "before")
         tools = turns.get("tools") if tools is None else tools
         turns = next((turns[name] for name in _TURNS if name in turns), None)
     if not isinstance(turns, Sequence) or not turns:
-        raise SampleError(f"{name} must be a list of turns that is not empty, not {turns!r}"[:500])
+        raise SampleError(f"{name} must be a non-empty list of turns, got {turns!r}"[:500])
     payloads: dict[Kind, list[Any]] = {"image": [], "video": []}
     waiting = {kind: media_of(sample, kind) for kind in payloads}
     messages = [_message(turn, payloads, waiting) for turn in turns]
@@ -120,10 +119,10 @@ def chat_of_conversation(content: Conversation) -> Chat:
 
 
 def chat_of_video(sample: VidQASample, *, place_images: Literal["before", "after"] = "before") -> Chat:
-    """Return the question about a video and the answer of most weight. Raises SampleError if there is no answer."""
+    """Return the question about a video and the answer with the largest weight. Raises SampleError without answers."""
     answers: Any = sample.answers
     if not answers:
-        raise SampleError("a VidQASample without answers cannot be trained on")
+        raise SampleError("a VidQASample needs answers for training")
     weights = sample.answer_weights
     best = 0 if weights is None else max(range(len(weights)), key=lambda number: float(weights[number]))
     answer = answers if isinstance(answers, str) else answers[best]
@@ -162,7 +161,7 @@ def _message(turn: Any, payloads: dict[Kind, list[Any]], waiting: dict[Kind, lis
     role = turn.get("role", turn.get("from")) if isinstance(turn, Mapping) else None
     content = turn.get("content", turn.get("value")) if role is not None else None
     if not isinstance(role, str) or not isinstance(content, str | list | tuple):
-        raise SampleError(f"a turn must have role and content, or from and value, not {turn!r}"[:500])
+        raise SampleError(f"a turn must have role and content, or from and value, got {turn!r}"[:500])
     role = _ROLES.get(role, role)
     parts = parts_of(content) if isinstance(content, str) else tuple(_part(part) for part in content)
     given = [None] * len(parts) if isinstance(content, str) else [_payload(part) for part in content]
@@ -185,11 +184,11 @@ def _part(part: Any) -> Part:
         return Part("image")
     if kind == "video":
         return Part("video")
-    raise SampleError(f"a part of a turn must be of type text, image or video, not {part!r}"[:500])
+    raise SampleError(f"a part of a turn must have the type text, image or video, got {part!r}"[:500])
 
 
 def _payload(part: Any) -> Any:
-    """Return the image or video in a part; a path or address says nothing that could be shown."""
+    """Return the image or video in a part; None for a path or URL, which is not loaded here."""
     payload = part.get(part.get("type")) if isinstance(part, Mapping) else None
     return None if isinstance(payload, str | Mapping) else payload
 
@@ -200,7 +199,7 @@ def _placed(
     waiting: dict[Kind, list[Any]],
     place_images: Literal["before", "after"],
 ) -> list[Message]:
-    """Put what has no place to the first question, and check that everything has one."""
+    """Place images and videos without a placeholder at the first question, and check the numbers."""
     for kind in payloads:
         if waiting[kind] and not payloads[kind]:
             first = next((n for n, message in enumerate(messages) if message.role == "user"), None)
@@ -222,7 +221,7 @@ def _mismatch(kind: str, places: int, there: int) -> str:
 
 
 def _turns_of(sample: Any) -> Any:
-    """Return what has the turns: the sample, or its JSON."""
+    """Return the holder of the turns: the sample, or its JSON."""
     for holder in (sample, _value(sample, "json")):
         if isinstance(holder, list) and holder:
             return {"messages": holder}
@@ -241,4 +240,4 @@ def _parsed(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise SampleError(f"the turns are no JSON: {error}") from error
+        raise SampleError(f"the turns are not valid JSON: {error}") from error

@@ -1,4 +1,4 @@
-"""How conversations become training samples: the declarative configuration of `ChatTemplateTaskEncoder`."""
+"""The settings of `ChatTemplateTaskEncoder`: how conversations become training samples."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from energon_bridge.task_encoder.pixels import PixelDtype, Profile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatConfig:
-    """How conversations are rendered, learned, limited and padded.
+    """How to render, mask, limit and pad conversations.
 
     Examples:
         >>> config = ChatConfig(seq_length=8192, learn="last")
         >>> ChatTemplateTaskEncoder.from_pretrained("Qwen/Qwen2.5-VL-7B-Instruct", config)  # doctest: +SKIP
 
     Args:
-        seq_length: Longest sequence that the model is shown, image tokens included.
-        chat_template: A Jinja template in place of the tokenizer's own.
-        template_kwargs: What else the template is given, for example `{"enable_thinking": False}`.
-        system: Put in front of every conversation that does not bring a system prompt of its own.
-        learn: `all` answers, or the `last` one only, for templates that write earlier turns in another way.
-        over_long: What becomes of a conversation longer than `seq_length`: `truncate` cuts it on the right, never
+        seq_length: Longest sequence, image tokens included.
+        chat_template: A Jinja template instead of the tokenizer's own.
+        template_kwargs: Further arguments of the template, for example `{"enable_thinking": False}`.
+        system: System prompt for conversations without one.
+        learn: `all` answers, or only the `last`, for templates that write earlier turns differently.
+        over_long: What to do with a conversation longer than `seq_length`: `truncate` cuts it on the right, never
             inside an image or a video; `drop` leaves it out as SkipSample does; `raise` stops the run.
         max_num_images: Most images and videos of a sample; None: any number.
         max_visual_tokens: Most image and video tokens of a sample.
-        video_fps: Frames to take of each second of a video that is given as a decoder (`AVDecoder`).
-        min_num_frames: Fewest frames of such a video, where it has as many.
-        max_num_frames: Most frames of a video; of frames that are given, what follows is cut off.
-        over_limit: The same choices for samples over `max_num_images` or `max_visual_tokens`: `truncate` cuts in front
-            of the first image or video over the limit.
-        place_images: Where a conversation has no placeholder, its images go `before` or `after` its first question.
-        add_bos: Begin with the begin-of-sequence token. None: where the tokenizer itself does, unless it is there.
+        video_fps: Frames per second to take from a video given as a decoder (`AVDecoder`).
+        min_num_frames: Fewest frames to take from such a video, if it has that many.
+        max_num_frames: Most frames of a video; further frames of a list are cut off.
+        over_limit: The same choices for samples over `max_num_images` or `max_visual_tokens`: `truncate` cuts before
+            the first image or video over the limit.
+        place_images: Put images without a placeholder `before` or `after` the first question.
+        add_bos: Start with the begin-of-sequence token. None: if the tokenizer does, unless the text already has it.
         pad_to_multiple_of: Batches, and the samples of packs, are padded to a multiple of this length.
         pad_to_max_length: Pad every batch, and every pack, to `seq_length`: one shape for all batches.
         ignore_index: Label of every position that carries no loss.
-        pixels: Whose values the pixels of images have: `torch` or `pillow`, those of transformers' processors that go
-            by torchvision or by Pillow; `processor` calls the image processor. None: what the family says.
-        pixels_dtype: Of the pixels: `float32`, `bfloat16`, `float16`, or `uint8`, which `normalise_on_device` makes
-            floats of. None: what the family says.
+        pixels: Which values pixels have: `torch` or `pillow`, as from transformers' processors based on torchvision
+            or Pillow; `processor` calls the image processor. None: the family's choice.
+        pixels_dtype: Type of the pixels: `float32`, `bfloat16`, `float16`, or `uint8`, which `normalise_on_device`
+            turns into floats. None: the family's choice.
 
     Raises:
-        ConfigurationError: A number is not positive, or there is no such choice.
+        ConfigurationError: A number is not positive, or a choice is unknown.
     """
 
     seq_length: int = 2048
@@ -73,9 +73,9 @@ class ChatConfig:
         for name in (*numbers, "pad_to_multiple_of"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigurationError(f"{name}={value!r} of a ChatConfig must be a positive integer")
+                raise ConfigurationError(f"ChatConfig: {name} must be a positive integer, got {value!r}")
         if not self.video_fps > 0:
-            raise ConfigurationError(f"video_fps={self.video_fps!r} of a ChatConfig must be positive")
+            raise ConfigurationError(f"ChatConfig: video_fps must be positive, got {self.video_fps!r}")
         policies = (OverLong.TRUNCATE, OverLong.DROP, OverLong.RAISE)
         for name, choices in (
             ("over_long", policies),
@@ -85,5 +85,5 @@ class ChatConfig:
         ):
             if getattr(self, name) not in choices:
                 raise ConfigurationError(
-                    f"{name}={str(getattr(self, name))!r} of a ChatConfig must be one of {', '.join(choices)}"
+                    f"ChatConfig: {name} must be one of {', '.join(choices)}, got {str(getattr(self, name))!r}"
                 )

@@ -1,8 +1,8 @@
-"""The task encoder of all families: conversations in, what the family's model trains on out.
+"""The task encoder of all families: from conversations to the model's inputs.
 
-Around packing it works in two steps. `preencode_sample` renders and tokenises a conversation, and counts the tokens of
-its images from their sizes, which their headers say; `postencode_sample` makes the pixels. So what waits in a packing
-buffer has no pixels, and only what is delivered is decoded.
+It works in two steps, before and after packing. `preencode_sample` renders and tokenises a conversation, and counts the
+tokens of its images from the sizes in their headers; `postencode_sample` makes the pixels. So samples in a packing
+buffer have no pixels, and only delivered samples are decoded.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from energon_bridge.task_encoder.visual import size_of
 
 
 class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalBatch]):
-    """Encode conversations with images and videos for a model of transformers, by its tokenizer's chat template.
+    """Encode conversations with images and videos for a model of transformers, with its tokenizer's chat template.
 
     Examples:
         >>> encoder = ChatTemplateTaskEncoder.from_pretrained("Qwen/Qwen2.5-VL-7B-Instruct")  # doctest: +SKIP
@@ -66,17 +66,17 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
 
     Args:
         tokenizer: Of the transformers interface, with a chat template unless the configuration has one.
-        family: What the model makes of images and videos: `family_of(model.config, tokenizer, image_processor)`, a
-            QwenFamily, a FixedTokenFamily or one of your own. None: the model reads texts only.
-        config: How conversations are rendered, learned, limited and padded.
-        packer: How samples are packed; it is given `PreparedSample`s, and what no pack can hold is dropped, truncated,
-            split or refused as it says. None: by best fit into `seq_length` tokens, where packing is on.
+        family: How the model takes images and videos: `family_of(model.config, tokenizer, image_processor)`, a
+            QwenFamily, a FixedTokenFamily or your own. None: the model takes texts only.
+        config: How to render, mask, limit and pad conversations.
+        packer: How to pack `PreparedSample`s; its `over_long` decides about samples too long for a pack. None: by best
+            fit into `seq_length` tokens, if packing is on.
 
     Attributes:
-        counts: What became of over-long samples, by policy and limit: in this process, so far.
+        counts: Number of over-long samples in this process so far, by policy and limit.
 
     Raises:
-        ConfigurationError: There is no chat template, or the tokenizer does not know the family's tokens.
+        ConfigurationError: There is no chat template, or the tokenizer lacks the family's tokens.
     """
 
     decoder: SampleDecoder | None = SampleDecoder(image_decode="pilrgb", defer_images=True)
@@ -105,10 +105,10 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         self._placeholders = placeholders_of(tokenizer, family)
         self._bos = bos_of(tokenizer, self.config.add_bos)
         self._row_length = self.config.seq_length + -self.config.seq_length % self.config.pad_to_multiple_of
-        self._admits = packer is not None  # by itself no sample is longer than seq_length
+        self._admits = packer is not None  # without a packer, no sample is longer than seq_length
         self.packer = packer or Packer(limits={"tokens": self._row_length}, size_of=self.padded_length)
         self._encoders: dict[type, Callable[[Any, MultiModalSampleConfig], Any]] = dict(SAMPLE_ENCODERS)
-        # What the encoders of sample types write; the placeholder is that of conversations, not the model's.
+        # For the encoders of sample types; the placeholder is that of conversations, not the model's.
         self._sample_config = MultiModalSampleConfig(
             image_token=ImageToken(token_str="<image>"), image_following_text=self.config.place_images == "after"
         )
@@ -125,7 +125,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         *,
         packer: Packer[PreparedSample] | None = None,
     ) -> Self:
-        """Return the encoder for a model of a known family, by its configuration. Raises ConfigurationError."""
+        """Return the encoder for a model, whose configuration names its family. Raises ConfigurationError."""
         return cls(tokenizer, family_of(model_config, tokenizer, image_processor), config, packer=packer)
 
     @classmethod
@@ -136,10 +136,10 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         *,
         packer: Packer[PreparedSample] | None = None,
     ) -> Self:
-        """Return the encoder for a model in a folder, or on the hub: its tokenizer and its Pillow image processor.
+        """Return the encoder for a model in a folder or on the hub, with its tokenizer and Pillow image processor.
 
         Raises:
-            ConfigurationError: Something cannot be loaded, or the model's family is not known.
+            ConfigurationError: A part cannot be loaded, or the model's family is unknown.
         """
         loaded = load_pretrained(name_or_path)
         config = config or ChatConfig()
@@ -148,33 +148,33 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         return cls(loaded.tokenizer, loaded.family, config, packer=packer)
 
     def register_encoder(self, sample_type: type, encoder: Callable[[Any, MultiModalSampleConfig], Any]) -> None:
-        """Encode samples of a type, and of types derived from it, by a function of the sample and a configuration.
+        """Encode samples of a type and its subclasses with a function of the sample and a configuration.
 
-        It returns a `ChatSample`, a `Conversation` or a `Document`, images as `<image>` in what is shown.
+        The function returns a `ChatSample`, a `Conversation` or a `Document`, with `<image>` for images in prompts.
         """
         self._encoders[sample_type] = encoder
 
     def encode(self, sample: Any) -> MultiModalSample:
-        """Encode one sample at once, pixels and all. Raises SampleError and SkipSample as the two steps do."""
+        """Encode one sample in a single step, with pixels. Raises SampleError and SkipSample as the two steps do."""
         return self.postencode_sample(self._prepared(sample))
 
     def preencode_sample(self, sample: Any) -> PreparedSample | Iterator[PreparedSample]:
-        """Render and tokenise one sample, its images counted from their sizes; a packer that splits makes several.
+        """Render and tokenise a sample, and count its image tokens; a packer that splits yields several samples.
 
         Raises:
-            SampleError: The sample cannot be trained on: no answer, or not as many images as places.
-            SkipSample: It is over a limit whose policy is to drop.
-            OverLongSampleError: It is over a limit whose policy is to raise.
+            SampleError: The sample has no answer, or a wrong number of images.
+            SkipSample: It exceeds a limit with the policy `drop`.
+            OverLongSampleError: It exceeds a limit with the policy `raise`.
         """
         prepared = self._prepared(sample)
         return self.packer.admitted(prepared) if self._admits else prepared
 
     def postencode_sample(self, sample: PreparedSample) -> MultiModalSample:
-        """Process the images and videos of one sample. Raises SampleError if they are not as large as planned."""
+        """Process the images and videos of a sample. Raises SampleError if their sizes differ from the plans."""
         images = [image.made() if isinstance(image, DeferredImage) else image for image in sample.images]
         visual: dict[str, Tensor] = {}
         if sample.plans and self.family is not None:
-            ordered = sorted(sample.plans, key=lambda plan: plan.kind)  # images, then videos; each in their order
+            ordered = sorted(sample.plans, key=lambda plan: plan.kind)  # images, then videos; each in order
             try:
                 videos = [_made(video) for video in sample.videos]
                 visual = self.family.process(images, videos, ordered)
@@ -195,26 +195,26 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
 
     @property
     def image_token_ids(self) -> frozenset[int]:
-        """Return the tokens that stand for images and videos."""
+        """Return the placeholder tokens of images and videos."""
         return frozenset(self._placeholders.values())
 
     @property
     def pixel_settings(self) -> dict[str, str]:
-        """What the state of a run says of its pixels."""
+        """The settings of pixels that the state of a run records."""
         processor = getattr(self.family, "image_processor", None)
         return pixel_settings(processor, _path_of(self.family), getattr(self.family, "pixels_dtype", "float32"))
 
     def padded_length(self, sample: PreparedSample | MultiModalSample) -> int:
-        """Return how many tokens a sample takes in a pack."""
+        """Return the number of tokens that a sample takes in a pack."""
         return len(sample.tokens) + -len(sample.tokens) % self.config.pad_to_multiple_of
 
     @default_hook
     def sample_length(self, sample: Any) -> int:
-        """Return the tokens of a row of a batch in which this sample is the longest."""
+        """Return the length of a batch in which this sample is the longest."""
         return self._row_length if self.config.pad_to_max_length else self.padded_length(sample)
 
     def select_samples_to_pack(self, samples: Sequence[Any]) -> list[list[Any]]:
-        """Return the packs of tokenised samples that leave the packing buffer now."""
+        """Select the packs of tokenised samples that leave the packing buffer."""
         return self.packer.select(samples)
 
     def pack_selected_samples(self, samples: Sequence[Any]) -> MultiModalPack:
@@ -290,7 +290,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         return content if isinstance(content, Chat | Document) else chat_of_conversation(content)
 
     def _rendered(self, content: Chat | Document) -> tuple[list[Segment], str]:
-        """Return the text of a sample, and the first answer in it."""
+        """Return the text of a sample, and its first answer."""
         if isinstance(content, Document):
             segments = document_segments(content, self.family, eos=self.tokenizer.eos_token or "")
             return segments, next(piece.text for piece in content.pieces if piece.learned)
@@ -306,9 +306,9 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         return [video_of(value, fps=config.video_fps, least=least, most=most) for value in values]
 
     def _planned(self, segments: Sequence[Segment], images: Sequence[Any], videos: Sequence[Any]) -> list[Plan]:
-        """Return the plans of images and videos in the order of their places."""
+        """Return the plans of images and videos in the order of their placeholders."""
         if (images or videos) and self.family is None:
-            raise SampleError("the sample has images or videos, but the encoder has no family for them: pass one")
+            raise SampleError("the sample has images or videos, but the encoder has no family for them: pass family=…")
         if self.family is None:
             return []
         plans = {
@@ -319,9 +319,9 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         return [*ordered, *plans["image"], *plans["video"]]
 
     def _deferred(self, images: Sequence[Any]) -> list[Any]:
-        """Return images of which those that are not decoded yet are decoded as pixels, on the threads of the engine.
+        """Return images whose undecoded ones become pixels on the decode threads.
 
-        Code of the user's that gets images in `postencode_sample` or `Family.process` goes on getting them.
+        User code that takes images in `postencode_sample` or `Family.process` still gets images.
         """
         path = _path_of(self.family)
         if path is None or not self._makes_pixels_early:
@@ -329,7 +329,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         return [path.deferred(image) if type(image) is DeferredImage else image for image in images]
 
     def _deferred_videos(self, videos: Sequence[VideoFrames]) -> list[Any]:
-        """As `_deferred`, of videos given as decoders."""
+        """The same as `_deferred`, for videos given as decoders."""
         if not isinstance(self.family, QwenFamily) or not self._makes_pixels_early:
             return list(videos)
         return [self.family.deferred_video(video) for video in videos]
@@ -354,7 +354,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         return stretches
 
     def _fill(self, sequence: Sequencer, stretches: Sequence[Stretch]) -> tuple[list[int], list[Plan]]:
-        """Add what there is room for; return the types of the tokens, and the plans of what is in."""
+        """Add the stretches that fit; return the types of their tokens, and their plans."""
         total, longest = sum(len(stretch.tokens) for stretch in stretches), self.config.seq_length
         if total > longest + 1:
             self._over(self.config.over_long, "seq_length", f"{total - 1} tokens, with seq_length={longest}")
@@ -380,7 +380,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         return f"nothing to learn: {cut}, before the first of the learned tokens"
 
     def _over(self, policy: str, limit: str, complaint: str) -> None:
-        """Do what a policy says: count, and raise unless the sample must be cut."""
+        """Apply a policy: count the sample, and raise unless the policy cuts it."""
         self.counts[f"{policy} {limit}"] += 1
         if policy == OverLong.DROP:
             raise SkipSample(complaint)
@@ -396,7 +396,7 @@ _POSTENCODE = ChatTemplateTaskEncoder.postencode_sample
 
 
 def _made(video: Any) -> Any:
-    """Return a video as a family takes it: as pixels, where they have been made, else with its frames decoded."""
+    """Return a video for a family: its pixels if they are made, else with its frames decoded."""
     if isinstance(video, Deferred):
         return video.made()
     return decoded(video) if isinstance(video, VideoFrames) else video
@@ -408,15 +408,15 @@ def _path_of(family: Any) -> PixelPath | None:
 
 
 def _with_pixels(family: Any, config: ChatConfig) -> Any:
-    """Return a family with the pixels that a configuration asks for. Raises ConfigurationError if it has no choice."""
+    """Return a family with the pixels of a configuration. Raises ConfigurationError if it has no such choice."""
     wanted = {"pixels": config.pixels, "pixels_dtype": config.pixels_dtype}
     wanted = {name: value for name, value in wanted.items() if value is not None}
     if not wanted or family is None:
         return family
     if not is_dataclass(family) or not {"pixels", "pixels_dtype"} <= {entry.name for entry in fields(family)}:
         raise ConfigurationError(
-            f"{' and '.join(wanted)} of the ChatConfig say nothing to a {type(family).__name__}: a family of your own "
-            "makes its pixels itself, leave them out"
+            f"{' and '.join(wanted)} of the ChatConfig have no effect on a {type(family).__name__}, since your own "
+            "family makes its pixels itself: leave them out"
         )
     return replace(cast(Any, family), **wanted)
 

@@ -1,12 +1,12 @@
-"""Families with the same number of tokens for every image: LLaVA, and all models like it; LLaVA-NeXT, which has tiles.
+"""Families with a fixed number of tokens per image (LLaVA and similar models), and LLaVA-NeXT, which adds tiles.
 
-LLaVA's tokens are the patches of the vision tower: H // P * W // P of them for an image of H x W pixels behind the
-processor and patches of P pixels, and one for the class token; the feature strategy `default` leaves out the first.
+LLaVA's tokens are the patches of the vision tower, H // P * W // P for a processed image of H x W pixels and patches of
+P pixels, and one for the class token; the feature strategy `default` leaves out the first.
 Source: the processor of LLaVA in transformers.
 
-LLaVA-NeXT sees an image as a whole, and scaled into the best of some resolutions, in tiles of the size of the whole.
-The model puts the tiles together, cuts off what was padded, and ends each row with a token of its own; so the tokens of
-an image follow from its height and width. Source: the processor of LLaVA-NeXT in transformers.
+LLaVA-NeXT sees an image twice: as a whole, and scaled into the best of several resolutions, cut into tiles of the size
+of the whole. The model assembles the tiles, removes the padding, and ends each row with an extra token; so the tokens
+of an image follow from its height and width. Source: the processor of LLaVA-NeXT in transformers.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from energon_bridge.task_encoder.visual import concat_visual
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FixedTokenFamily:
-    """A family of models whose images all take the same number of tokens; it has no videos.
+    """A family of models with a fixed number of tokens per image and without videos.
 
     Args:
         image_processor: Called as `image_processor(images=[image], return_tensors="pt")`.
         image_tokens: Tokens of an image.
-        image_token: The token, as the chat template writes it.
-        patch_size: Side of a patch in the processed pixels, to check what was planned. None: nothing to check.
-        extra_tokens: How many more tokens an image has than patches.
-        pixels: Whose values pixels have, `torch` or `pillow`, or `processor` to call the processor; None: those of the
-            processor's class, without calling it where it is known.
-        pixels_dtype: Of the pixels: `float32`, `bfloat16`, `float16`, or `uint8`, for `normalise_on_device`.
+        image_token: The placeholder token in the chat template.
+        patch_size: Side of a patch in the processed pixels, to check the plans. None: no check.
+        extra_tokens: Tokens of an image beyond its patches.
+        pixels: Which values pixels have, `torch` or `pillow`, or `processor` to call the processor; None: those of the
+            processor's class, without calling it if it is a known one.
+        pixels_dtype: Type of the pixels: `float32`, `bfloat16`, `float16`, or `uint8`, for `normalise_on_device`.
     """
 
     image_processor: Any
@@ -54,17 +54,19 @@ class FixedTokenFamily:
 
     def __post_init__(self) -> None:
         if self.image_tokens < 1:
-            raise ConfigurationError(f"image_tokens={self.image_tokens} must be positive: an image needs a token")
+            raise ConfigurationError(
+                f"image_tokens must be positive, since an image needs a token; got {self.image_tokens}"
+            )
         object.__setattr__(self, "path", pixel_path(self.image_processor, self.pixels, self.pixels_dtype))
 
     @property
     def image_text(self) -> str:
-        """What stands for an image where no template writes it."""
+        """The text for an image if no template writes it."""
         return self.image_token
 
     @property
     def video_text(self) -> str:
-        """Nothing: there are no videos."""
+        """Empty, since there are no videos."""
         return ""
 
     def plan_image(self, width: int, height: int) -> Plan:
@@ -72,11 +74,11 @@ class FixedTokenFamily:
         return Plan(kind="image", placeholder=self.image_token, text=self.image_token, runs=(self.image_tokens,))
 
     def plan_video(self, video: VideoFrames) -> Plan:
-        """Refuse videos. Raises SampleError."""
-        raise SampleError("models with a fixed number of tokens per image have no videos; pass frames as images")
+        """Raise SampleError: videos are not supported."""
+        raise SampleError("models with a fixed number of tokens per image take no videos; pass the frames as images")
 
     def process(self, images: Sequence[Any], videos: Sequence[VideoFrames], plans: Sequence[Plan]) -> dict[str, Tensor]:
-        """Return what the processor makes of the images, joined along dimension 0."""
+        """Return the processed images, joined along dimension 0."""
         processed = [
             process_image(self.image_processor, image, self.path, getattr(torch, self.pixels_dtype)) for image in images
         ]
@@ -89,11 +91,11 @@ class FixedTokenFamily:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TiledFamily(FixedTokenFamily):
-    """LLaVA-NeXT. `image_tokens` are those of the whole image, which its tiles come on top of.
+    """LLaVA-NeXT. `image_tokens` counts the whole image; the tokens of its tiles are added.
 
     Args:
-        resolutions: Heights and widths, of which the best for an image is what it is scaled into.
-        tile: Height and width of a tile, and of the whole image, behind the processor.
+        resolutions: Heights and widths; an image is scaled into the best one.
+        tile: Height and width of a processed tile, and of the processed whole image.
     """
 
     resolutions: tuple[tuple[int, int], ...]
@@ -106,7 +108,7 @@ class TiledFamily(FixedTokenFamily):
         )
 
     def process(self, images: Sequence[Any], videos: Sequence[VideoFrames], plans: Sequence[Plan]) -> dict[str, Tensor]:
-        """Return `pixel_values`, as many tiles for each image as the one with most has, and `image_sizes`."""
+        """Return `pixel_values`, padded to the image with the most tiles, and `image_sizes`."""
         processed = [
             process_image(self.image_processor, image, self.path, getattr(torch, self.pixels_dtype)) for image in images
         ]
@@ -114,7 +116,7 @@ class TiledFamily(FixedTokenFamily):
         return concat_visual(processed)
 
     def _tokens(self, height: int, width: int) -> int:
-        """Return the tokens of an image: of the whole, and of each row of its tiles what is no padding, and one."""
+        """Return the tokens of an image: the whole, and for each row of its tiles the part without padding, and one."""
         assert self.patch_size is not None
         room = best_resolution((height, width), self.resolutions)
         rows, columns = (side // self.patch_size * (total // side) for side, total in zip(self.tile, room, strict=True))
@@ -133,14 +135,14 @@ def llava_family(
     class_tokens: int = 1,
     image_token: str = "<image>",
 ) -> FixedTokenFamily:
-    """Return the family of LLaVA models, the tokens counted from the image processor's size.
+    """Return the family of LLaVA models; the size of the image processor gives the number of tokens.
 
     Args:
-        image_processor: Has `crop_size` where it crops, else `size`, with height and width.
+        image_processor: Has `crop_size` if it crops, else `size`, with height and width.
         patch_size: Side of a patch of the vision tower.
         feature_strategy: `default` leaves out the class token, `full` keeps it.
-        class_tokens: How many more outputs than patches the vision tower has.
-        image_token: The token, as the chat template writes it.
+        class_tokens: Outputs of the vision tower beyond its patches.
+        image_token: The placeholder token in the chat template.
 
     Raises:
         ConfigurationError: The image processor gives images of different sizes.
@@ -175,7 +177,8 @@ def llava_next_family(
     pinpoints = getattr(image_processor, "image_grid_pinpoints", None)
     if not pinpoints:
         raise ConfigurationError(
-            f"{type(image_processor).__name__} has no image_grid_pinpoints: it is no image processor of LLaVA-NeXT"
+            f"{type(image_processor).__name__} has no image_grid_pinpoints, so it is not an image processor of "
+            "LLaVA-NeXT"
         )
     return TiledFamily(
         image_processor=image_processor,
@@ -189,14 +192,14 @@ def llava_next_family(
 
 
 def processed_size(image_processor: Any) -> tuple[int, int]:
-    """Return height and width of all images behind an image processor. Raises ConfigurationError if they differ."""
+    """Return height and width of processed images. Raises ConfigurationError if they differ between images."""
     cropped = getattr(image_processor, "do_center_crop", False)
     size = getattr(image_processor, "crop_size" if cropped else "size", None)
     height, width = (None, None) if size is None else (size["height"], size["width"])
     if not height or not width:
         raise ConfigurationError(
             f"{type(image_processor).__name__} gives images of different sizes "
-            f"({'crop_size' if cropped else 'size'}={size!r}), so that the tokens of an image are not known: set "
+            f"({'crop_size' if cropped else 'size'}={size!r}), so the number of tokens of an image is unknown: set "
             "crop_size, or size with height and width"
         )
     return int(height), int(width)

@@ -1,4 +1,4 @@
-"""Samples between tokens and pixels: what waits in a packing buffer, and the positions that follow from it."""
+"""Tokenised samples without pixels, as they wait in a packing buffer, and their positions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from energon_bridge.task_encoder.mrope import Grid, mrope_positions
 
 @edataclass
 class PreparedSample(Sample):
-    """A tokenised sample whose images are not processed yet; the tensors are those of MultiModalSample.
+    """A tokenised sample whose images are not processed yet, with the tensors of MultiModalSample.
 
-    `plans` are those of the images and videos that `images` and `videos` hold, in the order of their places.
+    `plans` belong to the images and videos in `images` and `videos`, in the order of their placeholders.
     """
 
     tokens: Tensor
@@ -29,12 +29,12 @@ class PreparedSample(Sample):
 
     @property
     def visual_tokens(self) -> int:
-        """Tokens that stand for images and videos."""
+        """Number of image and video tokens."""
         return sum(plan.tokens for plan in self.plans)
 
 
 def positions_of(sample: PreparedSample, family: Family | None) -> Tensor | None:
-    """Return the positions of three axes, int64 of shape (3, tokens); None for models that have none."""
+    """Return the positions on three axes, int64 of shape (3, tokens); None for models without them."""
     if family is None or not family.merge_size:
         return None
     grids: dict[int, list[Grid]] = {IMAGE_TYPE: [], VIDEO_TYPE: []}
@@ -44,6 +44,6 @@ def positions_of(sample: PreparedSample, family: Family | None) -> Tensor | None
             grids[IMAGE_TYPE].append(Grid(time, height, width))
             continue
         interval = family.tokens_per_second * plan.second_per_grid if family.tokens_per_second else 1.0
-        # Runs that stand apart, with their times in between, are grids of their own.
+        # Separate runs, with times between them, are separate grids.
         grids[VIDEO_TYPE] += [Grid(time // len(plan.runs), height, width, interval)] * len(plan.runs)
     return mrope_positions(sample.mm_token_type_ids.tolist(), grids, family.merge_size)

@@ -1,7 +1,7 @@
-"""What an encoder needs of a model in a folder or on the hub, loaded part by part: whole processors need torchvision.
+"""Load what an encoder needs of a model from a folder or the hub, part by part: whole processors need torchvision.
 
-The tokenizer and the Pillow image processor are loaded by transformers. Of the processor's own files two settings are
-read: its chat template, which goes before that of the tokenizer, and the bounds of the size of videos.
+Transformers loads the tokenizer and the Pillow image processor. Two settings are read from the processor's own files:
+its chat template, which overrides the tokenizer's, and the bounds on the size of videos.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from energon_bridge.task_encoder.families.vision import Family
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pretrained:
-    """A tokenizer, what its model makes of images, and the processor's chat template, if it has one of its own."""
+    """A tokenizer, the family of its model, and the processor's chat template, if it has one."""
 
     tokenizer: Any
     family: Family
@@ -27,10 +27,10 @@ class Pretrained:
 
 
 def load_pretrained(name_or_path: str | Path) -> Pretrained:
-    """Load what an encoder needs of a model.
+    """Load the parts of a model that an encoder needs.
 
     Raises:
-        ConfigurationError: Something cannot be loaded, or the model's family is not known.
+        ConfigurationError: A part cannot be loaded, or the model's family is unknown.
     """
     from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
@@ -41,7 +41,7 @@ def load_pretrained(name_or_path: str | Path) -> Pretrained:
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"cannot load the tokenizer and image processor of {str(name_or_path)!r}: {error}\nWithout a connection to "
-            "the Hugging Face hub use a model that is in the cache (HF_HOME), or a local folder"
+            "the Hugging Face hub, use a model in the cache (HF_HOME) or a local folder"
         ) from error
     video_config = _video_config(name_or_path)
     return Pretrained(
@@ -52,7 +52,7 @@ def load_pretrained(name_or_path: str | Path) -> Pretrained:
 
 
 def _chat_template(name_or_path: str | Path) -> str | None:
-    """Return the template of the processor: a file of its own, in older folders a text in JSON."""
+    """Return the template of the processor: from its own file, or in older folders from a JSON file."""
     template = _read(name_or_path, "chat_template.jinja")
     if template is None and (found := _read(name_or_path, "chat_template.json")) is not None:
         template = json.loads(found).get("chat_template")
@@ -60,7 +60,7 @@ def _chat_template(name_or_path: str | Path) -> str | None:
 
 
 def _video_config(name_or_path: str | Path) -> Mapping[str, Any]:
-    """Return the settings of the video processor; which file has them depends on the release that wrote the folder."""
+    """Return the settings of the video processor; their file depends on the release that wrote the folder."""
     found = _read(name_or_path, "video_preprocessor_config.json")
     if found is not None:
         return dict(json.loads(found))

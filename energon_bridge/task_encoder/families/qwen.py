@@ -1,14 +1,14 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images and videos in patches of their own size.
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images and videos as patches, at their own resolution.
 
 An image is scaled so that both sides are multiples of `patch_size * merge_size` and its area lies between bounds
 (`smart_resize`); a video likewise, by frame, in Qwen3-VL over all of its frames together. `merge_size`^2 patches are
-one token, `temporal_patch_size` frames one temporal patch. In Qwen3-VL every temporal patch of a video has its time in
-front, as text. Source: the image and video processors of transformers (smart_resize, get_number_of_image_patches), its
-Qwen3-VL processor (replace_video_token).
+one token, `temporal_patch_size` frames one temporal patch. In Qwen3-VL, each temporal patch of a video is preceded by
+its time as text. Source: the image and video processors of transformers (smart_resize, get_number_of_image_patches),
+its Qwen3-VL processor (replace_video_token).
 
-Pixels have the values of the image processor, by the native path where it is known (`task_encoder.pixels`). Frames of
-videos are scaled as images are: by Pillow in that profile, where the video processors of transformers, which need
-torchvision, scale by torch.
+Pixels have the values of the image processor, computed by the native path if it is a known one (`task_encoder.pixels`).
+Frames of videos are scaled like images: in the Pillow profile by Pillow, although the video processors of transformers,
+which need torchvision, scale by torch.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ class QwenFamily:
     Args:
         image_processor: Has `size` (`shortest_edge` and `longest_edge`, areas in pixels), `patch_size`, `merge_size`
             and `temporal_patch_size`.
-        min_pixels: Least area of an image; None: the image processor's.
+        min_pixels: Smallest area of an image; None: the image processor's.
         max_pixels: Largest area of an image; None: the image processor's.
-        video_min_pixels: Least area of a frame, or of all frames together where `video_timestamps`.
+        video_min_pixels: Smallest area of a frame, or of all frames together with `video_timestamps`.
         video_max_pixels: Largest area, likewise.
-        video_timestamps: Write the time in front of every temporal patch of a video (Qwen3-VL).
+        video_timestamps: Write the time before every temporal patch of a video (Qwen3-VL).
         video_wrapper: With timestamps, keep the vision tokens that the template writes around a video, as the processor
-            of transformers 5 does; without, only those around each temporal patch stay, as in the first releases.
+            of transformers 5 does; False keeps only those around each temporal patch, as the first releases did.
         tokens_per_second: Temporal positions per second of video; 0: one for each temporal patch.
-        pixels: Whose values pixels have, `torch` or `pillow`, or `processor` to call the processor; None: those of the
-            processor's class, without calling it where it is known.
-        pixels_dtype: Of the pixels: `float32`, `bfloat16`, `float16`, or `uint8`, for `normalise_on_device`.
+        pixels: Which values pixels have, `torch` or `pillow`, or `processor` to call the processor; None: those of the
+            processor's class, without calling it if it is a known one.
+        pixels_dtype: Type of the pixels: `float32`, `bfloat16`, `float16`, or `uint8`, for `normalise_on_device`.
     """
 
     image_processor: Any
@@ -82,18 +82,18 @@ class QwenFamily:
 
     def __post_init__(self) -> None:
         path = pixel_path(self.image_processor, self.pixels, self.pixels_dtype)
-        if path is not None and path.sized is not None:  # by the bounds of the family
+        if path is not None and path.sized is not None:  # use the bounds of the family
             path = replace(path, sized=partial(_sized, self.factor, self.area))
         object.__setattr__(self, "path", path)
 
     @property
     def image_text(self) -> str:
-        """What stands for an image where no template writes it."""
+        """The text for an image if no template writes it."""
         return f"{_START}{self.image_token}{_END}"
 
     @property
     def video_text(self) -> str:
-        """What stands for a video where no template writes it."""
+        """The text for a video if no template writes it."""
         return f"{_START}{self.video_token}{_END}"
 
     @property
@@ -113,7 +113,7 @@ class QwenFamily:
 
     @property
     def area(self) -> tuple[int, int]:
-        """Least and largest area of an image."""
+        """Smallest and largest area of an image."""
         size = self.image_processor.size
         least, largest = self.min_pixels or size["shortest_edge"], self.max_pixels or size["longest_edge"]
         return int(least), int(largest)
@@ -130,7 +130,7 @@ class QwenFamily:
         )
 
     def plan_video(self, video: VideoFrames) -> Plan:
-        """Return the plan of a video. Raises SampleError if it has no frames, or frames of no sensible shape."""
+        """Return the plan of a video. Raises SampleError if it has no frames, or their shape is invalid."""
         count, height, width = frames_shape(video.frames)
         rows, columns = self._patches(*self._video_size(count, height, width))
         steps = -(-count // self.temporal_patch_size)
@@ -186,7 +186,7 @@ class QwenFamily:
         return in_dtype(output, getattr(torch, self.pixels_dtype))
 
     def deferred_video(self, video: VideoFrames) -> VideoFrames | DeferredVideo:
-        """Return a video of frames that are decoded as pixels, on the threads of the engine, if they can be."""
+        """Return a video whose frames become pixels on the decode threads, if possible."""
         frames = video.frames
         if self.path is None or not isinstance(frames, FramesToDecode) or not frames.alone:
             return video
@@ -209,7 +209,7 @@ class QwenFamily:
         resample = Image.Resampling(int(self.image_processor.resample))
         frames = [as_pil(frame).resize((size[1], size[0]), resample) for frame in video.frames]
         frames += frames[-1:] * (-count % step)
-        # A patch of an image is its pixels, repeated along time; that of a frame is taken for its own time.
+        # An image's patch repeats its pixels along time; a frame's patch is used for its own time only.
         patches = self._run(frames, do_resize=False)["pixel_values"]
         side = int(self.image_processor.patch_size)
         patches = patches.reshape(len(frames) // step, step, rows * columns, -1, step, side, side)
@@ -225,7 +225,7 @@ class QwenFamily:
         )
 
     def _times(self, video: VideoFrames, count: int) -> list[float]:
-        """Return the time of each temporal patch: midway between its first and its last frame."""
+        """Return the time of each temporal patch: midway between its first and last frames."""
         step = self.temporal_patch_size
         times = list(video.timestamps or [number / (video.fps or _FPS) for number in range(count)])
         if len(times) != count:
@@ -240,11 +240,11 @@ class QwenFamily:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeferredVideo(Deferred):
-    """A video whose frames are decoded as pixels of a model.
+    """A video to be decoded straight to the model's pixels.
 
     Attributes:
-        family: Makes them.
-        video: Its frames are not decoded.
+        family: Makes the pixels.
+        video: The video, with undecoded frames.
         room: Bytes of its `pixel_values_videos`.
     """
 
@@ -274,16 +274,16 @@ def qwen_family(
 ) -> QwenFamily:
     """Return the family of `qwen2_vl`, `qwen2_5_vl` or `qwen3_vl` models.
 
-    Bounds that are None are those of the image processor, and for videos those of the family in transformers.
+    Bounds of None come from the image processor, and for videos from the family in transformers.
 
     Raises:
-        ConfigurationError: There is no such family, or the image processor is none of Qwen's.
+        ConfigurationError: There is no such family, or the image processor is not one of Qwen's.
     """
     if model_type not in QWEN_MODELS:
-        raise ConfigurationError(f"there is no Qwen family {model_type!r}; known: {', '.join(QWEN_MODELS)}")
+        raise ConfigurationError(f"unknown Qwen family {model_type!r}; known: {', '.join(QWEN_MODELS)}")
     if not hasattr(image_processor, "merge_size"):
         raise ConfigurationError(
-            f"{type(image_processor).__name__} has no merge_size: it is no image processor of Qwen"
+            f"{type(image_processor).__name__} has no merge_size, so it is not an image processor of Qwen"
         )
     family = QwenFamily(image_processor=image_processor, min_pixels=min_pixels, max_pixels=max_pixels)
     settings = {**QWEN_MODELS[model_type]}
@@ -305,4 +305,4 @@ QWEN_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
     }
 )
-"""The families by the `model_type` of transformers, and what is particular to each."""
+"""The families by the `model_type` of transformers, with their differences."""

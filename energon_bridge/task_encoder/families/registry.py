@@ -1,4 +1,4 @@
-"""Which family a model of transformers belongs to, by its configuration."""
+"""Find the family of a model of transformers from its configuration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from energon_bridge.task_encoder.families.llava import FixedTokenFamily, llava_f
 from energon_bridge.task_encoder.families.qwen import QWEN_MODELS, QwenFamily, qwen_family
 
 _LLAVAS = {"llava": llava_family, "llava_next": llava_next_family}
-# Outputs of a vision tower beyond its patches; towers that are not named have a class token.
+# Outputs of a vision tower beyond its patches; towers not listed have a class token.
 _CLASS_TOKENS = {"siglip_vision_model": 0, "siglip2_vision_model": 0}
 
 
@@ -21,12 +21,12 @@ def family_of(
 
     Args:
         model_config: The model's configuration: `model_type` and what its family needs.
-        tokenizer: Knows the text of the image token.
+        tokenizer: The model's tokenizer, for the text of the image token.
         image_processor: The model's image processor.
-        video_config: That of its video processor, of which the bounds of the size of videos are taken.
+        video_config: The configuration of its video processor, for the bounds on the size of videos.
 
     Raises:
-        ConfigurationError: The family is not known.
+        ConfigurationError: The family is unknown.
     """
     kind = model_config.model_type
     if kind in QWEN_MODELS:
@@ -51,8 +51,8 @@ def family_of(
             image_token=tokenizer.convert_ids_to_tokens(token_id),
         )
     raise ConfigurationError(
-        f"no family is known for models of type {kind!r}; known: {', '.join((*_LLAVAS, *QWEN_MODELS))}. Pass a "
-        "FixedTokenFamily, or a family of your own, to ChatTemplateTaskEncoder"
+        f"there is no family for models of type {kind!r}; known: {', '.join((*_LLAVAS, *QWEN_MODELS))}. Pass a "
+        "FixedTokenFamily, or your own family, to ChatTemplateTaskEncoder"
     )
 
 
@@ -61,7 +61,7 @@ def _check_pinpoints(of_model: Sequence[Sequence[int]], image_processor: Any) ->
     if sorted(map(tuple, of_model)) != sorted(map(tuple, of_processor)):
         raise ConfigurationError(
             f"image_grid_pinpoints of the model ({of_model}) and of {type(image_processor).__name__} ({of_processor}) "
-            "differ: the model could not put the tiles together; set those of the processor to the model's"
+            "differ, so the model could not assemble the tiles: set those of the processor to the model's"
         )
 
 

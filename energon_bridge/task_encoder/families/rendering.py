@@ -1,17 +1,17 @@
-"""Conversations as text, by a chat template, and what of it is learned.
+"""Render conversations with a chat template, and find the text that is learned.
 
-Where the template marks the answers (`{% generation %}`), the marks say what is learned, with the end-of-sequence token
-where it stands right behind one. Elsewhere an answer is what a rendering up to it has more than the prompt for it, the
-same rendering with `add_generation_prompt=True`: it is learned with what ends it, and without the white space behind
-that. Both must be found again in the rendering of the whole conversation, letter by letter, so a template that writes
-earlier turns in another way is refused, unless only the last answer is learned.
+If the template marks the answers (`{% generation %}`), the marked text is learned, with an end-of-sequence token right
+after it. Otherwise an answer is the text that the template adds after the prompt: the rendering up to the answer minus
+the rendering before it with `add_generation_prompt=True`, without trailing white space. Both renderings must be
+prefixes of the rendering of the whole conversation, so a template that writes earlier turns differently is an error,
+unless only the last answer is learned.
 
-All these renderings would be two for each answer. Conversations of one shape (the same roles, with texts, images and
-videos in the same places) have the same text around theirs, so the renderings are made once for a shape, with words of
-our own for its texts. A sample is then rendered once, and its answers stand where those words say, if the rendering is
-letter by letter what they predict. If it is not, because the template looks into the texts, all renderings are made.
+That takes two renderings per answer. But conversations of one shape (the same roles, with texts, images and videos in
+the same places) have the same text around their own texts, so these renderings are made once per shape, with probe
+words as texts. A sample is then rendered once, and the probe gives the places of its answers, provided the rendering
+is exactly what the probe predicts. If it is not, because the template depends on the texts, all renderings are made.
 
-The text comes as segments: what is shown, what is learned, and the placeholder of each image and video.
+The result is a list of segments: prompts, learned text, and the placeholder of each image and video.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Span(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A stretch of text of one kind; `media` is the place of an image or video, whose text is its plan's."""
+    """A piece of text of one kind; with `media`, the placeholder of an image or video, whose plan has the text."""
 
     text: str
     learned: bool = False
@@ -51,17 +51,17 @@ class Segment(NamedTuple):
 
 
 class Outline(NamedTuple):
-    """What a template writes for conversations of one shape.
+    """The text that a template writes for conversations of one shape.
 
-    `around` is what stands in front of, between and behind their texts. `answers` has, for start and end of each
-    answer, behind how many texts it lies and how many characters of `around` further.
+    `around` is the text before, between and after the conversation's own texts. `answers` has, for the start and end of
+    each answer, the number of texts before it and its offset in the following piece of `around`.
     """
 
     around: tuple[str, ...]
     answers: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
 
     def spans(self, whole: str, texts: Sequence[str]) -> list[Span] | None:
-        """Return the answers in the rendering of a conversation with these texts; None if it is another one."""
+        """Return the answers in the rendering of a conversation with these texts; None if the rendering differs."""
         pieces = [piece for pair in zip(self.around, texts, strict=False) for piece in pair] + [self.around[-1]]
         if "".join(pieces) != whole:
             return None
@@ -78,14 +78,14 @@ class Outline(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatRenderer:
-    """Writes conversations with a tokenizer's chat template.
+    """Renders conversations with a tokenizer's chat template.
 
     Args:
         tokenizer: Has `apply_chat_template`.
         template: The Jinja template.
-        family: Says what stands for images and videos; None: there are none.
+        family: Has the placeholders of images and videos; None: there are none.
         learn: `all` answers, or the `last`.
-        options: What else the template is given.
+        options: Further arguments of the template.
     """
 
     tokenizer: Any
@@ -111,7 +111,7 @@ class ChatRenderer:
         return split_at(text, spans, self.family)
 
     def _marked(self, chat: Chat) -> tuple[str, list[Span]]:
-        """Return the text, and the answers as the template marks them."""
+        """Return the text, and the answers that the template marks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with _template_errors():
@@ -123,7 +123,7 @@ class ChatRenderer:
                 **{**getattr(self.tokenizer, "special_tokens_map", {}), **self.options},
             )
         if not marks:
-            raise SampleError("the chat template marks no answer of the conversation")
+            raise SampleError("the chat template marks no answer in the conversation")
         special = getattr(self.tokenizer, "all_special_tokens", ())
         ends = [token for token in special if token not in self._placeholders()]
         spans = []
@@ -133,7 +133,7 @@ class ChatRenderer:
         return text, spans
 
     def _compared(self, chat: Chat) -> tuple[str, list[Span]]:
-        """Return the text, and the answers as renderings of its beginnings show them."""
+        """Return the text, and the answers found by comparing renderings."""
         messages = self._messages(chat.messages)
         whole = self._text(messages, chat.tools)
         outline = None if chat.tools else self._outline(chat)
@@ -142,9 +142,9 @@ class ChatRenderer:
         return whole, self._by_beginnings(chat, messages, whole) if spans is None else spans
 
     def _outline(self, chat: Chat) -> Outline | None:
-        """Return the outline of conversations of this shape; None: their texts do not stand in it as they are."""
+        """Return the outline of conversations of this shape; None if the template changes their texts."""
         shape = tuple((message.role, tuple(part.kind for part in message.parts)) for message in chat.messages)
-        key = (shape, date.today())  # which templates may write
+        key = (shape, date.today())  # templates may write the date
         if key not in self.outlines:
             if len(self.outlines) >= _MOST_OUTLINES:
                 self.outlines.clear()
@@ -166,7 +166,7 @@ class ChatRenderer:
             whole = self._text(messages, None)
             spans = self._by_beginnings(chat, messages, whole)
         except (ConfigurationError, SampleError):
-            return None  # as the sample itself will say
+            return None  # the sample itself raises the error
         around, rest = [], whole
         for one in words:
             before, found, rest = rest.partition(one)
@@ -175,7 +175,7 @@ class ChatRenderer:
             around.append(before)
         around.append(rest)
         if any(one in piece for one in words for piece in around):
-            return None  # written twice
+            return None  # the template writes a text twice
         begins = [0, *accumulate(len(piece) + len(one) for piece, one in zip(around, words, strict=False))]
 
         def place(position: int) -> tuple[int, int] | None:
@@ -189,19 +189,19 @@ class ChatRenderer:
         return Outline(tuple(around), tuple(answers))  # type: ignore[arg-type]
 
     def _by_beginnings(self, chat: Chat, messages: list[dict[str, Any]], whole: str) -> list[Span]:
-        """Return the answers by two renderings for each: the prompt for it, and what stands up to its end."""
+        """Return the answers, with two renderings for each: up to its prompt, and up to its end."""
         spans = []
         answers = [number for number, message in enumerate(chat.messages) if message.role == "assistant"]
         for number in answers if self.learn == "all" else answers[-1:]:
             prompt = self._text(messages[:number], chat.tools, add_generation_prompt=True)
             is_last = number + 1 == len(messages)
             until = whole if is_last else self._text(messages[: number + 1], chat.tools)
-            until = until.rstrip()  # the white space behind a turn is no part of the answer
+            until = until.rstrip()  # white space after a turn is not part of the answer
             if not (until.startswith(prompt) and whole.startswith(until)):
                 raise UnfitSampleError(
                     f"the chat template cannot be used for training on answer {answers.index(number) + 1} of "
-                    f"{len(answers)}: a conversation must begin with the rendering of what stands up to the answer, "
-                    "and that with the prompt for it (add_generation_prompt=True). The prompt is "
+                    f"{len(answers)}: the rendering of a conversation must start with that of the turns up to the "
+                    "answer, and this with the prompt for it (add_generation_prompt=True). The prompt is "
                     f"{_end_of(prompt)!r}, up to the answer {_end_of(until)!r}, the conversation {_end_of(whole)!r}. "
                     "Mark the answers in the template with {% generation %}, or set ChatConfig(learn='last')"
                 )
@@ -229,7 +229,7 @@ class ChatRenderer:
 
     def _written(self, kind: Kind) -> str:
         text = media_text(self.family, kind)
-        # On a line of its own, as conversations of texts are written.
+        # On a line of its own, as in conversations written as text.
         return text if text.startswith("<|") else f"{text}\n"
 
     def _placeholders(self) -> tuple[str | None, ...]:
@@ -244,7 +244,7 @@ def renderer_of(
     learn: Literal["all", "last"],
     options: Mapping[str, Any],
 ) -> ChatRenderer:
-    """Return the renderer for a tokenizer, whose own template is taken if none is given.
+    """Return the renderer for a tokenizer; its own template is the default.
 
     Raises:
         ConfigurationError: There is no template.
@@ -263,7 +263,7 @@ def renderer_of(
     question = Message(role="user", parts=(Part("text", _PROBE),))
     try:
         text = draft._text(draft._messages([question]), None, add_generation_prompt=True)
-    except Exception:  # a template that cannot take a list says so in its own way
+    except Exception:  # a template that takes no lists may raise anything
         text = ""
     takes_parts = _PROBE in text and "'text'" not in text
     return ChatRenderer(
@@ -272,7 +272,7 @@ def renderer_of(
 
 
 def document_segments(document: Document, family: Family | None, *, eos: str) -> list[Segment]:
-    """Return the text of a document: as it is, `<image>` for images in what is shown, and its end learned.
+    """Return the text of a document unchanged, with `<image>` for images in prompts, and its end learned.
 
     Raises:
         SampleError: There is nothing to learn.
@@ -291,7 +291,7 @@ def document_segments(document: Document, family: Family | None, *, eos: str) ->
 
 
 def split_at(text: str, spans: Sequence[Span], family: Family | None) -> list[Segment]:
-    """Cut a text at the borders of what is learned and at the places of images and videos."""
+    """Split a text at the borders of learned text and at the placeholders of images and videos."""
     places: dict[int, tuple[int, Kind]] = {}
     if family is not None:
         for kind, token in (("image", family.image_token), ("video", family.video_token)):
@@ -308,10 +308,10 @@ def split_at(text: str, spans: Sequence[Span], family: Family | None) -> list[Se
 
 
 def media_text(family: Family | None, kind: Kind) -> str:
-    """Return what stands for an image or video where no template writes it. Raises SampleError if there are none."""
+    """Return the text for an image or video if no template writes it. Raises SampleError if there are none."""
     text = "" if family is None else family.image_text if kind == "image" else family.video_text
     if not text:
-        raise SampleError(f"the sample has {kind}s, but the model's family has none")
+        raise SampleError(f"the sample has {kind}s, but the model's family does not support them")
     return text
 
 
@@ -334,7 +334,7 @@ def _end_of(text: str) -> str:
 
 @contextmanager
 def _template_errors() -> Iterator[None]:
-    """Turn what a template complains of into an error of the sample."""
+    """Turn the errors of a template into ours."""
     from jinja2 import TemplateError, TemplateSyntaxError
 
     try:
@@ -342,4 +342,4 @@ def _template_errors() -> Iterator[None]:
     except TemplateSyntaxError as error:
         raise ConfigurationError(f"the chat template has an error in line {error.lineno}: {error}") from error
     except TemplateError as error:
-        raise SampleError(f"the chat template refuses the conversation: {error}") from error
+        raise SampleError(f"the chat template rejects the conversation: {error}") from error

@@ -1,7 +1,7 @@
-"""Chat templates of the families, for tokenizers that have none (those of tiny models, say).
+"""Chat templates of the families, for tokenizers without one (those of tiny models, say).
 
 A conversation is a list of messages; the content of each is a text or a list of parts `{"type": "text", "text": …}`,
-`{"type": "image"}` and `{"type": "video"}`. Each writes its placeholder token once for an image or a video.
+`{"type": "image"}` and `{"type": "video"}`. A template writes the placeholder token once for each image or video.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""From segments of text to one token sequence, with images and videos in their place.
+"""Turn segments of text into one token sequence, with images and videos in place.
 
-The text is tokenised as a whole, so that the tokens are those which the model's own processor makes; a token is learned
-if it lies in a learned segment, even where it begins with white space in front of it, and a segment's own white space
-at its end is not learned. Tokenizers that do not say where their tokens stand in the text (those that are not fast)
-tokenise segment by segment.
+The text is tokenised as a whole, so that the tokens equal those of the model's own processor. A token is learned if it
+lies in a learned segment, even if it starts with white space before the segment; white space at the end of a segment is
+not learned. Tokenizers without offsets (those that are not fast) tokenise segment by segment.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _TYPES = {"image": IMAGE_TYPE, "video": VIDEO_TYPE}
 
 @dataclass(kw_only=True, slots=True)
 class Stretch:
-    """The tokens of one segment: which are learned, their types, and the plan if it is an image or video."""
+    """The tokens of a segment: which are learned, their types, and the plan of an image or video."""
 
     tokens: list[int] = field(default_factory=list)
     learned: list[bool] = field(default_factory=list)
@@ -39,12 +38,12 @@ def stretches_of(
 
     Args:
         segments: The text.
-        plans: Of its images and videos, in the order of their places.
+        plans: The plans of its images and videos, in the order of their placeholders.
         tokenizer: Of the transformers interface.
-        placeholders: The tokens that stand for images and videos, by kind.
+        placeholders: The placeholder tokens of images and videos, by kind.
 
     Raises:
-        SampleError: There are not as many places as plans, or one stands where no image or video is.
+        SampleError: The numbers of placeholders and plans differ, or a text contains a placeholder token.
     """
     written, stretches, waiting = [], [], iter(plans)
     for segment in segments:
@@ -66,7 +65,7 @@ def stretches_of(
 
 
 def up_to_last_learned(stretches: Sequence[Stretch]) -> list[Stretch]:
-    """Leave out what stands behind the last learned token: nothing is learned from it."""
+    """Drop everything after the last learned token: it is never learned."""
     last = max((number for number, stretch in enumerate(stretches) if any(stretch.learned)), default=-1)
     if last < 0:
         return list(stretches)
@@ -77,7 +76,7 @@ def up_to_last_learned(stretches: Sequence[Stretch]) -> list[Stretch]:
 
 
 def placeholders_of(tokenizer: Any, family: Family | None) -> Mapping[str, int]:
-    """Return the tokens that stand for images and videos. Raises ConfigurationError if the tokenizer has none."""
+    """Return the placeholder tokens of images and videos. Raises ConfigurationError if the tokenizer lacks them."""
     if family is None:
         return {}
     tokens = {"image": family.image_token, "video": family.video_token}
@@ -96,7 +95,7 @@ def placeholders_of(tokenizer: Any, family: Family | None) -> Mapping[str, int]:
 
 
 def bos_of(tokenizer: Any, wanted: bool | None) -> int | None:
-    """Return the token to begin with, if any."""
+    """Return the begin-of-sequence token to add, if any."""
     bos: int | None = tokenizer.bos_token_id
     if wanted is None:
         wanted = bos is not None and list(tokenizer.encode("", add_special_tokens=True))[:1] == [bos]
@@ -121,7 +120,7 @@ def _by_offsets(segments: Sequence[Segment], tokenizer: Any, stretches: Sequence
         end = start + len(segment.text)
         behind = len(tokens) if number == len(segments) else bisect_left(begins, end, first)
         if not (segment.learned and segment.text):
-            # White space that a token begins with does not keep it out of the segment behind.
+            # A token with leading white space still belongs to the segment after it.
             while behind > first and offsets[behind - 1][1] > end and text[begins[behind - 1] : end].isspace():
                 behind -= 1
         stretch.tokens = tokens[first:behind]
@@ -143,16 +142,16 @@ def _by_segment(segments: Sequence[Segment], tokenizer: Any, stretches: Sequence
 
 
 def _expand(stretch: Stretch, placeholders: Mapping[str, int]) -> None:
-    """Put as many tokens as planned in place of each placeholder token, and note the types."""
+    """Replace each placeholder token by the planned number of tokens, and set their types."""
     if stretch.plan is None:
         if found := [kind for kind, token in placeholders.items() if token in stretch.tokens]:
-            raise SampleError(f"a text of the sample contains the token that stands for a {found[0]}")
+            raise SampleError(f"a text of the sample contains the token reserved for a {found[0]}")
         stretch.types = [TEXT_TYPE] * len(stretch.tokens)
         return
     token, kind = placeholders[stretch.plan.kind], _TYPES[stretch.plan.kind]
     if stretch.tokens.count(token) != len(stretch.plan.runs):
         raise SampleError(
-            f"{stretch.plan.text!r} has {stretch.tokens.count(token)} placeholder tokens {token} behind the tokenizer, "
+            f"{stretch.plan.text!r} has {stretch.tokens.count(token)} placeholder tokens {token} after tokenizing, "
             f"expected {len(stretch.plan.runs)}: the placeholder must be a special token of the tokenizer"
         )
     runs = iter(stretch.plan.runs)

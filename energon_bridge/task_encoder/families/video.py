@@ -1,9 +1,9 @@
-"""Videos on their way into a conversation: frames as they are, or those that a decoder is asked for later.
+"""Videos in a conversation: given frames, or frames that a decoder gives later.
 
-A decoder of videos (`AVDecoder`) knows how many frames its file has, how large they are and how fast they come, without
-decoding any. So which frames are taken, and at what times they stand, is settled when a sample is planned, and they are
-decoded when it is delivered. Which: `fps` frames for each second of the video, equally far from each other, the first
-and the last among them. Source: `sample_frames` of the video processor of Qwen3-VL in transformers.
+A decoder of videos (`AVDecoder`) knows the number, size and rate of its frames without decoding any. So a sample's plan
+chooses the frames and their times, and they are decoded when the sample is delivered. The choice: `fps` frames for each
+second of the video, evenly spaced, including the first and the last. Source: `sample_frames` of the video processor of
+Qwen3-VL in transformers.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from energon_bridge.task_encoder.visual import size_of
 
 @runtime_checkable
 class VideoDecoder(Protocol):
-    """What is asked of a decoder of videos."""
+    """The methods used of a decoder of videos."""
 
     def get_metadata(self) -> Any:
-        """Return `video_num_frames`, `video_fps`, `video_width` and `video_height`, nothing decoded."""
+        """Return `video_num_frames`, `video_fps`, `video_width` and `video_height` without decoding."""
         ...
 
     def get_video_clips(self, video_clip_ranges: Any, video_unit: Any = "seconds") -> Any:
@@ -38,7 +38,7 @@ class VideoDecoder(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FramesToDecode:
-    """Frames of a video that have not been decoded: their numbers, and the size that they will have."""
+    """Undecoded frames of a video: their numbers, and the size they will have."""
 
     decoder: VideoDecoder
     numbers: tuple[int, ...]
@@ -47,7 +47,7 @@ class FramesToDecode:
 
     @property
     def alone(self) -> bool:
-        """Whether decoding runs no code of the user's, and may run on any thread: it has a decoder for itself."""
+        """Whether decoding runs no user code and can run on any thread, with a decoder of its own."""
         decoder = self.decoder
         return isinstance(decoder, AVDecoder) and isinstance(decoder.stream, bytes | ByteRange)
 
@@ -63,12 +63,12 @@ def video_of(value: Any, *, fps: float, least: int, most: int | None) -> VideoFr
 
     Args:
         value: A VideoFrames, frames alone, or a decoder.
-        fps: Frames to take for each second, of a decoder.
-        least: The fewest to take, where there are as many.
-        most: The most to take; of frames, what follows is cut off.
+        fps: Frames per second to take from a decoder.
+        least: The fewest to take, if there are that many.
+        most: The most to take; further frames of a list are cut off.
 
     Raises:
-        SampleError: A decoder has no video, or cannot tell its frames.
+        SampleError: A decoder has no video, or its number of frames is unknown.
     """
     if isinstance(value, VideoDecoder):
         return _sampled(value, fps=fps, least=least, most=most)
@@ -88,7 +88,7 @@ def decoded(video: VideoFrames) -> VideoFrames:
 
 
 def frames_shape(frames: Any) -> tuple[int, int, int]:
-    """Return how many frames there are, their height and width. Raises SampleError if they are no frames."""
+    """Return the number of frames, their height and width. Raises SampleError for anything else."""
     if isinstance(frames, FramesToDecode):
         return len(frames.numbers), frames.height, frames.width
     if isinstance(frames, Tensor) and frames.ndim == 4 and len(frames):
@@ -97,14 +97,14 @@ def frames_shape(frames: Any) -> tuple[int, int, int]:
         width, height = size_of(frames[0])
         return len(frames), height, width
     what = tuple(frames.shape) if isinstance(frames, Tensor) else repr(frames)[:100]
-    raise SampleError(f"frames must be a (frames, channels, height, width) tensor or a list of images, not {what}")
+    raise SampleError(f"frames must be a (frames, channels, height, width) tensor or a list of images, got {what}")
 
 
 def _sampled(decoder: VideoDecoder, *, fps: float, least: int, most: int | None) -> VideoFrames:
     found = decoder.get_metadata()
     total, rate = found.video_num_frames, found.video_fps
     if not total or not rate or not found.video_width or not found.video_height:
-        raise SampleError(f"{decoder!r} has no video whose frames could be counted: {found}")
+        raise SampleError(f"{decoder!r} has no video with a known number of frames: {found}")
     wanted = max(int(total / rate * fps), least)
     count = min(wanted, total, most or total)
     numbers = np.linspace(0, total - 1, count).round().astype(int).tolist()

@@ -1,9 +1,8 @@
-"""What a family of models does with images and videos: the interface between texts and pixels.
+"""The interface of a family of models: how it takes images and videos.
 
-A family says of an image, from its width and height alone, and of a video, from the shape of its frames, what stands
-for it in the token sequence: a `Plan`. That needs no pixels, so that samples are filtered, cut and packed before
-anything is decoded. Pixels come last, from the image processor of transformers, and `Family.process` compares what came
-with what was planned.
+From the width and height of an image, or the shape of a video's frames, a family makes a `Plan`: its tokens in the
+sequence. That needs no pixels, so samples are filtered, cut and packed before anything is decoded. Pixels come last,
+from the image processor of transformers, and `Family.process` compares them with the plan.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ TEXT_TYPE, IMAGE_TYPE, VIDEO_TYPE = 0, 1, 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What stands for one image or video in the token sequence.
+    """The tokens of an image or video in the sequence.
 
     Attributes:
         kind: `image` or `video`.
-        placeholder: The token that the chat template writes.
-        text: Written in its place; has the placeholder once for each of `runs`.
-        runs: How many tokens each of these placeholder tokens becomes.
-        grid: Patches along time, height and width; None for families that have no grid.
-        second_per_grid: Seconds from one temporal patch to the next, of a video.
-        wrapped: Whether what the template writes around the placeholder stays.
+        placeholder: The token in the chat template.
+        text: The text that replaces it; contains the placeholder once for each of `runs`.
+        runs: The number of tokens that each of these placeholders becomes.
+        grid: Patches along time, height and width; None for families without a grid.
+        second_per_grid: Seconds from one temporal patch of a video to the next.
+        wrapped: Whether to keep the text that the template writes around the placeholder.
     """
 
     kind: Kind
@@ -45,23 +44,23 @@ class Plan:
     wrapped: bool = True
 
     def written(self, text: str) -> str:
-        """Return what stands in the sequence for what the template has written."""
+        """Return the text of the template with the placeholder replaced."""
         return text.replace(self.placeholder, self.text) if self.wrapped else self.text
 
     @property
     def tokens(self) -> int:
-        """Tokens that the model replaces by what it sees."""
+        """Number of tokens that the model replaces by image features."""
         return sum(self.runs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoFrames:
-    """Frames of a video with the time at which they stand.
+    """Frames of a video with their times.
 
     Attributes:
         frames: A uint8 tensor of shape (frames, channels, height, width), or a list of images.
-        fps: Frames per second of these frames, as they were sampled; None if it is not known.
-        timestamps: Seconds at which the frames stand. None: the first at 0, the others by `fps`.
+        fps: Rate of these frames, as they were sampled; None if unknown.
+        timestamps: Times of the frames in seconds. None: the first at 0, the others by `fps`.
     """
 
     frames: Any = field(repr=False)
@@ -70,11 +69,11 @@ class VideoFrames:
 
 
 class Family(Protocol):
-    """A family of vision-language models, as the encoder needs it.
+    """The interface of a family of vision-language models.
 
-    `image_token` and `video_token` are what the chat template writes once for each image or video (None: the family
-    has none); `image_text` and `video_text` are written by the encoder where a text has no template. `merge_size` is 0
-    for families whose positions have one axis; else `mrope` positions are made.
+    The chat template writes `image_token` or `video_token` once for each image or video (None: not supported); the
+    encoder writes `image_text` and `video_text` in texts without a template. `merge_size` is 0 for families with
+    positions on one axis; otherwise `mrope` positions are made.
     """
 
     @property
@@ -90,11 +89,11 @@ class Family(Protocol):
     @property
     def tokens_per_second(self) -> float: ...
     def plan_image(self, width: int, height: int) -> Plan:
-        """Return what stands for an image of this size in pixels."""
+        """Return the plan of an image of this size in pixels."""
         ...
 
     def plan_video(self, video: VideoFrames) -> Plan:
-        """Return what stands for a video."""
+        """Return the plan of a video."""
         ...
 
     def process(self, images: Sequence[Any], videos: Sequence[VideoFrames], plans: Sequence[Plan]) -> dict[str, Tensor]:
@@ -103,7 +102,7 @@ class Family(Protocol):
 
 
 def check_tokens(found: Sequence[int], plans: Sequence[Plan]) -> None:
-    """Compare the tokens that the processed media need with those planned before they were decoded.
+    """Compare the tokens of the processed media with the planned ones.
 
     Raises:
         SampleError: They differ.
@@ -111,6 +110,6 @@ def check_tokens(found: Sequence[int], plans: Sequence[Plan]) -> None:
     planned = [plan.tokens for plan in plans]
     if list(found) != planned:
         raise SampleError(
-            f"the processed images and videos take {list(found)} tokens, but from their sizes {planned} were expected: "
-            "the image processor must not be changed after the encoder is made, nor images be scaled while decoding"
+            f"the processed images and videos take {list(found)} tokens, but their sizes give {planned}: do not change "
+            "the image processor after making the encoder, and do not scale images while decoding"
         )

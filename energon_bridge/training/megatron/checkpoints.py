@@ -54,7 +54,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     complete = []
     for path in sorted(folder.glob("step-*")):
         if missing := _missing(path):
-            logger.warning("passing over %s, which is not a whole checkpoint: %s", path, missing)
+            logger.warning("skipping the incomplete checkpoint %s: %s", path, missing)
         else:
             complete.append(path)
     return complete
@@ -109,7 +109,7 @@ def load_checkpoint(training: Training, path: Path) -> tuple[int, dict[str, Any]
     if different := [name for name in sizes if run["model"].get(name) != sizes[name]]:
         told = ", ".join(f"{name}={sizes[name]} (there: {run['model'].get(name)})" for name in different)
         raise ConfigurationError(
-            f"the checkpoint {path} is of another model: {told}. Set model.* as it was when the run began; tp, pp, cp "
+            f"the checkpoint {path} belongs to another model: {told}. Set model.* as when the run started; tp, pp, cp "
             "and the number of processes may change"
         )
     state = dist_checkpointing.load(_parts(training, is_loading=True), str(path))
@@ -158,7 +158,7 @@ def _flush(path: Path) -> None:
 
 
 def _missing(path: Path) -> str | None:
-    """Return what a checkpoint lacks; None if it is complete."""
+    """Return the missing part of a checkpoint; None if it is complete."""
     try:
         listed: dict[str, int] = json.loads((path / _MANIFEST).read_text())
     except (OSError, ValueError):

@@ -184,7 +184,7 @@ def launched_rank(environment: os._Environ[str] | dict[str, str]) -> tuple[int, 
     if "MASTER_ADDR" not in environment:
         if int(environment.get("SLURM_NNODES", "1")) > 1:
             raise ConfigurationError(
-                f"SLURM started {tasks} tasks on {environment['SLURM_NNODES']} nodes, and MASTER_ADDR is not set: set "
+                f"SLURM started {tasks} tasks on {environment['SLURM_NNODES']} nodes, but MASTER_ADDR is not set: set "
                 "it to the name of the first node, as scripts/launch/slurm.sbatch does: "
                 'export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"'
             )
@@ -200,8 +200,8 @@ def _device(accelerator: str) -> torch.device:
         return torch.device("cpu")
     if not found:
         raise ConfigurationError(
-            f"train.accelerator={accelerator}, and torch {torch.__version__} finds no CUDA device: set "
-            "train.accelerator=cpu, or look at nvidia-smi and at the build of torch"
+            f"train.accelerator={accelerator}, but torch {torch.__version__} finds no CUDA device: set "
+            "train.accelerator=cpu, or check nvidia-smi and the build of torch"
         )
     local = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
     return torch.device("cuda", int(local) % torch.cuda.device_count())

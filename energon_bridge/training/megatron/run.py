@@ -225,7 +225,7 @@ def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataM
                 recorder.start(loader)
     _report(config, ranks, recorder, loader)
     if stop:
-        logger.warning("asked to stop (SIGTERM): saved step %d, leaving", step)
+        logger.warning("received SIGTERM: saved step %d, exiting", step)
         return RunResult(step=step, validation_loss=None, read=None, stopped=True, main_rank=ranks.main)
     if validated is None or validated[0] != step:
         validated = (step, *_validate(training, bundle, data))
