@@ -205,7 +205,7 @@ def open_saved(path: Path, media: Path | None) -> ArrowSource:
 
 
 def open_remote(where: str, root: str, files: Mapping[str, Stamp]) -> ArrowSource:
-    """Open parquet files by their names below a URL, and stamps: only what is asked for is read of them."""
+    """Open parquet files by names below a URL, with their stamps; only the rows requested are read."""
     named = [(_split_of(PurePosixPath(name)), name) for name in sorted(files)]
     is_split = len(named) > 1 and all(part is not None for part, _ in named)
     if is_split:
@@ -388,7 +388,7 @@ _SCHEMA, _BATCH = 1, 3  # kinds of messages
 
 
 class _SparseFile(io.RawIOBase):
-    """A file of which some ranges have been read; others are read when they are asked for."""
+    """A file with some ranges in memory; others are read on request."""
 
     def __init__(self, store: Store, rel: str, size: int, known: Sequence[tuple[int, bytes]]) -> None:
         self._store, self._rel, self._size = store, rel, size

@@ -141,7 +141,7 @@ def as_files(value: Any, media: MediaRoot, column: str) -> Content | tuple[Conte
 
 
 def conversation_row(entry: Mapping[str, Any], where: str, media: MediaRoot) -> Row:
-    """Take the media out of a conversation: its own keys, and those inside of messages in the manner of OpenAI."""
+    """Take the media out of a conversation: its own keys, and those inside messages in OpenAI's format."""
     values: dict[str, Any] = {}
     files: dict[str, tuple[Content, ...]] = {}
     named: list[str] = []

@@ -198,7 +198,7 @@ def test_converted_from_a_url_they_are_what_local_ones_become(
         for place in ("far", "local")
     )
     assert far == local
-    assert "Left as they were" in CliRunner().invoke(main, line).output
+    assert "Unchanged" in CliRunner().invoke(main, line).output
 
 
 def test_other_sources_behind_urls_are_refused(server: ObjectServer, tmp_path: Path) -> None:
