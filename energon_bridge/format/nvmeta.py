@@ -264,7 +264,7 @@ def not_prepared(root: str) -> NotPreparedError:
     if root.startswith(("http://", "https://")):
         far = " A web server cannot list its files, so parquet files there are given by their own URLs."
     return NotPreparedError(
-        f"{root}: not prepared, there is no {meta_path(INFO_JSON)}. Run `energon prepare {root}` if it holds tars, or "
+        f"{root}: not prepared ({meta_path(INFO_JSON)} is missing). Run `energon prepare {root}` if it holds tars, or "
         f"`energon convert {root} OUT` if it holds pictures, JSON, CSV or parquet files.{far}"
     )
 
