@@ -219,7 +219,7 @@ def get_dataset_info(path: Any) -> dict[str, Any]:
             if isinstance(found, dict):
                 return found
             raise MetadataError(f"{file.url}: expected a mapping, found {type(found).__name__}")
-    raise MetadataError(f"{EPath(path).url}: not prepared, there is no {META_FOLDER}/{INFO_JSON}")
+    raise MetadataError(f"{EPath(path).url}: not prepared ({META_FOLDER}/{INFO_JSON} is missing)")
 
 
 class IJsonlIndexReader:
