@@ -427,37 +427,35 @@ def sizes_of(store: Store, names: Sequence[str]) -> list[int]:
 
 def far_groups(store: Store, names: Sequence[str], stamps: Sequence[Stamp]) -> list[list[Group]]:
     """Return the groups of files behind URLs; a version 0 becomes a hash of the end of the file. Raises SourceError."""
-    arrow = pyarrow_modules()
     found: list[list[Group]] = []
     for first in range(0, len(names), _TAILS):
-        ends = [place for place in range(first, min(first + _TAILS, len(names))) if names[place].endswith(".parquet")]
-        spans = {place: (max(0, stamps[place][0] - _TAIL), min(_TAIL, stamps[place][0])) for place in ends}
-        far = as_far(store)
-        if far is None:
-            tails = [[store.read_range(names[place], *span)] for place, span in spans.items()]
-        else:
-            wanted = [(names[place], [at], [size]) for place, (at, size) in spans.items()]
-            tails = [list(blocks) for blocks in far.read_all(wanted)]
-        known = {place: (spans[place][0], bytes(tail[0])) for place, tail in zip(ends, tails, strict=True)}
-        for place in range(first, min(first + _TAILS, len(names))):
-            path = store.url(names[place])
-            size, version = stamps[place]
+        some = slice(first, first + _TAILS)
+        tails = _tails(store, names[some], [size for size, _ in stamps[some]])
+        for name, stamp, tail in zip(names[some], stamps[some], tails, strict=True):
+            path = store.url(name)
             try:
-                if place not in known:
-                    found.append(_arrow_groups(store, path, stamps[place]))
+                if not name.endswith(".parquet"):
+                    found.append(_arrow_groups(store, path, stamp))
                     continue
-                tail = known[place]
-                stamp = size, version or int.from_bytes(hashlib.blake2b(tail[1], digest_size=7).digest(), "little")
-                metadata = _parse_footer(store, path, stamp, tail)
-                found.append(_parquet_groups(path, stamp, metadata, store))
-            except (arrow.ArrowException, struct.error) as error:
+                version = stamp[1] or int.from_bytes(hashlib.blake2b(tail, digest_size=7).digest(), "little")
+                file = _SparseFile(store, name, stamp[0], [(stamp[0] - len(tail), tail)])
+                metadata = pyarrow_modules().parquet.ParquetFile(file, pre_buffer=False).metadata
+                found.append(_parquet_groups(path, (stamp[0], version), metadata, store))
+            except (pyarrow_modules().ArrowException, struct.error) as error:
                 raise SourceError(f"{path}: cannot be read: {error}. Was the upload cut off?") from error
     return found
 
 
-def _parse_footer(store: Store, path: str, stamp: Stamp, tail: tuple[int, bytes]) -> Any:
-    file = _SparseFile(store, _rel(store, path), stamp[0], [tail])
-    return pyarrow_modules().parquet.ParquetFile(file, pre_buffer=False).metadata
+def _tails(store: Store, names: Sequence[str], sizes: Sequence[int]) -> list[bytes]:
+    """Return the ends of parquet files, and nothing of others."""
+    lengths = [min(_TAIL, size) if name.endswith(".parquet") else 0 for name, size in zip(names, sizes, strict=True)]
+    wanted = [
+        (name, [size - length], [length]) for name, size, length in zip(names, sizes, lengths, strict=True) if length
+    ]
+    far = as_far(store)
+    blocks = far.read_all(wanted) if far is not None else [store.read_ranges(*one) for one in wanted]
+    found = iter([bytes(block[0]) for block in blocks])
+    return [next(found) if length else b"" for length in lengths]
 
 
 def _rel(store: Store, path: str) -> str:
