@@ -175,7 +175,7 @@ def run(system: System, job: Job, more: dict[str, str]) -> Record | None:
     command = [system.python, "-m", system.runner, json.dumps({name: getattr(job, name) for name in job.__slots__})]
     done = subprocess.run(command, cwd=REPOSITORY, env=os.environ | more, capture_output=True, text=True, timeout=300)
     if done.returncode:
-        say(f"{system.name} cannot read {job.path}: {done.stderr.strip().splitlines()[-1]}")
+        print(f"{system.name} cannot read {job.path}: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
         return None
     found: Record = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -236,7 +236,8 @@ def faults(options: argparse.Namespace, folder: Path) -> Iterator[Record]:
                 with proxy(port, folder=str(path.parent), latency=options.latency, seed=options.seed, **how) as url:
                     more = environment(url, folder)
                     with rotating(Path(more["AWS_SHARED_CREDENTIALS_FILE"]), 20.0 if how.get("expire") else 0.0):
-                        what = {"path": f"s3://{path.name}", "workers": options.workers, "samples": options.faulty}
+                        what = {"path": f"s3://{path.name}", "workers": options.workers}
+                        what |= {"samples": options.faulty, "warm_up": options.warmup_samples}
                         command = [sys.executable, __file__, "--read", json.dumps(what)]
                         done = subprocess.run(command, env=os.environ | more, capture_output=True, text=True)
                     if done.returncode:
@@ -267,8 +268,10 @@ def rotating(path: Path, seconds: float) -> Iterator[None]:
             path.write_text(before)
 
 
-def read(path: str, workers: int, samples: int, rank: int = 0, ranks: int = 1, raw: bool = False) -> Record:
-    """Read so many samples, beside as many as a start reads ahead; return rate, digest and counters."""
+def read(
+    path: str, workers: int, samples: int, rank: int = 0, ranks: int = 1, raw: bool = False, warm_up: int = 0
+) -> Record:
+    """Read so many samples; return digest and counters of all, rate and longest wait of those after a warm-up."""
     config = WorkerConfig(rank=rank, world_size=ranks, num_workers=workers)
     encoder = Bytes() if raw else DefaultTaskEncoder()
     dataset = get_train_dataset(path, batch_size=_BATCH, worker_config=config, task_encoder=encoder)
@@ -277,10 +280,12 @@ def read(path: str, workers: int, samples: int, rank: int = 0, ranks: int = 1, r
         stream = iter(loader)
         next(stream)
         began = last = time.perf_counter()
-        for batch in islice(stream, samples // _BATCH):
+        for number, batch in enumerate(islice(stream, (warm_up + samples) // _BATCH)):
+            if number == warm_up // _BATCH:
+                began, slowest = last, 0.0
             digest.update(repr(batch.__key__).encode())
             for image in batch.image:
-                digest.update(image if raw else image[0, 0, :8].numpy())
+                digest.update(image if raw else image[0, 0, :8].contiguous().numpy())
             slowest, last = max(slowest, time.perf_counter() - last), time.perf_counter()
         took, found = last - began, loader.metrics()
     names = ("requests", "request_retries", "request_hedges", "request_bytes", "stalled_reads")
@@ -389,7 +394,7 @@ def start(options: argparse.Namespace, folder: Path) -> Iterator[Record]:
     """Start a mix as nobody has started it before, and again; here and behind a server."""
     path = mixes.make_all(options.cache, [options.datasets])[options.datasets]
     system = prepared_systems(sys.executable, "")["ours"]
-    with nginx(path.parent.parent) as port, proxy(port, folder=str(path.parent.parent), latency=options.latency) as url:
+    with nginx(path.parents[1]) as port, proxy(port, folder=str(path.parents[1]), latency=options.latency) as url:
         bucket = f"{path.parent.name}/{path.name}"
         for _ in range(options.repetitions):
             for place in options.starts:
@@ -527,10 +532,6 @@ def shown(value: float | None) -> str:
     return "" if value is None else f"{value:,.0f}"
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
@@ -577,7 +578,7 @@ def main() -> None:
             if part == "settings":
                 continue
             for found in WITH_RECORDS[part](options, Path(folder)):
-                say(json.dumps({"part": part} | found))
+                print(json.dumps({"part": part} | found), file=sys.stderr, flush=True)
                 results[part].append(found)
                 if options.json:
                     options.json.write_text(json.dumps(results, indent=1))

@@ -43,7 +43,7 @@ from energon_bridge.topology import WorkerConfig
 
 _READ_BYTES = 256 << 20
 """Bytes allowed for the rounds of all lanes of a process; beyond that, draws are read one microbatch at a time."""
-_FAR_READERS = 8
+_FAR_READERS = 16
 """Rounds read ahead at the same time if storage answers slowly."""
 _LEAST_AHEAD = 4
 """Draws of a lane read ahead, at least, if rounds are too large."""

@@ -51,7 +51,7 @@ _UNREACHED_TRIES = 4
 _PAUSE, _MOST_PAUSE, _MOST_RETRY_AFTER = 0.1, 8.0, 30.0
 _MOST_IN_FLIGHT, _BYTES_IN_FLIGHT = 128, 128 << 20
 """Requests of a process that are under way, and bytes asked for, at most."""
-_HEDGE_SECONDS, _HEDGE_TIMES = 1.0, 4.0
+_HEDGE_SECONDS, _HEDGE_TIMES = 0.3, 4.0
 """A hedge starts after this many seconds, or after this multiple of the usual duration, whichever is later."""
 _HEDGES, _HEDGED_SHARE = 16, 0.05
 _RIVALS = 3
@@ -62,6 +62,8 @@ _HOPS = 6
 _ERROR_BYTES = 4096
 _BUSY = {408, 425, 429, 500, 502, 503, 504, 509, 520, 521, 522, 523, 524, 529}
 _OVERLOADED = {429, 503, 509, 529}
+_OVERLOADED_SHARE = 0.1
+"""Fewer requests go out at once if more than this share of the last 64 or so met a server that has too much to do."""
 _MOVED = {301, 302, 303, 307, 308}
 _CODE = re.compile(r"<Code>([^<]+)</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]+)</Message>|\"message\":\s*\"([^\"]+)\"")
@@ -218,7 +220,7 @@ class Client:
         self._reached: set[str] = set()
         self._in_flight = self._bytes = 0
         self._limit = float(_MOST_IN_FLIGHT)
-        self._lowered = 0.0
+        self._lowered = self._overloaded = 0.0
         self._typical = 0.0
         weakref.finalize(self, self._connections.close)
 
@@ -331,10 +333,14 @@ class Client:
             call.attempts.remove(attempt)
             if error is not None:
                 now = time.monotonic()
-                if isinstance(error, _Busy) and error.overloaded and now - self._lowered > self._typical:
+                if not isinstance(error, _Busy) or not error.overloaded:
+                    return None
+                self._overloaded += (1 - self._overloaded) / 64
+                if self._overloaded > _OVERLOADED_SHARE and now - self._lowered > self._typical:
                     self._limit, self._lowered = max(1.0, self._limit / 2), now
                 return None
             MADE.request_bytes += attempt.body.got
+            self._overloaded -= self._overloaded / 64
             self._typical += (seconds - self._typical) / 16
             self._limit = min(_MOST_IN_FLIGHT, self._limit + 1 / self._limit)
             if call not in fetch.running:
@@ -350,7 +356,7 @@ class Client:
         return following
 
     def _until_hedge(self, fetch: _Fetch, now: float) -> float:
-        """Return the seconds until a request takes too long, a second at most: more of them may begin meanwhile."""
+        """Return the seconds until a request takes too long; less if none does, because more of them may begin."""
         with self._lock:
             return min([_HEDGE_SECONDS, *(call.hedge_at - now for call in fetch.running)])
 

@@ -39,6 +39,8 @@ from energon_bridge.task_encoder.deferred import decode_deferred
 
 _THREADS = "energon"
 _OPEN_ROUNDS = 4096
+_LEAVES_TOGETHER = 32
+"""Leaves of which a load reads draws at the same time if storage answers slowly."""
 _TOGETHER = 8
 """Draws per load, at least, if there are no loading threads: about as many as a pack of single draws takes."""
 _SAMPLES, _SKIPPED, _EXCLUDED, _BANNED = map(COUNTERS.index, ("samples", "skipped", "excluded", "banned"))
@@ -111,6 +113,7 @@ class Pipeline:
         self._pool = ThreadPoolExecutor(settings.threads, f"{_THREADS}-load") if settings.threads else None
         readers = settings.background_reads
         self._reading = ThreadPoolExecutor(readers, f"{_THREADS}-read") if readers else None
+        self._openers = ThreadPoolExecutor(_LEAVES_TOGETHER, f"{_THREADS}-leaves") if readers else None
         self._memory: Lender | None = None
         # If rows are packed or grouped, a slab would stay in use until the last of its images is delivered.
         straight = settings.packing_buffer_size is None and not self.code.groups and self.rows > 1
@@ -167,6 +170,7 @@ class Pipeline:
             (one,) = ranges
             keys, samples, sizes = self._columns(one, ahead, into)
             return LoadedDraws(keys, samples, sizes, [one.leaf] * len(keys))
+        self._read_together(ranges, ahead)
         total = sum(span.high - span.low for span in ranges)
         loaded = LoadedDraws([("", 0, 0, 0)] * total, [None] * total, [0] * total, [0] * total)
         for span in ranges:
@@ -175,6 +179,21 @@ class Pipeline:
                 loaded.keys[place], loaded.samples[place] = key, sample
                 loaded.sizes[place], loaded.leaves[place] = size, span.leaf
         return loaded
+
+    def _read_together(self, ranges: Sequence[DrawRange], ahead: bool) -> None:
+        """Read the draws of several leaves at once if storage answers slowly; loading them says what cannot be read."""
+        if self._openers is None:
+            return
+        unread = [span for span in ranges if not span.banned and span.buffer.is_unread(span.low, span.high)]
+        if len(unread) < 2:
+            return
+
+        def read(span: DrawRange) -> None:
+            with contextlib.suppress(Exception):
+                span.buffer.read_ahead(span.low, None if ahead else span.high)
+
+        for _ in self._openers.map(read, unread):
+            pass
 
     def _columns(self, of: DrawRange, ahead: bool, into: tuple[Slab, int] | None) -> Columns:
         if of.banned:
@@ -248,7 +267,7 @@ class Pipeline:
             self.watchdog.close()
         # The garbage collector may call this on one of these threads, which cannot join itself.
         wait = not threading.current_thread().name.startswith(_THREADS)
-        for pool in (self._pool, self._reading):
+        for pool in (self._pool, self._reading, self._openers):
             if pool is not None:
                 pool.shutdown(wait=wait, cancel_futures=True)
 

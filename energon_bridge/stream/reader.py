@@ -273,6 +273,10 @@ class RoundBuffer:
         """Return whether any of the draws [low, high), which are not fetched yet, is withheld."""
         return bool(self._withheld) and not self._withheld.isdisjoint(range(low, high))
 
+    def is_unread(self, low: int, high: int) -> bool:
+        """Return whether any of the draws [low, high), which are not fetched yet, must be read."""
+        return 0 in self._was_read[low:high]
+
     def fetch(self, low: int, high: int, *, ahead: bool) -> list[Any]:
         """Return the bytes of the draws [low, high) of the round; with `ahead`, also read the rest of the round."""
         with self._lock:

@@ -517,6 +517,20 @@ def test_datasets_of_a_mix_are_opened_together(server: ObjectServer) -> None:
         train_dataset(url)
 
 
+def test_the_first_batch_of_a_mix_reads_its_datasets_together(server: ObjectServer) -> None:
+    mix = many_datasets(server.folder, 24)
+    dataset = train_dataset(f"{server.url}/{mix.relative_to(server.folder).as_posix()}", batch_size=24)
+    server.latency, asked, began = 0.05, len(server.asked), time.monotonic()
+    (loader,) = loaders_of(dataset, 1, 0, kind=SavableDataLoader)
+    try:
+        next(iter(loader))
+        took = time.monotonic() - began
+        assert len(server.asked) - asked > 24  # indexes and draws
+        assert took < 0.05 * 24
+    finally:
+        loader.close()
+
+
 def test_commands_read_from_a_web_server(server: ObjectServer) -> None:
     url = f"{server.url}/{plain(server.folder)}"
     for command in (["info", url], ["plan", url, "--steps", "2", "--batch-size", "2"], ["lint", url]):
