@@ -5,10 +5,10 @@
     python benchmarks/buckets.py --parts faults start --latency 0.03
     python benchmarks/buckets.py --parts settings --samples 2000 --bytes 50000
 
-`systems`, `faults` and `start` read from nginx through a proxy (`servers.py`), by HTTP or as a bucket of S3; `settings`
-reads from a server in Python that waits before each answer. Servers and readers share the cores: rates compare within
-one run only, requests depend on nothing but the settings. With `--json FILE` measurements are added to those that the
-file holds, and the tables show medians of all of them.
+`systems` reads from nginx, which waits before it answers; `faults` and `start` through a proxy (`servers.py`), by HTTP
+or as a bucket of S3; `settings` reads from a server in Python that waits before each answer. Servers and readers share
+the cores: rates compare within one run only, requests depend on nothing but the settings. With `--json FILE`
+measurements are added to those that the file holds, and the tables show medians of all of them.
 
 The interpreter of the rivals needs torch, this package's requirements, megatron-energon, multi-storage-client, boto3,
 s3fs, webdataset and mosaicml-streaming; what it does not have is left out and named.
@@ -46,7 +46,7 @@ from benchmarks.processes import (  # noqa: E402
     ensure_prepared,
     systems as prepared_systems,
 )
-from benchmarks.servers import counts, nginx, proxy  # noqa: E402
+from benchmarks.servers import counts, far_nginx, nginx, proxy  # noqa: E402
 from benchmarks.systems.measure import Job  # noqa: E402
 from energon_bridge import DefaultTaskEncoder, WorkerConfig, get_savable_loader, get_train_dataset  # noqa: E402
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml  # noqa: E402
@@ -66,6 +66,7 @@ NAMES = {
     "mosaic": "mosaicml-streaming, `s3://`",
     "webdataset": "webdataset, `pipe:curl`",
 }
+OWN = ("ours", "fsspec_")
 RUNNERS = {"ours": "ours", "s3": "ours", "fsspec": "fsspec_", "mosaic": "mosaic_", "webdataset": "webdataset_"}
 PLACES = ("local", "near", "far")
 FAULTS: dict[str, Record] = {
@@ -161,7 +162,8 @@ def systems(options: argparse.Namespace, folder: Path) -> Iterator[Record]:
                     slice_size=100 if name == "energon100" else None,
                     seconds=options.seconds,
                     warmup_seconds=options.warmup,
-                    warmup_batches=options.warmup_samples // _BATCH if RUNNERS.get(name) == "ours" else 0,
+                    warmup_batches=options.warmup_samples // _BATCH if RUNNERS.get(name) in OWN else 0,
+                    least_batches=options.least_samples // _BATCH if RUNNERS.get(name) in OWN else 0,
                 )
                 found = run(known[name], job, environment(urls["far" if place == "local" else place], folder))
                 if found is not None:
@@ -195,11 +197,7 @@ def with_shards(mosaic: System, folder: Path) -> None:
 @contextlib.contextmanager
 def servers(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, str]]:
     """Serve a folder without and with latency."""
-    with (
-        nginx(folder) as port,
-        proxy(port, folder=str(folder)) as near,
-        proxy(port, folder=str(folder), latency=options.latency) as far,
-    ):
+    with far_nginx(folder, 0.0) as near, far_nginx(folder, options.latency) as far:
         yield {"near": near, "far": far}
 
 
@@ -391,13 +389,13 @@ def start(options: argparse.Namespace, folder: Path) -> Iterator[Record]:
     """Start a mix as nobody has started it before, and again; here and behind a server."""
     path = mixes.make_all(options.cache, [options.datasets])[options.datasets]
     system = prepared_systems(sys.executable, "")["ours"]
-    with servers(options, path.parent.parent) as urls:
+    with nginx(path.parent.parent) as port, proxy(port, folder=str(path.parent.parent), latency=options.latency) as url:
         bucket = f"{path.parent.name}/{path.name}"
         for _ in range(options.repetitions):
             for place in options.starts:
                 home = tempfile.mkdtemp(dir=folder)
                 shutil.rmtree(f"{path}.cache", ignore_errors=True)
-                where = {"local": str(path), "http": f"{urls['far']}/{bucket}", "s3": f"s3://{bucket}"}[place]
+                where = {"local": str(path), "http": f"{url}/{bucket}", "s3": f"s3://{bucket}"}[place]
                 job = Job(
                     task="start",
                     path=where,
@@ -412,10 +410,10 @@ def start(options: argparse.Namespace, folder: Path) -> Iterator[Record]:
                     warmup_seconds=0.0,
                 )
                 for turn in ("first", "later"):
-                    before = counts(urls["far"]).get("requests", 0) if place != "local" else 0
-                    found = run(system, job, environment(urls["far"], folder) | {"XDG_CACHE_HOME": home})
+                    before = counts(url).get("requests", 0) if place != "local" else 0
+                    found = run(system, job, environment(url, folder) | {"XDG_CACHE_HOME": home})
                     if found is not None:
-                        asked = counts(urls["far"]).get("requests", 0) - before if place != "local" else 0
+                        asked = counts(url).get("requests", 0) - before if place != "local" else 0
                         yield {"place": place, "start": turn, "datasets": options.datasets, "requests": asked} | found
 
 
@@ -548,8 +546,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--latency", type=float, default=0.03)
     parser.add_argument("--seconds", type=float, default=5.0, help="at least this long a point")
     parser.add_argument("--warmup", type=float, default=2.0, help="seconds before the measured ones")
-    help_text = "so many at least, of ours: what is read ahead at first, 256 MiB a process, must not count"
-    parser.add_argument("--warmup-samples", type=int, default=3200, help=help_text)
+    help_text = "so many at least, of ours: a round of each lane, 64 x 128, so that reading goes on evenly"
+    parser.add_argument("--warmup-samples", type=int, default=8192, help=help_text)
+    parser.add_argument("--least-samples", type=int, default=8192, help="measured at least, of ours: whole rounds")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0, help=f"times {COUNTS} samples")
     parser.add_argument("--samples", type=int, default=2000, help="of the part `settings`")

@@ -96,7 +96,8 @@ def prepare(command: str, root: Path, *flags: str, workers: int, kill_at: int | 
             if kill_at is not None and sum(1 for _ in (root / ".nv-meta.scans").rglob("*.rec")) >= kill_at:
                 os.killpg(process.pid, signal.SIGKILL)
                 break
-            pause = max(_PAUSE_SECONDS, 100 * (time.perf_counter() - looked))  # looking costs 1 % at most
+            # Looking costs 1 % at most, or more where it must not come too late.
+            pause = max(_PAUSE_SECONDS, (100 if kill_at is None else 5) * (time.perf_counter() - looked))
             time.sleep(pause)
     if kill_at is not None and process.returncode != -signal.SIGKILL:
         raise click.ClickException("energon prepare ended before it could be killed")

@@ -2,6 +2,7 @@
 
     pip install datasets && python benchmarks/tables.py --samples 4000 --rounds 3
     python benchmarks/tables.py --samples 12000 --size 760 570 --group 1000        groups of 100 MB
+    python benchmarks/tables.py --samples 2000 --latency 0.02                      from a bucket server, too (nginx)
 
 All end in batches of 32 decoded uint8 images with captions, with the same number of workers. The systems take turns in
 each round; rates compare within one run only. Without `datasets` its row is left out.
@@ -12,11 +13,12 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import io
+import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -32,6 +34,7 @@ sys.path.insert(0, str(REPOSITORY))  # so that it runs by its path
 import pyarrow  # noqa: E402
 import pyarrow.parquet  # noqa: E402
 
+from benchmarks.servers import counts, nginx, proxy  # noqa: E402
 from energon_bridge import WorkerConfig, get_savable_loader, get_train_dataset  # noqa: E402
 from energon_bridge.prepare.convert import ConvertOptions, convert  # noqa: E402
 from energon_bridge.prepare.sources import open_source  # noqa: E402
@@ -60,8 +63,9 @@ def rows(first: int, last: int, size: tuple[int, int]) -> pyarrow.Table:
 
 def write(folder: Path, samples: int, group: int, size: tuple[int, int]) -> dict[str, Path]:
     """Write the same rows as parquet, as arrow and as shards."""
-    found = {"shards": folder / "shards", "parquet": folder / "parquet", "arrow": folder / "x.arrow"}
+    found = {"shards": folder / "shards", "parquet": folder / "parquet", "arrow": folder / "arrow/x.arrow"}
     found["parquet"].mkdir()
+    found["arrow"].parent.mkdir()
     each = -(-samples // _FILES)
     schema = rows(0, 1, size).schema
     with pyarrow.OSFile(str(found["arrow"]), "wb") as file, pyarrow.ipc.new_stream(file, schema) as out:
@@ -75,7 +79,7 @@ def write(folder: Path, samples: int, group: int, size: tuple[int, int]) -> dict
     return found
 
 
-def ours(path: Path, workers: int) -> Iterator[int]:
+def ours(path: Path | list[tuple[str, float]], workers: int) -> Iterator[int]:
     """Yield the samples of each batch."""
     config = WorkerConfig(rank=0, world_size=1, num_workers=workers)
     dataset = get_train_dataset(path, batch_size=_BATCH, worker_config=config, image_decode="torchrgb8")
@@ -124,19 +128,36 @@ def main() -> None:
     parser.add_argument("--measured", type=int, help="samples to time; all by default")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument(
+        "--latency", type=float, help="seconds of a request to a bucket server, which is read then, too"
+    )
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        paths = write(Path(name), options.samples, options.group, tuple(options.size))
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        bucket = Path(name) / "bucket"
+        bucket.mkdir()
+        paths = write(bucket, options.samples, options.group, tuple(options.size))
         systems: dict[str, Callable[[], Iterator[int]]] = {
             f"energon_bridge, {kind}": lambda path=path: ours(path, options.workers)  # type: ignore[misc]
             for kind, path in paths.items()
         }
+        url = ""
+        if options.latency is not None:
+            url = stack.enter_context(proxy(stack.enter_context(nginx(Path(name))), latency=options.latency))
+            os.environ |= {"AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+            os.environ |= {"AWS_DEFAULT_REGION": "us-east-1", "AWS_CONFIG_FILE": "/nonexistent"}
+            for kind, path in paths.items():
+                files = sorted(path.iterdir()) if kind == "parquet" else [path]  # nginx has no answer for folders
+                far = [(f"s3://{one.relative_to(name)}", 1.0) for one in files]
+                systems[f"energon_bridge, {kind}, far"] = lambda far=far: ours(far, options.workers)  # type: ignore[misc]
         if importlib.util.find_spec("datasets"):
             systems["datasets, parquet, streaming"] = lambda: hugging_face(paths["parquet"], options.workers)
         rates: dict[str, list[float]] = {system: [] for system in systems}
         for _ in range(options.rounds):
             for system, start in systems.items():
+                asked = counts(url).get("requests", 0) if url else 0
                 rates[system].append(rate(start(), options.measured or options.samples))
+                if url and system.endswith("far"):
+                    print(f"{system}: {counts(url)['requests'] - asked} requests", file=sys.stderr)
         first = median(rates["energon_bridge, shards"])
         for system, found in rates.items():
             print(f"{system:32} {median(found):8.0f} samples/s  {median(found) / first:5.2f} of shards", flush=True)

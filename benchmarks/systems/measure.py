@@ -37,6 +37,7 @@ class Job:
         part: the part of a sample that carries the payload, `jpg` or `json`.
         state_file: where `save` writes the state and `restore` finds it.
         warmup_batches: taken before the measured ones, however long it takes.
+        least_batches: measured at least, however long it takes.
     """
 
     task: str
@@ -50,6 +51,7 @@ class Job:
     seconds: float
     warmup_seconds: float
     warmup_batches: int = 0
+    least_batches: int = 0
     consumed_batches: int = 0
     state_file: str = ""
 
@@ -102,7 +104,7 @@ def throughput(job: Job, open_loader: Callable[[Job], Any], touch: Touch) -> dic
     first = time.perf_counter() - start
     consume(batches, touch, job.warmup_seconds, job.warmup_batches)
     cpu = cpu_seconds()
-    samples, elapsed = consume(batches, touch, job.seconds)
+    samples, elapsed = consume(batches, touch, job.seconds, job.least_batches)
     cpu = cpu_seconds() - cpu
     return {
         "first_batch_s": first,

@@ -132,7 +132,8 @@ def command(
         source = download(source) if is_hub(source) else source
         opened = open_source(source, kind=kind, media=media, numbered=keys == "number", num_workers=workers)
     asking = (_is_terminal() and not task and not finish) if ask is None else ask
-    click.echo(f"{source}: {opened.kind}, {count_of(len(opened), 'sample')}.")
+    shown = opened.where if "://" in opened.where else source  # `Path` leaves one slash
+    click.echo(f"{shown}: {opened.kind}, {count_of(len(opened), 'sample')}.")
     check_first_files(opened)
     layout = _layout(opened, sample_type, fields, asking=asking)
     check_layout(layout)
@@ -307,6 +308,11 @@ def _report(out: Path, done: Converted, options: ConvertOptions) -> None:
         click.echo(f"Skipped {count_of(len(done.skipped), 'sample')}:")
         for message in done.skipped[:5]:
             click.echo(f"  {message}")
+    if done.num_unread:
+        click.echo(
+            f"Found out nothing about {count_of(done.num_unread, 'media file')}, damaged ones or, without PyAV, videos "
+            f"and sound: energon lint {out} names them."
+        )
     total = count_of(sum(done.shard_counts.values()), "sample")
     click.echo(f"Done: {total} in {count_of(len(done.shard_counts), 'shard')} in {out}.")
     layout = options.layout

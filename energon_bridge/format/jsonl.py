@@ -43,7 +43,7 @@ class JsonlDataset(PreparedDataset):
     @property
     def index_remedy(self) -> str:
         """Return what to do about a wrong index."""
-        return f"Write it again with `energon prepare {self.path}`."
+        return f"Rebuild it with `energon prepare {self.path}`."
 
 
 def is_jsonl(path: str | os.PathLike[str]) -> bool:

@@ -256,10 +256,10 @@ def plain_jpeg(data: bytes) -> ImageMetadata | None:
     found = None
     while at + 4 <= end and data[at] == 0xFF:
         marker, size = data[at + 1], data[at + 2] << 8 | data[at + 3]
-        if marker == _SOS:
-            return found
         if at + 2 + size > end or size < 2:
             return None
+        if marker == _SOS:
+            return found
         if marker in _JPEG_FRAMES:
             if found is not None or size < 8:
                 return None

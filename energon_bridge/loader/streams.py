@@ -320,7 +320,8 @@ def listing_of_pass(
         pipeline.close()
     if draws.num_draws and not listing.rows and not data.batch_drop_last:
         raise EmptyDatasetError(
-            f"{pipeline.paths}: each of the {draws.num_draws} samples of the split was skipped or left out of all packs"
+            f"{pipeline.paths}: every one of the {draws.num_draws} samples of the split was skipped or left out of "
+            "packs"
         )
     return listing, counts
 

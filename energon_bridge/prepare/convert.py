@@ -38,6 +38,7 @@ from energon_bridge.prepare.shards import (
     ShardFile,
     ShardRecord,
     member_size,
+    num_unread,
     partial_path,
     publish,
     record_path,
@@ -82,12 +83,16 @@ class ConvertOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """Samples by shard and shards by split part, what was skipped, and how many shards were reused."""
+    """Samples by shard and shards by split part, what was skipped, and how many shards were reused.
+
+    `num_unread` media files seem to be damaged: nothing could be found out about them.
+    """
 
     shard_counts: dict[str, int]
     split_parts: dict[str, list[str]]
     skipped: tuple[str, ...]
     num_reused: int
+    num_unread: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,6 +435,7 @@ def _finish(
         return record
 
     counts = {shard: len(load(shard).scan.keys) for shard in shards}
+    unread = sum(num_unread(load(shard)) for shard in shards) if options.media else 0
     if counts != old or reused < len(plan) or any(parts.path.rglob("*.rec")):
         extra = {meta_path(f"{_RECORDS}/{_OPTIONS}"): told}
         for shard, record in records.items():
@@ -448,7 +454,9 @@ def _finish(
             store.delete(index_name(gone))
             store.delete(meta_path(f"{_RECORDS}/{record_path(Path(gone)).as_posix()}"))
     parts.remove()
-    return Converted(shard_counts=counts, split_parts=split_parts, skipped=skipped, num_reused=reused)
+    return Converted(
+        shard_counts=counts, split_parts=split_parts, skipped=skipped, num_reused=reused, num_unread=unread
+    )
 
 
 def _type_name(layout: Layout) -> str:

@@ -23,6 +23,7 @@ import time
 import uuid
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -221,6 +222,12 @@ def partial_path(path: Path) -> Path:
 def record_path(shard: Path) -> Path:
     """Return the path of a shard's record."""
     return shard.with_suffix(RECORD_SUFFIX)
+
+
+def num_unread(record: ShardRecord) -> int:
+    """Return how many media files of a shard, one that was written with `media`, nothing could be found out about."""
+    names = Counter(record.scan.part_names)
+    return sum(count for name, count in names.items() if _MEDIA.may_pass(f".{name}")) - len(record.media)
 
 
 def write_record(shard: Path, record: ShardRecord) -> None:

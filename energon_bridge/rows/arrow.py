@@ -9,6 +9,7 @@ batch of an arrow file; then one row group or record batch at a time, with all i
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import re
@@ -425,7 +426,7 @@ def sizes_of(store: Store, names: Sequence[str]) -> list[int]:
 
 
 def far_groups(store: Store, names: Sequence[str], stamps: Sequence[Stamp]) -> list[list[Group]]:
-    """Return the groups of files behind URLs; raises SourceError."""
+    """Return the groups of files behind URLs; a version 0 becomes a hash of the end of the file. Raises SourceError."""
     arrow = pyarrow_modules()
     found: list[list[Group]] = []
     for first in range(0, len(names), _TAILS):
@@ -440,12 +441,15 @@ def far_groups(store: Store, names: Sequence[str], stamps: Sequence[Stamp]) -> l
         known = {place: (spans[place][0], bytes(tail[0])) for place, tail in zip(ends, tails, strict=True)}
         for place in range(first, min(first + _TAILS, len(names))):
             path = store.url(names[place])
+            size, version = stamps[place]
             try:
                 if place not in known:
                     found.append(_arrow_groups(store, path, stamps[place]))
                     continue
-                metadata = _parse_footer(store, path, stamps[place], known[place])
-                found.append(_parquet_groups(path, stamps[place], metadata, store))
+                tail = known[place]
+                stamp = size, version or int.from_bytes(hashlib.blake2b(tail[1], digest_size=7).digest(), "little")
+                metadata = _parse_footer(store, path, stamp, tail)
+                found.append(_parquet_groups(path, stamp, metadata, store))
             except (arrow.ArrowException, struct.error) as error:
                 raise SourceError(f"{path}: cannot be read: {error}. Was the upload cut off?") from error
     return found

@@ -214,6 +214,14 @@ def table_parts(path: str | os.PathLike[str]) -> list[str]:
     return list(dict.fromkeys(part for part, _ in _files(path)[2]))
 
 
+def open_far_source(url: str) -> ArrowSource:
+    """Open a parquet or arrow file behind a URL, or a folder of them, row by row; raises what `open_tables` raises."""
+    here, store, files = _files(url)
+    groups, _ = _groups_at(store, [name for _, name in files])
+    parts = [part for part, _ in files]
+    return ArrowSource(here, list(zip(parts, groups, strict=True)), store, "table")
+
+
 def _is_far(path: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(path) and not os.fspath(path).startswith("file://")
 

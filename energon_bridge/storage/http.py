@@ -49,7 +49,8 @@ _MOST_TRIES = 20
 _UNREACHED_TRIES = 4
 """Attempts to reach a server that this process has never reached: its name is probably wrong."""
 _PAUSE, _MOST_PAUSE, _MOST_RETRY_AFTER = 0.1, 8.0, 30.0
-_MOST_IN_FLIGHT = 64
+_MOST_IN_FLIGHT, _BYTES_IN_FLIGHT = 128, 128 << 20
+"""Requests of a process that are under way, and bytes asked for, at most."""
 _HEDGE_SECONDS, _HEDGE_TIMES = 1.0, 4.0
 """A hedge starts after this many seconds, or after this multiple of the usual duration, whichever is later."""
 _HEDGES, _HEDGED_SHARE = 16, 0.05
@@ -215,7 +216,7 @@ class Client:
         self._lock = threading.Lock()
         self._connections = Connections()
         self._reached: set[str] = set()
-        self._in_flight = 0
+        self._in_flight = self._bytes = 0
         self._limit = float(_MOST_IN_FLIGHT)
         self._lowered = 0.0
         self._typical = 0.0
@@ -280,10 +281,10 @@ class Client:
 
     def _taken(self, fetch: _Fetch) -> _Attempt | None:
         """Do so under the lock; a fetch of which nothing is under way always gets its next piece."""
-        if not fetch.waiting or (fetch.running and self._in_flight >= self._limit):
+        if not fetch.waiting or (fetch.running and self._is_full()):
             return None
-        self._in_flight += 1
         call, now = fetch.waiting.popleft(), time.monotonic()
+        self._in_flight, self._bytes = self._in_flight + 1, self._bytes + call.piece.length
         fetch.running.add(call)
         call.since = call.since or now
         call.patience = max(_HEDGE_SECONDS, _HEDGE_TIMES * self._typical)
@@ -292,6 +293,9 @@ class Client:
         attempt = _Attempt(call)
         call.attempts.append(attempt)
         return attempt
+
+    def _is_full(self) -> bool:
+        return self._in_flight >= self._limit or self._bytes >= _BYTES_IN_FLIGHT
 
     def _start(self, attempt: _Attempt) -> None:
         """Have a thread make an attempt, and then those that nobody has begun."""
@@ -321,7 +325,7 @@ class Client:
         call, error = attempt.call, attempt.error
         fetch = call.fetch
         with self._lock:
-            self._in_flight -= 1
+            self._in_flight, self._bytes = self._in_flight - 1, self._bytes - call.piece.length
             MADE.requests += attempt.asked
             MADE.request_retries += attempt.again
             call.attempts.remove(attempt)
@@ -339,7 +343,7 @@ class Client:
             fetch.bodies[call.number] = attempt.body
             fetch.left -= 1
             following = self._taken(fetch)
-            if fetch.waiting and self._in_flight < self._limit:
+            if fetch.waiting and not self._is_full():
                 fetch.news.put(None)  # another fetch has ended: there is room for more of this one
         for rival in call.attempts:
             rival.cancel()
@@ -360,7 +364,7 @@ class Client:
                 call.hedge_at = now + call.patience
                 few = MADE.request_hedges < _HEDGES + _HEDGED_SHARE * MADE.requests
                 if few and len(call.attempts) < _RIVALS:
-                    self._in_flight += 1
+                    self._in_flight, self._bytes = self._in_flight + 1, self._bytes + call.piece.length
                     MADE.request_hedges += 1
                     rivals.append(_Attempt(call))
                     call.attempts.append(rivals[-1])

@@ -266,7 +266,7 @@ def test_tar_index_only(tars: Path):
         (["--split-ratio", "1,0,0", "--field-map", "{}"], "--field-map needs --sample-type"),
         (["--split-ratio", "1,0,0", "--sample-type", "CaptioningSample"], "needs a field map"),
         (["--split-ratio", "1,0,0", "--sample-type", "Captioning"], "CaptioningSample"),
-        (["--split-ratio", "1,0,0", "--sample-type", "TextSample", "--field-map", "{text: txt}"], "no JSON"),
+        (["--split-ratio", "1,0,0", "--sample-type", "TextSample", "--field-map", "{text: txt}"], "not valid JSON"),
         (["--split-ratio", "1,0,0", "--sample-type", "TextSample", "--field-map", '["txt"]'], "expected an object"),
         (
             ["--split-ratio", "1,0,0", "--sample-type", "TextSample", "--field-map", '{"txet": "txt"}'],

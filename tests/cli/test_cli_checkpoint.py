@@ -108,8 +108,8 @@ def test_files_of_ranks(states: list[Any], tmp_path: Path) -> None:
     assert part["ranks"] == [[2, 4], [1, 4]]
     assert len(part["missing_lanes"]) == 12
     output = energon("checkpoint", "show", files[2], files[1]).output
-    assert "lanes:     12 of 24; missing: " in output
-    assert "ranks:     1, 2 of 4; missing: 0, 3" in output
+    assert "lanes:    12 of 24; missing: " in output
+    assert "ranks:    1, 2 of 4; missing: 0, 3" in output
     assert sum(row["samples"] for row in part["leaves"]) == 2 * 2 * 11
 
 
@@ -118,7 +118,7 @@ def test_the_table(states: list[Any], data: Path, tmp_path: Path) -> None:
     for name in ("show", "info"):
         output = energon("checkpoint", name, tmp_path / "state.pt").output
         assert "position: microbatch 44 of the run" in output
-        assert "lanes:     24, all here" in output
+        assert "lanes:    24, all here" in output
         assert "batch_size=2" in output
         assert output.count(f"{data / 'a'} [train]") == 2
 
@@ -175,7 +175,7 @@ def test_diff_of_positions(data: Path, tmp_path: Path) -> None:
             assert row[name] == now[name] - past[name]
     assert sum(row["samples"] for row in found["progress"]) == 14
     output = energon("checkpoint", "diff", tmp_path / "a.pt", tmp_path / "b.pt").output
-    assert "B stands +7 microbatches from A." in output
+    assert "B is +7 microbatches from A." in output
     assert "The settings and the mix are the same." in output
     assert "Both are at the same position" in energon("checkpoint", "diff", tmp_path / "a.pt", tmp_path / "a.pt").output
 

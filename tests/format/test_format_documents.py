@@ -84,7 +84,7 @@ def bomb(levels: int) -> bytes:
         (b"a: 1\na: 2\n", "'a' occurs twice"),
         (b"? [a, b]\n: 1\n", "a key must be a plain word"),
         (b"a: *nowhere\n", "'nowhere' is undefined"),
-        (b"a: &a [*a]\n", "a part of"),
+        (b"a: &a [*a]\n", "something that contains it"),
         (b"a: !!python/object/apply:os.getcwd []\n", "python/object"),
         (b"a: !!set {b, c}\n", "yaml.org,2002:set"),
         (b"\xff\xfe\xff", "cannot be parsed"),

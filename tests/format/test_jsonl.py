@@ -109,7 +109,7 @@ def test_a_line_that_is_no_json_is_skipped_and_named(lines: Path, caplog: pytest
     with closing(get_loader(dataset)) as loader:
         (batch,) = loader
     assert batch["__key__"] == [str(key) for key in range(40) if key != 7]
-    assert f"{lines}: shard lines.jsonl, sample 7, key '7' (parts json): DecodeError: no JSON" in caplog.text
+    assert f"{lines}: shard lines.jsonl, sample 7, key '7' (parts json): DecodeError: not valid JSON" in caplog.text
 
 
 # The index -----------------------------------------------------------------------------------------------------------

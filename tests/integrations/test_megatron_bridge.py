@@ -188,7 +188,7 @@ def test_every_declaration_with_a_build_method_fits(dataset: Path) -> None:
         ({"max_tokens_per_microbatch": 0}, "max_tokens_per_microbatch must be an integer of at least 1 or None"),
         ({"balance": "global_batch"}, "balance='global_batch' divides .*: set global_batch_size"),
         ({"balance_cost": {"token": 1.0}}, "balance_cost has token; BatchCost takes tokens, attention, patches"),
-        ({"balance_cost": {"tokens": -1.0}}, "BatchCost: tokens must be a finite number, 0 or more"),
+        ({"balance_cost": {"tokens": -1.0}}, "BatchCost: tokens must be a finite number of at least 0"),
         ({"balance_cost": 3}, "balance_cost must be weights or a function of a batch, got 3"),
         ({"task_encoder": 3}, "task_encoder is a int"),
         ({"dataset_kwargs": {"batch_size": 3}}, "dataset_kwargs has batch_size"),

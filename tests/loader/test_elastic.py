@@ -130,7 +130,7 @@ LIMITS = ["filtered", "banned", "filtered banned", "filtered mixed", "filtered b
 LIMITED_CASES = [
     (f"{limits} {encoder}", *topology)
     for number, (encoder, limits) in enumerate(itertools.product(LIMITED, LIMITS))
-    for topology in (TOPOLOGIES if LONG else random.Random(number).sample(TOPOLOGIES, int(number % 3 == 0)))
+    for topology in (TOPOLOGIES if LONG else random.Random(number).sample(TOPOLOGIES, int(number % 4 == 0)))
 ]
 
 

@@ -82,7 +82,7 @@ def test_mistakes_are_refused_by_name() -> None:
         DoReMi(reference={}, step_size=0.0)
     with pytest.raises(ConfigurationError, match="no loss for b"):
         DoReMi(reference={"a": 1.0})({"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 1.0})
-    with pytest.raises(ConfigurationError, match="every of at least 1"):
+    with pytest.raises(ConfigurationError, match="`every` of at least 1"):
         MixFeedback(halve_the_worst, {"a": 1.0}, every=0)
     feedback = MixFeedback(halve_the_worst, {"a": 1.0}, every=1)
     batch = Packed([(Part("b", 0, 1),)], torch.ones(1, 1))

@@ -214,7 +214,9 @@ def test_a_function_is_imported_only_with_trust(pair: Path, tmp_path: Path, monk
     monkeypatch.syspath_prepend(tmp_path)
     joiner = {"__module__": "joiners_of_a_stranger", "__function__": "later"}
     mix = write_mix(pair / "mix.yaml", train=join(joiner=joiner))
-    with pytest.raises(UntrustedCodeError, match=r"joiners_of_a_stranger\.later .*register_joiner.*trust_remote_code"):
+    with pytest.raises(
+        UntrustedCodeError, match=r"joiners_of_a_stranger\.later\. .*register_joiner.*trust_remote_code"
+    ):
         texts(mix)
     assert texts(mix, trust_remote_code=True) == pairs(KEYS)
 

@@ -176,7 +176,7 @@ def test_a_weight_can_be_a_schedule():
         (lambda: Blender([("/a", -1)]), "must not be negative"),
         (lambda: Blender([("/a", float("nan"))]), "expected a number"),
         (lambda: Blender.from_prefixes("/a", [1]), "expected a list of paths"),
-        (lambda: Blender.from_prefixes(["/a"], [1, 2]), "1 paths and 2 weights"),
+        (lambda: Blender.from_prefixes(["/a"], [1, 2]), "1 paths but 2 weights"),
         (lambda: load_mix(3, split_part="train"), "expected a path, a dict"),  # type: ignore[arg-type]
         (lambda: load_mix([], split_part="train"), "at least one"),
     ],

@@ -65,8 +65,8 @@ def test_values(value, draws, expected):
         ({"schedule": "steps", "points": []}, "at least one point"),
         ({"schedule": "steps", "points": 3}, r"weight\.points`: expected a list"),
         ({"schedule": "steps", "points": [[0, 1], 3]}, r"a point of a schedule is \[draw, weight\]"),
-        ({"schedule": "steps", "points": [[0, 1], [0, 2]]}, "rise"),
-        ({"schedule": "steps", "points": [[-1, 1]]}, "0 or more"),
+        ({"schedule": "steps", "points": [[0, 1], [0, 2]]}, "increase"),
+        ({"schedule": "steps", "points": [[-1, 1]]}, "at least 0"),
         ({"schedule": "steps", "points": [[0.5, 1]]}, "whole number"),
         ({"schedule": "steps", "points": [[0, "1"]]}, "finite number"),
         ({"schedule": "linear", "points": [[0, 1], [9, -1]]}, "must not be negative"),
@@ -79,7 +79,7 @@ def test_mistakes_name_the_place(value, words):
 
 
 def test_python_code_gets_its_own_error():
-    with pytest.raises(ConfigurationError, match="rise"):
+    with pytest.raises(ConfigurationError, match="increase"):
         WeightSchedule.linear([(5, 1), (5, 2)])
     with pytest.raises(ConfigurationError, match="constant, steps"):
         WeightSchedule(kind="other", points=((0, Fraction(1)),))  # type: ignore[arg-type]

@@ -101,7 +101,7 @@ def test_only_new_and_changed_shards_are_computed(tmp_path: Path, num_workers: i
     assert (root / ".nv-meta/columns/number.npy").read_bytes() == before
     write_shard(root / "train/shard_001.tar", {f"x{n}": {"txt": b"text %d" % (100 + n)} for n in range(3)})
     prepare_dataset(root, split=parse_patterns(["train:train/.*"]))
-    with pytest.raises(MetadataError, match=r"knows 4 samples in \d+ bytes of the shard 'train/shard_001.tar', which"):
+    with pytest.raises(MetadataError, match=r"covers 4 samples in \d+ bytes of the shard 'train/shard_001.tar', which"):
         column(root, "number")
     again = add_column(root, "number", number, num_workers=num_workers)
     assert (again.num_samples, again.num_computed) == (14, 3)

@@ -27,6 +27,7 @@ from sources import (
     picture,
     refused,
     table,
+    write_pictures,
 )
 
 from energon_bridge.format.nvmeta import read_info
@@ -57,6 +58,20 @@ def test_a_missing_image_is_named_or_skipped(tmp_path):
     (tmp_path / "in/images/0/4.png").write_bytes(picture(4, "PNG"))
     converted(source, tmp_path / "out", *flags, "--on-error", "skip")
     assert content(tmp_path / "out") == content(converted(source, tmp_path / "other", *flags, "--on-error", "skip"))
+
+
+def test_damaged_pictures_are_counted(tmp_path):
+    folder = tmp_path / "in"
+    write_pictures(folder, ["a.jpg", "b.png", "c.jpg", "d.jpg"])
+    (folder / "c.jpg").write_bytes(b"no picture")
+    (folder / "d.jpg").write_bytes(b"")
+    said = "Found out nothing about 2 media files, damaged ones"
+    assert said in convert(folder, tmp_path / "out").output
+    assert said in convert(folder, tmp_path / "out").output  # nothing is written this time
+    assert "Found out nothing" not in convert(folder, tmp_path / "out2", "--no-media-metadata").output
+    (folder / "d.jpg").unlink()
+    (folder / "c.jpg").unlink()
+    assert "Found out nothing" not in convert(folder, tmp_path / "out3").output
 
 
 def test_broken_lines_are_named_or_skipped(tmp_path):

@@ -109,7 +109,7 @@ def test_prepared_tars_keep_their_keys(tmp_path: Path) -> None:
 
 def test_what_cannot_be_renamed_changes_nothing(tmp_path: Path) -> None:
     apart = write_tar(tmp_path / "apart/s.tar", [("a.jpg", b"1"), ("b.jpg", b"2"), ("a.txt", b"3")]).parent
-    with pytest.raises(DuplicateKeyError, match=r"parts of the sample 'a' stand apart: jpg, and .* txt"):
+    with pytest.raises(DuplicateKeyError, match=r"parts of the sample 'a' are not adjacent: jpg, and .* txt"):
         rename_duplicates(apart)
     tight = write_texts(tmp_path / "tight", {"s_0.tar": ["a", "y" * 96], "s_1.tar": ["a", "y" * 96]})
     before = content(tight)

@@ -108,7 +108,7 @@ def test_counts_below_the_index_are_refused_when_it_is_opened(texts: Path, count
     with pytest.raises(MetadataError) as caught:
         train_dataset(texts)
     assert f"counts {count} samples in 'train/shard_001.tar', but its index has 10" in str(caught.value)
-    assert f"so that {lost} would never be read. Count again: `energon prepare --tar-index-only {texts}`" in str(
+    assert f"so {lost} would never be read. Count again: `energon prepare --tar-index-only {texts}`" in str(
         caught.value
     )
     assert energon("lint", texts, "--no-progress").exit_code == 1

@@ -172,9 +172,9 @@ def test_what_cannot_be_sent_is_named(value: Any, text: str) -> None:
     [
         (["record", "no.such.module:Batch"], "which this rank does not have"),
         (["record", f"{__name__}:Missing"], "which this rank does not have"),
-        (["record", "subprocess:Popen"], "is no record on this rank"),
-        (["named", "subprocess:Popen", "ls"], "is no named on this rank"),
-        (["mapping", "os:system", ["ls", 1]], "is no mapping on this rank"),
+        (["record", "subprocess:Popen"], "is not a record on this rank"),
+        (["named", "subprocess:Popen", "ls"], "is not a named on this rank"),
+        (["mapping", "os:system", ["ls", 1]], "is not a mapping on this rank"),
     ],
 )
 def test_only_classes_that_hold_data_are_made(node: Any, text: str) -> None:

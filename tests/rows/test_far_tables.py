@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from clouds import Cloud, s3
 from engine import deliver, loaders_of
 from object_server import ObjectServer, every, serving
-from sources import picture
+from sources import content, converted, picture
 from test_tables import KINDS, same, trained, validated
 
 from energon_bridge import ErrorPolicy, get_loader
@@ -86,14 +86,14 @@ def texts(batches: list[Any]) -> list[Any]:
 
 
 SETTINGS: dict[str, Any] = {"filter": "year >= 5 and year < 30"}
-NAMES = ["one.parquet", "one.arrow", "arrow", "parquet", "mix.yaml"]
+# A web server cannot list the files of a folder; `save_to_disk` has a list of its own.
+HTTP, S3 = ["one.parquet", "arrow", "mix.yaml"], ["parquet", "one.arrow"]
+PLACES = [*(("http", name) for name in HTTP), *(("s3", name) for name in S3)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("url", "name"), PLACES, indirect=["url"])
 def test_the_stream_is_the_local_one_and_resumes_on_any_topology(url: str, folder: Path, name: str) -> None:
     """Interrupted here, continued there: a state of the local files goes on at the URL."""
-    if name == "parquet" and url.startswith("http"):
-        pytest.skip("a web server cannot list its files")
     settings = {} if name.endswith("yaml") else SETTINGS
     local, far = (trained(f"{place}/{name}", **settings) for place in (folder, url))
     whole = texts(deliver_batches(loaders_of(far, 1, 0), 24))
@@ -183,6 +183,32 @@ def test_heads_of_messages_are_read_as_pyarrow_reads_them() -> None:
     assert (kind, rows, content) == (3, 3, len(data) - 8 - length)
 
 
+@pytest.mark.parametrize(("url", "name"), [("http", "arrow"), ("s3", "parquet")], indirect=["url"])
+def test_converted_from_a_url_they_are_what_local_ones_become(
+    url: str, folder: Path, name: str, tmp_path: Path
+) -> None:
+    flags = ("--samples-per-shard", "7", "--no-ask")
+    converted(folder / name, tmp_path / "local", *flags)
+    line = ["convert", f"{url}/{name}", str(tmp_path / "far"), *flags, "--no-progress", "--num-workers", "2"]
+    result = CliRunner().invoke(main, line)
+    assert result.exit_code == 0, result.output
+    assert f"{url}/{name}: table" in result.output
+    far, local = (
+        {file: data for file, data in content(tmp_path / place).items() if "/convert/" not in file}
+        for place in ("far", "local")
+    )
+    assert far == local
+    assert "Left as they were" in CliRunner().invoke(main, line).output
+
+
+def test_other_sources_behind_urls_are_refused(server: ObjectServer, tmp_path: Path) -> None:
+    for name in ("gone.parquet", "mix.yaml", "nothing"):
+        result = CliRunner().invoke(main, ["convert", f"{server.url}/{name}", str(tmp_path / "out")])
+        assert result.exit_code == 1
+        assert server.url in result.output
+
+
+@pytest.mark.parametrize("url", ["http"], indirect=True)
 def test_commands(url: str) -> None:
     for command in (["info"], ["lint"], ["plan", "--steps", "2", "--batch-size", "2"]):
         result = CliRunner().invoke(main, [command[0], f"{url}/arrow", *command[1:]])

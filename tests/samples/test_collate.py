@@ -301,7 +301,7 @@ def mixed() -> list[Sample]:
     [
         (lambda: batch_samples(mixed(), TextSample), "different fields: caption, image, text.*row 1"),
         (lambda: generic_batch([{"a": 1}, {"a": 1, "b": 2}]), "different fields: b "),
-        (lambda: batch_samples([], TextSample), "no samples"),
+        (lambda: batch_samples([], TextSample), "of 0 samples"),
         (lambda: batch_samples([Plain("n", torch.ones(1)), Plain("n", torch.ones(1, 1))], Plain), "field 'size'.*rank"),
         (lambda: batch_samples([1, 2], dict), "a int has no fields"),
         (lambda: batch_samples(captions(), VQASample), "VQASample.*context"),

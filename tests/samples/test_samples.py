@@ -223,7 +223,7 @@ def test_extend_copies_all_fields_of_a_base_type():
 
 
 def test_extend_refuses_other_types():
-    with pytest.raises(TypeError, match=r"LabelledCaption.*not TextSample.*derive_from"):
+    with pytest.raises(TypeError, match=r"LabelledCaption.*got TextSample.*derive_from"):
         LabelledCaption.extend(TextSample(__key__="k", text="t"), label=1)
 
 

@@ -208,17 +208,17 @@ def test_the_global_generator_draws_unless_another_is_given() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x: resize(x, 0), r"size=0 must be a number of pixels, or \(height, width\)"),
-        (lambda x: resize(x, (1, 2, 3)), r"size=\(1, 2, 3\) must be"),
+        (lambda x: resize(x, 0), r"size must be a number of pixels, or \(height, width\).*, got 0"),
+        (lambda x: resize(x, (1, 2, 3)), r"size must be .*, got \(1, 2, 3\)"),
         (lambda x: resize(x, (4, 4), max_size=9), "max_size=9 needs a single smaller size"),
         (lambda x: resize(x, 4, max_size=4), "max_size=4 needs a single smaller size"),
-        (lambda x: resize(x, 4, "lanczos"), "interpolation='lanczos' must be one of bilinear"),
-        (lambda x: center_crop(x, -1), "output_size=-1 must be"),
-        (lambda x: random_resized_crop(x, 4, scale=(0.5, 0.1)), r"scale=\(0.5, 0.1\) must be a positive range"),
-        (lambda x: random_horizontal_flip(x, 1.5), "p=1.5 must be a probability"),
-        (lambda x: normalise(x, 0.5, 0.0), "std=0.0 must not be 0"),
+        (lambda x: resize(x, 4, "lanczos"), "interpolation must be one of bilinear.*, got 'lanczos'"),
+        (lambda x: center_crop(x, -1), "output_size must be .*, got -1"),
+        (lambda x: random_resized_crop(x, 4, scale=(0.5, 0.1)), r"scale must be a positive range.*, got \(0.5, 0.1\)"),
+        (lambda x: random_horizontal_flip(x, 1.5), "p must be a probability.*, got 1.5"),
+        (lambda x: normalise(x, 0.5, 0.0), "std must not be 0.*; got 0.0"),
         (lambda x: normalise(x, (0.5, 0.5), 1.0), "mean has 2 numbers and std 1; an image of 3 channels"),
-        (lambda x: normalise(x, "half", 1.0), "mean='half' must be a number"),
+        (lambda x: normalise(x, "half", 1.0), "mean must be a number.*, got 'half'"),
     ],
 )
 def test_wrong_arguments_are_refused(call: Any, message: str) -> None:

@@ -110,6 +110,17 @@ def test_near_ranges_are_one_request_and_far_ones_go_out_together(server: Object
     assert server.most_at_once > 4
 
 
+def test_requests_under_way_ask_for_so_many_bytes_at_most(
+    server: ObjectServer, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("energon_bridge.storage.http._BYTES_IN_FLIGHT", 3000)
+    (server.folder / "x").write_bytes(data)
+    store, offsets = open_store(server.url), list(range(0, 3_000_000, 400_000))
+    server.latency = 0.05
+    assert [len(one) for one in store.read_ranges("x", offsets, [1000] * len(offsets))] == [1000] * len(offsets)
+    assert server.most_at_once == 3
+
+
 def test_a_read_takes_the_places_that_another_one_leaves(
     server: ObjectServer, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -277,5 +277,5 @@ class GeneratorBatch(DefaultTaskEncoder):
 
 
 def test_several_batches_of_one_are_refused_where_all_ranks_make_the_same_steps(dataset: Path) -> None:
-    with pytest.raises(FatalSampleError, match="batch or encode_batch yields 2 batches of one"):
+    with pytest.raises(FatalSampleError, match="batch or encode_batch yields 2 batches from one"):
         list(validation(dataset, GeneratorBatch()))

@@ -214,7 +214,7 @@ class Ungrouped(DefaultTaskEncoder):
     ("error", "complaint"),
     [
         (ValueError, "^batch_group_criterion: the first 5 samples of this process failed, and nothing has been"),
-        (SkipSample, "left out 1001 rows in a row"),
+        (SkipSample, "skipped 1001 rows in a row"),
     ],
 )
 def test_a_group_criterion_that_always_fails_stops_the_run(error: type[Exception], complaint: str, data: Path) -> None:

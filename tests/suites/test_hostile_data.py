@@ -113,7 +113,7 @@ PARTS: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "gz bomb": ("txt.gz", lambda: gzip.compress(bytes(100 * MIB), 9), "unpacks to more than 8,388,608 bytes"),
     "gz bomb of members": ("txt.gz", lambda: gzip.compress(bytes(MIB), 9) * 80, "unpacks to more than"),
     "torch bomb": ("pth", lambda: deflated(torch_file(torch.zeros(10 * MIB, dtype=torch.uint8))), "unpacks to more"),
-    "image": ("jpg", lambda: jpeg(4000, 4000), "4000 x 4000 pixels.*at most 1,000,000.*max_pixels"),
+    "image": ("jpg", lambda: jpeg(4000, 4000), "4000 x 4000 pixels.*more than the limit of 1,000,000.*max_pixels"),
     "image in another format": ("png", lambda: png(4000, 4000), "4000 x 4000 pixels.*max_pixels"),
     "grey image": ("jpg", lambda: _grey(4000), "4000 x 4000 pixels.*max_pixels"),
 }

@@ -189,7 +189,7 @@ def test_times_of_a_run_are_fitted_by_the_command(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ((), "Missing argument 'MIX': a dataset or mix to measure"),
-        (("some/data", "--fit-cost", "FILE"), "reads a file of measured times, not a dataset: leave some/data out"),
+        (("some/data", "--fit-cost", "FILE"), "reads a file of measured times, not a dataset: leave out some/data"),
         (("--fit-cost", "nowhere.jsonl"), "nowhere.jsonl: cannot read measured times"),
         (("--fit-cost", "SHORT"), "expected at least 8 measured microbatches"),
         (("--fit-cost", "WRONG"), "line 1: expected numbers tokens, attention, patches, seconds and patch_size"),

@@ -118,7 +118,7 @@ def test_images_without_a_place_can_follow_the_question() -> None:
         (ChatSample(__key__="q", messages=[]), "must be a non-empty list of turns"),
         (ChatSample(__key__="q", messages=[{"text": "a"}]), "a turn must have role and content"),
         (ChatSample(__key__="q", messages=[{"role": "user", "content": [{"type": "sound"}]}]), "a part of a turn"),
-        (VidQASample(__key__="q", video=TWO, context="a"), "without answers"),
+        (VidQASample(__key__="q", video=TWO, context="a"), "needs answers for training"),
     ],
 )
 def test_conversations_that_cannot_be_learned_are_refused_by_name(sample: Any, complaint: str) -> None:

@@ -288,7 +288,7 @@ def test_other_processors_are_called_and_the_log_says_so_once(caplog: pytest.Log
         assert pixel_path(CLIPImageProcessorPil(do_pad=True, pad_size={"height": 400, "width": 400})) is None
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 4
-    assert "Darker itself" in said[0]
+    assert "calling Darker for images" in said[0]
     assert "it overrides rescale" in said[0]
     made = process_image(darker, image)["pixel_values"]
     assert torch.equal(made, darker(images=[image], return_tensors="pt")["pixel_values"])

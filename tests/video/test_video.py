@@ -208,7 +208,7 @@ def test_what_cannot_be_had_is_refused_with_a_remedy(folder: Path, tmp_path: Pat
         decoder.get_video_clips([(60, 61)], "frames")
     with pytest.raises(DecodeError, match=r"b\.mp4: .*begins at second 2\.5, but the video ends after 2\.4 s"):
         decoder.get_video_clips([(0, 1), (2.5, math.inf)])
-    with pytest.raises(DecodeError, match=r"b\.mp4 has no audio stream, only video: ask has_audio_stream"):
+    with pytest.raises(DecodeError, match=r"b\.mp4 has no audio stream, only video: check has_audio_stream"):
         decoder.get_audio()
     for wrong in [(1.0, 0.5), (-1, 2), (math.nan, 1), (math.inf, math.inf)]:
         with pytest.raises(ConfigurationError, match="must have 0 <= begin <= end"):

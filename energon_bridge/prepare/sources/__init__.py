@@ -19,8 +19,7 @@ def open_source(
 ) -> Source:
     """Open a source of `energon convert`, of the given or the detected kind; raises the errors of its reader."""
     if not path.exists():
-        hint = " The only URLs supported are hf://: download others first." if ":/" in str(path) else ""
-        raise DatasetNotFoundError(f"{path}: no such file or folder. Check the path.{hint}")
+        return _far(path, kind, media)
     if media is not None and not media.is_dir():
         raise ConfigurationError(f"--media {media}: no such folder.")
     kind, path = (kind, path) if kind is not None else _look(path)
@@ -38,6 +37,22 @@ def open_source(
     if len(source) == 0:
         raise SourceError(f"{path}: has no samples ({source.kind}).")
     return source
+
+
+def _far(path: Path, kind: str | None, media: Path | None) -> Source:
+    """Open the tables behind a URL, of which `Path` has left one slash."""
+    scheme, colon, rest = str(path).partition(":/")
+    if not colon or "/" in scheme:
+        raise DatasetNotFoundError(f"{path}: no such file or folder. Check the path.")
+    url = f"{scheme}://{rest}"
+    from energon_bridge.rows.dataset import has_tables, open_far_source
+
+    if kind not in (None, "parquet", "huggingface") or media is not None or not has_tables(url):
+        raise DatasetNotFoundError(
+            f"{url}: only parquet and arrow files can be converted from a URL, with the media in them or beside them. "
+            "Check the URL, or download the files first."
+        )
+    return open_far_source(url)
 
 
 def _look(path: Path) -> tuple[str, Path]:
