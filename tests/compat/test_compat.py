@@ -290,7 +290,7 @@ def test_states_of_megatron_energon_are_refused_by_name(workers: int, path: Path
 
     first, second, content = installed(attempts)
     assert first == second
-    assert first.startswith("a state of megatron-energon (SavableDataLoaderState)")
+    assert first.startswith("this is a state of megatron-energon (SavableDataLoaderState)")
     assert "start_at=" in first
     assert content == "{}"
     assert next(iter(get_loader(get_val_dataset(path, batch_size=2)))).__key__

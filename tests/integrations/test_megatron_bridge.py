@@ -191,7 +191,7 @@ def test_every_declaration_with_a_build_method_fits(dataset: Path) -> None:
         ({"balance_cost": {"tokens": -1.0}}, "BatchCost: tokens must be a finite number of at least 0"),
         ({"balance_cost": 3}, "balance_cost must be weights or a function of a batch, got 3"),
         ({"task_encoder": 3}, "task_encoder is a int"),
-        ({"dataset_kwargs": {"batch_size": 3}}, "dataset_kwargs has batch_size"),
+        ({"dataset_kwargs": {"batch_size": 3}}, "dataset_kwargs contains batch_size"),
         ({"dataset_kwargs": {"error_policy": [object()]}}, r"dataset_kwargs\['error_policy'\]\[0\] is a object"),
     ],
 )
