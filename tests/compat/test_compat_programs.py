@@ -404,5 +404,5 @@ def test_a_cache_that_asks_for_pickles_keeps_files(tmp_path: Path, caplog: pytes
         assert "without pickle" in caplog.text
     finally:
         pool.close()
-    with pytest.raises(ConfigurationError, match="method='zip'"):
+    with pytest.raises(ConfigurationError, match="method must be 'raw', got 'zip'"):
         records.FileStoreCachePool(method="zip")

@@ -408,7 +408,7 @@ def test_what_cannot_be_planned_is_exchanged_or_refused_by_name(data: Path, capl
     assert "own shares are not planned: encode_sample of Several is a generator" in caplog.text
     assert "every rank loads only the microbatches that it runs, planned from columns" in caplog.text
     later = opened(sized_dataset(data, "plain", task_encoder=SeveralByChance()))
-    with pytest.raises(FatalSampleError, match="encode_sample of SeveralByChance made 2 samples of one"):
+    with pytest.raises(FatalSampleError, match="encode_sample of SeveralByChance made 2 samples from one"):
         later.deliver()
     later.close()
 

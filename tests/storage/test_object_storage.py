@@ -126,7 +126,7 @@ def test_a_read_takes_the_places_that_another_one_leaves(
 ) -> None:
     monkeypatch.setattr("energon_bridge.storage.http._MOST_IN_FLIGHT", 8)
     (server.folder / "x").write_bytes(data)
-    store, offsets = open_store(server.url), list(range(0, BIG - 1000, 400_000))
+    store, offsets = open_store(server.url), list(range(0, BIG - 1000, 40_000))
     server.latency = 0.05
     first = threading.Thread(target=store.read_ranges, args=("x", offsets[:8], [1000] * 8))
     first.start()

@@ -212,7 +212,7 @@ def test_aliases_that_many_datasets_share_still_work() -> None:
 )
 def test_braces_stand_for_so_many_names(pattern: str) -> None:
     def job(note: Any) -> str:
-        with pytest.raises(ValueError, match=r"stands for|braces") as raised:
+        with pytest.raises(ValueError, match=r"expands to|braces") as raised:
             expand_braces(pattern)
         return str(raised.value)
 

@@ -96,7 +96,7 @@ def test_the_answer_of_most_weight_is_learned(answers: Any, weights: Any, expect
 @pytest.mark.parametrize(
     ("sample", "complaint"),
     [
-        (question("q", answers=[]), "without answers"),
+        (question("q", answers=[]), "needs answers"),
         (question(["q", "r"], answers=["a"]), "2 questions need a list of as many answers"),
         (question("q", answers=["a", "b"], answer_weights=[1.0]), "2 answers but 1 answer weights"),
         (question("<image> and <image>", answers=["a"]), "2 placeholders"),

@@ -170,8 +170,8 @@ def test_several_images_come_as_a_list_or_as_one_array(stack: Any) -> None:
         (ImageClassificationSample(**VALUES, image=picture()), "needs a label_name or a label"),
         (InterleavedSample(**VALUES, sequence=["an <image>"]), "contains the image placeholder"),
         (TextSample(**VALUES, text="an <image>"), "contains the image placeholder"),
-        (VQASample(**VALUES, image=picture(), context="q"), "a VQASample without answers"),
-        (VQAOCRSample(**VALUES, image=picture(), context="q", text="t"), "a VQAOCRSample without answers"),
+        (VQASample(**VALUES, image=picture(), context="q"), "a VQASample needs answers"),
+        (VQAOCRSample(**VALUES, image=picture(), context="q", text="t"), "a VQAOCRSample needs answers"),
         (VQASample(**VALUES, image=picture(), context=["q"], answers="a"), "1 questions need"),  # type: ignore[arg-type]
     ],
 )

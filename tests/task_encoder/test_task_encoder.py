@@ -131,7 +131,7 @@ def test_conversion_along_the_whole_path():
 
 
 def test_a_missing_field_is_named():
-    with pytest.raises(ConfigurationError, match=r"TextSample without text, of the fields __key__, .*caption"):
+    with pytest.raises(ConfigurationError, match=r"TextSample from the fields __key__, .*caption: text is missing"):
         DefaultTaskEncoder(encoded_sample_type=TextSample).encode_sample(captions()[0])
 
 

@@ -49,8 +49,8 @@ def test_a_token_sees_its_sample_up_to_itself(lengths: list[int], size: int, pac
 @pytest.mark.parametrize(
     ("world", "parallel", "words"),
     [
-        (6, ParallelConfig(tp=2, pp=2), r"6 processes .* multiple of 4. Start 4 or 8"),
-        (3, ParallelConfig(cp=4), r"3 processes .* multiple of 4. Start 4,"),
+        (6, ParallelConfig(tp=2, pp=2), r"6 processes: .* multiple of 4. Start 4 or 8"),
+        (3, ParallelConfig(cp=4), r"3 processes: .* multiple of 4. Start 4,"),
     ],
 )
 def test_processes_that_would_be_left_over_are_refused(world: int, parallel: ParallelConfig, words: str) -> None:
@@ -78,7 +78,7 @@ def test_processes_that_would_be_left_over_are_refused(world: int, parallel: Par
             r"data\.seq_length=30 .*=2 context-parallel ranks.* multiple of 4",
         ),
         ({"model": ModelConfig(name_or_path="org/model")}, r"does not load model\.name_or_path=org/model"),
-        ({"train": TrainConfig(precision="16-true")}, r"train\.precision=16-true .* 32-true, bf16-mixed"),
+        ({"train": TrainConfig(precision="16-true")}, r"train\.precision=16-true; use 32-true, bf16-mixed"),
     ],
     ids=lambda value: None if isinstance(value, str) else next(iter(value)),
 )
