@@ -336,7 +336,7 @@ def test_nothing_is_left_of_a_store(server: ObjectServer) -> None:
         store.read_range("x", 0, 10)
     del store
     gc.collect()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
 
     def left() -> bool:
         threads = {thread for thread in threading.enumerate() if thread.name == "energon-http"}
