@@ -14,6 +14,7 @@ import io
 import json
 import re
 import struct
+import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,6 +62,11 @@ class Group:
     store: Store | None = field(default=None, compare=False, repr=False)
     metadata: Any = field(default=None, compare=False, repr=False)
     span: tuple[int, int] = (0, 0)
+
+    @property
+    def key(self) -> tuple[str, Stamp, int, tuple[int, int]]:
+        """What names its rows in caches, which must not keep a store and its connections open."""
+        return self.path, self.stamp, self.group, self.span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,10 +360,29 @@ def read_table(path: str) -> Any:
     return (arrow.ipc.open_stream if is_stream else arrow.ipc.open_file)(mapped).read_all()
 
 
-@lru_cache(maxsize=2)
+_TABLES = 2
+_tables: dict[tuple[Any, ...], Any] = {}
+_tables_lock = threading.Lock()
+
+
 def table_of(group: Group) -> Any:
-    """Return the rows of a group."""
-    return read_table(group.path) if group.group < 0 else read_group(group, ())
+    """Return the rows of a group; those of the last two are kept, but not their store."""
+    key = group.key
+    with _tables_lock:
+        found = _tables.pop(key, None)
+    if found is None:
+        found = read_table(group.path) if group.group < 0 else read_group(group, ())
+    with _tables_lock:
+        _tables[key] = found
+        while len(_tables) > _TABLES:
+            del _tables[next(iter(_tables))]
+    return found
+
+
+def release_tables() -> None:
+    """Release the rows that are kept."""
+    with _tables_lock:
+        _tables.clear()
 
 
 def read_group(group: Group, columns: tuple[str, ...]) -> Any:

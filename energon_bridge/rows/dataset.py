@@ -61,6 +61,7 @@ from energon_bridge.rows.arrow import (
     read_group,
     read_row_groups,
     read_table,
+    release_tables,
     row_of,
     saved_files,
     saved_names,
@@ -185,7 +186,7 @@ def open_tables(
     said = [layout.sample_type, sorted(layout.fields.items()), sorted(layout.bare), list(source.columns)]
     content = json.dumps([_VERSION, "table", names, counts, sizes, said], separators=(",", ":"))
     sample_type = sample_type_by_name(layout.sample_type)
-    table_of.cache_clear()  # release the rows that were looked at
+    release_tables()  # that were looked at
     return TableDataset(
         path=here,
         store=store,
@@ -438,7 +439,7 @@ class _Kept:
     """The row groups that a process read last, across all its datasets."""
 
     def __init__(self) -> None:
-        self._groups: OrderedDict[tuple[Group, tuple[str, ...]], tuple[Batches, int]] = OrderedDict()
+        self._groups: OrderedDict[tuple[Any, tuple[str, ...]], tuple[Batches, int]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
         self._seen: set[int] = set()
@@ -447,7 +448,7 @@ class _Kept:
 
     def get(self, group: Group, columns: tuple[str, ...], rows: int) -> Batches:
         """Return some columns of a group; the caller uses `rows` of its rows."""
-        place = group, columns
+        place = group.key, columns
         with self._lock:
             self._rows += rows
             found = self._groups.get(place)
