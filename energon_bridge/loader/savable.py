@@ -31,7 +31,7 @@ from energon_bridge.loader.position import OnMismatch, Position, merged_state
 from energon_bridge.loader.run_plan import DATASET_IS_NO_LOADER, DatasetSpec
 from energon_bridge.loader.shares import Sharing
 from energon_bridge.loader.streams import open_pipeline
-from energon_bridge.loader.workers import Work, keep_freed_memory, produced, schedule
+from energon_bridge.loader.workers import Production, Work, keep_freed_memory, schedule
 from energon_bridge.samples.base import pin_value
 from energon_bridge.samples.showing import counted, described
 from energon_bridge.storage.network import REQUESTS
@@ -329,7 +329,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         keep_freed_memory()
         units = (unit for unit, _ in self._due())
         stream = self._position.stream(self.watchdog)
-        return produced(stream, units, self.config.prefetch_factor)
+        return Production(stream, units, self.config.prefetch_factor)
 
     def _new_pool(self) -> WorkerPool:
         config = self.config
@@ -379,14 +379,17 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
             )
 
     def _stop(self) -> None:
+        if isinstance(self._source, Production) and not self._is_foreign:
+            self._source.close()
+        self._stop_workers()
+        self._source = None
+        self._held.clear()
+
+    def _stop_workers(self) -> None:
         if self._is_foreign:  # nothing of it is this process's to stop
             self._pool.forget()
         else:
             self._pool.stop()
-            if self._source is not None and self._source is not self._pool:
-                self._source.close()  # type: ignore[attr-defined]  # a generator
-        self._source = None
-        self._held.clear()
 
     def close(self) -> None:
         """Stop workers and threads; the next batch starts them again."""
@@ -394,8 +397,10 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         self._name_losses(AT_END)
 
     def __del__(self) -> None:
+        # Threads end with their `Production`. The garbage collector may call this on any thread, which must not wait
+        # for another one.
         if "_source" in self.__dict__:
-            self._stop()
+            self._stop_workers()
 
     # State -----------------------------------------------------------------------------------------------------------
 

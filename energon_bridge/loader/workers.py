@@ -54,11 +54,27 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _PR_SET_PDEATHSIG = 1  # of sys/prctl.h
 
 
-def produced(stream: Stream, units: Iterator[int], ahead: int) -> Generator[LaneBatch]:
-    """Make units in order, loading up to `ahead` further ones beside if the stream has threads.
+class Production:
+    """Makes units in order, and loads up to `ahead` further ones beside if the stream has threads."""
 
-    The first unit is made before anything is loaded ahead, so that the first batch comes as soon as it can.
-    """
+    def __init__(self, stream: Stream, units: Iterator[int], ahead: int) -> None:
+        self._pipeline = stream.pipeline
+        self._items = _produced(stream, units, ahead)
+
+    def __iter__(self) -> Iterator[LaneBatch]:
+        return self
+
+    def __next__(self) -> LaneBatch:
+        return next(self._items)
+
+    def close(self) -> None:
+        """End it, and wait for the threads; those of one that is only dropped end by themselves."""
+        self._items.close()
+        self._pipeline.close()
+
+
+def _produced(stream: Stream, units: Iterator[int], ahead: int) -> Generator[LaneBatch]:
+    # The first unit is made before anything is loaded ahead, so that the first batch comes as soon as it can.
     upcoming: deque[int] = deque()
 
     def look_ahead(length: int) -> None:
@@ -78,7 +94,7 @@ def produced(stream: Stream, units: Iterator[int], ahead: int) -> Generator[Lane
             look_ahead(max(1, ahead))
             yield item
     finally:
-        stream.pipeline.close()
+        stream.pipeline.close(wait=False)  # the garbage collector may end this generator
 
 
 def outgoing(item: LaneBatch, outbox: Outbox) -> BatchMessage:
@@ -135,7 +151,7 @@ class Work:
     barred: frozenset[tuple[int, int]]
     careful: bool
 
-    def items(self, arena: Arena | None, board: Board, *, again: bool) -> Generator[LaneBatch]:
+    def items(self, arena: Arena | None, board: Board, *, again: bool) -> Production:
         """Make this worker's share; with `again`, of the next pass."""
         position, began, held_back = self.position, self.began, self.held_back
         if again:
@@ -153,7 +169,7 @@ class Work:
         stream = position.stream(self.watchdog, facts)
         if arena is not None:
             stream.pipeline.write_into(arena)
-        return produced(stream, units, self.config.prefetch_factor)
+        return Production(stream, units, self.config.prefetch_factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -259,6 +259,7 @@ class FileStoreCachePool(CachePool):
         self._files, self._pid = None, -1
         if files is not None:
             files.close()
+            files.join()
 
     def _here(self) -> DiskCache | None:
         """Return this process's cache, or None if it cannot have one."""

@@ -315,7 +315,6 @@ def _read(descriptor: int) -> tuple[int, int]:
     return size, count
 
 
-_THREADS = "energon-cache"
 _PATIENCE_SECONDS = 0.5
 """How often a caller that waits for a file checks whether the cache was closed."""
 
@@ -360,7 +359,7 @@ class DiskCache:
         self.pid = os.getpid()
         self.quota = SharedQuota(parent, max_bytes=max_bytes, max_count=max_count)
         self._num_workers = num_workers
-        self._threads = ThreadPoolExecutor(num_workers, _THREADS)
+        self._threads = ThreadPoolExecutor(num_workers, "energon-cache")
         self._running = 0
         self._closed = False
         self._changed = threading.Condition(threading.Lock())
@@ -425,18 +424,20 @@ class DiskCache:
                 self._changed.release()
 
     def close(self) -> None:
-        """Delete all files and the folder; later requests are read from their stores.
+        """Delete all files and the folder, at once or with the last fetch; later requests are read from their stores.
 
-        Takes no lock: the garbage collector may call this anywhere, even while this thread holds the lock.
+        Takes no lock and waits for no thread: the garbage collector may call this anywhere, even while this thread
+        holds the lock.
         """
-        if self._closed:
-            return
         self._closed = True
         self._waiting.clear()
-        # On one of the threads themselves it cannot wait for its own end.
-        wait = not threading.current_thread().name.startswith(_THREADS)
-        self._threads.shutdown(wait=wait, cancel_futures=True)
-        self.quota.close()
+        self._threads.shutdown(wait=False)
+        if not self._running:
+            self.quota.close()
+
+    def join(self) -> None:
+        """Wait for the last fetch after `close`."""
+        self._threads.shutdown()
 
     # With the lock held ----------------------------------------------------------------------------------------------
 
@@ -484,8 +485,9 @@ class DiskCache:
         assert entry.store is not None
         kept = False
         try:
-            data, entry.source = entry.store.read(entry.name)
-            kept = self._write(entry, data)
+            if not self._closed:
+                data, entry.source = entry.store.read(entry.name)
+                kept = self._write(entry, data)
         except Exception as error:  # the reader meets the same error and can handle it
             _log.debug("%s: cannot read %s ahead: %s", entry.store.get_path(), entry.name, error)
         finally:
@@ -495,6 +497,8 @@ class DiskCache:
                     entry.state = _State.DIRECT
                 self._start()
                 self._changed.notify_all()
+            if self._closed and not self._running:
+                self.quota.close()
 
     def _write(self, entry: KeptFile, data: bytes) -> bool:
         """Reserve room for a file and write it; return whether it is kept."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +36,6 @@ from energon_bridge.stream.watchdog import Activities, Watchdog, WatchdogSetting
 from energon_bridge.task_encoder.current import BATCH, FAILED, NUMBER, UNKNOWN
 from energon_bridge.task_encoder.deferred import decode_deferred
 
-_THREADS = "energon"
 _OPEN_ROUNDS = 4096
 _LEAVES_TOGETHER = 32
 """Leaves of which a load reads draws at the same time if storage answers slowly."""
@@ -110,10 +108,10 @@ class Pipeline:
         self.budget = Budget(settings.buffer_bytes, settings.lanes)
         self._sources: list[LeafSource | None] = [None] * len(leaves)
         self._cursors: OrderedDict[tuple[int, int], Cursor] = OrderedDict()
-        self._pool = ThreadPoolExecutor(settings.threads, f"{_THREADS}-load") if settings.threads else None
+        self._pool = ThreadPoolExecutor(settings.threads, "energon-load") if settings.threads else None
         readers = settings.background_reads
-        self._reading = ThreadPoolExecutor(readers, f"{_THREADS}-read") if readers else None
-        self._openers = ThreadPoolExecutor(_LEAVES_TOGETHER, f"{_THREADS}-leaves") if readers else None
+        self._reading = ThreadPoolExecutor(readers, "energon-read") if readers else None
+        self._openers = ThreadPoolExecutor(_LEAVES_TOGETHER, "energon-leaves") if readers else None
         self._memory: Lender | None = None
         # If rows are packed or grouped, a slab would stay in use until the last of its images is delivered.
         straight = settings.packing_buffer_size is None and not self.code.groups and self.rows > 1
@@ -261,12 +259,15 @@ class Pipeline:
         self.load_seconds = self.batch_seconds = 0.0
         return found
 
-    def close(self) -> None:
-        """Stop the threads."""
+    def close(self, *, wait: bool = True) -> None:
+        """Stop the threads.
+
+        Args:
+            wait: Whether to wait for their end. The garbage collector may run on any thread, also with one of
+                `threading`'s locks held, which threads need to end: what it calls must not wait.
+        """
         if self.watchdog is not None:
-            self.watchdog.close()
-        # The garbage collector may call this on one of these threads, which cannot join itself.
-        wait = not threading.current_thread().name.startswith(_THREADS)
+            self.watchdog.close(wait=wait)
         for pool in (self._pool, self._reading, self._openers):
             if pool is not None:
                 pool.shutdown(wait=wait, cancel_futures=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import queue
 import sys
 import threading
 import time
@@ -215,7 +216,7 @@ class Watchdog:
         self._activities = activities
         self._where = where
         self._lock = threading.Lock()
-        self._stopped = threading.Event()
+        self._stop: queue.SimpleQueue[None] = queue.SimpleQueue()  # an event's lock could be held by this very thread
         self._thread: threading.Thread | None = None
         self._made = 0
         self._unit = self._maker = 0
@@ -236,18 +237,26 @@ class Watchdog:
             self._since = None
             self._made += 1
 
-    def close(self) -> None:
-        """Stop watching."""
-        self._stopped.set()
-        thread, self._thread = self._thread, None
+    def close(self, *, wait: bool = True) -> None:
+        """Stop watching; `wait` for the end of the thread unless the garbage collector may call this."""
+        self._stop.put(None)
+        thread = self._thread
         # While the interpreter shuts down, daemon threads stop, and joining one would never end (Python 3.13).
-        if thread is not None and thread is not threading.current_thread() and not sys.is_finalizing():
+        if thread is not None and wait and not sys.is_finalizing():
             thread.join()
+
+    def _is_stopped_within(self, seconds: float) -> bool:
+        try:
+            self._stop.get(timeout=seconds)
+        except queue.Empty:
+            return False
+        self._stop.put(None)
+        return True
 
     def _watch(self) -> None:
         settings = self._settings
         watched, reported = -1, 0
-        while not self._stopped.wait(settings.interval):
+        while not self._is_stopped_within(settings.interval):
             with self._lock:
                 since, made = self._since, self._made
                 if made != watched:
@@ -273,7 +282,7 @@ class Watchdog:
         """Interrupt the hook; end the process if that fails, as in a blocking call."""
         deadline = time.monotonic() + min(GRACE_SECONDS, self._settings.timeout)
         while time.monotonic() < deadline:
-            if self._stopped.wait(0.01) or self._made != made:
+            if self._is_stopped_within(0.01) or self._made != made:
                 return
         logger.critical("%s: cannot interrupt the hook; ending the process with exit code %d", self._where, EXIT_CODE)
         for handler in logging.getLogger().handlers:

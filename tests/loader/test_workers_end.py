@@ -8,14 +8,20 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from engine import text_dataset
+from engine import config_of, text_dataset
 from left_behind import descendants, left_shared_memory, shared_memory
 from paths import HELPERS, REPOSITORY
+from recipes import captions_dataset
 from workers import loader_of, wait_until, worker_pids
+
+from energon_bridge import SavableDataLoader, get_savable_loader, get_train_dataset
+from energon_bridge.stream.pipeline import Pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
@@ -23,6 +29,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:User
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return text_dataset(tmp_path_factory.mktemp("workers"), train=[5, 9, 1, 14, 8])
+
+
+def loader_with_threads(folder: Path) -> SavableDataLoader:
+    """Return a loader with two loading threads, as images have them, and a watchdog, all in this process."""
+    config = config_of(1, 0, decode_threads=2)
+    dataset = get_train_dataset(captions_dataset(folder), batch_size=None, worker_config=config)
+    return get_savable_loader(dataset, watchdog_timeout_seconds=3600)
 
 
 def test_closing_leaves_nothing(data: Path) -> None:
@@ -50,6 +63,45 @@ def test_dropping_a_loader_stops_its_workers(data: Path) -> None:
     del batches, loader
     gc.collect()
     assert wait_until(lambda: not worker_pids())
+
+
+def test_collecting_a_loader_waits_for_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that is being started holds a lock that others need to end, and it may be the one that collects."""
+    submit, started, go_on = Pipeline.submit, threading.Event(), threading.Event()
+    told: list[bool] = []
+
+    def stall() -> None:
+        started.set()
+        told.append(go_on.wait(30))
+
+    def submit_and_stall(self: Pipeline, *args: Any, **kwargs: Any) -> Any:
+        if not started.is_set() and self._pool is not None:
+            self._pool.submit(stall)  # one of the two loading threads
+            assert started.wait(60)
+        return submit(self, *args, **kwargs)
+
+    monkeypatch.setattr(Pipeline, "submit", submit_and_stall)
+    loader = loader_with_threads(tmp_path)
+    batches = iter(loader)
+    next(batches)
+    loading = {thread for thread in threading.enumerate() if thread.name.startswith("energon-")}
+    assert {thread.name for thread in loading} >= {"energon-load_0", "energon-watchdog"}
+    cycle = [loader, batches]
+    cycle.append(cycle)
+    del cycle, loader, batches
+    gc.collect()
+    go_on.set()
+    assert wait_until(lambda: not loading & set(threading.enumerate()))
+    assert told == [True]
+
+
+def test_closing_a_loader_waits_for_its_threads(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    loader = loader_with_threads(tmp_path)
+    next(iter(loader))
+    assert set(threading.enumerate()) - before
+    loader.close()
+    assert not set(threading.enumerate()) - before
 
 
 def test_a_loader_that_was_never_iterated_starts_nothing(data: Path) -> None:

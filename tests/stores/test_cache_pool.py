@@ -296,7 +296,27 @@ def test_a_killed_process_leaves_what_the_next_one_clears_away(tmp_path: Path) -
     pool.close()
     FileStoreCachePool(parent_cache_dir=tmp_path).get_lazy(store, "1")
     gc.collect()
-    assert list(tmp_path.iterdir()) == []
+    wait_for(lambda: list(tmp_path.iterdir()) == [])
+
+
+def test_a_pool_that_is_collected_during_a_fetch_waits_for_nothing(tmp_path: Path) -> None:
+    reading, go_on = threading.Event(), threading.Event()
+    told: list[bool] = []
+
+    class Stalled(Slow):
+        def read(self, key: str) -> tuple[bytes, SourceInfo]:
+            reading.set()
+            told.append(go_on.wait(30))
+            return super().read(key)
+
+    pool = FileStoreCachePool(parent_cache_dir=tmp_path)
+    lazy = pool.get_lazy(Stalled(), "1")
+    assert reading.wait(60)
+    del pool, lazy
+    gc.collect()  # may happen on a thread that others wait for
+    go_on.set()
+    wait_for(lambda: list(tmp_path.iterdir()) == [])
+    assert told == [True]
 
 
 def test_a_process_that_ends_leaves_nothing(tmp_path: Path) -> None:
