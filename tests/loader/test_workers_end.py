@@ -69,6 +69,7 @@ def test_collecting_a_loader_waits_for_no_thread(tmp_path: Path, monkeypatch: py
     """A thread that is being started holds a lock that others need to end, and it may be the one that collects."""
     submit, started, go_on = Pipeline.submit, threading.Event(), threading.Event()
     told: list[bool] = []
+    before = set(threading.enumerate())
 
     def stall() -> None:
         started.set()
@@ -84,14 +85,14 @@ def test_collecting_a_loader_waits_for_no_thread(tmp_path: Path, monkeypatch: py
     loader = loader_with_threads(tmp_path)
     batches = iter(loader)
     next(batches)
-    loading = {thread for thread in threading.enumerate() if thread.name.startswith("energon-")}
-    assert {thread.name for thread in loading} >= {"energon-load_0", "energon-watchdog"}
+    threads = set(threading.enumerate()) - before
+    assert {thread.name for thread in threads} >= {"energon-load_0", "energon-watchdog"}
     cycle = [loader, batches]
     cycle.append(cycle)
     del cycle, loader, batches
     gc.collect()
     go_on.set()
-    assert wait_until(lambda: not loading & set(threading.enumerate()))
+    assert wait_until(lambda: not threads & set(threading.enumerate()))
     assert told == [True]
 
 
