@@ -22,7 +22,6 @@ from energon_bridge.stream.finite import num_microbatches
 from energon_bridge.stream.policy import ErrorPolicy
 from energon_bridge.stream.user_code import HookRunner, is_default, selection_of
 from energon_bridge.task_encoder.collate import REMEDY_FOR_TYPES
-from energon_bridge.topology import WorkerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +47,6 @@ class Description:
     leaves: tuple[OpenLeaf, ...]
     mix: Mix
     finite: bool
-    worker_config: WorkerConfig
     batch_size: int | None
     task_encoder: Any
     batch_drop_last: bool = False

@@ -1,4 +1,4 @@
-"""The plan of a run: a description cut into lanes, so that every draw is arithmetic. Also `DatasetSpec`."""
+"""The plan of a run: a description cut into lanes for some ranks; every draw is arithmetic. Also `DatasetSpec`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from energon_bridge.samples.showing import counted, described
 from energon_bridge.stream.dealt import Deal, Dealt
 from energon_bridge.stream.finite import FinitePlan, InOrder, Shuffled
 from energon_bridge.stream.leaf import Leaf
-from energon_bridge.topology import WorkerConfig, default_num_lanes
+from energon_bridge.topology import RankFacts, WorkerConfig, default_num_lanes
 
 _FEWEST_GROUPS = 4
 """Row groups of a parquet file per lane and epoch, at least, for slices as long as a row group."""
@@ -30,12 +30,14 @@ _FEWEST_GROUPS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """A description cut into lanes (finite passes have one lane).
+    """A description cut into lanes (finite passes have one lane), and the ranks that it is for.
 
     `table` describes the leaves, in order, for people and for the state; `rows` makes it on first use. `settings` has
     everything else that the order depends on.
     """
 
+    data: Description
+    facts: RankFacts
     num_lanes: int
     leaves: tuple[Leaf, ...]
     blend: Blend | None
@@ -46,56 +48,57 @@ class RunPlan:
     def table(self) -> list[dict[str, Any]]:
         return self.rows()
 
+    def draws_of_pass(self, epoch: int) -> FinitePlan:
+        """Return the plan of pass number `epoch` of a finite stream: which samples its draws are."""
+        if not self.data.shuffled:
+            return InOrder(self.leaves)
+        assert self.blend is None or isinstance(self.blend, EpochizedBlend)
+        return Shuffled(self.leaves, self.blend, epoch)
 
-def draws_of_pass(data: Description, plan: RunPlan, epoch: int) -> FinitePlan:
-    """Return the plan of pass number `epoch` of a finite stream: which samples its draws are."""
-    if not data.shuffled:
-        return InOrder(plan.leaves)
-    assert plan.blend is None or isinstance(plan.blend, EpochizedBlend)
-    return Shuffled(plan.leaves, plan.blend, epoch)
-
-
-def deal_of_pass(data: Description, plan: RunPlan, config: WorkerConfig) -> Dealt | None:
-    """Return how megatron-energon divides a validation pass; None unless its order is requested."""
-    if not data.as_energon or data.kind != "finite" or data.listed:
-        return None
-    deal = Deal(
-        ranks=config.dp_size,
-        workers=max(1, config.num_workers),
-        batch_size=data.rows,
-        drop_last=data.batch_drop_last,
-        limit=data.limit,
-        repeats=data.repeats,
-    )
-    return Dealt(plan.leaves, [leaf.dataset.num_samples for leaf in data.ordered], deal)
+    @property
+    def dealt(self) -> Dealt | None:
+        """How megatron-energon divides a validation pass; None unless its order is requested."""
+        data = self.data
+        if not data.as_energon or data.kind != "finite" or data.listed:
+            return None
+        deal = Deal(
+            ranks=self.facts.world_size,
+            workers=self.facts.processes,
+            batch_size=data.rows,
+            drop_last=data.batch_drop_last,
+            limit=data.limit,
+            repeats=data.repeats,
+        )
+        return Dealt(self.leaves, [leaf.dataset.num_samples for leaf in data.ordered], deal)
 
 
 def plan_run(
     data: Description,
-    config: WorkerConfig,
+    facts: RankFacts,
     num_lanes: int | None = None,
     changes: ChangedWeights = (),
     blocks: Mapping[str, int] | None = None,
 ) -> RunPlan:
-    """Return the plan of a run for a worker configuration.
+    """Return the plan of a run on some ranks.
 
     Args:
         data: The leaves and settings.
-        config: The worker configuration.
-        num_lanes: The number of lanes in a state; it overrides the configuration's.
+        facts: The ranks and their workers (`WorkerConfig.facts`).
+        num_lanes: The number of lanes in a state; it overrides the configured one.
         changes: Changes of weights during the run.
         blocks: `LeafOrder.block` of a state's leaves by identity: a leaf keeps its block when the mix changes.
     """
-    lanes = num_lanes or config.num_lanes or _default_lanes(data, config)
+    ranks, seed = facts.world_size, facts.seed
+    lanes = num_lanes or facts.num_lanes
     if data.finite:  # a pass has no lanes, so any number of ranks can share it
-        lanes = max(lanes, config.dp_size)
-    seed = config.seed + config.seed_offset
+        lanes = max(lanes or ranks, ranks)
+    lanes = lanes or default_num_lanes(ranks, facts.microbatches_per_global_batch)
     settings: dict[str, Any] = {"seed": seed, "batch_size": data.batch_size}
     if data.finite:
         settings |= {"batch_drop_last": data.batch_drop_last}
         settings |= {"grouped": True} if data.grouped else {}
         if data.as_energon and data.kind == "finite" and not data.listed:
-            settings |= {"dp_size": config.dp_size, "num_workers": max(1, config.num_workers), "limit": data.limit}
+            settings |= {"dp_size": ranks, "num_workers": facts.processes, "limit": data.limit}
     if data.packing_buffer_size is not None:
         settings |= {"packing_buffer_size": data.packing_buffer_size}
     if data.max_tokens_per_microbatch is not None:
@@ -124,6 +127,8 @@ def plan_run(
         _leaf(data, leaf, cut, seed, block=(blocks or {}).get(leaf.identity, block)) for leaf in data.ordered
     )
     return RunPlan(
+        data=data,
+        facts=facts,
         num_lanes=lanes,
         leaves=leaves,
         blend=_blend(data, leaves, cut, seed, changes),
@@ -199,12 +204,6 @@ def _row(data: Description, leaf: OpenLeaf, block: int) -> dict[str, Any]:
     }
 
 
-def _default_lanes(data: Description, config: WorkerConfig) -> int:
-    if data.finite:
-        return config.dp_size
-    return default_num_lanes(config.dp_size, config.microbatches_per_global_batch)
-
-
 def _weighted_blend(weights: LeafWeights, start: int, lanes: int, key: int) -> Blend:
     if weights.moves:
         return ScheduledBlend(weights=weights, num_lanes=lanes, key=key, start=start)
@@ -241,6 +240,8 @@ class DatasetSpec(Description):
     """
 
     __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)  # annotations of energon users give it type arguments
+
+    worker_config: WorkerConfig
 
     def __iter__(self) -> NoReturn:
         raise WrongUseError(DATASET_IS_NO_LOADER)
@@ -281,16 +282,19 @@ class DatasetSpec(Description):
         if not self.finite:
             return self.epoch_length(world_size)
         if end is None:
-            config = self.worker_config
-            dealt = deal_of_pass(self, plan_run(self, config), config)
+            rank, dealt = self.worker_config.dp_rank, self._plan.dealt
             if dealt is not None:
-                return dealt.steps(config.dp_rank)
-            end = self.end_of(config.dp_rank, self._rows_of_a_pass, world_size)
+                return dealt.steps(rank)
+            end = self.end_of(rank, self._rows_of_a_pass, world_size)
         return -(-end // world_size)
+
+    @property
+    def _plan(self) -> RunPlan:
+        return plan_run(self, self.worker_config.facts)
 
     @cached_property
     def _rows_of_a_pass(self) -> int:
-        return draws_of_pass(self, plan_run(self, self.worker_config), 0).num_draws
+        return self._plan.draws_of_pass(0).num_draws
 
 
 def leaf_line(leaf: OpenLeaf) -> str:

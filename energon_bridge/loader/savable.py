@@ -28,7 +28,7 @@ from energon_bridge.loader import document as doc
 from energon_bridge.loader.metrics import AT_ANY_TIME, AT_END, AT_EPOCH, check_rates, flat_metrics, name_losses
 from energon_bridge.loader.pool import WorkerPool
 from energon_bridge.loader.position import OnMismatch, Position, merged_state
-from energon_bridge.loader.run_plan import DATASET_IS_NO_LOADER, DatasetSpec
+from energon_bridge.loader.run_plan import DATASET_IS_NO_LOADER, DatasetSpec, plan_run
 from energon_bridge.loader.shares import Sharing
 from energon_bridge.loader.streams import open_pipeline
 from energon_bridge.loader.workers import Production, Work, keep_freed_memory, schedule
@@ -90,7 +90,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         self.on_mismatch = on_mismatch
         check_data_parallel(config)
         dataset.check_types()
-        self._position = Position(dataset, config)
+        self._position = Position(plan_run(dataset, config.facts))
         workers = config.num_workers
         with warnings.catch_warnings():
             # DataLoader would say of every loader that the machine has fewer cores; `_say_what_is_idle` does, once.
@@ -317,7 +317,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     def _due(self) -> Iterator[tuple[int, int]]:
         """Give the units of this rank from the delivered position on, each with the number of its worker."""
-        return schedule(self.spec, self.config, self._position, self._began)
+        return schedule(self._position, self._began)
 
     def _opened(self) -> Iterator[LaneBatch]:
         """Start making the units from the delivered position on, here or in workers."""
@@ -344,16 +344,15 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     def work(self, worker: int, barred: frozenset[tuple[int, int]], careful: bool) -> Work:
         """Return the work of a worker from the delivered position on."""
-        position = self._position.copied()
+        # A process group belongs to this process; what the worker needs of it, the configuration has resolved.
+        position = self._position.copied(dataclasses.replace(self.config, data_parallel_group=None).facts)
         for item, (lane, _) in zip(self._held, self._due(), strict=False):
             assert item.state is not None  # only endless streams hold something back
             position.lanes[lane] = item.state
         return Work(
             number=worker,
-            spec=self.spec,
-            # A process group belongs to this process; what the worker needs of it, the configuration has resolved.
-            config=dataclasses.replace(self.config, data_parallel_group=None),
             position=position,
+            ahead=self.config.prefetch_factor,
             held_back=len(self._held),
             began=self._began,
             watchdog=self.watchdog,
@@ -512,7 +511,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         Args:
             global_dst_rank: Only this global rank gets the state (others None); default: every rank gets it.
         """
-        return merged_state(self.save_state_rank(), self.config, global_dst_rank)
+        return merged_state(self.save_state_rank(), self.config.facts, global_dst_rank)
 
     def restore_state_global(self, state: doc.State | None, *, src_rank: int | None = None) -> None:
         """Continue from the state of a whole run.
@@ -557,7 +556,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     def _pipeline(self) -> Pipeline:
         plan = self._position.plan
-        return open_pipeline(self.spec, plan, self.config, threads=0, delivered=range(len(plan.leaves)))
+        return open_pipeline(plan, threads=0, delivered=range(len(plan.leaves)))
 
 
 class _Iterator:

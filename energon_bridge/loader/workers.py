@@ -34,7 +34,6 @@ import torch
 import torch.utils.data
 
 from energon_bridge.errors import LoaderError
-from energon_bridge.loader.description import Description
 from energon_bridge.loader.position import Position
 from energon_bridge.loader.processes import Board, StackFile
 from energon_bridge.loader.streams import Stream, WorkerFacts, reported
@@ -42,7 +41,7 @@ from energon_bridge.loader.transport import Arena, BatchMessage, Outbox
 from energon_bridge.rng import key_of
 from energon_bridge.stream.state import LaneBatch
 from energon_bridge.stream.watchdog import WatchdogSettings
-from energon_bridge.topology import WorkerConfig, lane_units, step_units
+from energon_bridge.topology import lane_units, step_units
 
 CREDIT, AGAIN = b"+", b"p"
 MESSAGE_BYTES = 1 << 16
@@ -115,15 +114,16 @@ def outgoing(item: LaneBatch, outbox: Outbox) -> BatchMessage:
     return outbox.unshared(message)
 
 
-def schedule(spec: Description, config: WorkerConfig, position: Position, began: int) -> Iterator[tuple[int, int]]:
+def schedule(position: Position, began: int) -> Iterator[tuple[int, int]]:
     """Give the units of a rank from a position on, each with the number of its worker.
 
     `began` is the microbatch of a finite pass at which its units were divided among the workers.
     """
-    ranks, rank, workers = config.dp_size, config.dp_rank, max(1, config.num_workers)
+    facts = position.plan.facts
+    ranks, rank, workers = facts.world_size, facts.rank, facts.processes
     if position.sharing is not None:
         return ((unit, unit % workers) for unit in itertools.count(position.microbatches // ranks))
-    if not spec.finite:
+    if not position.plan.data.finite:
         return lane_units(position.ownership, rank, position.microbatches, workers)
     steps, turn = range(position.microbatches, position.end, ranks), (position.microbatches - began) // ranks
     return ((unit, (number + turn) % workers) for unit, number in step_units(steps, rank, workers))
@@ -135,16 +135,16 @@ class Work:
 
     Attributes:
         number: Which of the workers of its rank it is.
-        position: A copy of the delivered position.
+        position: A copy of the delivered position, whose plan says what is loaded.
+        ahead: Microbatches that it may make ahead.
         held_back: Units at the beginning that the training process has already (`SavableDataLoader._masked`).
         began: Microbatch at which the pass was divided (`schedule`).
         barred, careful: As in `WorkerFacts`.
     """
 
     number: int
-    spec: Description
-    config: WorkerConfig
     position: Position
+    ahead: int
     held_back: int
     began: int
     watchdog: WatchdogSettings | None
@@ -164,12 +164,12 @@ class Work:
             barred=self.barred,
             careful=self.careful,
         )
-        due = itertools.islice(schedule(self.spec, self.config, position, began), held_back, None)
+        due = itertools.islice(schedule(position, began), held_back, None)
         units = (unit for unit, worker in due if worker == self.number)
         stream = position.stream(self.watchdog, facts)
         if arena is not None:
             stream.pipeline.write_into(arena)
-        return Production(stream, units, self.config.prefetch_factor)
+        return Production(stream, units, self.ahead)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,8 +198,7 @@ def run_worker(
 ) -> None:
     """Run a worker: make the requested units until the training process closes its end of the link."""
     set_up_worker(work, board, stacks, parent)
-    ahead = work.config.prefetch_factor
-    outbox, number = Outbox(arena, kept=2 + 2 * ahead), 0
+    outbox, number = Outbox(arena, kept=2 + 2 * work.ahead), 0
     try:
         while _one_pass(work, number, link, outbox, arena, board) == AGAIN:
             number += 1
@@ -227,7 +226,7 @@ def _one_pass(
         board.sent()
 
     board.start_pass()
-    may_make, command = work.config.prefetch_factor, None
+    may_make, command = work.ahead, None
     try:
         with contextlib.closing(work.items(arena, board, again=number > 0)) as items:
             while True:
@@ -315,12 +314,12 @@ def set_up_worker(work: Work, board: Board, stacks: StackFile, parent: int) -> N
     faulthandler.register(DUMP_SIGNAL, file=stacks.number, all_threads=True, chain=False)
     torch.set_num_threads(1)
     # Where code draws that nobody seeds, such as that of threads of a hook, workers must not draw the same.
-    config = work.config
-    seed = key_of("worker", config.seed + config.seed_offset, config.dp_rank, work.number)
+    plan = work.position.plan
+    seed = key_of("worker", plan.facts.seed, plan.facts.rank, work.number)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.manual_seed(seed >> 1)
-    WORKER = WorkerInfo(id=work.number, num_workers=config.num_workers, seed=seed >> 1, dataset=work.spec)
+    WORKER = WorkerInfo(id=work.number, num_workers=plan.facts.num_workers, seed=seed >> 1, dataset=plan.data)
     # DataLoader's workers set a variable that only they can; the function that reads it is public, and may have been
     # imported by its name.
     torch.utils.data.get_worker_info.__code__ = _worker_info.__code__
