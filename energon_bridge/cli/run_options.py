@@ -125,7 +125,7 @@ def is_mix(source: Sequence[str]) -> bool:
 
 def state_of(files: Sequence[str], world_size: int | None) -> tuple[State, int]:
     """Return the state stored in the files of a run's ranks, and the number of ranks: the given one, or theirs."""
-    from energon_bridge.loader.document import merge
+    from energon_bridge.loader.fits import merge
     from energon_bridge.loader.summary import rank_of, read_states
 
     states = read_states(files)

@@ -19,7 +19,7 @@ from energon_bridge.format.jsonl import is_jsonl
 from energon_bridge.loader.bans import banned_of
 from energon_bridge.loader.document import State, read
 from energon_bridge.loader.fits import WINDOWS, check_fits, check_windows
-from energon_bridge.loader.run_plan import DatasetSpec, RunPlan, plan_run, without_banned
+from energon_bridge.loader.run_plan import DatasetSpec, RunPlan, plan_run
 from energon_bridge.loader.shares import Sharing, sharing_of, why_unplanned
 from energon_bridge.mix import Blend, Concat, DatasetOpener, LeafRef, Mix, MixSource, Node, WeightSchedule, flatten
 from energon_bridge.mix.leaves import OpenLeaf, kept_samples
@@ -130,7 +130,7 @@ def run_of_state(
             "run (--balance MODULE:NAME), if its ranks load their own shares"
         )
     check_fits(saved, spec.kind, plan.settings | windows, plan.table)
-    plan = without_banned(plan, banned_of(saved, saved.bans, spec.leaves))
+    plan = plan.with_banned(banned_of(saved, saved.bans, spec.leaves))
     if kind == "train":
         Ownership(plan.num_lanes, world_size, 0)
         # Retired leaves are at the end, and nothing is drawn from them.

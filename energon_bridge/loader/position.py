@@ -26,14 +26,14 @@ from energon_bridge.loader.bans import (
     named_keys,
     with_found,
 )
-from energon_bridge.loader.fits import check_fits, check_lanes
-from energon_bridge.loader.run_plan import RunPlan, plan_run, without_banned
+from energon_bridge.loader.fits import check_fits, check_lanes, merge
+from energon_bridge.loader.run_plan import RunPlan
 from energon_bridge.loader.shares import Sharing, open_shared
 from energon_bridge.loader.streams import Start, Stream, WorkerFacts, listing_of_pass, open_stream
 from energon_bridge.loader.summary import leaf_rows
 from energon_bridge.mix import parse_weight
-from energon_bridge.plan.bans import Ban, LeafBans, new_keys, with_ban
-from energon_bridge.plan.weights import ChangedWeights, GivenWeights, write_changes
+from energon_bridge.plan.bans import Ban, new_keys, with_ban
+from energon_bridge.plan.weights import GivenWeights
 from energon_bridge.stream.finite import Listing
 from energon_bridge.stream.state import COLUMNS, COUNTERS, LARGEST, BufferedRefs, Counts, LaneBatch, LaneState
 from energon_bridge.stream.watchdog import WatchdogSettings
@@ -61,7 +61,6 @@ class Position:
     def __init__(self, plan: RunPlan) -> None:
         self._data, self._facts = plan.data, plan.facts
         self.sharing: Sharing | None = None
-        self._blocks: dict[str, int] = {}
         self.plan = plan
         self.ownership = Ownership(plan.num_lanes, plan.facts.world_size, 0)
         self.microbatches = 0
@@ -71,9 +70,7 @@ class Position:
         self._ends: tuple[int, int] = (-1, 0)
         self._listing: tuple[int, Listing, Counts] | None = None
         self._counts = [[0] * len(COLUMNS) for _ in self.plan.leaves]
-        self._changes: ChangedWeights = ()
         self._bans: tuple[Ban, ...] = ()
-        self._banned: Mapping[str, LeafBans] = {}
         self._parked: list[doc.State] = []
         self._parked_draws: dict[int, tuple[int, ...]] = {}
 
@@ -131,13 +128,7 @@ class Position:
     def share_out(self, sharing: Sharing) -> None:
         """Share the run out before it is loaded, from its beginning on, or from the next state that is restored."""
         self.sharing = sharing
-        self.plan = self._with_settings(self.plan)
-
-    def _with_settings(self, plan: RunPlan) -> RunPlan:
-        """Return a plan with what states say of sharing out."""
-        if self.sharing is None or not self.sharing.settings:
-            return plan
-        return dataclasses.replace(plan, settings=plan.settings | dict(self.sharing.settings))
+        self.plan = dataclasses.replace(self.plan, settings=self.plan.settings | dict(sharing.settings))
 
     def copied(self, facts: RankFacts | None = None) -> Position:
         """Return an independent copy, with other facts for a worker."""
@@ -239,10 +230,8 @@ class Position:
         changed = GivenWeights(schedules=schedules)
         if not any(weight for weight in changed.at(start)):
             raise ConfigurationError("set_weights: all weights are 0; at least one must be positive")
-        kept = [(draw, weights) for draw, weights in self._changes if draw != start]
-        self._changes = tuple(sorted([*kept, (start, changed)], key=lambda change: change[0]))
-        plan = plan_run(self._data, self._facts, lanes, self._changes, self._blocks)
-        self.plan = without_banned(self._with_settings(plan), self._banned)
+        kept = [(draw, weights) for draw, weights in self.plan.changes if draw != start]
+        self.plan = self.plan.recut(lanes, tuple(sorted([*kept, (start, changed)], key=lambda change: change[0])))
         return start
 
     def _agreed(self, what: str, own: int, choose: Callable[[list[int]], int]) -> int:
@@ -305,10 +294,9 @@ class Position:
                     "ignore_unknown=True if they belong to datasets that this run does not read"
                 )
             logger.warning(text)
-        banned = with_found(self._banned, leaves, found, start)
+        banned = with_found(self.plan.banned, leaves, found, start)
         check_left(banned, data.leaves)
-        self._bans, self._banned = with_ban(self._bans, ban), banned
-        self.plan = without_banned(self.plan, banned)
+        self._bans, self.plan = with_ban(self._bans, ban), self.plan.with_banned(banned)
         if fixed:
             self.rewind()
         if self._listing is not None and not self.microbatches:  # listed, but nothing of it is delivered
@@ -369,10 +357,9 @@ class Position:
             epoch=self.epoch,
             epoch_steps=self.epoch_steps,
             settings=dict(self.plan.settings),
-            weights=write_changes(self._changes),
-            changes=self._changes,
+            changes=self.plan.changes,
             bans=self._bans,
-            banned=self._banned,
+            banned=self.plan.banned,
             leaves=[*leaves, *self._parked],
             lanes=lanes,
             ranks=(1, self._facts.world_size) if self._data.finite else None,
@@ -390,10 +377,8 @@ class Position:
         num_lanes = self.plan.num_lanes if data.finite else saved.num_lanes  # a pass is the same on any ranks
         changes = saved.changes
         blocks = {row["identity"]: row["block"] for row in saved.leaves}
-        plan = self._with_settings(plan_run(data, facts, num_lanes, blocks=blocks))
-        difference = check_fits(
-            saved, data.kind, plan.settings, plan.table, adapt=on_mismatch == "adapt" and data.kind == "train"
-        )
+        adapt = on_mismatch == "adapt" and data.kind == "train"
+        difference = check_fits(saved, data.kind, self.plan.settings, self.plan.table, adapt=adapt)
         microbatches, lanes = saved.microbatches, saved.lanes
         ownership = Ownership(num_lanes, facts.world_size, microbatches)
         if not data.finite:
@@ -405,12 +390,10 @@ class Position:
             if changes:
                 logger.warning("earlier changes by set_weights do not apply to the new mix and are dropped")
                 changes = ()
-        if changes:
-            plan = self._with_settings(plan_run(data, facts, num_lanes, changes, blocks))
-        bans = moved_bans(saved, data.leaves)
-        self._banned = banned_of(saved, bans, data.leaves)
-        self.plan = without_banned(plan, self._banned)
-        self.ownership, self._changes, self._blocks, self._bans = ownership, changes, blocks, bans
+        bans = moved_bans(saved, data.leaves) if saved.bans else ()
+        banned = banned_of(saved, bans, data.leaves) if bans else {}
+        self.plan = self.plan.recut(num_lanes, changes, blocks).with_banned(banned)
+        self.ownership, self._bans = ownership, bans
         self.microbatches, self.epoch = microbatches, saved.epoch
         self.epoch_steps = saved.epoch_steps
         # Counts belong to the run: one rank may carry those of several.
@@ -483,4 +466,4 @@ def merged_state(own: doc.State, facts: RankFacts, global_dst_rank: int | None =
     torch.distributed.all_gather_object(states, own, group=facts.group)
     if global_dst_rank is not None and torch.distributed.get_rank() != global_dst_rank:
         return None
-    return doc.merge(states)
+    return merge(states)

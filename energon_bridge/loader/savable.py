@@ -25,6 +25,7 @@ import torch.utils.data
 from energon_bridge.errors import ConfigurationError, ForkedLoaderError, WrongUseError
 from energon_bridge.format.parallel import available_cores
 from energon_bridge.loader import document as doc
+from energon_bridge.loader.fits import read_all
 from energon_bridge.loader.metrics import AT_ANY_TIME, AT_END, AT_EPOCH, check_rates, flat_metrics, name_losses
 from energon_bridge.loader.pool import WorkerPool
 from energon_bridge.loader.position import OnMismatch, Position, merged_state
@@ -294,21 +295,18 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         if self.spec.finite:
             return
         ownership, workers = self._position.ownership, self.config.num_workers
+        lanes, ranks, nearest = ownership.num_lanes, ownership.world_size, ownership.nearest_even_world_size()
         if self.spec.as_energon and not ownership.even:
             raise ConfigurationError(
-                f"{ownership.world_size} data-parallel ranks do not divide the {ownership.num_lanes} lanes, "
-                "so some microbatches would be masked, which programs written for megatron-energon do not expect: use "
-                f"{ownership.nearest_even_world_size()} ranks, or import energon_bridge and read batch.__valid__"
+                f"{ranks} data-parallel ranks do not divide the {lanes} lanes, so some microbatches would be masked, "
+                f"which programs written for megatron-energon do not expect: use {nearest} ranks, or import "
+                "energon_bridge and read batch.__valid__"
             )
-        lanes, ranks = ownership.num_lanes, ownership.world_size
         if not ownership.even and self.config.dp_rank == 0:
             logger.warning(
                 "%d data-parallel ranks do not divide %d lanes, so %.0f %% of the microbatches are masked (the others "
                 "do not change); %d ranks would waste none",
-                ranks,
-                lanes,
-                100 * ownership.masked_share,
-                ownership.nearest_even_world_size(),
+                *(ranks, lanes, 100 * ownership.masked_share, nearest),
             )
         busy = len(self._position.own_lanes)
         if workers > busy:
@@ -387,7 +385,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
     def _stop_workers(self) -> None:
         if self._is_foreign:  # nothing of it is this process's to stop
             self._pool.forget()
-        else:
+        elif self.config.num_workers:
             self._pool.stop()
 
     def close(self) -> None:
@@ -436,7 +434,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         Raises:
             StateError: One of its subclasses, saying what does not fit.
         """
-        saved = doc.read_all(state if isinstance(state, (list, tuple)) else [state])
+        saved = read_all(state if isinstance(state, (list, tuple)) else [state])
         before = self._position.plan.num_lanes
         self._position.restore(saved, on_mismatch or self.on_mismatch)
         self._stop()

@@ -23,10 +23,9 @@ import numpy as np
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import JsonlDataset
-from energon_bridge.loader.description import Description
-from energon_bridge.loader.document import State, read_all, sign
-from energon_bridge.loader.fits import check_windows
-from energon_bridge.loader.run_plan import RunPlan
+from energon_bridge.loader.document import State, sign
+from energon_bridge.loader.fits import check_windows, read_all
+from energon_bridge.loader.run_plan import Description, RunPlan
 from energon_bridge.loader.streams import Start, WorkerFacts, watched_pipeline
 from energon_bridge.mix.leaves import numbers_of_samples
 from energon_bridge.plan.balance import Integers, assign_microbatches, cut_window, imbalance

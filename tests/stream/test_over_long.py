@@ -14,7 +14,8 @@ from engine import Numbers, TensorEncoder, config_of, counts_of, deliver, loader
 from mixing import mix_data, mixed
 
 from energon_bridge import Packer, SkipSample, get_val_dataset
-from energon_bridge.loader.document import merge, read_lanes, read_leaves
+from energon_bridge.loader.document import read_lanes, read_leaves
+from energon_bridge.loader.fits import merge
 from energon_bridge.loader.run_plan import DatasetSpec, plan_run
 from energon_bridge.stream.state import OVER_LONG
 
