@@ -29,12 +29,13 @@ from energon_bridge.loader.bans import (
 from energon_bridge.loader.fits import check_fits, check_lanes, merge
 from energon_bridge.loader.run_plan import RunPlan
 from energon_bridge.loader.shares import Sharing, open_shared
-from energon_bridge.loader.streams import Start, Stream, WorkerFacts, listing_of_pass, open_stream
+from energon_bridge.loader.streams import Start, WorkerFacts, listing_of_pass, open_stream
 from energon_bridge.loader.summary import leaf_rows
 from energon_bridge.mix import parse_weight
 from energon_bridge.plan.bans import Ban, new_keys, with_ban
 from energon_bridge.plan.weights import GivenWeights
 from energon_bridge.stream.finite import Listing
+from energon_bridge.stream.lane import Stream
 from energon_bridge.stream.state import COLUMNS, COUNTERS, LARGEST, BufferedRefs, Counts, LaneBatch, LaneState
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.topology import Ownership, RankFacts, first_microbatch, microbatches_before

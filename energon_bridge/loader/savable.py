@@ -32,11 +32,12 @@ from energon_bridge.loader.position import OnMismatch, Position, merged_state
 from energon_bridge.loader.run_plan import DATASET_IS_NO_LOADER, DatasetSpec, plan_run
 from energon_bridge.loader.shares import Sharing
 from energon_bridge.loader.streams import open_pipeline
-from energon_bridge.loader.workers import Production, Work, keep_freed_memory, schedule
+from energon_bridge.loader.workers import Work, keep_freed_memory, schedule
 from energon_bridge.samples.base import pin_value
 from energon_bridge.samples.showing import counted, described
 from energon_bridge.storage.network import REQUESTS
 from energon_bridge.stream.finite import mask_loss
+from energon_bridge.stream.lane import Production
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.pipeline import Pipeline, attach
 from energon_bridge.stream.reencode import describe, restore

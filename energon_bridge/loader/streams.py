@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from energon_bridge.errors import EmptyDatasetError, FatalSampleError, HookTimeoutError
+from energon_bridge.errors import EmptyDatasetError
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import JsonlDataset
 from energon_bridge.loader.run_plan import RunPlan
-from energon_bridge.plan.blend import Blend
 from energon_bridge.stream.draws import SAMPLE
 from energon_bridge.stream.finite import (
     WHOLE_PACK,
@@ -32,10 +30,10 @@ from energon_bridge.stream.finite import (
     packs_of,
 )
 from energon_bridge.stream.grouping import Groups
-from energon_bridge.stream.lane import Lane
+from energon_bridge.stream.lane import LaneStreams, Stream
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.settings import StreamSettings
-from energon_bridge.stream.state import BufferedRefs, Counts, LaneBatch, LaneState, SampleRef, Stage
+from energon_bridge.stream.state import BufferedRefs, Counts, LaneState, SampleRef, Stage
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.task_encoder.images import IMAGE_EXTENSIONS
 from energon_bridge.topology import RankFacts
@@ -137,76 +135,6 @@ def open_pipeline(
         in_worker=worker is not None,
     )
     return Pipeline(plan.leaves, settings)
-
-
-class Stream(Protocol):
-    """Makes the microbatches of units.
-
-    Attributes:
-        pipeline: Loads samples, and is closed with the stream.
-    """
-
-    pipeline: Pipeline
-
-    def prepare(self, unit: int, count: int) -> None:
-        """Start loading the next `count` microbatches of a unit, on threads."""
-        ...
-
-    def produce(self, unit: int) -> LaneBatch:
-        """Return the next microbatch of a unit."""
-        ...
-
-
-class LaneStreams:
-    """The lanes of one process, each opened on first use."""
-
-    def __init__(self, pipeline: Pipeline, blend: Blend | None, states: Mapping[int, LaneState]) -> None:
-        self.pipeline = pipeline
-        self._blend = blend
-        self._states = states
-        self._lanes: dict[int, Lane] = {}
-
-    def _lane(self, number: int) -> Lane:
-        lane = self._lanes.get(number)
-        if lane is None:
-            state = self._states.get(number) or LaneState.fresh(len(self.pipeline.leaves))
-            lane = self._lanes[number] = Lane(number, self.pipeline, self._blend, state)
-        return lane
-
-    def prepare(self, unit: int, count: int) -> None:
-        self._lane(unit).prepare(count)
-
-    def produce(self, unit: int) -> LaneBatch:
-        return self._lane(unit).produce()
-
-
-def reported(stream: Stream, unit: int) -> LaneBatch:
-    """Return the next microbatch of a unit with the failures on its way, watched by the watchdog."""
-    pipeline, start = stream.pipeline, time.perf_counter()
-    watchdog = pipeline.watchdog
-    try:
-        if watchdog is None:
-            item = stream.produce(unit)
-        else:
-            watchdog.arm(unit)
-            try:
-                item = stream.produce(unit)
-            finally:
-                watchdog.disarm()
-    except HookTimeoutError as error:
-        pipeline.flush_reports()
-        raise HookTimeoutError(watchdog.message if watchdog is not None else str(error)) from None
-    except Exception as error:
-        pipeline.flush_reports()  # no microbatch will carry it
-        settings, cause = pipeline.settings, error.__cause__ if isinstance(error, FatalSampleError) else None
-        # As a drop-in, the program gets the exception of its own hook or handler, which it may expect.
-        if settings.energon_ranks and settings.policy.on_error != "skip" and cause is not None:
-            raise cause from None
-        raise
-    if pipeline.judge.pending:
-        item.reports = pipeline.judge.taken()
-    item.seconds = pipeline.seconds_since(start)
-    return item
 
 
 def open_stream(

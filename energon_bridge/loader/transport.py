@@ -42,7 +42,7 @@ import torch
 
 from energon_bridge.loader.processes import SharedMemory
 from energon_bridge.samples import streaming
-from energon_bridge.samples.slabs import Block, block_over
+from energon_bridge.samples.stacking import Block, block_over
 
 _ALIGN = 64
 _SMALL = 1024

@@ -24,8 +24,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections import Counter, deque
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +35,10 @@ import torch.utils.data
 from energon_bridge.errors import LoaderError
 from energon_bridge.loader.position import Position
 from energon_bridge.loader.processes import Board, StackFile
-from energon_bridge.loader.streams import Stream, WorkerFacts, reported
+from energon_bridge.loader.streams import WorkerFacts
 from energon_bridge.loader.transport import Arena, BatchMessage, Outbox
 from energon_bridge.rng import key_of
+from energon_bridge.stream.lane import Production
 from energon_bridge.stream.state import LaneBatch
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.topology import lane_units, step_units
@@ -51,49 +51,6 @@ DUMP_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIG
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _PR_SET_PDEATHSIG = 1  # of sys/prctl.h
-
-
-class Production:
-    """Makes units in order, and loads up to `ahead` further ones beside if the stream has threads."""
-
-    def __init__(self, stream: Stream, units: Iterator[int], ahead: int) -> None:
-        self._pipeline = stream.pipeline
-        self._items = _produced(stream, units, ahead)
-
-    def __iter__(self) -> Iterator[LaneBatch]:
-        return self
-
-    def __next__(self) -> LaneBatch:
-        return next(self._items)
-
-    def close(self) -> None:
-        """End it, and wait for the threads; those of one that is only dropped end by themselves."""
-        self._items.close()
-        self._pipeline.close()
-
-
-def _produced(stream: Stream, units: Iterator[int], ahead: int) -> Generator[LaneBatch]:
-    # The first unit is made before anything is loaded ahead, so that the first batch comes as soon as it can.
-    upcoming: deque[int] = deque()
-
-    def look_ahead(length: int) -> None:
-        upcoming.extend(itertools.islice(units, length - len(upcoming)))
-        for unit, count in Counter(upcoming).items():
-            stream.prepare(unit, count)
-
-    try:
-        if not stream.pipeline.threaded:
-            for unit in units:
-                yield reported(stream, unit)
-            return
-        look_ahead(1)
-        while upcoming:
-            unit = upcoming.popleft()
-            item = reported(stream, unit)
-            look_ahead(max(1, ahead))
-            yield item
-    finally:
-        stream.pipeline.close(wait=False)  # the garbage collector may end this generator
 
 
 def outgoing(item: LaneBatch, outbox: Outbox) -> BatchMessage:

@@ -160,6 +160,7 @@ class FailureTracker:
         delivered: Leaves of which the run had delivered samples before this process began.
 
     Attributes:
+        delivered: Leaves of which samples have been delivered.
         alert: Whether `succeeded` must be called for hooks that have worked.
         pending: Reports that no microbatch has carried yet.
     """
@@ -170,7 +171,7 @@ class FailureTracker:
         self._policy = policy
         self._encoder = encoder
         self._kinds: Counter[tuple[str, str, type]] = Counter()
-        self._delivered = set(delivered)
+        self.delivered = set(delivered)
         # Hooks that have never worked, with what all their failures have in common.
         self._unproven: dict[str, Any] = {} if delivered else dict.fromkeys(hooks)
         self._in_a_row: dict[str, int] = {}
@@ -257,10 +258,6 @@ class FailureTracker:
                 del self._suspects[key]
         self.alert = bool(self._in_a_row or self._unproven or self._suspects)
 
-    def delivered(self, leaf: int) -> None:
-        """Record that a sample of a leaf was delivered."""
-        self._delivered.add(leaf)
-
     def taken(self) -> tuple[Report, ...]:
         """Return the pending reports and clear them."""
         reports, self.pending = tuple(self.pending), []
@@ -269,13 +266,13 @@ class FailureTracker:
     def _fails_always(self, error: Exception, hook: str, leaves: Mapping[int, str], several: str) -> str:
         """Return a sentence about a hook that never worked and always failed in the same way; "" if there is none."""
         unproven = hook in self._unproven
-        suspects = [frozenset((leaf,)) for leaf in leaves if leaf not in self._delivered]
+        suspects = [frozenset((leaf,)) for leaf in leaves if leaf not in self.delivered]
         if 1 < len(leaves) <= _MOST_TOGETHER:
             suspects += map(frozenset, combinations(leaves, 2))
         if not (unproven or suspects) or hook in _ABOUT_BYTES:
             return ""
         alike = type(error), trace_of(error), _NUMBER.sub("#", text_of(error))
-        if unproven and not self._delivered:
+        if unproven and not self.delivered:
             before = self._unproven[hook]
             if before is None or before[0] == alike:
                 count = 1 if before is None else before[1] + 1
@@ -288,7 +285,7 @@ class FailureTracker:
             seen, count = self._suspects.get((hook, group), (alike, 0))
             count = count + 1 if seen == alike else 1
             self._suspects[hook, group] = alike, count
-            if count < _ALIKE_IN_DATASET or not self._delivered:
+            if count < _ALIKE_IN_DATASET or not self.delivered:
                 continue
             path = " and ".join(leaves[leaf] for leaf in group)
             if len(group) == 2:
