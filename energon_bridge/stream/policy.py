@@ -2,18 +2,6 @@
 
 Whether a sample is left out depends on that sample alone: each failure that the policy tolerates costs the stream that
 sample and nothing else. Limits (failures in a row, or a rate) only decide whether the run continues.
-
-The policy is for bad data. A mistake in the program or its configuration stops the run under any policy:
-
-- at once, if the error can be nothing else: `ALWAYS_FATAL`, a ConfigurationError, an attribute that the encoder, a
-  module or the sample type does not have, a hook that returns None;
-- after five failures, if a hook has failed in the same way every time it ran and the run has delivered nothing yet;
-- after twenty, if nothing of one dataset of a mix has been delivered and a hook fails in the same way on each of its
-  samples while samples of other datasets pass; or if a hook fails in the same way on every microbatch that has samples
-  of two particular datasets.
-
-*In the same way* means the same exception type, raised at the same line through the same calls, with the same text
-except for numbers. A tolerance set by the user replaces the last two rules.
 """
 
 from __future__ import annotations
@@ -152,6 +140,19 @@ def is_of_the_program(error: Exception, encoder: Any) -> bool:
 
 class FailureTracker:
     """Applies the policy to what fails in one process.
+
+    The policy is for bad data. A mistake in the program or its configuration stops the run under any policy:
+
+    - at once, if the error can be nothing else: `ALWAYS_FATAL`, a ConfigurationError, an attribute that the
+      encoder, a module or the sample type does not have, a hook that returns None;
+    - after five failures, if a hook has failed in the same way every time it ran and the run has delivered nothing
+      yet;
+    - after twenty, if nothing of one dataset of a mix has been delivered and a hook fails in the same way on each
+      of its samples while samples of other datasets pass; or if a hook fails in the same way on every microbatch
+      that has samples of two particular datasets.
+
+    *In the same way* means the same exception type, raised at the same line through the same calls, with the same
+    text except for numbers. A tolerance set by the user replaces the last two rules.
 
     Args:
         policy: The policy.
