@@ -1,14 +1,71 @@
-"""A pool of daemon threads for blocking calls; a fork starts without any."""
+"""Threads: pools that rest while a worker is forked, and daemon threads for blocking calls.
+
+Invariant: no job of a `Threads` runs in the block of `at_rest`, which forks. A fork has the locks that a job holds,
+also those inside of libraries (SQLite's allocator has one), and no thread that releases them.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import logging
 import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 Jobs = queue.SimpleQueue[Callable[[], None] | None]
+logger = logging.getLogger(__name__)
+
+_REST_SECONDS = 10.0
+_rest = threading.Condition(threading.Lock())
+_running = 0
+
+
+class Threads(ThreadPoolExecutor):
+    """A pool of threads whose jobs count as running, for `at_rest`."""
+
+    def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+        """Run a function on a thread."""
+        return super().submit(functools.partial(_counted, fn, *args, **kwargs))
+
+
+def _counted(fn: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    global _running
+    with _rest:
+        _running += 1
+    try:
+        return fn(*args, **kwargs)
+    finally:
+        with _rest:
+            _running -= 1
+            _rest.notify_all()
+
+
+@contextlib.contextmanager
+def at_rest(seconds: float = _REST_SECONDS) -> Iterator[None]:
+    """Wait until no job runs, and let none begin in the block; after some seconds go on anyway, with a warning."""
+    with _rest:
+        if not _rest.wait_for(lambda: not _running, seconds):
+            logger.warning(
+                "a worker is forked while threads of this process have been loading for %g s: it may wait in vain for "
+                'a lock that one of them holds. If it hangs, use start_method="forkserver"',
+                seconds,
+            )
+        yield
+
+
+def _after_fork() -> None:
+    global _rest, _running
+    _rest, _running = threading.Condition(threading.Lock()), 0
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Helpers:
