@@ -113,6 +113,11 @@ class Description:
         return self.batch_size or 1
 
     @property
+    def block(self) -> int:
+        """Draws in which the lanes take turns on a leaf, if no state says otherwise (`LeafOrder.block`)."""
+        return self.rows if self.mode == "single" else 0
+
+    @property
     def num_samples(self) -> int:
         """Samples of all leaves, each counted once."""
         return sum(leaf.num_samples for leaf in self.leaves)
@@ -253,10 +258,11 @@ class RunPlan:
         return replace(self, leaves=tuple(replace(leaf, bans=banned.get(leaf.identity)) for leaf in self.leaves))
 
     def recut(self, num_lanes: int, changes: ChangedWeights, blocks: Mapping[str, int] | None = None) -> RunPlan:
-        """Return the plan for other lanes, weights and blocks (see `plan_run`); settings and bans stay."""
-        own = {leaf.identity: leaf.order.block for leaf in self.leaves}
-        blocks = own | {identity: block for identity, block in (blocks or {}).items() if identity in own}
-        if (num_lanes, changes, blocks) == (self.num_lanes, self.changes, own):
+        """Return the plan for other lanes, weights and blocks (None: the same); settings and bans stay."""
+        own = {leaf.identity: leaf.order.block for leaf in self.leaves if leaf.order.shuffle}
+        blocks = own if blocks is None else blocks
+        given = {identity: blocks.get(identity, self.data.block) for identity in own}
+        if (num_lanes, changes, given) == (self.num_lanes, self.changes, own):
             return self
         plan = plan_run(self.data, self.facts, num_lanes, changes, blocks)
         return replace(plan, settings=self.settings).with_banned(self.banned)
@@ -335,9 +341,8 @@ def plan_run(
     settings |= getattr(data.task_encoder, "pixel_settings", {})
     # A pass has the same order whoever delivers it.
     cut = 1 if data.finite else lanes
-    block = data.rows if data.mode == "single" else 0
     leaves = tuple(
-        _leaf(data, leaf, cut, seed, block=(blocks or {}).get(leaf.identity, block)) for leaf in data.ordered
+        _leaf(data, leaf, cut, seed, block=(blocks or {}).get(leaf.identity, data.block)) for leaf in data.ordered
     )
     return RunPlan(
         data=data,

@@ -1,9 +1,7 @@
 """What runs in one process of a loader: the units of a rank, in order, each made by a stream.
 
 A *unit* is a lane (of an endless run), the number of a microbatch (of a finite one), or, in a run that is divided
-before it is loaded, that of a microbatch of the rank. The same generator runs in a
-worker process, in the training process with `num_workers=0`, and in tests, which is why no order can depend on where
-it runs.
+before it is loaded, that of a microbatch of the rank.
 
 A worker talks to the training process (`pool`) by a pair of connected sockets that keep messages apart. It is sent
 `CREDIT`, for a microbatch that it may make, and `AGAIN`, to begin the next pass. It sends, pickled, the number of the
