@@ -44,7 +44,6 @@ from energon_bridge import (
     get_train_dataset,
     make_balance,
 )
-from energon_bridge.loader.run_plan import RunPlan
 from energon_bridge.loader.shares import GlobalBatches, Sharing
 from energon_bridge.plan.balance import Imbalance, assign_microbatches, cut_window, imbalance
 from energon_bridge.plan.leaf import DEFAULT_PARALLEL_SHARD_ITERS, LeafOrder, slice_length
@@ -397,9 +396,8 @@ def plan_ranks(ranks: int, samples: int, rounds: int = 8, global_batches: int = 
             packer=packer if packed else None,
             buffer_size=100 if packed else 0,
         )
-        plan = RunPlan(num_lanes=lanes, leaves=rules.leaves, blend=None, rows=list, settings={})
         sharing = Sharing(group=group, window=1, tables=rules.tables, unit=1.0, packer=rules.packer, settings={})
-        batches = GlobalBatches(sharing, rules, plan, ranks, 0, {}, 0)
+        batches = GlobalBatches(sharing, rules, lanes, ranks, 0, {}, 0)
         batches.next_window()  # lanes begin
         start, drawn = time.process_time(), 0
         for _ in range(global_batches):

@@ -4,12 +4,6 @@ Everything the order of a stream depends on is computed here with 64-bit integer
 depends on a numpy, torch, Python or processor version; golden values are in the tests. There is no generator
 object and nothing to save: the key *is* the state.
 
-- `key_of` turns names into a key, `fold` derives a key from a key and integers.
-- `draws` and `below` give keyed integers, `shuffled` a keyed permutation of a small range as an array.
-- `Permutation` is a keyed permutation of `range(n)` for any n in O(1) memory that can be asked in both directions:
-  a Feistel network over pairs of numbers below about sqrt(n), with cycle walking to stay inside the range (J. Black and
-  P. Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002).
-
 The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
 Generators", OOPSLA 2014).
 """
@@ -104,9 +98,10 @@ def shuffled(key: int, n: int) -> IntArray:
 class Permutation:
     """A keyed permutation of `range(n)` that holds no table.
 
-    `at` maps a place to the number there, `place_of` is its inverse. A number x is the pair
-    (x div a, x mod a) with a = ceil(sqrt(n)). In turn, a keyed hash of each half is added to the other. At most sqrt(n)
-    numbers of this domain are not below n; `at` repeats the mapping until the number is below n.
+    `at` maps a place to the number there, `place_of` is its inverse: a Feistel network with cycle walking (J. Black and
+    P. Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). A number x is the pair (x div a, x mod a) with
+    a = ceil(sqrt(n)). In turn, a keyed hash of each half is added to the other. At most sqrt(n) numbers of this domain
+    are not below n; `at` repeats the mapping until the number is below n.
     """
 
     __slots__ = ("_high", "_keys", "_low", "n")

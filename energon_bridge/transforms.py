@@ -29,7 +29,7 @@ from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.samples.pixels import Layout, bits_of, look_up, resample_as_torch, values_in
-from energon_bridge.samples.slabs import lent
+from energon_bridge.samples.stacking import lent
 from energon_bridge.samples.streaming import LARGE
 
 __all__ = [

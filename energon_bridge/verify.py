@@ -4,13 +4,6 @@ Resuming is exact only if the encoder depends on nothing but the sample and the 
 generator of the encoder's own or the clock breaks it silently; `verify_resume` finds this before a long run does. It
 cannot find differences that appear only in another process or on another machine, such as the order of a set of
 strings, which depends on PYTHONHASHSEED.
-
-From each save point p with state s(p) two chains of fresh loaders run to the end:
-
-    s(p) -> A ................................ end
-    s(p) -> A, saved at once -> B .... saved -> C ... end
-
-so states saved right after a restore, and in the middle of a resumed run, are tested too.
 """
 
 from __future__ import annotations
@@ -143,7 +136,15 @@ def verify_resume(
 
 
 class _Check:
-    """The uninterrupted run, and the comparisons with it."""
+    """The uninterrupted run, and the comparisons with it.
+
+    From each save point p with state s(p) two chains of fresh loaders run to the end:
+
+        s(p) -> A ................................ end
+        s(p) -> A, saved at once -> B .... saved -> C ... end
+
+    so states saved right after a restore, and in the middle of a resumed run, are tested too.
+    """
 
     def __init__(
         self, make_loader: Callable[..., Loader], config: WorkerConfig | None, topologies: Sequence[tuple[int, int]]

@@ -10,7 +10,8 @@ import click
 from energon_bridge.cli.main import SuggestingGroup
 from energon_bridge.cli.output import epochs, format_bytes, leaf_name, number, print_json, print_pairs, print_table
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.loader.document import State, merge
+from energon_bridge.loader.document import State
+from energon_bridge.loader.fits import merge
 from energon_bridge.loader.summary import difference, rank_of, read_states, summarize
 from energon_bridge.mix import parse_weight
 from energon_bridge.stream.state import OVER_LONG

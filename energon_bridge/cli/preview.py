@@ -265,7 +265,7 @@ def _steps_of(source: tuple[str, ...], steps: range, options: dict[str, Any]) ->
     from energon_bridge.preview.sources import SampleSource, drawn_in
 
     run, notes = open_run(source, options)
-    _check_rank(options["rank"], run.config.dp_size)
+    _check_rank(options["rank"], run.world_size)
     drawn = list(drawn_in(run, steps, options["rank"]))
     first = min((one.facts["microbatch"] for one in drawn if "microbatch" in one.facts), default=0)
     said = [_name_of(steps), assumption(run, first), *notes]

@@ -125,7 +125,7 @@ def is_mix(source: Sequence[str]) -> bool:
 
 def state_of(files: Sequence[str], world_size: int | None) -> tuple[State, int]:
     """Return the state stored in the files of a run's ranks, and the number of ranks: the given one, or theirs."""
-    from energon_bridge.loader.document import merge
+    from energon_bridge.loader.fits import merge
     from energon_bridge.loader.summary import rank_of, read_states
 
     states = read_states(files)
@@ -155,7 +155,9 @@ def open_run(
     cost = None if balance is None else named(balance, "--balance", "my_project.data:COST")
     if is_mix(source):
         run = run_of_mix(open_mix(source[0], options))
-        return (run if cost is None else shared_out(run, cost, run.config.microbatches_per_global_batch, window)), []
+        return (
+            run if cost is None else shared_out(run, cost, run.plan.facts.microbatches_per_global_batch, window)
+        ), []
     state, world_size = state_of(source, options["world_size"])
     notes = []
     if options["world_size"] is None and by_step:

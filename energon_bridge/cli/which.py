@@ -86,8 +86,8 @@ def command(
     from energon_bridge.forecast.samples import assumption, name_microbatch, name_shared_steps, name_steps
     from energon_bridge.topology import first_microbatch
 
-    if microbatch is None and rank is not None and rank >= run.config.dp_size:
-        raise ConfigurationError(f"--rank {rank} is not below the number of ranks, {run.config.dp_size}")
+    if microbatch is None and rank is not None and rank >= run.world_size:
+        raise ConfigurationError(f"--rank {rank} is not below the number of ranks, {run.world_size}")
     steps: Sequence[int] = range(step or 0, until) if until is not None else [step or 0]
 
     def named() -> Iterator[tuple[int | None, NamedMicrobatch]]:
@@ -106,7 +106,7 @@ def command(
         found = list(named())
     ends = [one.microbatch for _, one in found if one.microbatch is not None]
     if out is not None and microbatch is None:
-        lanes, ranks = run.num_lanes, run.config.dp_size
+        lanes, ranks = run.num_lanes, run.world_size
         ends = [first_microbatch(number, num_lanes=lanes, world_size=ranks) for number in (steps[0], steps[-1])]
     # Answers before and after a state rest on different assumptions.
     notes[:0] = dict.fromkeys(assumption(run, m) for m in ((min(ends), max(ends)) if ends else (microbatch or 0,)))

@@ -19,7 +19,7 @@ from energon_bridge.mix.schedule import plain_number
 from energon_bridge.mix.tree import Blend, EpochizedBlend, JoinRef, LeafRef
 from energon_bridge.plan.leaf import LeafOrder
 from energon_bridge.rng import IntArray
-from energon_bridge.topology import Ownership, WorkerConfig, first_microbatch, microbatches_before, step_of
+from energon_bridge.topology import Ownership, RankFacts, first_microbatch, microbatches_before, step_of
 
 _FAR = 1 << 40
 _LANES_LOOKED_AT = 64
@@ -109,7 +109,7 @@ def forecast(run: Run, steps: int) -> Forecast:
     Raises:
         ConfigurationError: The stream is not endless.
     """
-    spec, plan, ranks = run.spec, run.plan, run.config.dp_size
+    spec, plan, ranks = run.spec, run.plan, run.world_size
     if spec.finite:
         raise ConfigurationError(
             "forecasts are for endless training; in a pass, the mix says how often each dataset is read"
@@ -142,7 +142,7 @@ def forecast(run: Run, steps: int) -> Forecast:
         steps=steps,
         world_size=ranks,
         num_lanes=plan.num_lanes,
-        lanes_because=_why(run.config),
+        lanes_because=_why(run.plan.facts),
         masked_share=ownership.masked_share,
         even_world_size=ownership.nearest_even_world_size(),
         batch_size=spec.batch_size,
@@ -162,7 +162,7 @@ def forecast(run: Run, steps: int) -> Forecast:
 def draws_per_leaf(run: Run, steps: int) -> IntArray:
     """Return the draws of each leaf, in order of identity, in the first steps of a run, shape (leaves,)."""
     lanes = run.num_lanes
-    m = first_microbatch(steps, num_lanes=lanes, world_size=run.config.dp_size)
+    m = first_microbatch(steps, num_lanes=lanes, world_size=run.world_size)
     draws = [microbatches_before(lane, m, lanes) * run.spec.rows for lane in range(lanes)]
     blend = run.plan.blend
     if blend is None:
@@ -227,7 +227,7 @@ def _schedule(
     for point in sorted({0, *(point for point in run.spec.weights.points() if point < draws), draws} | between):
         m = point // lanes // rows * lanes + point % lanes
         shares = _shares(run, point)
-        step = steps if point == draws else step_of(m, num_lanes=lanes, world_size=run.config.dp_size)
+        step = steps if point == draws else step_of(m, num_lanes=lanes, world_size=run.world_size)
         found.append(SharePoint(global_draw=point, step=step, shares=tuple(shares[number] for number in order)))
     return tuple(found)
 
@@ -252,14 +252,14 @@ def _written(run: Run) -> list[str]:
     return below(run.spec.mix.root, ())
 
 
-def _why(config: WorkerConfig) -> str:
+def _why(facts: RankFacts) -> str:
     """Say why a run has so many lanes (`default_num_lanes`)."""
-    if config.num_lanes is not None:
+    if facts.num_lanes is not None:
         return "as given"
-    if config.microbatches_per_global_batch is not None:
-        group = config.microbatches_per_global_batch
+    if facts.microbatches_per_global_batch is not None:
+        group = facts.microbatches_per_global_batch
         return f"fits every number of ranks that divides the {group} microbatches of a global batch"
-    return f"a multiple of 24 and of the world size {config.dp_size}"
+    return f"a multiple of 24 and of the world size {facts.world_size}"
 
 
 _PARTS, _DRAWS, _WINDOWS = 10, 32, 8

@@ -19,7 +19,7 @@ from energon_bridge.format.jsonl import is_jsonl
 from energon_bridge.loader.bans import banned_of
 from energon_bridge.loader.document import State, read
 from energon_bridge.loader.fits import WINDOWS, check_fits, check_windows
-from energon_bridge.loader.run_plan import DatasetSpec, RunPlan, plan_run, without_banned
+from energon_bridge.loader.run_plan import DatasetSpec, RunPlan, plan_run
 from energon_bridge.loader.shares import Sharing, sharing_of, why_unplanned
 from energon_bridge.mix import Blend, Concat, DatasetOpener, LeafRef, Mix, MixSource, Node, WeightSchedule, flatten
 from energon_bridge.mix.leaves import OpenLeaf, kept_samples
@@ -40,15 +40,13 @@ class Run:
 
     Attributes:
         spec: What it reads.
-        config: Ranks and lanes.
-        plan: The leaves and their order.
+        plan: The leaves and their order, and the ranks.
         state: The saved state that it was described by; None if it is a run from the beginning.
         lanes: The lanes in the state, by number.
         sharing: How it is divided, if ranks load their own shares.
     """
 
     spec: DatasetSpec
-    config: WorkerConfig
     plan: RunPlan
     state: State | None = None
     lanes: Mapping[int, LaneState] = field(default_factory=dict)
@@ -60,15 +58,19 @@ class Run:
         return 0 if self.state is None else int(self.state["microbatches"])
 
     @property
+    def world_size(self) -> int:
+        return self.plan.facts.world_size
+
+    @property
     def num_lanes(self) -> int:
         return self.plan.num_lanes
 
 
 def run_of_mix(spec: DatasetSpec) -> Run:
     """Return a run from its beginning, on the ranks and lanes of the dataset's worker configuration."""
-    plan = plan_run(spec, spec.worker_config)
-    Ownership(plan.num_lanes, spec.worker_config.dp_size, 0)  # refuses more ranks than lanes
-    return Run(spec=spec, config=spec.worker_config, plan=plan)
+    plan = plan_run(spec, spec.worker_config.facts)
+    Ownership(plan.num_lanes, plan.facts.world_size, 0)  # refuses more ranks than lanes
+    return Run(spec=spec, plan=plan)
 
 
 def run_of_state(
@@ -120,7 +122,7 @@ def run_of_state(
         part = split_part or (parts.pop() if len(parts) == 1 else "train")
         spec = _spec_of_mix(mix, kind, settings, config, split_part=part, **names)
     blocks = {row["identity"]: row["block"] for row in rows}
-    plan = plan_run(spec, config, num_lanes, saved.changes, blocks)
+    plan = plan_run(spec, config.facts, num_lanes, saved.changes, blocks)
     windows = {name: value for name, value in settings.items() if name.startswith(WINDOWS)}
     if windows and not balanced:
         raise ConfigurationError(
@@ -128,12 +130,12 @@ def run_of_state(
             "run (--balance MODULE:NAME), if its ranks load their own shares"
         )
     check_fits(saved, spec.kind, plan.settings | windows, plan.table)
-    plan = without_banned(plan, banned_of(saved, saved.bans, spec.leaves))
+    plan = plan.with_banned(banned_of(saved, saved.bans, spec.leaves))
     if kind == "train":
         Ownership(plan.num_lanes, world_size, 0)
         # Retired leaves are at the end, and nothing is drawn from them.
         lanes = {lane: replace(s, leaf_draws=s.leaf_draws[: len(plan.leaves)]) for lane, s in lanes.items()}
-    return Run(spec=spec, config=config, plan=plan, state=state, lanes=lanes)
+    return Run(spec=spec, plan=plan, state=state, lanes=lanes)
 
 
 def shared_out(run: Run, cost: Any, group: int | None, window: int | None) -> Run:
@@ -155,9 +157,9 @@ def shared_out(run: Run, cost: Any, group: int | None, window: int | None) -> Ru
         raise ConfigurationError(f"--balance must name a ColumnCost, got {type(cost).__name__}")
     if run.spec.finite:
         raise ConfigurationError("--balance: validation is never balanced")
-    if group is None or group % run.config.dp_size:
+    if group is None or group % run.world_size:
         raise ConfigurationError(
-            f"--balance: {run.config.dp_size} ranks cannot divide a global batch of "
+            f"--balance: {run.world_size} ranks cannot divide a global batch of "
             f"{'an unknown number of' if group is None else group} microbatches: give --global-batch-size, and the "
             "number of ranks with --world-size"
         )

@@ -22,7 +22,6 @@ from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.key_index import KeyIndex, keys_at, keys_of_shard, local_key_index
 from energon_bridge.format.nvmeta import INDEX_SQLITE, meta_path, read_info
 from energon_bridge.loader.document import read_leaves
-from energon_bridge.loader.run_plan import draws_of_pass
 from energon_bridge.loader.shares import GlobalBatches, SharedBatch, Sharing
 from energon_bridge.plan.leaf import Round
 from energon_bridge.rng import IntArray
@@ -152,7 +151,7 @@ def name_steps(run: Run, steps: Iterable[int], *, keys: bool = True) -> Iterator
 
 
 def _endless_step(run: Run, step: int, names: _Names) -> list[NamedMicrobatch]:
-    lanes, ranks = run.num_lanes, run.config.dp_size
+    lanes, ranks = run.num_lanes, run.world_size
     m = first_microbatch(step, num_lanes=lanes, world_size=ranks)
     stand = run.microbatches
     if first_microbatch(step_of(stand, num_lanes=lanes, world_size=ranks), num_lanes=lanes, world_size=ranks) != stand:
@@ -187,8 +186,7 @@ def name_shared_steps(
         MissingRankError: The state has not the lanes that are needed.
     """
     names, of_sample = _Names(run, keys=False), _SampleNames(run.plan.leaves, keys=keys)
-    ranks, config = run.config.dp_size, run.config
-    rounds, rules = sharing.group // ranks, sharing.rules(run.spec, run.plan)
+    rounds = sharing.group // run.world_size
     planned: GlobalBatches | None = None
     window: list[SharedBatch] = []
     for step in steps:
@@ -200,7 +198,7 @@ def name_shared_steps(
                 known = sharing.begin(run.microbatches)
                 start = begin if not names.has_bans else known if known <= begin else 0
                 lanes = {lane: names.lane_at(lane, start, known) for lane in range(run.num_lanes)}
-                planned = GlobalBatches(sharing, rules, run.plan, ranks, config.seed + config.seed_offset, lanes, start)
+                planned = sharing.batches(run.plan, lanes, start)
             window = planned.next_window(states=False)
         shared = window[number - window[0].number]
         delivered = []
@@ -422,11 +420,11 @@ def _on_disk(dataset: PreparedDataset | JoinedDataset) -> PreparedDataset:
 
 def _finite_step(run: Run, step: int, names: _SampleNames) -> list[NamedMicrobatch]:
     """Name the samples of a step of a pass, of training passes counted from the first one on."""
-    spec, plan, ranks = run.spec, run.plan, run.config.dp_size
+    spec, plan, ranks = run.spec, run.plan, run.world_size
     asked, epoch = step, 0
     if spec.as_energon:
         raise ConfigurationError("cannot name the steps of a pass for a loader of the drop-in of megatron-energon")
-    draws = draws_of_pass(spec, plan, epoch)
+    draws = plan.draws_of_pass(epoch)
     end = spec.end(draws.num_draws, ranks)
     while step >= (steps := -(-end // ranks)):
         if not spec.shuffled or not steps:
@@ -434,7 +432,7 @@ def _finite_step(run: Run, step: int, names: _SampleNames) -> list[NamedMicrobat
                 f"a pass has {steps} steps on {ranks} ranks, numbered from 0; there is no step {asked}"
             )
         epoch, step = epoch + 1, step - steps
-        draws = draws_of_pass(spec, plan, epoch)
+        draws = plan.draws_of_pass(epoch)
         end = spec.end(draws.num_draws, ranks)
     delivered = []
     for rank in range(ranks):

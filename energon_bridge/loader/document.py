@@ -20,29 +20,27 @@ It has built-in types only, so it loads with `torch.load` and its defaults, as J
      "checksum": 16 hexadecimal digits}
 
 *held* is the number of rows of each lane that wait to be packed or batched; the columns of their arrays follow, lane
-after lane (`stream/state.py`). Older states omit them if no rows wait. Columns and texts are encoded by `columns.py`.
-A rank's state holds that rank's lanes and its own counts. The states of several ranks merge into one if they stand at
-the same microbatch; their counts add up. The lanes tell which ranks a state covers; a finite stream has no lanes, so
-its states name the ranks. *Parked* leaves were once in the mix and were removed on a resume; their positions are kept.
-
-With windows of balance (`shares.py`) the settings have `balance_window`, and the lanes stand at the beginning of the
-window in which microbatch m0 lies.
-
-The checksum is a hash of the rest, written as JSON with sorted keys.
+after lane (`stream/state.py`). Older states omit them if no rows wait. A rank's state holds that rank's lanes and its
+own counts; states of several ranks merge into one (`fits.py`). The lanes tell which ranks a state covers; a finite
+stream has no lanes, so its states name the ranks. *Parked* leaves were once in the mix and were removed on a resume;
+their positions are kept. With windows of balance (`shares.py`) the settings have `balance_window`, and the lanes stand
+at the beginning of the window in which microbatch m0 lies. The checksum is that of the rest as JSON with sorted keys.
 
 All states enter through `read`, which checks everything: the checksum, the presence, types, lengths and ranges of all
-fields, and that waiting references name samples that exist. Nothing in a state is trusted before that, and nothing is
-unpacked beyond the length that the rest of the state implies. Any fault is a StateFormatError that names the field.
+fields, and that waiting references name samples that exist. Nothing is unpacked beyond the length that the rest of the
+state implies. Any fault is a StateFormatError that names the field.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -54,19 +52,11 @@ from energon_bridge.errors import (
     OrderVersionError,
     StateFormatError,
     StateVersionError,
-    StepMismatchError,
 )
-from energon_bridge.loader.columns import (
-    LONGEST_COLUMN,
-    damaged,
-    decode_column,
-    decode_text,
-    encode_column,
-    encode_text,
-)
-from energon_bridge.plan.bans import Ban, LeafBans, write_bans
+from energon_bridge.mix import WeightSchedule, parse_weight
+from energon_bridge.plan.bans import Ban, LeafBans
 from energon_bridge.plan.leaf import ORDER_VERSION
-from energon_bridge.plan.weights import ChangedWeights, read_changes
+from energon_bridge.plan.weights import ChangedWeights, GivenWeights
 from energon_bridge.rng import IntArray
 from energon_bridge.stream.state import COUNTERS, LANE_COLUMNS, LARGEST, NOTHING_HELD, BufferedRefs, LaneState, Stage
 
@@ -95,8 +85,8 @@ _SETTINGS = {
 """Settings that are numbers or None."""
 _MOST_COUNTED = 1 << 56
 """Bytes are counted, too."""
-_OF_THE_RUN = ("kind", "settings", "weights", *_NUMBERS)
-_REQUIRED = {*_OF_THE_RUN, "leaves", "lanes"}
+OF_THE_RUN = ("kind", "settings", *_NUMBERS)
+_REQUIRED = {*OF_THE_RUN, "weights", "leaves", "lanes"}
 _SHARE = re.compile(r"(\d{1,2000}(/0*[1-9]\d{0,2000})?)?", re.ASCII)
 _SUBSET = re.compile(r"(\d{1,15}):(\d{1,15})( where .{1,9000})?", re.ASCII | re.DOTALL)
 
@@ -122,7 +112,6 @@ class SavedRun:
     epoch: int
     epoch_steps: int
     settings: State
-    weights: list[Any]
     changes: ChangedWeights
     leaves: list[State]
     lanes: dict[int, LaneState]
@@ -147,8 +136,9 @@ def _checksum(document: State) -> str:
 
 def write(saved: SavedRun) -> State:
     """Return the document of a run."""
-    document = {name: getattr(saved, name) for name in _OF_THE_RUN}
-    document |= {"bans": write_bans(saved.bans)}
+    document = {name: getattr(saved, name) for name in OF_THE_RUN}
+    document["weights"] = [[start, [each.to_plain() for each in given.schedules]] for start, given in saved.changes]
+    document["bans"] = [[ban.start, [*ban.keys], *([ban.dataset] if ban.dataset else [])] for ban in saved.bans]
     document["banned"] = [
         [identity, encode_column(found.samples), encode_column(found.starts)]
         for identity, found in sorted(saved.banned.items())
@@ -195,28 +185,121 @@ def _zeros(size: int) -> str:
     return encode_column([0] * size)
 
 
+# Columns and texts ---------------------------------------------------------------------------------------------------
+#
+# A *column* is the differences of integers, as little-endian integers of 1, 2, 4 or 8 bytes, zlib, base64, with the
+# number of bytes in front ("2,…"; before format version 4 short ones are base85, "2:…"). A *text* is the zlib'd, base85
+# JSON of a list of strings. Whoever reads one says how long it must be, and no more than that is unpacked: a damaged or
+# hostile state costs no memory.
+
+LONGEST_COLUMN = 1 << 25
+"""Integers that a column may have: far more than the samples that wait in any run."""
+_LONG_COLUMN = 4096
+"""From so many integers on, time counts for more than the last bytes."""
+_STRING_BYTES = 1 << 16
+_DECODERS: dict[str, Callable[[str], bytes]] = {
+    ",": lambda text: base64.b64decode(text, validate=True),
+    ":": base64.b85decode,
+}
+
+
+def damaged(field: str, reason: str) -> StateFormatError:
+    """Return the error for a field of a state."""
+    return StateFormatError(
+        f"the state is damaged: {field} {reason}. Use the state of another checkpoint, or a copy of this one"
+    )
+
+
+def encode_column(numbers: Iterable[int] | IntArray) -> str:
+    """Return integers as one string."""
+    array = numbers if isinstance(numbers, np.ndarray) else np.fromiter(numbers, dtype="<i8")
+    steps = array.copy()
+    steps[1:] -= array[:-1]
+    most = max(-int(steps.min()), int(steps.max())) if steps.size else 0
+    width = next((width for width in (1, 2, 4) if most < 1 << (8 * width - 1)), 8)
+    packed = zlib.compress(steps.astype(f"<i{width}").tobytes(), 1 if steps.size >= _LONG_COLUMN else 9)
+    return f"{width},{base64.b64encode(packed).decode()}"
+
+
+def decode_column(text: object, size: int, field: str = "a column", *, at_most: bool = False) -> IntArray:
+    """Return the integers of a column.
+
+    Args:
+        text: The column.
+        size: How many integers it must have.
+        field: Its name, for errors.
+        at_most: Fewer integers will do.
+
+    Raises:
+        StateFormatError: It is no column, or not of this length.
+    """
+    if not isinstance(text, str) or text[:1] not in ("1", "2", "4", "8") or text[1:2] not in _DECODERS:
+        raise damaged(field, f"should be a column of integers, found {shown(text)}")
+    if size > LONGEST_COLUMN:
+        raise damaged(field, f"should have {size} integers, more than a state can hold ({LONGEST_COLUMN})")
+    width = int(text[0])
+    raw = _unpack(_DECODERS[text[1]], text[2:], width * size, field)
+    if len(raw) % width or not (at_most or len(raw) == width * size):
+        raise damaged(field, f"has {len(raw) / width:g} integers, expected {size}")
+    return np.cumsum(np.frombuffer(raw, dtype=f"<i{width}"), dtype=np.int64)
+
+
+@lru_cache(maxsize=64)  # names of leaves, which are the same in every state of a run
+def encode_text(strings: tuple[str, ...]) -> str:
+    """Return strings as one."""
+    return base64.b85encode(zlib.compress(json.dumps(strings).encode(), 9)).decode()
+
+
+def decode_text(text: object, size: int, field: str) -> list[str]:
+    """Return the strings of a text, of which there must be `size`.
+
+    Raises:
+        StateFormatError: It is no text, or not of this length.
+    """
+    if not isinstance(text, str):
+        raise damaged(field, f"should be a packed list of strings, found {shown(text)}")
+    raw = _unpack(base64.b85decode, text, _STRING_BYTES * (size + 1), field)
+    try:
+        strings = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise damaged(field, f"is not a list of strings ({error})") from error
+    if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
+        raise damaged(field, "is not a list of strings")
+    if len(strings) != size:
+        raise damaged(field, f"has {len(strings)} strings, expected {size}")
+    return strings
+
+
+def _unpack(decode: Callable[[str], bytes], text: str, most: int, field: str) -> bytes:
+    """Unpack a text, if it is complete and unpacks to at most so many bytes."""
+    unpacker = zlib.decompressobj()
+    try:
+        raw = unpacker.decompress(decode(text), most + 1)
+    except (ValueError, zlib.error) as error:
+        raise damaged(field, f"cannot be unpacked ({error})") from error
+    if len(raw) > most:
+        raise damaged(field, f"unpacks to more than the {most} bytes allowed")
+    if not unpacker.eof or unpacker.unused_data:
+        raise damaged(field, "is cut off, or has extra bytes at its end")
+    return raw
+
+
 # Reading -------------------------------------------------------------------------------------------------------------
 
 
-def check_format(state: Any) -> State:
-    """Return the document if this version can read it and it is intact.
-
-    Raises:
-        StateFormatError: It is no state, or damaged.
-        StateVersionError: It was written in a newer format.
-        OrderVersionError: It was written under other rules of order.
-    """
+def _checked_format(state: Any) -> State:
+    """Return the document if this version can read it and it is intact."""
     if type(state).__module__.startswith("megatron.energon"):
         raise StateFormatError(
             f"this is a state of megatron-energon ({type(state).__name__}), which orders samples differently, so it "
             "cannot be resumed here. Start at the step where it was saved: get_savable_loader(..., start_at=STEP)"
         )
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        found = _shown(state.get("format")) if isinstance(state, dict) else repr(type(state).__name__)
+        found = shown(state.get("format")) if isinstance(state, dict) else repr(type(state).__name__)
         raise StateFormatError(f"not a state of energon_bridge: expected format {FORMAT!r}, found {found}")
     version = state.get("format_version")
     if type(version) is not int or version < 1:
-        raise damaged("format_version", f"should be a whole number of at least 1, found {_shown(version)}")
+        raise damaged("format_version", f"should be a whole number of at least 1, found {shown(version)}")
     if version > FORMAT_VERSION:
         raise StateVersionError(
             f"the state has format version {version}, and this version of energon_bridge reads up to {FORMAT_VERSION}: "
@@ -224,7 +307,7 @@ def check_format(state: Any) -> State:
         )
     order = state.get("order_version")
     if type(order) is not int:
-        raise damaged("order_version", f"should be a whole number, found {_shown(order)}")
+        raise damaged("order_version", f"should be a whole number, found {shown(order)}")
     if order != ORDER_VERSION:
         raise OrderVersionError(
             f"the state was written under order version {order}, this version of energon_bridge orders samples by "
@@ -236,9 +319,9 @@ def check_format(state: Any) -> State:
     try:
         expected = _checksum(state)
     except (TypeError, ValueError, RecursionError) as error:
-        raise damaged("a field", f"holds a value that no state can hold ({_shown(str(error))})") from error
+        raise damaged("a field", f"holds a value that no state can hold ({shown(str(error))})") from error
     if state.get("checksum") != expected:
-        raise damaged("checksum", f"is {_shown(state.get('checksum'))}, the content gives {expected!r}")
+        raise damaged("checksum", f"is {shown(state.get('checksum'))}, the content gives {expected!r}")
     return state
 
 
@@ -250,22 +333,20 @@ def read(state: Any) -> SavedRun:
         StateVersionError: It was written in a newer format.
         OrderVersionError: It was written under other rules of order.
     """
-    document = check_format(state)
+    document = _checked_format(state)
     kind = document["kind"]
     if kind not in _KINDS:
-        raise damaged("kind", f"should be one of {', '.join(_KINDS)}, found {_shown(kind)}")
+        raise damaged("kind", f"should be one of {', '.join(_KINDS)}, found {shown(kind)}")
     numbers = {name: _number(document[name], name, *ends) for name, ends in _NUMBERS.items()}
     settings = _read_settings(document["settings"])
     leaves = read_leaves(document)
     active = sum(not leaf["parked"] for leaf in leaves)
     changes = _read_weights(document["weights"], active)
     lanes = _read_lanes(_entries(document["lanes"], "lanes"), leaves, numbers["num_lanes"])
-    weights = document["weights"]
     return SavedRun(
         kind=kind,
         **numbers,
         settings=settings,
-        weights=weights,
         changes=changes,
         leaves=leaves,
         lanes=lanes,
@@ -279,7 +360,7 @@ def _read_ranks(value: Any) -> tuple[int, int] | None:
     if value is None:
         return None
     if not isinstance(value, list) or len(value) != 2:
-        raise damaged("ranks", f"should be two numbers, found {_shown(value)}")
+        raise damaged("ranks", f"should be two numbers, found {shown(value)}")
     size = _number(value[1], "ranks", 1, LARGEST)
     return _number(value[0], "ranks", 1, size), size
 
@@ -321,12 +402,12 @@ def read_leaves(document: State) -> list[State]:
     leaves = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     for leaf in leaves:
         if not _SHARE.fullmatch(leaf["share"]):
-            raise damaged("leaves.shares", f"should hold fractions, found {_shown(leaf['share'])}")
+            raise damaged("leaves.shares", f"should hold fractions, found {shown(leaf['share'])}")
         first, last = _lines(leaf)
         if last - first != leaf["num_samples"] and not (
             " where " in leaf["subset"] and last - first > leaf["num_samples"]
         ):
-            raise damaged("leaves.subsets", f"has {_shown(leaf['subset'])} for {leaf['num_samples']} samples")
+            raise damaged("leaves.subsets", f"has {shown(leaf['subset'])} for {leaf['num_samples']} samples")
     return leaves
 
 
@@ -336,7 +417,7 @@ def _lines(leaf: State) -> tuple[int, int]:
         return 0, leaf["num_samples"]
     found = _SUBSET.fullmatch(leaf["subset"])
     if found is None:
-        raise damaged("leaves.subsets", f"should hold ranges like '10:20', found {_shown(leaf['subset'])}")
+        raise damaged("leaves.subsets", f"should hold ranges like '10:20', found {shown(leaf['subset'])}")
     return int(found[1]), int(found[2])
 
 
@@ -428,18 +509,22 @@ def _read_weights(weights: Any, leaves: int) -> ChangedWeights:
         if len(change[1]) != leaves:
             raise damaged("weights", f"has {len(change[1])} weights for {leaves} leaves")
     try:
-        changes = read_changes(weights)
+        changes = tuple((int(draw), GivenWeights(schedules=_schedules(given))) for draw, given in weights)
     except (ConfigurationError, MetadataError, TypeError, ValueError, ArithmeticError) as error:
-        raise damaged("weights", f"cannot be read ({_shown(str(error))})") from error
+        raise damaged("weights", f"cannot be read ({shown(str(error))})") from error
     starts = [start for start, _ in changes]
     if any(later <= start for start, later in pairwise(starts)):
         raise damaged("weights", "should be in order of their draws")
     return changes
 
 
+def _schedules(weights: Sequence[Any]) -> tuple[WeightSchedule, ...]:
+    return tuple(parse_weight(weight, where="the state", field="weights") for weight in weights)
+
+
 def _read_bans(bans: Any) -> tuple[Ban, ...]:
     if not isinstance(bans, (list, tuple)):
-        raise damaged("bans", f"should be a list, found {_shown(bans)}")
+        raise damaged("bans", f"should be a list, found {shown(bans)}")
     found = []
     for entry in bans:
         if not isinstance(entry, (list, tuple)) or len(entry) not in (2, 3) or not isinstance(entry[1], (list, tuple)):
@@ -448,7 +533,7 @@ def _read_bans(bans: Any) -> tuple[Ban, ...]:
         _number(start, "bans", 0, LARGEST)
         wrong = [text for text in (*keys, *dataset) if not isinstance(text, str) or not text]
         if wrong or not keys:
-            raise damaged("bans", f"should hold non-empty strings, found {_shown([*wrong, keys][0])}")
+            raise damaged("bans", f"should hold non-empty strings, found {shown([*wrong, keys][0])}")
         found.append(Ban(start=start, keys=tuple(keys), dataset=dataset[0] if dataset else ""))
     places = [(ban.start, ban.dataset) for ban in found]
     if any(later <= place for place, later in pairwise(places)):
@@ -458,7 +543,7 @@ def _read_bans(bans: Any) -> tuple[Ban, ...]:
 
 def _read_banned(entries: Any, leaves: Sequence[State]) -> dict[str, LeafBans]:
     if not isinstance(entries, (list, tuple)):
-        raise damaged("banned", f"should be a list, found {_shown(entries)}")
+        raise damaged("banned", f"should be a list, found {shown(entries)}")
     rows = {leaf["identity"]: leaf for leaf in leaves if not leaf["parked"]}
     found = {}
     for entry in entries:
@@ -466,7 +551,7 @@ def _read_banned(entries: Any, leaves: Sequence[State]) -> dict[str, LeafBans]:
             raise damaged("banned", "should hold an identity and two columns for each leaf")
         identity, samples, starts = entry
         if identity not in rows or identity in found:
-            raise damaged("banned", f"should name each leaf of the mix at most once, found {_shown(identity)}")
+            raise damaged("banned", f"should name each leaf of the mix at most once, found {shown(identity)}")
         first, last = _lines(rows[identity])
         samples = decode_column(samples, min(last - first, LONGEST_COLUMN), "banned", at_most=True)
         if not samples.size or (np.diff(samples) <= 0).any():
@@ -479,7 +564,7 @@ def _read_banned(entries: Any, leaves: Sequence[State]) -> dict[str, LeafBans]:
 
 def _entries(value: Any, field: str) -> State:
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-        raise damaged(field, f"should be a dict with names, found {_shown(value)}")
+        raise damaged(field, f"should be a dict with names, found {shown(value)}")
     return value
 
 
@@ -491,9 +576,9 @@ def _entry(entries: State, name: str, where: str) -> Any:
 
 def _number(value: Any, field: str, least: int, most: int) -> int:
     if type(value) is not int:
-        raise damaged(field, f"should be a whole number, found {_shown(value)}")
+        raise damaged(field, f"should be a whole number, found {shown(value)}")
     if not least <= value <= most:
-        raise damaged(field, f"should be a number from {least} to {most}, found {_shown(value)}")
+        raise damaged(field, f"should be a number from {least} to {most}, found {shown(value)}")
     return value
 
 
@@ -504,77 +589,8 @@ def _in_range(values: IntArray, field: str, least: int, most: int) -> IntArray:
     return values
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """Return a value for a message: short, whatever it is."""
     if type(value) is int and abs(value) >= 1 << 128:
         return f"a number of {value.bit_length()} bits"
     return repr(value)[:200] if isinstance(value, (str, int, float, type(None))) else f"a {type(value).__name__}"
-
-
-# Merging -------------------------------------------------------------------------------------------------------------
-
-
-def read_all(states: Sequence[Any]) -> SavedRun:
-    """Return the merged contents of the states of some or all ranks of a run; each is unpacked once.
-
-    Raises:
-        StepMismatchError: They are at different microbatches.
-        StateFormatError: They belong to different runs, or one is damaged.
-    """
-    if not states:
-        raise StateFormatError("no state given")
-    runs = [read(state) for state in states]
-    first = runs[0]
-    if len(runs) == 1:
-        return first
-    lanes: dict[int, LaneState] = {}
-    counts = [dict.fromkeys(COUNTERS, 0) for _ in first.leaves]
-    for number, run in enumerate(runs):
-        if run.microbatches != first.microbatches:
-            raise StepMismatchError(
-                f"the states were saved at different steps: state 0 after {first.microbatches} microbatches of the "
-                f"run, state {number} after {run.microbatches}; take the states of one checkpoint"
-            )
-        if difference := _difference(first, run):
-            raise StateFormatError(f"state {number} belongs to another run than state 0: {difference}")
-        fresh = not lanes.keys() & run.lanes.keys()
-        lanes |= run.lanes
-        if fresh:
-            for total, leaf in zip(counts, run.leaves, strict=True):
-                for name in COUNTERS:
-                    total[name] += leaf["counts"][name]
-    leaves = [leaf | {"counts": counted} for leaf, counted in zip(first.leaves, counts, strict=True)]
-    return replace(first, leaves=leaves, lanes=lanes, ranks=_ranks_of(runs))
-
-
-def _ranks_of(runs: Sequence[SavedRun]) -> tuple[int, int] | None:
-    known = [run.ranks for run in runs if run.ranks is not None]
-    if len(known) < len(runs):
-        return None
-    size = max(size for _, size in known)
-    return min(size, sum(count for count, _ in known)), size
-
-
-def merge(states: Sequence[Any]) -> State:
-    """Return one document for the states of some or all ranks of a run.
-
-    Raises:
-        StepMismatchError: They are at different microbatches.
-        StateFormatError: They belong to different runs, or one is damaged.
-    """
-    saved = read_all(states)
-    if len(states) == 1:
-        document: State = states[0]
-        return document
-    return write(saved)
-
-
-def _difference(a: SavedRun, b: SavedRun) -> str:
-    """Return which settings, or what else, differ between two states; empty if they belong to one run."""
-    names = [name for name in sorted(a.settings.keys() | b.settings) if a.settings.get(name) != b.settings.get(name)]
-    if names:
-        return ", ".join(f"{n}: {_shown(a.settings.get(n))} and {_shown(b.settings.get(n))}" for n in names)
-    others = [n for n in (*_OF_THE_RUN, "bans") if n != "settings" and getattr(a, n) != getattr(b, n)]
-    if [leaf["identity"] for leaf in a.leaves] != [leaf["identity"] for leaf in b.leaves]:
-        others.append("leaves")
-    return ", ".join(others)

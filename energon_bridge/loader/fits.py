@@ -1,9 +1,11 @@
-"""Checks that a saved state fits a run: its data, its settings, and lanes for every rank."""
+"""Whether saved states fit a run (its data, its settings, and lanes for every rank), and each other, to be merged."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 from energon_bridge.errors import (
     BatchSizeMismatchError,
@@ -14,9 +16,10 @@ from energon_bridge.errors import (
     SliceSizeMismatchError,
     SplitMismatchError,
     StateFormatError,
+    StepMismatchError,
 )
-from energon_bridge.loader.document import SavedRun, State
-from energon_bridge.stream.state import LaneState
+from energon_bridge.loader.document import OF_THE_RUN, SavedRun, State, read, shown, write
+from energon_bridge.stream.state import COUNTERS, LaneState
 from energon_bridge.topology import microbatches_before
 
 _SETTING_ERRORS: dict[str, type[SettingMismatchError]] = {
@@ -151,3 +154,74 @@ def check_lanes(lanes: Mapping[int, LaneState], wanted: Iterable[int], microbatc
                 f"the state is damaged: lane {lane} has delivered {state.microbatches} microbatches, but at "
                 f"microbatch {microbatches} of the run it should have delivered {expected}"
             )
+
+
+# States of ranks -----------------------------------------------------------------------------------------------------
+
+
+def read_all(states: Sequence[Any]) -> SavedRun:
+    """Return the merged contents of the states of some or all ranks of a run; each is unpacked once.
+
+    Raises:
+        StepMismatchError: They are at different microbatches.
+        StateFormatError: They belong to different runs, or one is damaged.
+    """
+    if not states:
+        raise StateFormatError("no state given")
+    runs = [read(state) for state in states]
+    first = runs[0]
+    if len(runs) == 1:
+        return first
+    lanes: dict[int, LaneState] = {}
+    counts = [dict.fromkeys(COUNTERS, 0) for _ in first.leaves]
+    for number, run in enumerate(runs):
+        if run.microbatches != first.microbatches:
+            raise StepMismatchError(
+                f"the states were saved at different steps: state 0 after {first.microbatches} microbatches of the "
+                f"run, state {number} after {run.microbatches}; take the states of one checkpoint"
+            )
+        if difference := _difference(first, run):
+            raise StateFormatError(f"state {number} belongs to another run than state 0: {difference}")
+        fresh = not lanes.keys() & run.lanes.keys()
+        lanes |= run.lanes
+        if fresh:
+            for total, leaf in zip(counts, run.leaves, strict=True):
+                for name in COUNTERS:
+                    total[name] += leaf["counts"][name]
+    leaves = [leaf | {"counts": counted} for leaf, counted in zip(first.leaves, counts, strict=True)]
+    return replace(first, leaves=leaves, lanes=lanes, ranks=_ranks_of(runs))
+
+
+def _ranks_of(runs: Sequence[SavedRun]) -> tuple[int, int] | None:
+    known = [run.ranks for run in runs if run.ranks is not None]
+    if len(known) < len(runs):
+        return None
+    size = max(size for _, size in known)
+    return min(size, sum(count for count, _ in known)), size
+
+
+def merge(states: Sequence[Any]) -> State:
+    """Return one document for the states of some or all ranks of a run.
+
+    Raises:
+        StepMismatchError: They are at different microbatches.
+        StateFormatError: They belong to different runs, or one is damaged.
+    """
+    saved = read_all(states)
+    if len(states) == 1:
+        document: State = states[0]
+        return document
+    return write(saved)
+
+
+def _difference(a: SavedRun, b: SavedRun) -> str:
+    """Return which settings, or what else, differ between two states; empty if they belong to one run."""
+    names = [name for name in sorted(a.settings.keys() | b.settings) if a.settings.get(name) != b.settings.get(name)]
+    if names:
+        return ", ".join(f"{n}: {shown(a.settings.get(n))} and {shown(b.settings.get(n))}" for n in names)
+    others = [n for n in (*OF_THE_RUN, "bans") if n != "settings" and getattr(a, n) != getattr(b, n)]
+    if a.changes != b.changes:
+        others.append("weights")
+    if [leaf["identity"] for leaf in a.leaves] != [leaf["identity"] for leaf in b.leaves]:
+        others.append("leaves")
+    return ", ".join(others)

@@ -2,19 +2,6 @@
 
 The schedule says whose microbatch is due, so the training process reads the link of exactly that worker. A worker makes
 `prefetch_factor` microbatches ahead: it begins with that many credits and gets one for each microbatch that is taken.
-
-A worker holds nothing that is needed to go on. One that is gone while a microbatch of it is due, however it ended, is
-replaced by one that starts from what was delivered; what the others have made stays. The training process notices:
-
-- a worker that ended, because its end of the link is closed (or, where a fork of this process has that end too, because
-  it is looked for every now and then);
-- one that never begins: a fork can catch a lock that another thread holds at that moment, for which it waits in vain;
-- one that takes longer than its watchdog allows without a word of that watchdog, which is a thread of the worker: it is
-  stopped, or a call keeps its interpreter lock. What it does stands in its `Board`, and faulthandler says where.
-
-A sample that ends its worker three times in a row, with no microbatch in between, is barred: it counts as one that
-failed, and the error policy decides. The third attempt is made by a worker that does one thing at a time, so that what
-is barred is the sample and not its neighbour.
 """
 
 from __future__ import annotations
@@ -189,6 +176,22 @@ class Worker:
 
 class WorkerPool:
     """The workers of one loader.
+
+    A worker holds nothing that is needed to go on. One that is gone while a microbatch of it is due, however it
+    ended, is replaced by one that starts from what was delivered; what the others have made stays. The training
+    process notices:
+
+    - a worker that ended, because its end of the link is closed (or, where a fork of this process has that end too,
+      because it is looked for every now and then);
+    - one that never begins: a fork can catch a lock that another thread holds at that moment, for which it waits in
+      vain;
+    - one that takes longer than its watchdog allows without a word of that watchdog, which is a thread of the
+      worker: it is stopped, or a call keeps its interpreter lock. What it does stands in its `Board`, and
+      faulthandler says where.
+
+    A sample that ends its worker three times in a row, with no microbatch in between, is barred: it counts as one
+    that failed, and the error policy decides. The third attempt is made by a worker that does one thing at a time,
+    so that what is barred is the sample and not its neighbour.
 
     Args:
         source: What they are to do; referred to weakly, so that a loader that is dropped takes its workers along.

@@ -26,19 +26,19 @@ from energon_bridge.loader.bans import (
     named_keys,
     with_found,
 )
-from energon_bridge.loader.description import Description
-from energon_bridge.loader.fits import check_fits, check_lanes
-from energon_bridge.loader.run_plan import RunPlan, deal_of_pass, draws_of_pass, plan_run, without_banned
+from energon_bridge.loader.fits import check_fits, check_lanes, merge
+from energon_bridge.loader.run_plan import RunPlan
 from energon_bridge.loader.shares import Sharing, open_shared
-from energon_bridge.loader.streams import Start, Stream, WorkerFacts, listing_of_pass, open_stream
+from energon_bridge.loader.streams import Start, WorkerFacts, listing_of_pass, open_stream
 from energon_bridge.loader.summary import leaf_rows
 from energon_bridge.mix import parse_weight
-from energon_bridge.plan.bans import Ban, LeafBans, new_keys, with_ban
-from energon_bridge.plan.weights import ChangedWeights, GivenWeights, write_changes
+from energon_bridge.plan.bans import Ban, new_keys, with_ban
+from energon_bridge.plan.weights import GivenWeights
 from energon_bridge.stream.finite import Listing
+from energon_bridge.stream.lane import Stream
 from energon_bridge.stream.state import COLUMNS, COUNTERS, LARGEST, BufferedRefs, Counts, LaneBatch, LaneState
 from energon_bridge.stream.watchdog import WatchdogSettings
-from energon_bridge.topology import Ownership, WorkerConfig, first_microbatch, microbatches_before
+from energon_bridge.topology import Ownership, RankFacts, first_microbatch, microbatches_before
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +59,11 @@ class Position:
         sharing: How the run is divided before it is loaded; None: each rank loads its own lanes.
     """
 
-    def __init__(self, data: Description, config: WorkerConfig) -> None:
-        self._data = data
-        self._config = config
+    def __init__(self, plan: RunPlan) -> None:
+        self._data, self._facts = plan.data, plan.facts
         self.sharing: Sharing | None = None
-        self._blocks: dict[str, int] = {}
-        self.plan = plan_run(data, config)
-        self.ownership = Ownership(self.plan.num_lanes, config.dp_size, 0)
+        self.plan = plan
+        self.ownership = Ownership(plan.num_lanes, plan.facts.world_size, 0)
         self.microbatches = 0
         self.epoch = 0
         self.epoch_steps = 0
@@ -73,9 +71,7 @@ class Position:
         self._ends: tuple[int, int] = (-1, 0)
         self._listing: tuple[int, Listing, Counts] | None = None
         self._counts = [[0] * len(COLUMNS) for _ in self.plan.leaves]
-        self._changes: ChangedWeights = ()
         self._bans: tuple[Ban, ...] = ()
-        self._banned: Mapping[str, LeafBans] = {}
         self._parked: list[doc.State] = []
         self._parked_draws: dict[int, tuple[int, ...]] = {}
 
@@ -84,20 +80,20 @@ class Position:
     @property
     def own_lanes(self) -> range:
         """The lanes of this rank; a finite stream has none."""
-        return range(0) if self._data.finite else self.ownership.lanes_of(self._config.dp_rank)
+        return range(0) if self._data.finite else self.ownership.lanes_of(self._facts.rank)
 
     @property
     def end(self) -> int:
         """The microbatch at which the pass of a finite stream ends."""
         if self._ends[0] != self.epoch:
-            listing, config = self.listing, self._config
-            dealt = deal_of_pass(self._data, self.plan, config)
+            listing, rank, ranks = self.listing, self._facts.rank, self._facts.world_size
+            dealt = self.plan.dealt
             if dealt is not None:
-                self._ends = self.epoch, dealt.steps(config.dp_rank) * config.dp_size
+                self._ends = self.epoch, dealt.steps(rank) * ranks
                 return self._ends[1]
-            rows = draws_of_pass(self._data, self.plan, self.epoch).num_draws if listing is None else len(listing.rows)
+            rows = self.plan.draws_of_pass(self.epoch).num_draws if listing is None else len(listing.rows)
             batches = None if listing is None or listing.ends is None else len(listing.ends)
-            self._ends = self.epoch, self._data.end_of(config.dp_rank, rows, config.dp_size, batches)
+            self._ends = self.epoch, self._data.end_of(rank, rows, ranks, batches)
         return self._ends[1]
 
     @property
@@ -107,14 +103,14 @@ class Position:
             return None
         epoch = self.epoch if self._data.shuffled else 0
         if self._listing is None or self._listing[0] != epoch:
-            listing, counts = listing_of_pass(self._data, self.plan, self._config, epoch, self.delivered)
+            listing, counts = listing_of_pass(self.plan, epoch, self.delivered)
             self._listing = epoch, listing, counts
             self._add(counts)
         return self._listing[1]
 
     def advance(self) -> None:
         """Move on by one step."""
-        ranks = self._config.dp_size
+        ranks = self._facts.world_size
         self.microbatches += ranks if self._data.finite else self.ownership.step_size(self.microbatches)
         self.epoch_steps += self._data.virtual_epoch_length is not None
 
@@ -127,31 +123,25 @@ class Position:
         """Return the stream that makes the units of this process from here on."""
         start = Start(lanes=self.lanes, epoch=self.epoch, listing=self.listing, delivered=self.delivered)
         if self.sharing is not None:
-            return open_shared(
-                self._data, self.plan, self._config, self.sharing, start, self.microbatches, watchdog, worker
-            )
-        return open_stream(self._data, self.plan, self._config, start, watchdog, worker)
+            return open_shared(self.plan, self.sharing, start, self.microbatches, watchdog, worker)
+        return open_stream(self.plan, start, watchdog, worker)
 
     def share_out(self, sharing: Sharing) -> None:
         """Share the run out before it is loaded, from its beginning on, or from the next state that is restored."""
         self.sharing = sharing
-        self.plan = self._with_settings(self.plan)
+        self.plan = dataclasses.replace(self.plan, settings=self.plan.settings | dict(sharing.settings))
 
-    def _with_settings(self, plan: RunPlan) -> RunPlan:
-        """Return a plan with what states say of sharing out."""
-        if self.sharing is None or not self.sharing.settings:
-            return plan
-        return dataclasses.replace(plan, settings=plan.settings | dict(self.sharing.settings))
-
-    def copied(self) -> Position:
-        """Return an independent copy."""
+    def copied(self, facts: RankFacts | None = None) -> Position:
+        """Return an independent copy, with other facts for a worker."""
         other = copy.copy(self)
+        if facts is not None:
+            other.plan, other._facts = dataclasses.replace(self.plan, facts=facts), facts
         other.lanes, other._counts = dict(self.lanes), list(self._counts)
         return other
 
     def lane(self) -> int | None:
         """Return the lane that this rank delivers next; None if its next microbatch does not exist."""
-        return self.ownership.lane_in_step(self._config.dp_rank, self.microbatches)
+        return self.ownership.lane_in_step(self._facts.rank, self.microbatches)
 
     @property
     def counts(self) -> Sequence[Sequence[int]]:
@@ -188,7 +178,7 @@ class Position:
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ConfigurationError(f"start_at must be a number of steps of at least 0, got {step!r}")
-        ranks, lanes = self._config.dp_size, self.plan.num_lanes
+        ranks, lanes = self._facts.world_size, self.plan.num_lanes
         self.epoch_steps = step % self._data.virtual_epoch_length if self._data.virtual_epoch_length else 0
         self._counts = [[0] * len(COLUMNS) for _ in self.plan.leaves]
         if self._data.finite:
@@ -208,7 +198,7 @@ class Position:
 
     def _needed_lanes(self, ownership: Ownership) -> range:
         """Return the lanes whose states this rank needs to continue."""
-        return range(ownership.num_lanes) if self.sharing is not None else ownership.lanes_of(self._config.dp_rank)
+        return range(ownership.num_lanes) if self.sharing is not None else ownership.lanes_of(self._facts.rank)
 
     def _unskipped(self, lane: int, begin: int) -> LaneState:
         microbatches = microbatches_before(lane, begin, self.plan.num_lanes)
@@ -241,20 +231,18 @@ class Position:
         changed = GivenWeights(schedules=schedules)
         if not any(weight for weight in changed.at(start)):
             raise ConfigurationError("set_weights: all weights are 0; at least one must be positive")
-        kept = [(draw, weights) for draw, weights in self._changes if draw != start]
-        self._changes = tuple(sorted([*kept, (start, changed)], key=lambda change: change[0]))
-        plan = plan_run(self._data, self._config, lanes, self._changes, self._blocks)
-        self.plan = without_banned(self._with_settings(plan), self._banned)
+        kept = [(draw, weights) for draw, weights in self.plan.changes if draw != start]
+        self.plan = self.plan.recut(lanes, tuple(sorted([*kept, (start, changed)], key=lambda change: change[0])))
         return start
 
     def _agreed(self, what: str, own: int, choose: Callable[[list[int]], int]) -> int:
         """Return the global draw that all ranks agree on: `choose` picks it from the values of all ranks."""
-        if self._data.finite or self._config.dp_size == 1:
+        if self._data.finite or self._facts.world_size == 1:
             return own
         if not torch.distributed.is_initialized():
             raise ConfigurationError(f"{what}: pass the same from_draw on every rank, or initialize torch.distributed")
-        found: list[Any] = [None] * self._config.dp_size
-        torch.distributed.all_gather_object(found, own, group=self._config.data_parallel_group)
+        found: list[Any] = [None] * self._facts.world_size
+        torch.distributed.all_gather_object(found, own, group=self._facts.group)
         return choose(found)
 
     def _by_identity(self, weights: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
@@ -307,10 +295,9 @@ class Position:
                     "ignore_unknown=True if they belong to datasets that this run does not read"
                 )
             logger.warning(text)
-        banned = with_found(self._banned, leaves, found, start)
+        banned = with_found(self.plan.banned, leaves, found, start)
         check_left(banned, data.leaves)
-        self._bans, self._banned = with_ban(self._bans, ban), banned
-        self.plan = without_banned(self.plan, banned)
+        self._bans, self.plan = with_ban(self._bans, ban), self.plan.with_banned(banned)
         if fixed:
             self.rewind()
         if self._listing is not None and not self.microbatches:  # listed, but nothing of it is delivered
@@ -327,7 +314,7 @@ class Position:
         if not data.finite:
             first = min(self.lane_state(lane).draw * lanes + lane for lane in self.own_lanes)
             return self._agreed("ban", first, min) if from_draw is None else from_draw
-        draws = draws_of_pass(data, self.plan, self.epoch)
+        draws = self.plan.draws_of_pass(self.epoch)
         if not data.shuffled:  # nothing depends on earlier microbatches, so it may hold from the beginning
             return draws.first
         if data.listed:  # the rows of a pass that has begun are fixed
@@ -371,13 +358,12 @@ class Position:
             epoch=self.epoch,
             epoch_steps=self.epoch_steps,
             settings=dict(self.plan.settings),
-            weights=write_changes(self._changes),
-            changes=self._changes,
+            changes=self.plan.changes,
             bans=self._bans,
-            banned=self._banned,
+            banned=self.plan.banned,
             leaves=[*leaves, *self._parked],
             lanes=lanes,
-            ranks=(1, self._config.dp_size) if self._data.finite else None,
+            ranks=(1, self._facts.world_size) if self._data.finite else None,
         )
 
     def restore(self, saved: doc.SavedRun, on_mismatch: OnMismatch) -> None:
@@ -388,36 +374,32 @@ class Position:
         """
         if on_mismatch not in get_args(OnMismatch):
             raise ConfigurationError(f'on_mismatch must be "refuse" or "adapt", got {on_mismatch!r}')
-        config, data = self._config, self._data
+        facts, data = self._facts, self._data
         num_lanes = self.plan.num_lanes if data.finite else saved.num_lanes  # a pass is the same on any ranks
         changes = saved.changes
         blocks = {row["identity"]: row["block"] for row in saved.leaves}
-        plan = self._with_settings(plan_run(data, config, num_lanes, blocks=blocks))
-        difference = check_fits(
-            saved, data.kind, plan.settings, plan.table, adapt=on_mismatch == "adapt" and data.kind == "train"
-        )
+        adapt = on_mismatch == "adapt" and data.kind == "train"
+        difference = check_fits(saved, data.kind, self.plan.settings, self.plan.table, adapt=adapt)
         microbatches, lanes = saved.microbatches, saved.lanes
-        ownership = Ownership(num_lanes, config.dp_size, microbatches)
+        ownership = Ownership(num_lanes, facts.world_size, microbatches)
         if not data.finite:
             check_lanes(lanes, self._needed_lanes(ownership), self._begin(microbatches), num_lanes)
-        if config.num_lanes not in (None, num_lanes):
-            logger.info("num_lanes=%d comes from the state; the configuration says %s", num_lanes, config.num_lanes)
+        if facts.num_lanes not in (None, num_lanes):
+            logger.info("num_lanes=%d comes from the state; the configuration says %s", num_lanes, facts.num_lanes)
         if difference:
             logger.warning("the mix has changed; the run continues with the new one:\n  %s", "\n  ".join(difference))
             if changes:
                 logger.warning("earlier changes by set_weights do not apply to the new mix and are dropped")
                 changes = ()
-        if changes:
-            plan = self._with_settings(plan_run(data, config, num_lanes, changes, blocks))
-        bans = moved_bans(saved, data.leaves)
-        self._banned = banned_of(saved, bans, data.leaves)
-        self.plan = without_banned(plan, self._banned)
-        self.ownership, self._changes, self._blocks, self._bans = ownership, changes, blocks, bans
+        bans = moved_bans(saved, data.leaves) if saved.bans else ()
+        banned = banned_of(saved, bans, data.leaves) if bans else {}
+        self.plan = self.plan.recut(num_lanes, changes, blocks).with_banned(banned)
+        self.ownership, self._bans = ownership, bans
         self.microbatches, self.epoch = microbatches, saved.epoch
         self.epoch_steps = saved.epoch_steps
         # Counts belong to the run: one rank may carry those of several.
-        own = saved.ranks == (1, config.dp_size) if data.finite else len(lanes) == len(self.own_lanes)
-        self._take_over(saved.leaves, lanes, counts=own or config.dp_rank == 0, changed=bool(difference))
+        own = saved.ranks == (1, facts.world_size) if data.finite else len(lanes) == len(self.own_lanes)
+        self._take_over(saved.leaves, lanes, counts=own or facts.rank == 0, changed=bool(difference))
 
     def _take_over(self, saved: list[doc.State], lanes: dict[int, LaneState], *, counts: bool, changed: bool) -> None:
         """Continue each leaf from the saved state; new leaves start fresh, and removed ones are parked."""
@@ -466,23 +448,23 @@ def _renumbered(held: BufferedRefs, kept: Sequence[int | None]) -> BufferedRefs:
     return BufferedRefs.of(rows)
 
 
-def merged_state(own: doc.State, config: WorkerConfig, global_dst_rank: int | None = None) -> doc.State | None:
+def merged_state(own: doc.State, facts: RankFacts, global_dst_rank: int | None = None) -> doc.State | None:
     """Return the state of the whole run from those of its data-parallel ranks, all of which must call it.
 
     Args:
         own: The state of this rank.
-        config: Of its loader.
+        facts: The ranks and their process group.
         global_dst_rank: Only this global rank gets the state (others None); default: every rank gets it.
     """
-    if config.dp_size == 1:
+    if facts.world_size == 1:
         return own
     if not torch.distributed.is_initialized():
         raise LoaderError(
-            f"save_state_global needs torch.distributed to reach the other {config.dp_size - 1} ranks: initialize it, "
-            "or save save_state_rank() of every rank and pass the list of them to restore_state_rank"
+            f"save_state_global needs torch.distributed to reach the other {facts.world_size - 1} ranks: initialize "
+            "it, or save save_state_rank() of every rank and pass the list of them to restore_state_rank"
         )
-    states: list[Any] = [None] * config.dp_size
-    torch.distributed.all_gather_object(states, own, group=config.data_parallel_group)
+    states: list[Any] = [None] * facts.world_size
+    torch.distributed.all_gather_object(states, own, group=facts.group)
     if global_dst_rank is not None and torch.distributed.get_rank() != global_dst_rank:
         return None
-    return doc.merge(states)
+    return merge(states)

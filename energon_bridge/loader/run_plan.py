@@ -1,28 +1,213 @@
-"""The plan of a run: a description cut into lanes, so that every draw is arithmetic. Also `DatasetSpec`."""
+"""What a run loads: its description (leaves and settings, checked; nothing is open), and its plan.
+
+The plan is the description cut into lanes for some ranks, so that every draw is arithmetic. `DatasetSpec` at the end is
+the description that users hold.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import GenericAlias
 from typing import Any, ClassVar, NoReturn
 
-from energon_bridge.errors import WrongUseError
-from energon_bridge.loader.description import Description
+from energon_bridge.errors import ConfigurationError, WrongUseError
+from energon_bridge.format.join import JoinedDataset
+from energon_bridge.mix import Mix
 from energon_bridge.mix.leaves import OpenLeaf
 from energon_bridge.plan.bans import LeafBans
 from energon_bridge.plan.blend import Blend, ChangedBlend, EpochizedBlend, WeightedBlend
-from energon_bridge.plan.leaf import LeafOrder, slice_length
+from energon_bridge.plan.leaf import DEFAULT_PARALLEL_SHARD_ITERS, LeafOrder, slice_length
 from energon_bridge.plan.scheduled import ScheduledBlend
-from energon_bridge.plan.weights import ChangedWeights, LeafWeights
+from energon_bridge.plan.weights import ChangedWeights, LeafWeights, MixWeights
 from energon_bridge.rng import key_of
 from energon_bridge.rows.dataset import TableDataset
+from energon_bridge.samples import CrudeSample, field_names
 from energon_bridge.samples.showing import counted, described
-from energon_bridge.stream.dealt import Deal, Dealt
-from energon_bridge.stream.finite import FinitePlan, InOrder, Shuffled
+from energon_bridge.stores import CachePool, NoCachePool
+from energon_bridge.stream.cooking import check_cooker, cooker_of
+from energon_bridge.stream.dealt import ENDLESS, Deal, Dealt
+from energon_bridge.stream.failure_log import FailureLog
+from energon_bridge.stream.finite import FinitePlan, InOrder, Shuffled, num_microbatches
 from energon_bridge.stream.leaf import Leaf
-from energon_bridge.topology import WorkerConfig, default_num_lanes
+from energon_bridge.stream.policy import ErrorPolicy
+from energon_bridge.stream.user_code import HookRunner, is_default, selection_of
+from energon_bridge.task_encoder.collate import REMEDY_FOR_TYPES
+from energon_bridge.topology import RankFacts, WorkerConfig, default_num_lanes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """The data of a run and the settings of its stream: frozen, checked, and without anything open.
+
+    Args:
+        leaves: The leaves, in the order of the mix.
+        mix: How they are combined.
+        finite: One pass at a time (validation, or training with `repeat=False`) instead of an endless stream.
+        shuffled: Whether a finite pass is shuffled (training) or in dataset order (validation).
+        virtual_epoch_length: Steps after which an iterator over training data ends; the next one continues.
+        limit: Steps after which a pass over validation data ends.
+        cache_pool: Where files that are needed later are cached.
+        error_policy: Decides about samples that fail.
+        as_energon: Behave as megatron-energon does, for programs written for it: validation in the order of its ranks
+            and workers (`stream.dealt`), microbatches and samples numbered by rank, and no masked rows.
+        repeats: With `as_energon`: a pass starts over until its limit, or without end.
+
+    The other arguments are those of `get_train_dataset`.
+    """
+
+    leaves: tuple[OpenLeaf, ...]
+    mix: Mix
+    finite: bool
+    batch_size: int | None
+    task_encoder: Any
+    batch_drop_last: bool = False
+    shuffle_buffer_size: int = 0
+    max_samples_per_sequence: int | None = None
+    parallel_shard_iters: int = DEFAULT_PARALLEL_SHARD_ITERS
+    limit: int | None = None
+    shuffled: bool = True
+    virtual_epoch_length: int | None = None
+    packing_buffer_size: int | None = None
+    max_tokens_per_microbatch: int | None = None
+    cache_pool: CachePool = field(default_factory=NoCachePool)
+    error_policy: ErrorPolicy = field(default_factory=ErrorPolicy)
+    as_energon: bool = False
+    repeats: bool = False
+
+    def __post_init__(self) -> None:
+        _ = self.grouped  # raises if hooks exclude each other
+        for leaf in self.leaves:
+            check_cooker(self.task_encoder, leaf.dataset, leaf.aux)
+        if not (self.finite and self.shuffled):
+            return
+        if self.mix.mode == "weights" and len(self.leaves) > 1:
+            raise ConfigurationError(
+                "repeat=False: a blend by weights never ends; use `blend_epochized` with repetitions, `concat`, or a "
+                "single dataset"
+            )
+        for leaf in self.leaves:
+            if leaf.shuffle_epochs not in (None, 1):
+                raise ConfigurationError(
+                    f"repeat=False: {leaf.dataset.path} is shuffled over {leaf.shuffle_epochs} epochs, so one pass "
+                    "would not contain every sample; set shuffle_over_epochs_multiplier to 1 or None"
+                )
+
+    def check_types(self) -> None:
+        """Raise if the leaves' sample types cannot share microbatches; loaders check this, forecasts need not."""
+        together = self.rows > 1 and self.packing_buffer_size is None and not self.grouped
+        if together or self.max_tokens_per_microbatch is not None:
+            _check_types(self.leaves, self.task_encoder)
+
+    @property
+    def kind(self) -> str:
+        """The kind of its states: `train` (endless), `passes` (training that ends) or `finite` (validation)."""
+        if not self.finite:
+            return "train"
+        return "passes" if self.shuffled else "finite"
+
+    @property
+    def rows(self) -> int:
+        """Samples in a full microbatch."""
+        return self.batch_size or 1
+
+    @property
+    def block(self) -> int:
+        """Draws in which the lanes take turns on a leaf, if no state says otherwise (`LeafOrder.block`)."""
+        return self.rows if self.mode == "single" else 0
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of all leaves, each counted once."""
+        return sum(leaf.num_samples for leaf in self.leaves)
+
+    @cached_property
+    def grouped(self) -> bool:
+        """Whether the encoder batches rows by groups."""
+        selects = selection_of(self.packing_buffer_size, self.max_tokens_per_microbatch)
+        return HookRunner(self.task_encoder, selects=selects).groups
+
+    @property
+    def listed(self) -> bool:
+        """Whether all ranks agree on the rows of a pass before it begins, since it is packed or grouped."""
+        return self.finite and (self.packing_buffer_size is not None or self.grouped)
+
+    def end(self, num_rows: int, world_size: int, num_batches: int | None = None) -> int:
+        """Return the microbatch at which a pass of so many rows (grouped: batches) ends for every rank."""
+        end = num_microbatches(num_rows, self.rows, drop_last=self.batch_drop_last)
+        end = end if num_batches is None else num_batches
+        return end if self.limit is None else min(end, self.limit * world_size)
+
+    def end_of(self, rank: int, num_rows: int, world_size: int, num_batches: int | None = None) -> int:
+        """Return the microbatch at which a pass ends for one rank; as a drop-in, a rank stops when it has none left."""
+        if self.repeats:
+            return ENDLESS if self.limit is None else self.limit * world_size
+        end = self.end(num_rows, world_size, num_batches)
+        return max(0, end - rank) if self.as_energon else end
+
+    @cached_property
+    def ordered(self) -> tuple[OpenLeaf, ...]:
+        """The leaves in the order of the counters: by identity, or for validation as given."""
+        return self.leaves if self.kind == "finite" else tuple(sorted(self.leaves, key=lambda leaf: leaf.identity))
+
+    def epoch_length(self, world_size: int) -> int:
+        """Return the microbatches of one rank in an epoch of an endless stream; at least 1."""
+        samples = self.num_samples
+        if self.as_energon and self.mode == "repetitions":
+            samples = sum(int(leaf.num_samples * leaf.share) for leaf in self.leaves)
+        return max(1, samples // (self.rows * world_size))
+
+    @property
+    def mode(self) -> str:
+        """How the leaves are combined: `single`, `weights`, `repetitions` or `concat`."""
+        return self.mix.mode if len(self.leaves) > 1 else "single"
+
+    @cached_property
+    def weights(self) -> MixWeights:
+        """The weights of the mix, in order of the leaves' identities."""
+        place = {leaf.identity: number for number, leaf in enumerate(self.leaves)}
+        return MixWeights(
+            mix=self.mix,
+            sizes=tuple(leaf.num_samples for leaf in self.leaves),
+            order=tuple(place[leaf.identity] for leaf in self.ordered),
+        )
+
+    @cached_property
+    def failure_log(self) -> FailureLog:
+        """The log of failures; one for all loaders of this dataset in the process."""
+        return FailureLog(self.error_policy)
+
+
+def _check_types(leaves: Sequence[OpenLeaf], encoder: Any) -> None:
+    """Raise if leaves would share microbatches although the default hooks cannot batch their types together.
+
+    If user code sees the samples first, nothing is checked: hooks, cookers and joiners may turn all into one type.
+
+    Raises:
+        ConfigurationError: The types have different fields.
+    """
+    hooks = ("encode_sample", "preencode_sample", "postencode_sample", "batch")
+    if not all(is_default(getattr(encoder, name, None)) for name in hooks if hasattr(encoder, name)):
+        return
+    by_fields: dict[tuple[str, ...], tuple[str, list[str]]] = {}
+    for leaf in leaves:
+        if isinstance(leaf.dataset, JoinedDataset) or cooker_of(encoder, leaf.dataset) is not None:
+            continue
+        kind = leaf.dataset.sample_type
+        fields = () if issubclass(kind, CrudeSample) else field_names(kind)
+        by_fields.setdefault(fields, (kind.__name__, []))[1].append(leaf.dataset.path)
+    if len(by_fields) > 1:
+        types = "; ".join(f"{kind}: {', '.join(paths[:3])}" for kind, paths in by_fields.values())
+        raise ConfigurationError(
+            f"the datasets of the mix have different sample types ({types}), which {type(encoder).__name__} cannot "
+            f"put into one microbatch: {REMEDY_FOR_TYPES}. For validation, get_val_datasets keeps them apart"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The plan.
+
 
 _FEWEST_GROUPS = 4
 """Row groups of a parquet file per lane and epoch, at least, for slices as long as a row group."""
@@ -30,72 +215,109 @@ _FEWEST_GROUPS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """A description cut into lanes (finite passes have one lane).
+    """A description cut into lanes (finite passes have one lane), and the ranks that it is for.
 
-    `table` describes the leaves, in order, for people and for the state; `rows` makes it on first use. `settings` has
-    everything else that the order depends on.
+    `settings` has everything that the order depends on besides the leaves; `changes` are those of weights during the
+    run.
     """
 
+    data: Description
+    facts: RankFacts
     num_lanes: int
     leaves: tuple[Leaf, ...]
     blend: Blend | None
-    rows: Callable[[], list[dict[str, Any]]]
+    changes: ChangedWeights
     settings: dict[str, Any]
 
     @cached_property
     def table(self) -> list[dict[str, Any]]:
-        return self.rows()
+        """The leaves, in order, for people and for the state."""
+        shared = self.data.kind != "finite" and len(self.leaves) > 1
+        return [
+            {
+                "identity": leaf.identity,
+                "path": leaf.dataset.path,
+                "split_part": leaf.dataset.split_part,
+                "num_samples": leaf.order.num_samples,
+                "subset": opened.part,
+                "share": str(opened.share) if shared else "",
+                "block": leaf.order.block,
+            }
+            for opened, leaf in zip(self.data.ordered, self.leaves, strict=True)
+        ]
 
+    @property
+    def banned(self) -> dict[str, LeafBans]:
+        """The banned samples of each leaf that has any, by identity."""
+        return {leaf.identity: leaf.bans for leaf in self.leaves if leaf.bans is not None}
 
-def draws_of_pass(data: Description, plan: RunPlan, epoch: int) -> FinitePlan:
-    """Return the plan of pass number `epoch` of a finite stream: which samples its draws are."""
-    if not data.shuffled:
-        return InOrder(plan.leaves)
-    assert plan.blend is None or isinstance(plan.blend, EpochizedBlend)
-    return Shuffled(plan.leaves, plan.blend, epoch)
+    def with_banned(self, banned: Mapping[str, LeafBans]) -> RunPlan:
+        """Return the plan with exactly these bans, given by identity."""
+        if not banned and not self.banned:
+            return self
+        return replace(self, leaves=tuple(replace(leaf, bans=banned.get(leaf.identity)) for leaf in self.leaves))
 
+    def recut(self, num_lanes: int, changes: ChangedWeights, blocks: Mapping[str, int] | None = None) -> RunPlan:
+        """Return the plan for other lanes, weights and blocks (None: the same); settings and bans stay."""
+        own = {leaf.identity: leaf.order.block for leaf in self.leaves if leaf.order.shuffle}
+        blocks = own if blocks is None else blocks
+        given = {identity: blocks.get(identity, self.data.block) for identity in own}
+        if (num_lanes, changes, given) == (self.num_lanes, self.changes, own):
+            return self
+        plan = plan_run(self.data, self.facts, num_lanes, changes, blocks)
+        return replace(plan, settings=self.settings).with_banned(self.banned)
 
-def deal_of_pass(data: Description, plan: RunPlan, config: WorkerConfig) -> Dealt | None:
-    """Return how megatron-energon divides a validation pass; None unless its order is requested."""
-    if not data.as_energon or data.kind != "finite" or data.listed:
-        return None
-    deal = Deal(
-        ranks=config.dp_size,
-        workers=max(1, config.num_workers),
-        batch_size=data.rows,
-        drop_last=data.batch_drop_last,
-        limit=data.limit,
-        repeats=data.repeats,
-    )
-    return Dealt(plan.leaves, [leaf.dataset.num_samples for leaf in data.ordered], deal)
+    def draws_of_pass(self, epoch: int) -> FinitePlan:
+        """Return the plan of pass number `epoch` of a finite stream: which samples its draws are."""
+        if not self.data.shuffled:
+            return InOrder(self.leaves)
+        assert self.blend is None or isinstance(self.blend, EpochizedBlend)
+        return Shuffled(self.leaves, self.blend, epoch)
+
+    @property
+    def dealt(self) -> Dealt | None:
+        """How megatron-energon divides a validation pass; None unless its order is requested."""
+        data = self.data
+        if not data.as_energon or data.kind != "finite" or data.listed:
+            return None
+        deal = Deal(
+            ranks=self.facts.world_size,
+            workers=self.facts.processes,
+            batch_size=data.rows,
+            drop_last=data.batch_drop_last,
+            limit=data.limit,
+            repeats=data.repeats,
+        )
+        return Dealt(self.leaves, [leaf.dataset.num_samples for leaf in data.ordered], deal)
 
 
 def plan_run(
     data: Description,
-    config: WorkerConfig,
+    facts: RankFacts,
     num_lanes: int | None = None,
     changes: ChangedWeights = (),
     blocks: Mapping[str, int] | None = None,
 ) -> RunPlan:
-    """Return the plan of a run for a worker configuration.
+    """Return the plan of a run on some ranks.
 
     Args:
         data: The leaves and settings.
-        config: The worker configuration.
-        num_lanes: The number of lanes in a state; it overrides the configuration's.
+        facts: The ranks and their workers (`WorkerConfig.facts`).
+        num_lanes: The number of lanes in a state; it overrides the configured one.
         changes: Changes of weights during the run.
         blocks: `LeafOrder.block` of a state's leaves by identity: a leaf keeps its block when the mix changes.
     """
-    lanes = num_lanes or config.num_lanes or _default_lanes(data, config)
+    ranks, seed = facts.world_size, facts.seed
+    lanes = num_lanes or facts.num_lanes
     if data.finite:  # a pass has no lanes, so any number of ranks can share it
-        lanes = max(lanes, config.dp_size)
-    seed = config.seed + config.seed_offset
+        lanes = max(lanes or ranks, ranks)
+    lanes = lanes or default_num_lanes(ranks, facts.microbatches_per_global_batch)
     settings: dict[str, Any] = {"seed": seed, "batch_size": data.batch_size}
     if data.finite:
         settings |= {"batch_drop_last": data.batch_drop_last}
         settings |= {"grouped": True} if data.grouped else {}
         if data.as_energon and data.kind == "finite" and not data.listed:
-            settings |= {"dp_size": config.dp_size, "num_workers": max(1, config.num_workers), "limit": data.limit}
+            settings |= {"dp_size": ranks, "num_workers": facts.processes, "limit": data.limit}
     if data.packing_buffer_size is not None:
         settings |= {"packing_buffer_size": data.packing_buffer_size}
     if data.max_tokens_per_microbatch is not None:
@@ -119,23 +341,18 @@ def plan_run(
     settings |= getattr(data.task_encoder, "pixel_settings", {})
     # A pass has the same order whoever delivers it.
     cut = 1 if data.finite else lanes
-    block = data.rows if data.mode == "single" else 0
     leaves = tuple(
-        _leaf(data, leaf, cut, seed, block=(blocks or {}).get(leaf.identity, block)) for leaf in data.ordered
+        _leaf(data, leaf, cut, seed, block=(blocks or {}).get(leaf.identity, data.block)) for leaf in data.ordered
     )
     return RunPlan(
+        data=data,
+        facts=facts,
         num_lanes=lanes,
         leaves=leaves,
         blend=_blend(data, leaves, cut, seed, changes),
-        rows=partial(_rows, data, leaves),
+        changes=changes,
         settings=settings,
     )
-
-
-def without_banned(plan: RunPlan, bans: Mapping[str, LeafBans]) -> RunPlan:
-    """Return the plan with exactly these bans, given by identity."""
-    leaves = tuple(replace(leaf, bans=bans.get(leaf.identity)) for leaf in plan.leaves)
-    return replace(plan, leaves=leaves)
 
 
 def _leaf(data: Description, leaf: OpenLeaf, lanes: int, seed: int, *, block: int) -> Leaf:
@@ -183,28 +400,6 @@ def _blend(data: Description, leaves: Sequence[Leaf], lanes: int, seed: int, cha
     )
 
 
-def _rows(data: Description, leaves: Sequence[Leaf]) -> list[dict[str, Any]]:
-    return [_row(data, opened, leaf.order.block) for opened, leaf in zip(data.ordered, leaves, strict=True)]
-
-
-def _row(data: Description, leaf: OpenLeaf, block: int) -> dict[str, Any]:
-    return {
-        "identity": leaf.identity,
-        "path": leaf.dataset.path,
-        "split_part": leaf.dataset.split_part,
-        "num_samples": leaf.num_samples,
-        "subset": leaf.part,
-        "share": str(leaf.share) if data.kind != "finite" and len(data.leaves) > 1 else "",
-        "block": block,
-    }
-
-
-def _default_lanes(data: Description, config: WorkerConfig) -> int:
-    if data.finite:
-        return config.dp_size
-    return default_num_lanes(config.dp_size, config.microbatches_per_global_batch)
-
-
 def _weighted_blend(weights: LeafWeights, start: int, lanes: int, key: int) -> Blend:
     if weights.moves:
         return ScheduledBlend(weights=weights, num_lanes=lanes, key=key, start=start)
@@ -241,6 +436,8 @@ class DatasetSpec(Description):
     """
 
     __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)  # annotations of energon users give it type arguments
+
+    worker_config: WorkerConfig
 
     def __iter__(self) -> NoReturn:
         raise WrongUseError(DATASET_IS_NO_LOADER)
@@ -281,16 +478,19 @@ class DatasetSpec(Description):
         if not self.finite:
             return self.epoch_length(world_size)
         if end is None:
-            config = self.worker_config
-            dealt = deal_of_pass(self, plan_run(self, config), config)
+            rank, dealt = self.worker_config.dp_rank, self._plan.dealt
             if dealt is not None:
-                return dealt.steps(config.dp_rank)
-            end = self.end_of(config.dp_rank, self._rows_of_a_pass, world_size)
+                return dealt.steps(rank)
+            end = self.end_of(rank, self._rows_of_a_pass, world_size)
         return -(-end // world_size)
+
+    @property
+    def _plan(self) -> RunPlan:
+        return plan_run(self, self.worker_config.facts)
 
     @cached_property
     def _rows_of_a_pass(self) -> int:
-        return draws_of_pass(self, plan_run(self, self.worker_config), 0).num_draws
+        return self._plan.draws_of_pass(0).num_draws
 
 
 def leaf_line(leaf: OpenLeaf) -> str:

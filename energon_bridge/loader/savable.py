@@ -25,17 +25,19 @@ import torch.utils.data
 from energon_bridge.errors import ConfigurationError, ForkedLoaderError, WrongUseError
 from energon_bridge.format.parallel import available_cores
 from energon_bridge.loader import document as doc
+from energon_bridge.loader.fits import read_all
 from energon_bridge.loader.metrics import AT_ANY_TIME, AT_END, AT_EPOCH, check_rates, flat_metrics, name_losses
 from energon_bridge.loader.pool import WorkerPool
 from energon_bridge.loader.position import OnMismatch, Position, merged_state
-from energon_bridge.loader.run_plan import DATASET_IS_NO_LOADER, DatasetSpec
+from energon_bridge.loader.run_plan import DATASET_IS_NO_LOADER, DatasetSpec, plan_run
 from energon_bridge.loader.shares import Sharing
 from energon_bridge.loader.streams import open_pipeline
-from energon_bridge.loader.workers import Production, Work, keep_freed_memory, schedule
+from energon_bridge.loader.workers import Work, keep_freed_memory, schedule
 from energon_bridge.samples.base import pin_value
 from energon_bridge.samples.showing import counted, described
 from energon_bridge.storage.network import REQUESTS
 from energon_bridge.stream.finite import mask_loss
+from energon_bridge.stream.lane import Production
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.pipeline import Pipeline, attach
 from energon_bridge.stream.reencode import describe, restore
@@ -90,7 +92,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         self.on_mismatch = on_mismatch
         check_data_parallel(config)
         dataset.check_types()
-        self._position = Position(dataset, config)
+        self._position = Position(plan_run(dataset, config.facts))
         workers = config.num_workers
         with warnings.catch_warnings():
             # DataLoader would say of every loader that the machine has fewer cores; `_say_what_is_idle` does, once.
@@ -294,21 +296,18 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         if self.spec.finite:
             return
         ownership, workers = self._position.ownership, self.config.num_workers
+        lanes, ranks, nearest = ownership.num_lanes, ownership.world_size, ownership.nearest_even_world_size()
         if self.spec.as_energon and not ownership.even:
             raise ConfigurationError(
-                f"{ownership.world_size} data-parallel ranks do not divide the {ownership.num_lanes} lanes, "
-                "so some microbatches would be masked, which programs written for megatron-energon do not expect: use "
-                f"{ownership.nearest_even_world_size()} ranks, or import energon_bridge and read batch.__valid__"
+                f"{ranks} data-parallel ranks do not divide the {lanes} lanes, so some microbatches would be masked, "
+                f"which programs written for megatron-energon do not expect: use {nearest} ranks, or import "
+                "energon_bridge and read batch.__valid__"
             )
-        lanes, ranks = ownership.num_lanes, ownership.world_size
         if not ownership.even and self.config.dp_rank == 0:
             logger.warning(
                 "%d data-parallel ranks do not divide %d lanes, so %.0f %% of the microbatches are masked (the others "
                 "do not change); %d ranks would waste none",
-                ranks,
-                lanes,
-                100 * ownership.masked_share,
-                ownership.nearest_even_world_size(),
+                *(ranks, lanes, 100 * ownership.masked_share, nearest),
             )
         busy = len(self._position.own_lanes)
         if workers > busy:
@@ -317,7 +316,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     def _due(self) -> Iterator[tuple[int, int]]:
         """Give the units of this rank from the delivered position on, each with the number of its worker."""
-        return schedule(self.spec, self.config, self._position, self._began)
+        return schedule(self._position, self._began)
 
     def _opened(self) -> Iterator[LaneBatch]:
         """Start making the units from the delivered position on, here or in workers."""
@@ -344,16 +343,15 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     def work(self, worker: int, barred: frozenset[tuple[int, int]], careful: bool) -> Work:
         """Return the work of a worker from the delivered position on."""
-        position = self._position.copied()
+        # A process group belongs to this process; what the worker needs of it, the configuration has resolved.
+        position = self._position.copied(dataclasses.replace(self.config, data_parallel_group=None).facts)
         for item, (lane, _) in zip(self._held, self._due(), strict=False):
             assert item.state is not None  # only endless streams hold something back
             position.lanes[lane] = item.state
         return Work(
             number=worker,
-            spec=self.spec,
-            # A process group belongs to this process; what the worker needs of it, the configuration has resolved.
-            config=dataclasses.replace(self.config, data_parallel_group=None),
             position=position,
+            ahead=self.config.prefetch_factor,
             held_back=len(self._held),
             began=self._began,
             watchdog=self.watchdog,
@@ -388,7 +386,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
     def _stop_workers(self) -> None:
         if self._is_foreign:  # nothing of it is this process's to stop
             self._pool.forget()
-        else:
+        elif self.config.num_workers:
             self._pool.stop()
 
     def close(self) -> None:
@@ -436,7 +434,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         Raises:
             StateError: One of its subclasses, saying what does not fit.
         """
-        saved = doc.read_all(state if isinstance(state, (list, tuple)) else [state])
+        saved = read_all(state if isinstance(state, (list, tuple)) else [state])
         before = self._position.plan.num_lanes
         self._position.restore(saved, on_mismatch or self.on_mismatch)
         self._stop()
@@ -511,7 +509,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         Args:
             global_dst_rank: Only this global rank gets the state (others None); default: every rank gets it.
         """
-        return merged_state(self.save_state_rank(), self.config, global_dst_rank)
+        return merged_state(self.save_state_rank(), self.config.facts, global_dst_rank)
 
     def restore_state_global(self, state: doc.State | None, *, src_rank: int | None = None) -> None:
         """Continue from the state of a whole run.
@@ -556,7 +554,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     def _pipeline(self) -> Pipeline:
         plan = self._position.plan
-        return open_pipeline(self.spec, plan, self.config, threads=0, delivered=range(len(plan.leaves)))
+        return open_pipeline(plan, threads=0, delivered=range(len(plan.leaves)))
 
 
 class _Iterator:

@@ -23,10 +23,9 @@ import numpy as np
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import JsonlDataset
-from energon_bridge.loader.description import Description
-from energon_bridge.loader.document import State, read_all, sign
-from energon_bridge.loader.fits import check_windows
-from energon_bridge.loader.run_plan import RunPlan
+from energon_bridge.loader.document import State, sign
+from energon_bridge.loader.fits import check_windows, read_all
+from energon_bridge.loader.run_plan import Description, RunPlan
 from energon_bridge.loader.streams import Start, WorkerFacts, watched_pipeline
 from energon_bridge.mix.leaves import numbers_of_samples
 from energon_bridge.plan.balance import Integers, assign_microbatches, cut_window, imbalance
@@ -37,7 +36,7 @@ from energon_bridge.stream.state import LaneBatch, LaneState, ShareEnd
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.task_encoder.costs import ColumnCost
 from energon_bridge.task_encoder.packing import SAMPLES, Packer
-from energon_bridge.topology import WorkerConfig
+from energon_bridge.topology import RankFacts
 
 _RESOLUTION = 2.0**30
 _ONE_OF_ONE = ("encode_sample", "preencode_sample", "pack_selected_samples", "batch", "encode_batch")
@@ -73,16 +72,18 @@ class Sharing:
         """Return the first microbatch of the window that microbatch `microbatches` is in."""
         return microbatches - microbatches % self.span
 
-    def rules(self, data: Description, plan: RunPlan) -> PlanRules:
-        """Return the rules for planning lanes."""
-        return PlanRules(
+    def batches(self, plan: RunPlan, lanes: Mapping[int, LaneState], microbatches: int) -> GlobalBatches:
+        """Return the global batches of a run from the beginning of a window on (see `GlobalBatches`)."""
+        rules = PlanRules(
             leaves=plan.leaves,
             blend=plan.blend,
             tables=self.tables,
-            rows=data.rows,
+            rows=plan.data.rows,
             packer=self.packer,
-            buffer_size=data.packing_buffer_size or 0,
+            buffer_size=plan.data.packing_buffer_size or 0,
         )
+        ranks, seed = plan.facts.world_size, plan.facts.seed
+        return GlobalBatches(self, rules, plan.num_lanes, ranks, seed, lanes, microbatches)
 
 
 def why_unplanned(data: Description) -> str | None:
@@ -250,9 +251,7 @@ class GlobalBatches:
     Args:
         sharing: How the run is divided.
         rules: The rules for planning lanes.
-        plan: The plan of the run.
-        ranks: R.
-        seed: The seed of the run.
+        num_lanes, ranks, seed: Of the run.
         lanes: The states of lanes at the beginning of a window; lanes that are missing are at their beginning.
         microbatches: The first microbatch of the window.
     """
@@ -261,15 +260,15 @@ class GlobalBatches:
         self,
         sharing: Sharing,
         rules: PlanRules,
-        plan: RunPlan,
+        num_lanes: int,
         ranks: int,
         seed: int,
         lanes: Mapping[int, LaneState],
         microbatches: int,
     ) -> None:
-        self._sharing, self._rules, self._ranks = sharing, rules, ranks
+        self.sharing, self.rules, self._ranks = sharing, rules, ranks
         self._key = key_of("balance window", seed)
-        self._num_lanes, self._fresh = plan.num_lanes, LaneState.fresh(len(plan.leaves))
+        self._num_lanes, self._fresh = num_lanes, LaneState.fresh(len(rules.leaves))
         self._states = lanes
         self._lanes: dict[int, PlannedLane] = {}
         self._next = microbatches
@@ -277,11 +276,11 @@ class GlobalBatches:
     @property
     def end(self) -> int:
         """The microbatch at which the next window ends."""
-        return self._next + self._sharing.span
+        return self._next + self.sharing.span
 
     def next_window(self, *, states: bool = True) -> list[SharedBatch]:
         """Return the global batches of the next window, without the states after it if they are not needed."""
-        sharing, first = self._sharing, self._next
+        sharing, first = self.sharing, self._next
         numbers = range(first, first + sharing.span)
         self._next = numbers.stop
         batches = [self._lane(m % self._num_lanes).next() for m in numbers]
@@ -313,7 +312,7 @@ class GlobalBatches:
         lane = self._lanes.get(number)
         if lane is None:
             state = self._states.get(number) or self._fresh
-            lane = self._lanes[number] = PlannedLane(number, self._rules, state)
+            lane = self._lanes[number] = PlannedLane(number, self.rules, state)
         return lane
 
 
@@ -325,17 +324,13 @@ class SharedStreams:
 
     Args:
         pipeline: Loads samples.
-        rules: The rules of their plan.
         batches: The global batches, from the beginning of a window on.
-        unit: A cost of 1 in the unit of the plan.
-        config: The worker configuration: the rank and its number of workers.
+        facts: The rank and its workers.
     """
 
-    def __init__(
-        self, pipeline: Pipeline, rules: PlanRules, batches: GlobalBatches, unit: float, config: WorkerConfig
-    ) -> None:
-        self.pipeline, self._rules, self._batches, self._unit = pipeline, rules, batches, unit
-        self._rank, self._ranks, self._workers = config.dp_rank, config.dp_size, max(1, config.num_workers)
+    def __init__(self, pipeline: Pipeline, batches: GlobalBatches, facts: RankFacts) -> None:
+        self.pipeline, self._batches = pipeline, batches
+        self._rank, self._ranks, self._workers = facts.rank, facts.world_size, facts.processes
         self._planned: dict[int, tuple[PlannedBatch, ShareEnd | None]] = {}
         self._loads: dict[int, PlannedLoad] = {}
 
@@ -351,7 +346,7 @@ class SharedStreams:
     def _make(self, unit: int) -> LaneBatch:
         load = self._load(unit)
         planned, end = self._planned[unit]
-        item = make_planned(self.pipeline, planned, load, self._rules)
+        item = make_planned(self.pipeline, planned, load, self._batches.rules)
         item.end = end
         for known in [known for known in self._planned if known <= unit]:
             self._planned.pop(known)
@@ -374,15 +369,13 @@ class SharedStreams:
             for turn, place in enumerate(own):
                 end = None
                 if turn == len(own) - 1:
-                    cost = sum([shared.batches[one].cost for one in own]) / self._unit
+                    cost = sum([shared.batches[one].cost for one in own]) / self._batches.sharing.unit
                     end = ShareEnd(figures=(*shared.figures, cost), states=shared.states)
                 self._planned[shared.number * len(own) + turn] = shared.batches[place], end
 
 
 def open_shared(
-    data: Description,
     plan: RunPlan,
-    config: WorkerConfig,
     sharing: Sharing,
     start: Start,
     microbatches: int,
@@ -392,14 +385,12 @@ def open_shared(
     """Build the stream of one process of a run with own shares.
 
     Args:
-        data, plan, config: The data, the same cut into lanes, and the worker configuration.
+        plan: The plan of the run.
         sharing: How the run is divided.
         start: The states of the lanes at the beginning of the window.
         microbatches: Microbatches delivered by the whole run.
         watchdog, worker: As for `open_stream`.
     """
-    pipeline = watched_pipeline(data, plan, config, start.delivered, watchdog, worker)
-    rules = sharing.rules(data, plan)
-    seed, begin = config.seed + config.seed_offset, sharing.begin(microbatches)
-    batches = GlobalBatches(sharing, rules, plan, config.dp_size, seed, start.lanes, begin)
-    return SharedStreams(pipeline, rules, batches, sharing.unit, config)
+    pipeline = watched_pipeline(plan, start.delivered, watchdog, worker)
+    batches = sharing.batches(plan, start.lanes, sharing.begin(microbatches))
+    return SharedStreams(pipeline, batches, plan.facts)

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from energon_bridge.errors import EmptyDatasetError, FatalSampleError, HookTimeoutError
+from energon_bridge.errors import EmptyDatasetError
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import JsonlDataset
-from energon_bridge.loader.description import Description
-from energon_bridge.loader.run_plan import RunPlan, deal_of_pass, draws_of_pass
-from energon_bridge.plan.blend import Blend
+from energon_bridge.loader.run_plan import RunPlan
 from energon_bridge.stream.draws import SAMPLE
 from energon_bridge.stream.finite import (
     WHOLE_PACK,
@@ -33,13 +30,13 @@ from energon_bridge.stream.finite import (
     packs_of,
 )
 from energon_bridge.stream.grouping import Groups
-from energon_bridge.stream.lane import Lane
+from energon_bridge.stream.lane import LaneStreams, Stream
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.settings import StreamSettings
-from energon_bridge.stream.state import BufferedRefs, Counts, LaneBatch, LaneState, SampleRef, Stage
+from energon_bridge.stream.state import BufferedRefs, Counts, LaneState, SampleRef, Stage
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.task_encoder.images import IMAGE_EXTENSIONS
-from energon_bridge.topology import WorkerConfig
+from energon_bridge.topology import RankFacts
 
 _READ_BYTES = 256 << 20
 """Bytes allowed for the rounds of all lanes of a process; beyond that, draws are read one microbatch at a time."""
@@ -88,9 +85,7 @@ class Start:
 
 
 def open_pipeline(
-    data: Description,
     plan: RunPlan,
-    config: WorkerConfig,
     threads: int | None = None,
     delivered: Collection[int] = (),
     worker: WorkerFacts | None = None,
@@ -98,19 +93,18 @@ def open_pipeline(
     """Build the pipeline of one process.
 
     Args:
-        data: The leaves and settings.
-        plan: The same, cut into lanes.
-        config: The worker configuration.
+        plan: The plan of the run.
         threads: Overrides the number of threads in the configuration.
         delivered: Leaves that the run has delivered samples of.
         worker: What a worker process knows about itself; None: this is the training process.
     """
+    data, facts = plan.data, plan.facts
     decodes = data.task_encoder.decoder is not None and any(_decodes_media(leaf.dataset) for leaf in data.leaves)
     if threads is None:
-        threads = config.threads_per_process(max(1, config.num_workers)) if decodes else 0
+        threads = facts.threads if decodes else 0
         # A single loading thread would only pass the interpreter lock back and forth with the worker's own thread.
-        threads = 0 if config.num_workers and threads == 1 else threads
-    lanes = -(-plan.num_lanes // (config.dp_size * max(1, config.num_workers)))
+        threads = 0 if facts.num_workers and threads == 1 else threads
+    lanes = -(-plan.num_lanes // (facts.world_size * facts.processes))
     # Approximate bytes if every lane holds one sample of every leaf.
     unit = lanes * sum(max(1, int(leaf.dataset.shard_sizes.sum()) // leaf.dataset.num_samples) for leaf in data.leaves)
     is_far = any(leaf.is_far for leaf in data.leaves)
@@ -120,22 +114,22 @@ def open_pipeline(
         threads=threads,
         reads_rounds=unit * max(data.shuffle_buffer_size, 4 * data.parallel_shard_iters) <= _READ_BYTES,
         read_together=min(_TOGETHER, _TOGETHER_BYTES // unit),
-        background_reads=_FAR_READERS if is_far else int(not config.num_workers),
+        background_reads=_FAR_READERS if is_far else int(not facts.num_workers),
         draws_ahead=min(_TOGETHER, max(_LEAST_AHEAD, _TOGETHER_BYTES // unit)) if is_far else 0,
-        restore_generators=not config.num_workers,
+        restore_generators=not facts.num_workers,
         packing_buffer_size=data.packing_buffer_size,
         max_tokens_per_microbatch=data.max_tokens_per_microbatch,
-        buffer_bytes=config.buffer_bytes,
+        buffer_bytes=facts.buffer_bytes,
         lanes=lanes,
         cache=data.cache_pool,
         policy=data.error_policy,
         failure_log=data.failure_log,
         delivered=delivered,
-        rank=config.dp_rank,
-        ranks=config.dp_size,
-        energon_ranks=config.dp_size if data.as_energon else 0,
-        energon_workers=max(1, config.num_workers),
-        config=config if data.as_energon else None,
+        rank=facts.rank,
+        ranks=facts.world_size,
+        energon_ranks=facts.world_size if data.as_energon else 0,
+        energon_workers=facts.processes,
+        config=facts.config if data.as_energon else None,
         words=() if worker is None else worker.words,
         barred=frozenset() if worker is None else worker.barred,
         in_worker=worker is not None,
@@ -143,80 +137,8 @@ def open_pipeline(
     return Pipeline(plan.leaves, settings)
 
 
-class Stream(Protocol):
-    """Makes the microbatches of units.
-
-    Attributes:
-        pipeline: Loads samples, and is closed with the stream.
-    """
-
-    pipeline: Pipeline
-
-    def prepare(self, unit: int, count: int) -> None:
-        """Start loading the next `count` microbatches of a unit, on threads."""
-        ...
-
-    def produce(self, unit: int) -> LaneBatch:
-        """Return the next microbatch of a unit."""
-        ...
-
-
-class LaneStreams:
-    """The lanes of one process, each opened on first use."""
-
-    def __init__(self, pipeline: Pipeline, blend: Blend | None, states: Mapping[int, LaneState]) -> None:
-        self.pipeline = pipeline
-        self._blend = blend
-        self._states = states
-        self._lanes: dict[int, Lane] = {}
-
-    def _lane(self, number: int) -> Lane:
-        lane = self._lanes.get(number)
-        if lane is None:
-            state = self._states.get(number) or LaneState.fresh(len(self.pipeline.leaves))
-            lane = self._lanes[number] = Lane(number, self.pipeline, self._blend, state)
-        return lane
-
-    def prepare(self, unit: int, count: int) -> None:
-        self._lane(unit).prepare(count)
-
-    def produce(self, unit: int) -> LaneBatch:
-        return self._lane(unit).produce()
-
-
-def reported(stream: Stream, unit: int) -> LaneBatch:
-    """Return the next microbatch of a unit with the failures on its way, watched by the watchdog."""
-    pipeline, start = stream.pipeline, time.perf_counter()
-    watchdog = pipeline.watchdog
-    try:
-        if watchdog is None:
-            item = stream.produce(unit)
-        else:
-            watchdog.arm(unit)
-            try:
-                item = stream.produce(unit)
-            finally:
-                watchdog.disarm()
-    except HookTimeoutError as error:
-        pipeline.flush_reports()
-        raise HookTimeoutError(watchdog.message if watchdog is not None else str(error)) from None
-    except Exception as error:
-        pipeline.flush_reports()  # no microbatch will carry it
-        settings, cause = pipeline.settings, error.__cause__ if isinstance(error, FatalSampleError) else None
-        # As a drop-in, the program gets the exception of its own hook or handler, which it may expect.
-        if settings.energon_ranks and settings.policy.on_error != "skip" and cause is not None:
-            raise cause from None
-        raise
-    if pipeline.judge.pending:
-        item.reports = pipeline.judge.taken()
-    item.seconds = pipeline.seconds_since(start)
-    return item
-
-
 def open_stream(
-    data: Description,
     plan: RunPlan,
-    config: WorkerConfig,
     start: Start,
     watchdog: WatchdogSettings | None = None,
     worker: WorkerFacts | None = None,
@@ -224,35 +146,30 @@ def open_stream(
     """Build the stream of one process: its lanes, or the microbatches of a pass.
 
     Args:
-        data, plan, config: The data, the same cut into lanes, and the worker configuration.
+        plan: The plan of the run.
         start: Where it begins.
         watchdog: The settings of the watchdog.
         worker: What a worker process knows about itself; None: this is the training process.
     """
-    pipeline = watched_pipeline(data, plan, config, start.delivered, watchdog, worker)
-    if not data.finite:
+    pipeline = watched_pipeline(plan, start.delivered, watchdog, worker)
+    if not plan.data.finite:
         return LaneStreams(pipeline, plan.blend, start.lanes)
-    dealt = deal_of_pass(data, plan, config)
-    draws = dealt or draws_of_pass(data, plan, start.epoch)
+    dealt = plan.dealt
+    draws = dealt or plan.draws_of_pass(start.epoch)
     rows = DrawnRows(pipeline, draws) if start.listing is None else ListedRows(pipeline, start.listing)
-    return FiniteStream(pipeline, rows, drop_last=data.batch_drop_last, dealt=dealt)
+    return FiniteStream(pipeline, rows, drop_last=plan.data.batch_drop_last, dealt=dealt)
 
 
 def watched_pipeline(
-    data: Description,
-    plan: RunPlan,
-    config: WorkerConfig,
-    delivered: Collection[int],
-    watchdog: WatchdogSettings | None,
-    worker: WorkerFacts | None,
+    plan: RunPlan, delivered: Collection[int], watchdog: WatchdogSettings | None, worker: WorkerFacts | None
 ) -> Pipeline:
     """Build what loads, encodes and batches in one process, under the eyes of its watchdog (see `open_stream`)."""
     threads = 0 if worker is not None and worker.careful else None
-    pipeline = open_pipeline(data, plan, config, threads, delivered, worker)
+    pipeline = open_pipeline(plan, threads, delivered, worker)
     if watchdog is not None and worker is None:
-        pipeline.watch(watchdog, f"rank {config.dp_rank}")
+        pipeline.watch(watchdog, f"rank {plan.facts.rank}")
     elif watchdog is not None and worker is not None:
-        pipeline.watch(watchdog, f"rank {config.dp_rank}, worker {worker.number}", worker.said)
+        pipeline.watch(watchdog, f"rank {plan.facts.rank}, worker {worker.number}", worker.said)
     return pipeline
 
 
@@ -290,9 +207,7 @@ _BLOCK = 256
 """Rows that a rank holds in memory at a time while it asks for their groups."""
 
 
-def listing_of_pass(
-    data: Description, plan: RunPlan, config: WorkerConfig, epoch: int, delivered: Collection[int]
-) -> tuple[Listing, Counts]:
+def listing_of_pass(plan: RunPlan, epoch: int, delivered: Collection[int]) -> tuple[Listing, Counts]:
     """Return the rows of a pass in order, and the counts of this rank from listing them.
 
     `delivered` are the leaves that the run has delivered samples of. If torch.distributed is initialised, all ranks
@@ -301,20 +216,20 @@ def listing_of_pass(
     Raises:
         EmptyDatasetError: There are draws, but every one of them was left out.
     """
-    draws = draws_of_pass(data, plan, epoch)
-    enough = math.inf if data.limit is None else data.limit * config.dp_size
+    data, facts, draws = plan.data, plan.facts, plan.draws_of_pass(epoch)
+    enough = math.inf if data.limit is None else data.limit * facts.world_size
     logger.info("%s %d samples before the pass starts", "grouping" if data.grouped else "packing", draws.num_draws)
     counts = Counts()
-    pipeline = open_pipeline(data, plan, config, delivered=delivered)
+    pipeline = open_pipeline(plan, delivered=delivered)
     try:
         listing = Listing(rows=(), ends=None)
         if data.packing_buffer_size is not None:
             most = math.inf if data.grouped else enough * data.rows
-            listing = _packs(pipeline, draws, data.packing_buffer_size, config, most, counts)
+            listing = _packs(pipeline, draws, data.packing_buffer_size, facts, most, counts)
         if data.grouped:
             packs = data.packing_buffer_size is not None
             rows = ListedRows(pipeline, listing) if packs else DrawnRows(pipeline, draws)
-            listing = _groups(pipeline, rows, data, config, enough, counts)
+            listing = _groups(pipeline, rows, plan, enough, counts)
     finally:
         pipeline.flush_reports()
         pipeline.close()
@@ -327,15 +242,15 @@ def listing_of_pass(
 
 
 def _packs(
-    pipeline: Pipeline, plan: FinitePlan, buffer: int, config: WorkerConfig, enough: float, counts: Counts
+    pipeline: Pipeline, draws: FinitePlan, buffer: int, facts: RankFacts, enough: float, counts: Counts
 ) -> Listing:
     """Return the packs of a pass, at least `enough` of them, selected from `buffer` draws at a time."""
 
     def select(start: int, stop: int, counted: Counts) -> BufferedRefs:
-        return BufferedRefs.of((Stage.PACK, pack, 0) for pack in packs_of(pipeline, plan, start, stop, counted))
+        return BufferedRefs.of((Stage.PACK, pack, 0) for pack in packs_of(pipeline, draws, start, stop, counted))
 
     packs: list[list[SampleRef]] = []
-    for found in _blocks(select, plan.num_draws, buffer, config, counts):
+    for found in _blocks(select, draws.num_draws, buffer, facts, counts):
         packs += [refs for _, refs, _ in found.entries()]
         if len(packs) >= enough:
             break
@@ -345,27 +260,20 @@ def _packs(
     return Listing(rows=[(refs, WHOLE_PACK) for refs in packs], ends=None)
 
 
-def _groups(
-    pipeline: Pipeline,
-    rows: DrawnRows | ListedRows,
-    data: Description,
-    config: WorkerConfig,
-    enough: float,
-    counts: Counts,
-) -> Listing:
+def _groups(pipeline: Pipeline, rows: DrawnRows | ListedRows, plan: RunPlan, enough: float, counts: Counts) -> Listing:
     """Return the rows of a pass group by group, at least `enough` microbatches."""
 
     def ask(start: int, stop: int, counted: Counts) -> list[Grouped]:
         return groups_of(pipeline, rows, start, stop, counted)
 
-    groups: Groups[ListedRow] = Groups(data.batch_size)
+    groups: Groups[ListedRow] = Groups(plan.data.batch_size)
     batches: list[list[ListedRow]] = []
-    for found in _blocks(ask, rows.count, _BLOCK, config, counts):
+    for found in _blocks(ask, rows.count, _BLOCK, plan.facts, counts):
         batches += [full for full in (groups.add(row, key, size) for row, key, size in found) if full]
         if len(batches) >= enough:
             break
     else:
-        batches += [] if data.batch_drop_last else groups.left()
+        batches += [] if plan.data.batch_drop_last else groups.left()
     ends: list[int] = []
     for batch in batches:
         ends.append(len(batch) + (ends[-1] if ends else 0))
@@ -373,11 +281,11 @@ def _groups(
 
 
 def _blocks(
-    make: Callable[[int, int, Counts], T], total: int, block: int, config: WorkerConfig, counts: Counts
+    make: Callable[[int, int, Counts], T], total: int, block: int, facts: RankFacts, counts: Counts
 ) -> Iterator[T]:
     """Yield the result for each block of [0, total), in order; ranks that can reach each other share the work."""
-    shared = config.dp_size > 1 and torch.distributed.is_initialized()
-    ranks, rank = (config.dp_size, config.dp_rank) if shared else (1, 0)
+    shared = facts.world_size > 1 and torch.distributed.is_initialized()
+    ranks, rank = (facts.world_size, facts.rank) if shared else (1, 0)
     for first in range(0, total, block * ranks):
         start = first + rank * block
         own: T | None = None
@@ -385,10 +293,10 @@ def _blocks(
             counted = Counts()
             own = make(start, min(start + block, total), counted)
             # If several ranks each make the whole list, only one counts it.
-            if shared or config.dp_rank == 0:
+            if shared or facts.rank == 0:
                 counts.add(counted)
         found: list[Any] = [own]
         if shared:
             found = [None] * ranks
-            torch.distributed.all_gather_object(found, own, group=config.data_parallel_group)
+            torch.distributed.all_gather_object(found, own, group=facts.group)
         yield from (one for one in found if one is not None)

@@ -7,18 +7,6 @@ the arena, and the message is a few bytes, sent in one piece, so that a killed w
 training process rebuilds tensors as views of the block and gives it back when the last is gone. A pickle of up to
 32 KiB with nothing out of band, as of a batch of texts, is the message itself.
 
-That the last view is gone is a promise of the language: views refer to the `Block` that they are views of, and a weak
-reference to it calls back when it goes. Nothing here counts references.
-
-Blocks are also lent inside the worker, as memory to decode images into (`samples.slabs`) and to stack batches in. A
-batch that lies in such a block crosses without being copied: whoever gets it may write into it. What the worker itself
-still refers to by then, such as a batch that its encoder keeps, is copied. The worker uses the block again when neither
-process has anything of it.
-
-Where the arena is full (batches kept by the trainer, or a batch larger than the arena), the block is a memory file
-(memfd) of the worker instead, which has no name either. Blocks of an arena are found first fit, so its resident size is
-what is under way at a time.
-
 Layout of a block: `<Q` number of buffers (the pickle stream is buffer 0), `<Q` length of each, then the buffers, each
 at a multiple of 64 bytes; of a buffer that lies in a block of its own the length here is 0.
 """
@@ -42,7 +30,7 @@ import torch
 
 from energon_bridge.loader.processes import SharedMemory
 from energon_bridge.samples import streaming
-from energon_bridge.samples.slabs import Block, block_over
+from energon_bridge.samples.stacking import Block, block_over
 
 _ALIGN = 64
 _SMALL = 1024
@@ -69,7 +57,20 @@ class _Lent(NamedTuple):
 
 
 class Arena:
-    """Shared memory of one worker. The worker writes, lends and claims slots; the training process reads and frees."""
+    """Shared memory of one worker. The worker writes, lends and claims slots; the training process reads and frees.
+
+    A block is free when the last view of it is gone. That is a promise of the language: views refer to the `Block`
+    that they are views of, and a weak reference to it calls back when it goes. Nothing here counts references.
+
+    Blocks are also lent inside the worker, as memory to decode images into (`SlabPool`) and to stack batches
+    in. A batch that lies in such a block crosses without being copied: whoever gets it may write into it. What the
+    worker itself still refers to by then, such as a batch that its encoder keeps, is copied. The worker uses the
+    block again when neither process has anything of it.
+
+    Where the arena is full (batches kept by the trainer, or a batch larger than the arena), the block is a memory
+    file (memfd) of the worker instead, which has no name either. Blocks of an arena are found first fit, so its
+    resident size is what is under way at a time.
+    """
 
     def __init__(
         self, size: int = DEFAULT_ARENA_BYTES, *, sendable: bool = False, memory: SharedMemory | None = None

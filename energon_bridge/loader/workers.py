@@ -1,9 +1,7 @@
 """What runs in one process of a loader: the units of a rank, in order, each made by a stream.
 
 A *unit* is a lane (of an endless run), the number of a microbatch (of a finite one), or, in a run that is divided
-before it is loaded, that of a microbatch of the rank. The same generator runs in a
-worker process, in the training process with `num_workers=0`, and in tests, which is why no order can depend on where
-it runs.
+before it is loaded, that of a microbatch of the rank.
 
 A worker talks to the training process (`pool`) by a pair of connected sockets that keep messages apart. It is sent
 `CREDIT`, for a microbatch that it may make, and `AGAIN`, to begin the next pass. It sends, pickled, the number of the
@@ -24,8 +22,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections import Counter, deque
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,15 +31,15 @@ import torch
 import torch.utils.data
 
 from energon_bridge.errors import LoaderError
-from energon_bridge.loader.description import Description
 from energon_bridge.loader.position import Position
 from energon_bridge.loader.processes import Board, StackFile
-from energon_bridge.loader.streams import Stream, WorkerFacts, reported
+from energon_bridge.loader.streams import WorkerFacts
 from energon_bridge.loader.transport import Arena, BatchMessage, Outbox
 from energon_bridge.rng import key_of
+from energon_bridge.stream.lane import Production
 from energon_bridge.stream.state import LaneBatch
 from energon_bridge.stream.watchdog import WatchdogSettings
-from energon_bridge.topology import WorkerConfig, lane_units, step_units
+from energon_bridge.topology import lane_units, step_units
 
 CREDIT, AGAIN = b"+", b"p"
 MESSAGE_BYTES = 1 << 16
@@ -52,49 +49,6 @@ DUMP_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIG
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _PR_SET_PDEATHSIG = 1  # of sys/prctl.h
-
-
-class Production:
-    """Makes units in order, and loads up to `ahead` further ones beside if the stream has threads."""
-
-    def __init__(self, stream: Stream, units: Iterator[int], ahead: int) -> None:
-        self._pipeline = stream.pipeline
-        self._items = _produced(stream, units, ahead)
-
-    def __iter__(self) -> Iterator[LaneBatch]:
-        return self
-
-    def __next__(self) -> LaneBatch:
-        return next(self._items)
-
-    def close(self) -> None:
-        """End it, and wait for the threads; those of one that is only dropped end by themselves."""
-        self._items.close()
-        self._pipeline.close()
-
-
-def _produced(stream: Stream, units: Iterator[int], ahead: int) -> Generator[LaneBatch]:
-    # The first unit is made before anything is loaded ahead, so that the first batch comes as soon as it can.
-    upcoming: deque[int] = deque()
-
-    def look_ahead(length: int) -> None:
-        upcoming.extend(itertools.islice(units, length - len(upcoming)))
-        for unit, count in Counter(upcoming).items():
-            stream.prepare(unit, count)
-
-    try:
-        if not stream.pipeline.threaded:
-            for unit in units:
-                yield reported(stream, unit)
-            return
-        look_ahead(1)
-        while upcoming:
-            unit = upcoming.popleft()
-            item = reported(stream, unit)
-            look_ahead(max(1, ahead))
-            yield item
-    finally:
-        stream.pipeline.close(wait=False)  # the garbage collector may end this generator
 
 
 def outgoing(item: LaneBatch, outbox: Outbox) -> BatchMessage:
@@ -115,15 +69,16 @@ def outgoing(item: LaneBatch, outbox: Outbox) -> BatchMessage:
     return outbox.unshared(message)
 
 
-def schedule(spec: Description, config: WorkerConfig, position: Position, began: int) -> Iterator[tuple[int, int]]:
+def schedule(position: Position, began: int) -> Iterator[tuple[int, int]]:
     """Give the units of a rank from a position on, each with the number of its worker.
 
     `began` is the microbatch of a finite pass at which its units were divided among the workers.
     """
-    ranks, rank, workers = config.dp_size, config.dp_rank, max(1, config.num_workers)
+    facts = position.plan.facts
+    ranks, rank, workers = facts.world_size, facts.rank, facts.processes
     if position.sharing is not None:
         return ((unit, unit % workers) for unit in itertools.count(position.microbatches // ranks))
-    if not spec.finite:
+    if not position.plan.data.finite:
         return lane_units(position.ownership, rank, position.microbatches, workers)
     steps, turn = range(position.microbatches, position.end, ranks), (position.microbatches - began) // ranks
     return ((unit, (number + turn) % workers) for unit, number in step_units(steps, rank, workers))
@@ -135,16 +90,16 @@ class Work:
 
     Attributes:
         number: Which of the workers of its rank it is.
-        position: A copy of the delivered position.
+        position: A copy of the delivered position, whose plan says what is loaded.
+        ahead: Microbatches that it may make ahead.
         held_back: Units at the beginning that the training process has already (`SavableDataLoader._masked`).
         began: Microbatch at which the pass was divided (`schedule`).
         barred, careful: As in `WorkerFacts`.
     """
 
     number: int
-    spec: Description
-    config: WorkerConfig
     position: Position
+    ahead: int
     held_back: int
     began: int
     watchdog: WatchdogSettings | None
@@ -164,12 +119,12 @@ class Work:
             barred=self.barred,
             careful=self.careful,
         )
-        due = itertools.islice(schedule(self.spec, self.config, position, began), held_back, None)
+        due = itertools.islice(schedule(position, began), held_back, None)
         units = (unit for unit, worker in due if worker == self.number)
         stream = position.stream(self.watchdog, facts)
         if arena is not None:
             stream.pipeline.write_into(arena)
-        return Production(stream, units, self.config.prefetch_factor)
+        return Production(stream, units, self.ahead)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,8 +153,7 @@ def run_worker(
 ) -> None:
     """Run a worker: make the requested units until the training process closes its end of the link."""
     set_up_worker(work, board, stacks, parent)
-    ahead = work.config.prefetch_factor
-    outbox, number = Outbox(arena, kept=2 + 2 * ahead), 0
+    outbox, number = Outbox(arena, kept=2 + 2 * work.ahead), 0
     try:
         while _one_pass(work, number, link, outbox, arena, board) == AGAIN:
             number += 1
@@ -227,7 +181,7 @@ def _one_pass(
         board.sent()
 
     board.start_pass()
-    may_make, command = work.config.prefetch_factor, None
+    may_make, command = work.ahead, None
     try:
         with contextlib.closing(work.items(arena, board, again=number > 0)) as items:
             while True:
@@ -315,12 +269,12 @@ def set_up_worker(work: Work, board: Board, stacks: StackFile, parent: int) -> N
     faulthandler.register(DUMP_SIGNAL, file=stacks.number, all_threads=True, chain=False)
     torch.set_num_threads(1)
     # Where code draws that nobody seeds, such as that of threads of a hook, workers must not draw the same.
-    config = work.config
-    seed = key_of("worker", config.seed + config.seed_offset, config.dp_rank, work.number)
+    plan = work.position.plan
+    seed = key_of("worker", plan.facts.seed, plan.facts.rank, work.number)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.manual_seed(seed >> 1)
-    WORKER = WorkerInfo(id=work.number, num_workers=config.num_workers, seed=seed >> 1, dataset=work.spec)
+    WORKER = WorkerInfo(id=work.number, num_workers=plan.facts.num_workers, seed=seed >> 1, dataset=plan.data)
     # DataLoader's workers set a variable that only they can; the function that reads it is public, and may have been
     # imported by its name.
     torch.utils.data.get_worker_info.__code__ = _worker_info.__code__

@@ -1,17 +1,15 @@
 """Mixes: from a metadataset file, a dict or a `Blender` to a tree of leaves with weights.
 
-`load_mix` turns any source (a path, a dict, a `Blender`) into leaves. `metadataset` reads the files, `blender` the
-Python form; `tree` has the nodes, `flatten` computes their effective weights, `subset` and `schedule` have ranges and
-changing weights. All of this only describes and reads nothing but YAML files. `opener` opens the datasets, helped by an
-index from an earlier start; `leaves` and `joins` hold what is open.
+`load` turns any source (a path, a dict, a `Blender`) into leaves; `metadataset` reads files; `tree` has the nodes,
+`flatten` their effective weights, `subset` and `schedule` ranges and changing weights. All of this reads nothing but
+YAML files. `opener` opens the datasets, helped by an index of an earlier start; `leaves` and `joins` hold what is open.
 """
 
 from __future__ import annotations
 
-from energon_bridge.mix.blender import Blender
 from energon_bridge.mix.flatten import Mix, MixLeaf, MixMode, describe, flatten
 from energon_bridge.mix.joins import register_joiner, resolve_joiner
-from energon_bridge.mix.load import MixSource, index_of_datasets, load_mix, load_tree, open_mix_index
+from energon_bridge.mix.load import Blender, MixSource, index_of_datasets, load_mix, load_tree, open_mix_index
 from energon_bridge.mix.metadataset import metadataset_splits
 from energon_bridge.mix.opener import DatasetOpener, MixIndex
 from energon_bridge.mix.paths import resolve_path, user_cache

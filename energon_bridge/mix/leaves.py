@@ -49,6 +49,7 @@ class OpenLeaf:
 
     Attributes:
         identity: A hash of the leaf's content, independent of its location: 16 hex digits.
+        part: Which samples of its dataset it has, as written in states: `10:20 where tokens < 9`; empty: all.
     """
 
     dataset: PreparedDataset | JoinedDataset
@@ -62,9 +63,11 @@ class OpenLeaf:
     filter: str = ""
     kept: np.ndarray | None = field(default=None, repr=False, compare=False)
     identity: str = field(init=False)
+    part: str = field(init=False)
 
     def __post_init__(self) -> None:
         subset = "" if self.is_whole else f"{self.start}:{self.stop}"
+        object.__setattr__(self, "part", subset + f" where {self.filter}" * (self.kept is not None))
         parts = [self.dataset.fingerprint, self.dataset.split_part, subset, str(self.occurrence)]
         parts += [self.aux_fingerprint] * bool(self.aux_fingerprint)
         if self.kept is not None:  # the order depends on which samples are kept, not on the expression
@@ -76,13 +79,6 @@ class OpenLeaf:
     def is_whole(self) -> bool:
         """Whether the leaf has all samples of its dataset."""
         return self.start == 0 and self.stop == self.dataset.num_samples and self.kept is None
-
-    @property
-    def part(self) -> str:
-        """Which samples of its dataset the leaf has, as written in states: `10:20 where tokens < 9`; empty: all."""
-        if self.is_whole:
-            return ""
-        return f"{self.start}:{self.stop}" + f" where {self.filter}" * (self.kept is not None)
 
     @property
     def num_samples(self) -> int:

@@ -4,14 +4,6 @@ A global batch has G microbatches, of which each of R ranks runs A = G / R, one 
 should be even: the cost of a rank over the whole step, since ranks wait for each other when gradients are reduced, and
 the costs within a round, since they wait after every microbatch with FSDP and pipelines.
 
-The microbatches are sorted by cost, and R neighbours make a round: no other rounds have a smaller sum of largest costs,
-the time of a step whose rounds synchronise. Within the rounds they are dealt by Karmarkar and Karp's differencing: the
-two blocks of the widest spread are joined, the largest of one with the smallest of the other, until one block is left.
-Exchanges within a round then lower the cost of the most loaded rank. Where dealing longest first over all rounds, or
-no change at all, has a lower step, that is taken, unless its rounds were worse than as the microbatches came. If the
-step is still not even, microbatches of any rounds are exchanged, until it is, or no exchange helps; under the same
-condition. That costs some of the evenness of the rounds, whose least sum is that of sorted neighbours.
-
 All arithmetic is on integers (costs as multiples of 2^-40 of the largest), because sums of floats depend on the
 processor and all ranks must get the same result.
 """
@@ -41,6 +33,15 @@ _MOST_PAIRS = 1 << 20
 
 def assign_microbatches(costs: npt.ArrayLike, ranks: int) -> Integers:
     """Assign the microbatches of a global batch to ranks.
+
+    The microbatches are sorted by cost, and R neighbours make a round: no other rounds have a smaller sum of
+    largest costs, the time of a step whose rounds synchronise. Within the rounds they are dealt by Karmarkar and
+    Karp's differencing: the two blocks of the widest spread are joined, the largest of one with the smallest of the
+    other, until one block is left. Exchanges within a round then lower the cost of the most loaded rank. Where
+    dealing longest first over all rounds, or no change at all, has a lower step, that is taken, unless its rounds
+    were worse than as the microbatches came. If the step is still not even, microbatches of any rounds are
+    exchanged, until it is, or no exchange helps; under the same condition. That costs some of the evenness of the
+    rounds, whose least sum is that of sorted neighbours.
 
     Args:
         costs: Costs of the G microbatches, in any unit, 0 or more; shape (G,). Rank `i % ranks` loads microbatch `i`.

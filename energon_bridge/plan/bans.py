@@ -10,9 +10,8 @@ found for the keys are kept beside it, so that a resume need not search for them
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,11 +44,6 @@ class LeafBans:
         """Return which samples are banned at the global draws that select them."""
         places = np.minimum(np.searchsorted(self.samples, samples), self.samples.size - 1)
         return (self.samples[places] == samples) & (self.starts[places] <= global_draws)
-
-
-def write_bans(bans: Iterable[Ban]) -> list[Any]:
-    """Return bans as built-in values."""
-    return [[ban.start, list(ban.keys), *([ban.dataset] if ban.dataset else [])] for ban in bans]
 
 
 def new_keys(bans: Sequence[Ban], ban: Ban) -> list[str]:

@@ -213,6 +213,10 @@ class LeafOrder:
         return max(1, few // block) * block
 
     def _dealt_rounds(self, lane: int, draw: int, fewest: int) -> Round:
+        """Return the draws of a dealt leaf around a draw: a multiple of `_draws_at_once`, at least `fewest`.
+
+        They are the places of `count / block` turns, shape (count,), permuted one epoch line after the other.
+        """
         block, once = self.dealt_block, self._draws_at_once
         first = draw - draw % once
         count = -(-fewest // once) * once
@@ -239,6 +243,7 @@ class LeafOrder:
         return table[places]
 
     def _permutation(self, line: int) -> Permutation:
+        """Return the permutation of an epoch line's `_line_length` places; the last few are kept."""
         found = self._permutations.get(line)
         if found is None:
             if len(self._permutations) > _EPOCHS_AT_ONCE:

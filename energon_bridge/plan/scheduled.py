@@ -8,14 +8,6 @@ has `n + ceil(K - K_1 - phase)` before block b: never further than three from K,
 a few more or fewer than 128 b; their sum is where the block begins. The phase is a key of leaf and lane, moved a
 quarter of `n - K_1` against that.)
 
-Inside a block every draw first takes the leaf that `WeightedBlend` would give it, with the shares of that very draw:
-that keeps the global order even. Then leaves with too many draws hand single ones over to leaves with too few, until
-the counts are the settled ones; in a mix of five leaves that is one draw or two in a block. Which draw: where the share
-of a leaf with too few, divided by a keyed number, is largest. So draws are given away where they could as well have
-been taken, and over all lanes the two even out. Where no leaf with too few has a share at any draw of a leaf with too
-many, a third leaf stands between them. Nothing is handed over in the first block unless n would be more than 1.5 off,
-so that many lanes follow a short schedule evenly too.
-
 Shares are taken exactly at *knots* and in straight lines between them, so that K is a closed form, and a bisection over
 the blocks finds a draw. Only the four basic operations on float64 decide; IEEE 754 prescribes their bits.
 
@@ -67,6 +59,14 @@ class MovingWeights(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class ScheduledBlend:
     """Leaves chosen by moving weights, without end.
+
+    Inside a block every draw first takes the leaf that `WeightedBlend` would give it, with the shares of that very
+    draw: that keeps the global order even. Then leaves with too many draws hand single ones over to leaves with too
+    few, until the counts are the settled ones; in a mix of five leaves that is one draw or two in a block. Which
+    draw: where the share of a leaf with too few, divided by a keyed number, is largest. So draws are given away
+    where they could as well have been taken, and over all lanes the two even out. Where no leaf with too few has a
+    share at any draw of a leaf with too many, a third leaf stands between them. Nothing is handed over in the first
+    block unless n would be more than 1.5 off, so that many lanes follow a short schedule evenly too.
 
     Args:
         weights: The weights.

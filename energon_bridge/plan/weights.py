@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
-from energon_bridge.mix import Mix, WeightSchedule, parse_weight
+from energon_bridge.mix import Mix, WeightSchedule
 from energon_bridge.rng import key_of
 
 
@@ -108,19 +108,3 @@ class GivenWeights:
     def moves(self) -> bool:
         """Whether any weight changes from draw to draw."""
         return any(schedule.moves for schedule in self.schedules)
-
-
-def write_changes(changes: ChangedWeights) -> list[Any]:
-    """Return changes of weights as built-in values."""
-    return [[draw, [schedule.to_plain() for schedule in weights.schedules]] for draw, weights in changes]
-
-
-def read_changes(entries: Sequence[Any]) -> ChangedWeights:
-    """Return the changes of a state."""
-    return tuple(
-        (
-            int(draw),
-            GivenWeights(schedules=tuple(parse_weight(w, where="the state", field="weights") for w in weights)),
-        )
-        for draw, weights in entries
-    )

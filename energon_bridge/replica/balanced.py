@@ -18,7 +18,8 @@ import numpy as np
 import torch.distributed as dist
 
 from energon_bridge.errors import BalanceError, ConfigurationError, StepMismatchError, WrongUseError
-from energon_bridge.loader.document import State, read, read_all, write
+from energon_bridge.loader.document import State, read, write
+from energon_bridge.loader.fits import read_all
 from energon_bridge.loader.metrics import flat_metrics
 from energon_bridge.loader.position import merged_state
 from energon_bridge.loader.run_plan import DatasetSpec
@@ -137,7 +138,7 @@ class BalancedLoader(ABC):
 
     def state_dict(self) -> State:
         """Return the state of the whole run."""
-        state = merged_state(self.save_state_rank(), self.config)
+        state = merged_state(self.save_state_rank(), self.config.facts)
         assert state is not None
         return state
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from operator import attrgetter
 
 
 @dataclass(slots=True)
@@ -24,11 +25,9 @@ class Requests:
     cache_misses: int = 0
     cache_miss_bytes: int = 0
 
-    def values(self) -> tuple[float, ...]:
-        """Return the numbers in the order of `REQUESTS`."""
-        return tuple(getattr(self, name) for name in REQUESTS)
-
 
 REQUESTS = tuple(each.name for each in fields(Requests))
+values_of = attrgetter(*REQUESTS)
+"""Returns the numbers of `Requests` in the order of `REQUESTS`."""
 MADE = Requests()
 """The counters of this process; use differences only, since a fork continues its parent's counts."""

@@ -21,7 +21,7 @@ from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.tar import parse_sample
 from energon_bridge.rng import key_of
 from energon_bridge.samples import ChatMLSample, SourceInfo
-from energon_bridge.samples.slabs import Slab
+from energon_bridge.samples.stacking import Slab
 from energon_bridge.stream.reader import Unreadable
 from energon_bridge.stream.report import SamplePlace
 from energon_bridge.stream.values import EXCLUDED, NO_PARTS, FailedSample, RestoreKey, Rows, SampleParser

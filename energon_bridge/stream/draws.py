@@ -17,7 +17,7 @@ from PIL import Image
 
 from energon_bridge.errors import EmptyDatasetError
 from energon_bridge.plan.blend import Blend
-from energon_bridge.samples.slabs import Slab
+from energon_bridge.samples.stacking import Slab
 from energon_bridge.stream.pipeline import DrawRange, LoadedDraws, PendingLoads, Pipeline, without_banned
 from energon_bridge.stream.reencode import encode_again
 from energon_bridge.stream.state import COUNTERS, Counts, LaneState, SampleRef

@@ -1,4 +1,4 @@
-"""A lane: one of the L endless streams of a run, from its order to its microbatches.
+"""Lanes: the L endless streams of a run, each from its order to its microbatches; and how a process makes them.
 
 A lane depends only on its number, its state and the pipeline, so whoever owns it gets the same microbatches. The stages
 in order: draws (`draws.py`) become encoded samples; samples become packs (`packing.py`, if the encoder packs); samples
@@ -8,9 +8,13 @@ length (`packing.py`, with `max_tokens_per_microbatch`).
 
 from __future__ import annotations
 
-from collections import deque
-from typing import Any
+import itertools
+import time
+from collections import Counter, deque
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any, Protocol
 
+from energon_bridge.errors import FatalSampleError, HookTimeoutError
 from energon_bridge.plan.blend import Blend
 from energon_bridge.stream.draws import BatchRow, Draws, reencode, rows_of
 from energon_bridge.stream.grouping import Grouping
@@ -142,3 +146,121 @@ class Lane:
 
 def _row(refs: list[SampleRef], output: int) -> BatchRow:
     return BatchRow(tuple(refs), output, None, 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The streams of a process, and what makes its units in order: the same generator runs in a worker process, in the
+# training process with `num_workers=0`, and in tests, so no order can depend on where it runs.
+
+
+class Stream(Protocol):
+    """Makes the microbatches of units.
+
+    Attributes:
+        pipeline: Loads samples, and is closed with the stream.
+    """
+
+    pipeline: Pipeline
+
+    def prepare(self, unit: int, count: int) -> None:
+        """Start loading the next `count` microbatches of a unit, on threads."""
+        ...
+
+    def produce(self, unit: int) -> LaneBatch:
+        """Return the next microbatch of a unit."""
+        ...
+
+
+class LaneStreams:
+    """The lanes of one process, each opened on first use."""
+
+    def __init__(self, pipeline: Pipeline, blend: Blend | None, states: Mapping[int, LaneState]) -> None:
+        self.pipeline = pipeline
+        self._blend = blend
+        self._states = states
+        self._lanes: dict[int, Lane] = {}
+
+    def _lane(self, number: int) -> Lane:
+        lane = self._lanes.get(number)
+        if lane is None:
+            state = self._states.get(number) or LaneState.fresh(len(self.pipeline.leaves))
+            lane = self._lanes[number] = Lane(number, self.pipeline, self._blend, state)
+        return lane
+
+    def prepare(self, unit: int, count: int) -> None:
+        self._lane(unit).prepare(count)
+
+    def produce(self, unit: int) -> LaneBatch:
+        return self._lane(unit).produce()
+
+
+def reported(stream: Stream, unit: int) -> LaneBatch:
+    """Return the next microbatch of a unit with the failures on its way, watched by the watchdog."""
+    pipeline, start = stream.pipeline, time.perf_counter()
+    watchdog = pipeline.watchdog
+    try:
+        if watchdog is None:
+            item = stream.produce(unit)
+        else:
+            watchdog.arm(unit)
+            try:
+                item = stream.produce(unit)
+            finally:
+                watchdog.disarm()
+    except HookTimeoutError as error:
+        pipeline.flush_reports()
+        raise HookTimeoutError(watchdog.message if watchdog is not None else str(error)) from None
+    except Exception as error:
+        pipeline.flush_reports()  # no microbatch will carry it
+        settings, cause = pipeline.settings, error.__cause__ if isinstance(error, FatalSampleError) else None
+        # As a drop-in, the program gets the exception of its own hook or handler, which it may expect.
+        if settings.energon_ranks and settings.policy.on_error != "skip" and cause is not None:
+            raise cause from None
+        raise
+    if pipeline.judge.pending:
+        item.reports = pipeline.judge.taken()
+    item.seconds = pipeline.seconds_since(start)
+    return item
+
+
+class Production:
+    """Makes units in order, and loads up to `ahead` further ones beside if the stream has threads."""
+
+    def __init__(self, stream: Stream, units: Iterator[int], ahead: int) -> None:
+        self._pipeline = stream.pipeline
+        self._items = _produced(stream, units, ahead)
+
+    def __iter__(self) -> Iterator[LaneBatch]:
+        return self
+
+    def __next__(self) -> LaneBatch:
+        return next(self._items)
+
+    def close(self) -> None:
+        """End it, and wait for the threads; those of one that is only dropped end by themselves."""
+        self._items.close()
+        self._pipeline.close()
+
+
+def _produced(stream: Stream, units: Iterator[int], ahead: int) -> Generator[LaneBatch]:
+    # The first unit is made before anything is loaded ahead, so that the first batch comes as soon as it can.
+    upcoming: deque[int] = deque()
+
+    def look_ahead(length: int) -> None:
+        upcoming.extend(itertools.islice(units, length - len(upcoming)))
+        for unit, count in Counter(upcoming).items():
+            stream.prepare(unit, count)
+
+    try:
+        if not stream.pipeline.threaded:
+            for unit in units:
+                yield reported(stream, unit)
+            return
+        look_ahead(1)
+        while upcoming:
+            unit = upcoming.popleft()
+            item = reported(stream, unit)
+            look_ahead(max(1, ahead))
+            yield item
+    finally:
+        stream.pipeline.close(wait=False)  # the garbage collector may end this generator

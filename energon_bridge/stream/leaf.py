@@ -100,51 +100,6 @@ class LeafSource:
         return SamplePlace(self.leaf.dataset.path, shard, index, key, parts)
 
 
-class Cursor:
-    """The position of a lane in a leaf: its current rounds, and the next ones while they are read ahead.
-
-    Args:
-        source: The leaf.
-        lane: The lane.
-        together: Samples to read at once, over several rounds if needed. Consecutive rounds continue the same slices,
-            so reads get longer. The first round is read alone, to deliver it soon.
-    """
-
-    __slots__ = ("_lane", "_source", "_together", "buffer", "next_buffer")
-
-    def __init__(self, source: LeafSource, lane: int, together: int = 0) -> None:
-        self._source = source
-        self._lane = lane
-        self._together = 0 if source.leaf.order.is_dealt else together
-        self.buffer: RoundBuffer | None = None
-        self.next_buffer: RoundBuffer | None = None
-
-    def at(self, draw: int) -> tuple[RoundBuffer, int]:
-        """Return the round that holds a draw of the leaf, and the draw's place in it."""
-        if self.buffer is None or not 0 <= draw - self.buffer.first < len(self.buffer):
-            ahead, self.next_buffer = self.next_buffer, None
-            if ahead is None or ahead.first != draw:
-                ahead = self._rounds(draw, 0 if self.buffer is None else self._together)
-            self.buffer = ahead
-        return self.buffer, draw - self.buffer.first
-
-    def following(self) -> RoundBuffer:
-        """Return the rounds after the current ones, for reading ahead."""
-        assert self.buffer is not None
-        self.next_buffer = self._rounds(self.buffer.first + len(self.buffer), self._together)
-        return self.next_buffer
-
-    def drop(self) -> None:
-        """Drop the bytes; they are read again when needed."""
-        self.buffer = self.next_buffer = None
-
-    def _rounds(self, draw: int, fewest: int) -> RoundBuffer:
-        found = self._source.leaf.order.rounds_at(self._lane, draw, max(1, fewest))
-        bans = self._source.leaf.bans
-        withheld = None if bans is None else bans.among(found.indices)
-        return RoundBuffer(self._source.reader, found, withheld)
-
-
 class LineValues(SampleParser):
     """Makes crude samples from the lines of one JSONL file: `json` is the parsed object. Runs on any thread.
 

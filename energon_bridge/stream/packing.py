@@ -5,20 +5,6 @@ the samples drawn next. So the selection depends on the draws alone, not on *whe
 that: after each microbatch it draws a share of what the buffer still needs, so that the buffer is full when the packs
 run out and no step waits for a whole buffer. It selects again as soon as fewer packs are left than a microbatch needs,
 before the state is taken: a restored lane has its packs, and its first microbatch encodes only their samples.
-
-Lanes begin with buffers of different sizes, from S/2 to S, so that they do not all select in the same step. A smaller
-buffer grows with each selection by half of what that selection delivered, up to S. So between two selections a lane
-draws at most one and a half times what it delivers.
-
-The state holds references: first those of the packs in turn, then those of the buffer. A restored lane encodes a pack
-when its turn comes, and the buffer in shares after each microbatch but the first.
-
-With `max_tokens_per_microbatch` microbatches are selected instead of packs: the engine asks the encoder for the length
-of each sample, and the samples of a "pack" stay rows. Everything else is the same, the state too.
-
-The lanes of a process share a byte budget for contents (`stream/budget.py`). A lane over its share drops the contents
-it needs last (the newest of the buffer, then the last packs) and encodes them again when it needs them. The encoder
-always sees a complete buffer, so the buffer of a lane that is selecting may exceed the budget.
 """
 
 from __future__ import annotations
@@ -94,6 +80,21 @@ class _Packs(deque[_Pack]):
 
 class Packing:
     """The packs of one lane.
+
+    Lanes begin with buffers of different sizes, from S/2 to S, so that they do not all select in the same step. A
+    smaller buffer grows with each selection by half of what that selection delivered, up to S. So between two
+    selections a lane draws at most one and a half times what it delivers.
+
+    The state holds references: first those of the packs in turn, then those of the buffer. A restored lane encodes
+    a pack when its turn comes, and the buffer in shares after each microbatch but the first.
+
+    With `max_tokens_per_microbatch` microbatches are selected instead of packs: the engine asks the encoder for the
+    length of each sample, and the samples of a "pack" stay rows. Everything else is the same, the state too.
+
+    The lanes of a process share a byte budget for contents (`Budget`). A lane over its share drops the
+    contents it needs last (the newest of the buffer, then the last packs) and encodes them again when it needs
+    them. The encoder always sees a complete buffer, so the buffer of a lane that is selecting may exceed the
+    budget.
 
     Args:
         draws: Where samples come from.

@@ -19,17 +19,16 @@ from numpy.typing import NDArray
 from energon_bridge.errors import FatalSampleError, SampleError, SkipSample
 from energon_bridge.samples import Batch, Sample, SourceInfo
 from energon_bridge.samples.base import SentSources
-from energon_bridge.samples.slabs import LENDER, SLABS, Lender, Slab, SlabPool
+from energon_bridge.samples.stacking import LENDER, SLABS, Lender, Slab, SlabPool
 from energon_bridge.storage.helpers import Threads
-from energon_bridge.storage.network import MADE
-from energon_bridge.stream.budget import Budget
+from energon_bridge.storage.network import MADE, values_of
 from energon_bridge.stream.cooking import StorePool, cook_of, cooker_of
 from energon_bridge.stream.dataset_code import PendingSample, has_code
-from energon_bridge.stream.leaf import Cursor, Leaf, LeafSource
+from energon_bridge.stream.leaf import Leaf, LeafSource
 from energon_bridge.stream.policy import FailureTracker
-from energon_bridge.stream.reader import RoundBuffer
+from energon_bridge.stream.reader import Cursor, RoundBuffer
 from energon_bridge.stream.report import MAX_MEMBERS, SamplePlace, place_in
-from energon_bridge.stream.settings import StreamSettings
+from energon_bridge.stream.settings import Budget, StreamSettings
 from energon_bridge.stream.state import COUNTERS, Counts
 from energon_bridge.stream.user_code import BegunDraw, HookRunner, running_hooks, selection_of
 from energon_bridge.stream.values import BANNED, Columns, FailedSample, RestoreKey
@@ -104,7 +103,7 @@ class Pipeline:
         self.judge = FailureTracker(settings.policy, settings.encoder, self.code.hooks, settings.delivered)
         self.activities = Activities(words[1:])
         self.load_seconds = self.batch_seconds = 0.0
-        self._asked = MADE.values()
+        self._asked: tuple[float, ...] = values_of(MADE)
         self.watchdog: Watchdog | None = None
         self.budget = Budget(settings.buffer_bytes, settings.lanes)
         self._sources: list[LeafSource | None] = [None] * len(leaves)
@@ -153,7 +152,8 @@ class Pipeline:
         """Return the cursor of a lane in a leaf; if too many are open, the least recently used one drops its round."""
         cursor = self._cursors.get((lane, leaf))
         if cursor is None:
-            cursor = self._cursors[lane, leaf] = Cursor(self.source(leaf), lane, self.settings.read_together)
+            of, reader = self.leaves[leaf], self.source(leaf).reader
+            cursor = self._cursors[lane, leaf] = Cursor(of.order, of.bans, reader, lane, self.settings.read_together)
             if len(self._cursors) > _OPEN_ROUNDS:
                 self._cursors.popitem(last=False)[1].drop()
         elif len(self.leaves) > 1:
@@ -253,7 +253,7 @@ class Pipeline:
         The requests to servers and to the node cache since the last call follow, if there were any.
         """
         found: tuple[float, ...] = (time.perf_counter() - start, self.load_seconds, self.batch_seconds)
-        now = MADE.values()
+        now = values_of(MADE)
         if now != self._asked:
             found += tuple(after - before for before, after in zip(self._asked, now, strict=True))
             self._asked = now
@@ -431,8 +431,8 @@ class Pipeline:
         column = _SAMPLES if batches else _SKIPPED
         for leaf in set(leaves):
             counts.of(leaf)[column] += leaves.count(leaf)
-            if batches:
-                self.judge.delivered(leaf)
+        if batches:
+            self.judge.delivered.update(leaves)
         return batches
 
     def decode_deferred(self, samples: Sequence[Any]) -> None:

@@ -2,18 +2,6 @@
 
 Whether a sample is left out depends on that sample alone: each failure that the policy tolerates costs the stream that
 sample and nothing else. Limits (failures in a row, or a rate) only decide whether the run continues.
-
-The policy is for bad data. A mistake in the program or its configuration stops the run under any policy:
-
-- at once, if the error can be nothing else: `ALWAYS_FATAL`, a ConfigurationError, an attribute that the encoder, a
-  module or the sample type does not have, a hook that returns None;
-- after five failures, if a hook has failed in the same way every time it ran and the run has delivered nothing yet;
-- after twenty, if nothing of one dataset of a mix has been delivered and a hook fails in the same way on each of its
-  samples while samples of other datasets pass; or if a hook fails in the same way on every microbatch that has samples
-  of two particular datasets.
-
-*In the same way* means the same exception type, raised at the same line through the same calls, with the same text
-except for numbers. A tolerance set by the user replaces the last two rules.
 """
 
 from __future__ import annotations
@@ -153,6 +141,19 @@ def is_of_the_program(error: Exception, encoder: Any) -> bool:
 class FailureTracker:
     """Applies the policy to what fails in one process.
 
+    The policy is for bad data. A mistake in the program or its configuration stops the run under any policy:
+
+    - at once, if the error can be nothing else: `ALWAYS_FATAL`, a ConfigurationError, an attribute that the
+      encoder, a module or the sample type does not have, a hook that returns None;
+    - after five failures, if a hook has failed in the same way every time it ran and the run has delivered nothing
+      yet;
+    - after twenty, if nothing of one dataset of a mix has been delivered and a hook fails in the same way on each
+      of its samples while samples of other datasets pass; or if a hook fails in the same way on every microbatch
+      that has samples of two particular datasets.
+
+    *In the same way* means the same exception type, raised at the same line through the same calls, with the same
+    text except for numbers. A tolerance set by the user replaces the last two rules.
+
     Args:
         policy: The policy.
         encoder: Says how many failures in a row its hooks may have.
@@ -160,6 +161,7 @@ class FailureTracker:
         delivered: Leaves of which the run had delivered samples before this process began.
 
     Attributes:
+        delivered: Leaves of which samples have been delivered.
         alert: Whether `succeeded` must be called for hooks that have worked.
         pending: Reports that no microbatch has carried yet.
     """
@@ -170,7 +172,7 @@ class FailureTracker:
         self._policy = policy
         self._encoder = encoder
         self._kinds: Counter[tuple[str, str, type]] = Counter()
-        self._delivered = set(delivered)
+        self.delivered = set(delivered)
         # Hooks that have never worked, with what all their failures have in common.
         self._unproven: dict[str, Any] = {} if delivered else dict.fromkeys(hooks)
         self._in_a_row: dict[str, int] = {}
@@ -257,10 +259,6 @@ class FailureTracker:
                 del self._suspects[key]
         self.alert = bool(self._in_a_row or self._unproven or self._suspects)
 
-    def delivered(self, leaf: int) -> None:
-        """Record that a sample of a leaf was delivered."""
-        self._delivered.add(leaf)
-
     def taken(self) -> tuple[Report, ...]:
         """Return the pending reports and clear them."""
         reports, self.pending = tuple(self.pending), []
@@ -269,13 +267,13 @@ class FailureTracker:
     def _fails_always(self, error: Exception, hook: str, leaves: Mapping[int, str], several: str) -> str:
         """Return a sentence about a hook that never worked and always failed in the same way; "" if there is none."""
         unproven = hook in self._unproven
-        suspects = [frozenset((leaf,)) for leaf in leaves if leaf not in self._delivered]
+        suspects = [frozenset((leaf,)) for leaf in leaves if leaf not in self.delivered]
         if 1 < len(leaves) <= _MOST_TOGETHER:
             suspects += map(frozenset, combinations(leaves, 2))
         if not (unproven or suspects) or hook in _ABOUT_BYTES:
             return ""
         alike = type(error), trace_of(error), _NUMBER.sub("#", text_of(error))
-        if unproven and not self._delivered:
+        if unproven and not self.delivered:
             before = self._unproven[hook]
             if before is None or before[0] == alike:
                 count = 1 if before is None else before[1] + 1
@@ -288,7 +286,7 @@ class FailureTracker:
             seen, count = self._suspects.get((hook, group), (alike, 0))
             count = count + 1 if seen == alike else 1
             self._suspects[hook, group] = alike, count
-            if count < _ALIKE_IN_DATASET or not self._delivered:
+            if count < _ALIKE_IN_DATASET or not self.delivered:
                 continue
             path = " and ".join(leaves[leaf] for leaf in group)
             if len(group) == 2:

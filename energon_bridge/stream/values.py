@@ -18,7 +18,7 @@ from energon_bridge.errors import (
 )
 from energon_bridge.format.tar import parse_sample
 from energon_bridge.samples import CrudeSample, SourceInfo
-from energon_bridge.samples.slabs import Slab
+from energon_bridge.samples.stacking import Slab
 from energon_bridge.stream.reader import RoundBuffer, Unread, Unreadable
 from energon_bridge.stream.report import SamplePlace
 from energon_bridge.stream.watchdog import INDEX, Activities

@@ -41,7 +41,7 @@ import torch
 from energon_bridge.av import AV_EXTENSIONS, AVDecoder
 from energon_bridge.errors import ConfigurationError, DecodeError
 from energon_bridge.format.media import HEAD_BYTES, kind_by_head
-from energon_bridge.samples.slabs import Slab
+from energon_bridge.samples.stacking import Slab
 from energon_bridge.storage.ranges import ByteRange
 from energon_bridge.task_encoder.current import DELIVERING
 from energon_bridge.task_encoder.deferred import DeferredImage

@@ -39,7 +39,7 @@ from PIL import Image, UnidentifiedImageError
 
 from energon_bridge.errors import ConfigurationError, DecodeError, did_you_mean
 from energon_bridge.samples import streaming
-from energon_bridge.samples.slabs import UNALIGNED, Slab
+from energon_bridge.samples.stacking import UNALIGNED, Slab
 
 logger = logging.getLogger(__name__)
 

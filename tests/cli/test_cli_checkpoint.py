@@ -15,7 +15,7 @@ from engine import SkippingEncoder, text_dataset
 from forecasts import answer, energon, opened, ranks_of, run, write_mixes
 
 from energon_bridge import EnergonMultiModalDataModule, get_savable_loader, get_val_dataset
-from energon_bridge.loader.document import merge
+from energon_bridge.loader.fits import merge
 from energon_bridge.topology import WorkerConfig
 
 

@@ -46,7 +46,8 @@ from energon_bridge import (
 )
 from energon_bridge.errors import ConfigurationError, EmptyDatasetError, StateFormatError, StorageError
 from energon_bridge.loader.bans import samples_by_key
-from energon_bridge.loader.document import merge, read, sign
+from energon_bridge.loader.document import read, sign
+from energon_bridge.loader.fits import merge
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.prepare.columns import add_column

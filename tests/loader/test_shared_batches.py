@@ -26,8 +26,7 @@ from energon_bridge import (
 )
 from energon_bridge.loader.transport import Arena, BatchMessage, MemoryFile, Outbox, unpack
 from energon_bridge.samples import streaming
-from energon_bridge.samples.slabs import LENDER
-from energon_bridge.samples.stacking import batch_pad_stack, batch_stack, concat_pad
+from energon_bridge.samples.stacking import LENDER, batch_pad_stack, batch_stack, concat_pad
 from energon_bridge.testing import create_captioning_test_dataset
 
 ROW = (3, 400, 300)

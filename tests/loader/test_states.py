@@ -47,8 +47,7 @@ from energon_bridge.errors import (
     StepMismatchError,
     TooManyRanksError,
 )
-from energon_bridge.loader.columns import decode_column, encode_column
-from energon_bridge.loader.document import FORMAT_VERSION, sign, write_lanes
+from energon_bridge.loader.document import FORMAT_VERSION, decode_column, encode_column, sign, write_lanes
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.prepare import parse_patterns, prepare_dataset
 from energon_bridge.stream.state import LaneState

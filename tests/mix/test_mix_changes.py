@@ -253,7 +253,7 @@ def test_a_blend_by_repetitions_begins_an_epoch_where_it_is_adapted(data: Path) 
     rows = by_leaf([resumed], 10 * 24)
     counts = {name: Counter(lane for lane, _, _ in found) for name, found in rows.items()}
     # 30 + 24 draws an epoch: each lane has had a whole epoch of the new mix, and each leaf its share of it.
-    blend = plan_run(resumed.spec, resumed.config, 24).blend
+    blend = plan_run(resumed.spec, resumed.config.facts, 24).blend
     order = [Path(leaf.dataset.path).name for leaf in resumed.spec.ordered]
     for lane in range(24):
         expected = dict(zip(order, blend.counts(lane, 10).tolist(), strict=True))  # type: ignore[union-attr]
@@ -299,3 +299,18 @@ def test_a_dataset_alone_goes_on_as_it_was_dealt_when_it_becomes_part_of_a_mix(d
         follows(joint, per_lane(by_leaf([loader], 60)["b"]), whole)
     # Begun in the mix, it is dealt otherwise.
     assert per_lane(by_leaf(loaders_of(mix, 1, 0), 60)["b"])[1][:3] != whole[1][:3]
+
+
+def test_how_a_loader_dealt_before_does_not_matter_to_a_state(data: Path) -> None:
+    """A loader that is given one state after the other goes on as one that never had the first."""
+    states = []
+    for name in "ab":
+        (loader,) = loaders_of(mixed(data, data / name), 1, 0)
+        by_leaf([loader], 31)
+        states.append(loader.save_state_rank())
+    mix = mixed(data, [(data / "a", 1), (data / "b", 1)])
+    (fresh,), (used,) = loaders_of(mix, 1, 0), loaders_of(mix, 1, 0)
+    used.restore_state_rank(states[0], on_mismatch="adapt")
+    for loader in (fresh, used):
+        loader.restore_state_rank(states[1], on_mismatch="adapt")
+    assert by_leaf([used], 200) == by_leaf([fresh], 200)

@@ -20,7 +20,8 @@ from engine import ENCODERS, deliver, loaders_of
 from hypothesis import given, settings
 from trees import Case, Change, cases, write_datasets
 
-from energon_bridge.loader.document import merge, read_lanes, read_leaves
+from energon_bridge.loader.document import read_lanes, read_leaves
+from energon_bridge.loader.fits import merge
 from energon_bridge.loader.savable import SavableDataLoader
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))

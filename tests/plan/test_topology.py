@@ -158,6 +158,19 @@ def test_decode_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None
     assert WorkerConfig(num_workers=4, decode_threads=3).threads_per_process(4) == 3
 
 
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_a_configuration_is_resolved(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(12))
+    config = WorkerConfig(rank=1, world_size=4, num_workers=workers, seed=5, seed_offset=2, buffer_bytes=9)
+    facts = config.facts
+    assert (facts.rank, facts.world_size, facts.seed, facts.buffer_bytes) == (1, 4, 7, 9)
+    assert (facts.num_workers, facts.processes) == (workers, max(1, workers))
+    assert facts.threads == config.threads_per_process(facts.processes) == 6 // max(1, workers)
+    assert (facts.num_lanes, facts.microbatches_per_global_batch, facts.group) == (None, None, None)
+    assert facts.config is config
+
+
 @pytest.fixture
 def rank_3_of_8() -> Iterator[None]:
     torch.distributed.init_process_group("fake", rank=3, world_size=8, store=FakeStore())

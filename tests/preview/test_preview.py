@@ -29,7 +29,7 @@ from PIL import Image
 
 from energon_bridge import get_savable_loader, get_train_dataset, get_val_dataset
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.loader.document import merge
+from energon_bridge.loader.fits import merge
 from energon_bridge.preview.batches import delivered, shown
 from energon_bridge.preview.pages import histogram, write_pages
 from energon_bridge.preview.records import Picture, Record, Text, Turn, items_of

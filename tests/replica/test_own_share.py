@@ -57,7 +57,8 @@ from energon_bridge.errors import (
     StepMismatchError,
     WrongUseError,
 )
-from energon_bridge.loader.document import merge, read_leaves
+from energon_bridge.loader.document import read_leaves
+from energon_bridge.loader.fits import merge
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml

@@ -28,8 +28,7 @@ from energon_bridge import (
 from energon_bridge.errors import FatalSampleError
 from energon_bridge.loader.transport import Arena, BatchMessage, Outbox, unpack
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
-from energon_bridge.samples.slabs import SLABS, Slab, SlabPool, block_over
-from energon_bridge.samples.stacking import batch_stack
+from energon_bridge.samples.stacking import SLABS, Slab, SlabPool, batch_stack, block_over
 from energon_bridge.testing import create_captioning_test_dataset, write_shard
 
 MICROBATCHES = 20

@@ -41,7 +41,7 @@ from energon_bridge.errors import (
 from energon_bridge.format.jsonl import index_jsonl
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.storage import OpenFiles, Stalls, open_store
-from energon_bridge.storage.network import MADE
+from energon_bridge.storage.network import MADE, values_of
 from energon_bridge.stream.reader import RoundBuffer
 
 BIG = 9_500_000
@@ -147,7 +147,7 @@ def test_no_fault_changes_the_bytes(server: ObjectServer, data: bytes, quick: No
     (server.folder / "x").write_bytes(data)
     store = open_store(server.url)
     server.fault = every(3, *(("reset", "503", "short", "500") if fault == "mixed" else (fault,)))
-    before = MADE.values()
+    before = values_of(MADE)
     for seed in range(6):
         offsets, lengths = ranges_of(data, seed, 14)
         expected = [data[offset : offset + length] for offset, length in zip(offsets, lengths, strict=True)]
@@ -187,7 +187,7 @@ def test_a_stalled_answer_gets_a_rival(server: ObjectServer, data: bytes, quick:
     (server.folder / "x").write_bytes(data)
     server.fault = lambda number: "stall" if number in (0, 4) else ""
     store = open_store(server.url)
-    before = MADE.values()
+    before = values_of(MADE)
     began = time.monotonic()
     offsets = list(range(0, BIG - 1000, 1_000_000))
     assert store.read_ranges("x", offsets, [1000] * len(offsets)) == [data[low : low + 1000] for low in offsets]

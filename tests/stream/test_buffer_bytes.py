@@ -19,10 +19,10 @@ from energon_bridge import WorkerConfig
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.loader.document import read_lanes
 from energon_bridge.loader.savable import SavableDataLoader
-from energon_bridge.stream.budget import Budget
 from energon_bridge.stream.draws import size_of
 from energon_bridge.stream.lane import Lane
 from energon_bridge.stream.pipeline import Pipeline
+from energon_bridge.stream.settings import Budget
 from energon_bridge.stream.state import Stage
 from energon_bridge.task_encoder import DeferredImage
 from energon_bridge.task_encoder.images import IMAGE_FORMS

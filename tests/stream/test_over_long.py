@@ -14,7 +14,8 @@ from engine import Numbers, TensorEncoder, config_of, counts_of, deliver, loader
 from mixing import mix_data, mixed
 
 from energon_bridge import Packer, SkipSample, get_val_dataset
-from energon_bridge.loader.document import merge, read_lanes, read_leaves
+from energon_bridge.loader.document import read_lanes, read_leaves
+from energon_bridge.loader.fits import merge
 from energon_bridge.loader.run_plan import DatasetSpec, plan_run
 from energon_bridge.stream.state import OVER_LONG
 
@@ -73,7 +74,7 @@ def opened(data: Path, policy: str, **kwargs: Any) -> DatasetSpec:
 
 def expected_counts(spec: DatasetSpec, state: Any, policy: str) -> list[dict[str, int]]:
     """Count by arithmetic, for each leaf, the draws that the lanes of a state have made."""
-    plan = plan_run(spec, config_of(1, 0), state["num_lanes"])
+    plan = plan_run(spec, config_of(1, 0).facts, state["num_lanes"])
     counts: list[Counter[str]] = [Counter() for _ in plan.leaves]
     for lane, at in read_lanes(state).items():
         assert plan.blend is not None

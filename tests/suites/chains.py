@@ -47,7 +47,8 @@ from chain_cases import CHILDREN, NUMBERS, Chain, Change, Leg, Withdrawal, drawn
 from engine import digest, is_masked, loaders_of
 
 from energon_bridge import EnergonError, cyclic_iter
-from energon_bridge.loader.document import merge, read_lanes, read_leaves
+from energon_bridge.loader.document import read_lanes, read_leaves
+from energon_bridge.loader.fits import merge
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
 

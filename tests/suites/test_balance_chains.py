@@ -25,7 +25,8 @@ from engine import InProcessLoader, loaders_of
 from sharing import COST, Seen, Sized, seen, write_sized
 
 from energon_bridge import EnergonError, get_train_dataset
-from energon_bridge.loader.document import merge, read_lanes
+from energon_bridge.loader.document import read_lanes
+from energon_bridge.loader.fits import merge
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.replica import balance as balance_module
 from energon_bridge.replica.balance import Balance, balanced

@@ -17,8 +17,8 @@ from hostile import LONG, Note, damaged_value, limited, seed_of
 from energon_bridge import SavableDataLoader, get_savable_loader
 from energon_bridge.errors import EnergonError, StateError, StateFormatError
 from energon_bridge.loader import document
-from energon_bridge.loader.columns import LONGEST_COLUMN, decode_column, encode_column, encode_text
-from energon_bridge.loader.document import merge, read, sign
+from energon_bridge.loader.document import LONGEST_COLUMN, decode_column, encode_column, encode_text, read, sign
+from energon_bridge.loader.fits import merge
 
 SHARDS = [30, 41]
 
@@ -160,7 +160,7 @@ DAMAGES: list[tuple[str, Any, str]] = [
     ("lanes.draws", BOMB, r"lanes\.draws unpacks to more than the 24 bytes"),
     ("lanes.draws", "2,AAAA", r"lanes\.draws cannot be unpacked"),
     ("lanes.draws", "3,AAAA", r"lanes\.draws should be a column of integers, found '3,AAAA'"),
-    ("lanes.draws", 5, r"lanes\.draws should be a column of integers, found int"),
+    ("lanes.draws", 5, r"lanes\.draws should be a column of integers, found 5"),
     ("lanes.microbatches", last_is(2**40), "lane 23 has delivered 1099511627776 microbatches"),
     ("lanes.taken", last_is(2**33), r"lanes\.taken should have numbers from"),
     ("lanes.buffers", last_is(-1), r"lanes\.buffers should have numbers from"),

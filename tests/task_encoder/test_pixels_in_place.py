@@ -23,7 +23,7 @@ from families import encoder_of
 
 from energon_bridge import Cooker, SkipSample, WorkerConfig, basic_sample_keys, get_savable_loader, get_train_dataset
 from energon_bridge.samples import stacking
-from energon_bridge.samples.slabs import LENDER, SlabPool
+from energon_bridge.samples.stacking import LENDER, SlabPool
 from energon_bridge.task_encoder.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder
 from energon_bridge.transforms import normalise
 
