@@ -19,8 +19,7 @@ from energon_bridge.task_encoder.families import (
     FixedTokenFamily,
 )
 from energon_bridge.task_encoder.families.chat import chat_of
-from energon_bridge.task_encoder.families.rendering import Segment, renderer_of
-from energon_bridge.task_encoder.families.tokens import stretches_of
+from energon_bridge.task_encoder.families.rendering import Segment, renderer_of, stretches_of
 from energon_bridge.training.presets import QWEN_TOKENS, train_tokenizer
 
 # As the models of Qwen2-VL have it: a default system prompt, and numbers of pictures on demand.
