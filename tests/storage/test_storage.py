@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from energon_bridge.errors import (
     StorageError,
 )
 from energon_bridge.storage import LocalStore, OpenFiles, Store, open_store
+from energon_bridge.storage.ranges import ByteRange, RangeReader
 
 
 @pytest.fixture(params=["local", "file", "memory"])
@@ -193,3 +195,18 @@ def test_links_in_a_circle_end(tmp_path: Path):
 def test_an_unknown_protocol_is_a_configuration_error():
     with pytest.raises(ConfigurationError, match="no storage backend for this kind of URL"):
         open_store("nosuchprotocol://bucket/path")
+
+
+def test_a_stream_reads_what_it_knows_from_memory(tmp_path: Path) -> None:
+    """The file is changed behind its back: only bytes that nobody had yet come from it."""
+    data = bytes(range(100))
+    (tmp_path / "file").write_bytes(bytes(100))
+    part = ByteRange(store=open_store(tmp_path), rel="file", offset=10, size=80)
+    stream = RangeReader(part, [(0, data[:20]), (60, data[60:])])
+    assert stream.read(20) == data[:20]
+    assert stream.read(5) == bytes(5)
+    assert stream.seek(-20, io.SEEK_END) == 60
+    assert stream.read() == data[60:80]
+    assert (stream.tell(), stream.read(), stream.bytes_read) == (80, b"", 45)
+    stream.seek(15)
+    assert stream.read(10) == bytes(10)  # partly known: read as a whole
