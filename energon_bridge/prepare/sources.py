@@ -19,29 +19,14 @@ from energon_bridge.errors import ConfigurationError, DatasetNotFoundError, Dupl
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.documents import expect_mapping, read_document
 from energon_bridge.format.media import kind_by_name
-from energon_bridge.format.nvmeta import (
-    DEFAULT_DATASET_CONFIG,
-    INFO_JSON,
-    INFO_YAML,
-    meta_path,
-    read_splits,
-)
+from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, INFO_JSON, INFO_YAML, meta_path, read_splits
 from energon_bridge.format.parallel import map_shards
 from energon_bridge.format.tar import parse_sample
 from energon_bridge.format.tar_index import ShardScan, scan_tar
 from energon_bridge.prepare.split import find_shards
 from energon_bridge.rng import key_of
 from energon_bridge.rows.arrow import open_parquet, open_remote, open_saved
-from energon_bridge.rows.base import (
-    SPLIT_NAMES,
-    SPLIT_ORDER,
-    FileRef,
-    Layout,
-    Row,
-    RowSample,
-    Source,
-    lay_out,
-)
+from energon_bridge.rows.base import SPLIT_NAMES, SPLIT_ORDER, FileRef, Layout, Row, RowSample, Source, lay_out
 from energon_bridge.rows.lists import open_table
 from energon_bridge.samples import CrudeSample
 from energon_bridge.storage import LocalStore, Store, open_store

@@ -22,16 +22,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from energon_bridge.errors import ConfigurationError, SourceError
-from energon_bridge.rows.base import (
-    SPLIT_NAMES,
-    SPLIT_ORDER,
-    Layout,
-    MediaRoot,
-    Row,
-    first_rows,
-    lay_out,
-    located,
-)
+from energon_bridge.rows.base import SPLIT_NAMES, SPLIT_ORDER, Layout, MediaRoot, Row, first_rows, lay_out, located
 from energon_bridge.rows.lists import CONVERSATIONS, as_files, conversation_row, holds_media, propose_layout
 from energon_bridge.storage import Store, as_far, open_store
 from energon_bridge.storage.ranges import ByteRange, RangeReader

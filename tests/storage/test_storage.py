@@ -118,12 +118,13 @@ def test_a_fork_does_not_inherit_a_held_lock(tmp_path: Path):
     files = OpenFiles()
     store = LocalStore(tmp_path, files=files)
     assert store.read_range("f", 0, 3) == b"con"
-    files._lock.acquire()  # as a thread of the parent could at the moment of the fork
+    lock = files._lock
+    lock.acquire()  # as a thread of the parent could at the moment of the fork
     child = os.fork()
     if child == 0:
         os._exit(0 if store.read_range("f", 3, 4) == b"tent" else 1)
     assert os.waitpid(child, 0)[1] == 0
-    files._lock.release()
+    lock.release()
 
 
 def open_descriptors(folder: Path) -> int:

@@ -257,7 +257,7 @@ def renderer_of(
     if not isinstance(template, str):
         raise ConfigurationError(
             f"{type(tokenizer).__name__} has no chat template (found: {type(template).__name__}): set "
-            "ChatConfig(chat_template=...), for example to one of energon_bridge.task_encoder.families.rendering"
+            "ChatConfig(chat_template=...), for example to CHATML_TEMPLATE of energon_bridge.task_encoder.families"
         )
     draft = ChatRenderer(
         tokenizer=tokenizer, template=template, family=family, learn=learn, options=options, takes_parts=True
