@@ -19,8 +19,8 @@ from engine import config_of
 from forecasts import MIXES, OPTIONS, answer, energon, opened, ranks_of, run, write_mixes
 from PIL import Image
 
-from energon_bridge.cli.analyze_debug import Band, Reads, picture_of, reads_of_run, write_picture
 from energon_bridge.forecast.run import run_of_mix
+from energon_bridge.preview.reads import Band, Reads, picture_of, reads_of_run, write_picture
 from energon_bridge.testing import create_captioning_test_dataset
 
 SVG = "{http://www.w3.org/2000/svg}"

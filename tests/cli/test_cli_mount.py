@@ -18,8 +18,8 @@ import pytest
 from forecasts import energon
 from previews import CRUDE
 
-from energon_bridge.cli.mount import DatasetTree, Part
 from energon_bridge.prepare import parse_patterns, prepare_dataset
+from energon_bridge.preview.mount import DatasetTree, Part
 from energon_bridge.storage import open_store
 from energon_bridge.testing import create_captioning_test_dataset, write_shard
 
