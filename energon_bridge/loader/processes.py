@@ -10,6 +10,7 @@ two; microbatches made and sent in this pass; messages of its own watchdog on th
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import gc
 import mmap
@@ -27,6 +28,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
 from typing import Any, Literal
 
+from energon_bridge.storage.helpers import at_rest
 from energon_bridge.stream.watchdog import HOOK, HOOKS, INDEX, LEAF, SAMPLE_HOOKS, WORDS
 
 _BEGUN, _SINCE, _MADE, _SENT, _SAID = range(5)
@@ -256,7 +258,8 @@ def start_process(method: StartMethod, name: str, target: Callable[..., None], a
         collecting = gc.isenabled()
         gc.disable()  # the fork must not destroy this process's garbage; `set_up_worker` turns it on again
         try:
-            _start(process)
+            with at_rest() if method == "fork" else contextlib.nullcontext():
+                _start(process)
         finally:
             if collecting:
                 gc.enable()

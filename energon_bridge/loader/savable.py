@@ -397,8 +397,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         self._name_losses(AT_END)
 
     def __del__(self) -> None:
-        # Threads end with their `Production`. The garbage collector may call this on any thread, which must not wait
-        # for another one.
+        # Threads end with their `Production`; the garbage collector may call this on one that must not wait for them.
         if "_source" in self.__dict__:
             self._stop_workers()
 

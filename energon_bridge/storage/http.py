@@ -4,7 +4,7 @@
 `Origin` (`buckets.py`) supplies URLs and credentials. Plain sockets and threads survive a fork, which libraries with a
 runtime of their own do not (obstore 0.12 hangs in a forked child if the parent has used it): a child has none of the
 threads, opens its own connections, and shares nothing that holds a lock. Speed is not the reason: both take 0.4 to
-0.9 s of CPU per GB in pieces of 1 MiB.
+0.9 s of CPU per GB in pieces of 1 MiB (without TLS).
 
 Invariant: a body has exactly the bytes requested, all from one version of the object, or an error is raised. Temporary
 failures are retried with growing, random pauses until a deadline; permanent ones raise `Refused` at once. A request
@@ -33,7 +33,8 @@ from urllib.parse import urljoin, urlsplit
 
 from energon_bridge.storage.answers import Answer, Connections, allow_silence, get, place_of
 from energon_bridge.storage.base import MADE
-from energon_bridge.storage.stalls import Helpers, Stalls
+from energon_bridge.storage.helpers import Helpers
+from energon_bridge.storage.stalls import Stalls
 
 _CONNECT_SECONDS = 10.0
 _SILENCE_SECONDS = 30.0

@@ -25,11 +25,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 
 from energon_bridge.errors import StorageError
 from energon_bridge.samples import SourceInfo
+from energon_bridge.storage.helpers import Threads
 from energon_bridge.stores.base import FileStore
 
 # Own folder -----------------------------------------------------------------------------------------------------------
@@ -359,7 +359,7 @@ class DiskCache:
         self.pid = os.getpid()
         self.quota = SharedQuota(parent, max_bytes=max_bytes, max_count=max_count)
         self._num_workers = num_workers
-        self._threads = ThreadPoolExecutor(num_workers, "energon-cache")
+        self._threads = Threads(num_workers, "energon-cache")
         self._running = 0
         self._closed = False
         self._changed = threading.Condition(threading.Lock())

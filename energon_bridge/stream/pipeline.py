@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -21,6 +21,7 @@ from energon_bridge.samples import Batch, Sample, SourceInfo
 from energon_bridge.samples.base import SentSources
 from energon_bridge.samples.slabs import LENDER, SLABS, Lender, Slab, SlabPool
 from energon_bridge.storage.base import MADE
+from energon_bridge.storage.helpers import Threads
 from energon_bridge.stream.budget import Budget
 from energon_bridge.stream.cooking import StorePool, cook_of, cooker_of
 from energon_bridge.stream.dataset_code import PendingSample, has_code
@@ -108,10 +109,10 @@ class Pipeline:
         self.budget = Budget(settings.buffer_bytes, settings.lanes)
         self._sources: list[LeafSource | None] = [None] * len(leaves)
         self._cursors: OrderedDict[tuple[int, int], Cursor] = OrderedDict()
-        self._pool = ThreadPoolExecutor(settings.threads, "energon-load") if settings.threads else None
+        self._pool = Threads(settings.threads, "energon-load") if settings.threads else None
         readers = settings.background_reads
-        self._reading = ThreadPoolExecutor(readers, "energon-read") if readers else None
-        self._openers = ThreadPoolExecutor(_LEAVES_TOGETHER, "energon-leaves") if readers else None
+        self._reading = Threads(readers, "energon-read") if readers else None
+        self._openers = Threads(_LEAVES_TOGETHER, "energon-leaves") if readers else None
         self._memory: Lender | None = None
         # If rows are packed or grouped, a slab would stay in use until the last of its images is delivered.
         straight = settings.packing_buffer_size is None and not self.code.groups and self.rows > 1

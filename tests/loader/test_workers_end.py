@@ -9,7 +9,9 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from paths import HELPERS, REPOSITORY
 from recipes import captions_dataset
 from workers import loader_of, wait_until, worker_pids
 
-from energon_bridge import SavableDataLoader, get_savable_loader, get_train_dataset
+from energon_bridge import DefaultTaskEncoder, SavableDataLoader, TextSample, get_savable_loader, get_train_dataset
+from energon_bridge.storage.helpers import Threads, at_rest
 from energon_bridge.stream.pipeline import Pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -69,6 +72,7 @@ def test_collecting_a_loader_waits_for_no_thread(tmp_path: Path, monkeypatch: py
     """A thread that is being started holds a lock that others need to end, and it may be the one that collects."""
     submit, started, go_on = Pipeline.submit, threading.Event(), threading.Event()
     told: list[bool] = []
+    before = set(threading.enumerate())
 
     def stall() -> None:
         started.set()
@@ -84,15 +88,64 @@ def test_collecting_a_loader_waits_for_no_thread(tmp_path: Path, monkeypatch: py
     loader = loader_with_threads(tmp_path)
     batches = iter(loader)
     next(batches)
-    loading = {thread for thread in threading.enumerate() if thread.name.startswith("energon-")}
-    assert {thread.name for thread in loading} >= {"energon-load_0", "energon-watchdog"}
+    threads = set(threading.enumerate()) - before
+    assert {thread.name for thread in threads} >= {"energon-load_0", "energon-watchdog"}
     cycle = [loader, batches]
     cycle.append(cycle)
     del cycle, loader, batches
     gc.collect()
     go_on.set()
-    assert wait_until(lambda: not loading & set(threading.enumerate()))
+    assert wait_until(lambda: not threads & set(threading.enumerate()))
     assert told == [True]
+
+
+class LockedEncoder(DefaultTaskEncoder):
+    """Needs a lock, as one inside of a library."""
+
+    lock = threading.Lock()
+
+    def encode_sample(self, sample: TextSample) -> Any:
+        with self.lock:
+            return sample
+
+
+def test_no_worker_is_forked_while_a_thread_of_a_dropped_loader_holds_a_lock(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, started = Pipeline.submit, threading.Event()
+
+    def hold() -> None:
+        with LockedEncoder.lock:
+            started.set()
+            time.sleep(1)
+
+    def submit_and_hold(self: Pipeline, *args: Any, **kwargs: Any) -> Any:
+        if not started.is_set() and self._pool is not None:
+            self._pool.submit(hold)
+            assert started.wait(60)
+        return submit(self, *args, **kwargs)
+
+    monkeypatch.setattr(Pipeline, "submit", submit_and_hold)
+    next(iter(loader_with_threads(tmp_path)))
+    gc.collect()
+    with closing(loader_of(data, 2, LockedEncoder(), start_method="fork")) as loader:
+        assert LockedEncoder.lock.locked()
+        next(iter(loader))
+
+
+def test_a_fork_waits_only_so_long_for_threads(caplog: pytest.LogCaptureFixture) -> None:
+    go_on = threading.Event()
+    with Threads(1) as threads:
+        threads.submit(go_on.wait, 60)
+        with at_rest(0.01):
+            pass
+        go_on.set()
+        threads.submit(int).result()
+        with at_rest(60):
+            pass
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "a worker is forked while threads of this process have been loading for 0.01 s"
+    ]
 
 
 def test_closing_a_loader_waits_for_its_threads(tmp_path: Path) -> None:

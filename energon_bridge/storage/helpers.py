@@ -1,0 +1,110 @@
+"""Threads: pools that rest while a worker is forked, and daemon threads for blocking calls.
+
+Invariant: no job of a `Threads` runs in the block of `at_rest`, which forks. A fork has the locks that a job holds,
+also those inside of libraries (SQLite's allocator has one), and no thread that releases them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+Jobs = queue.SimpleQueue[Callable[[], None] | None]
+logger = logging.getLogger(__name__)
+
+_REST_SECONDS = 10.0
+_rest = threading.Condition(threading.Lock())
+_running = 0
+
+
+class Threads(ThreadPoolExecutor):
+    """A pool of threads whose jobs count as running, for `at_rest`."""
+
+    def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+        """Run a function on a thread."""
+        return super().submit(functools.partial(_counted, fn, *args, **kwargs))
+
+
+def _counted(fn: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    global _running
+    with _rest:
+        _running += 1
+    try:
+        return fn(*args, **kwargs)
+    finally:
+        with _rest:
+            _running -= 1
+            _rest.notify_all()
+
+
+@contextlib.contextmanager
+def at_rest(seconds: float = _REST_SECONDS) -> Iterator[None]:
+    """Wait until no job runs, and let none begin in the block; after some seconds go on anyway, with a warning."""
+    with _rest:
+        if not _rest.wait_for(lambda: not _running, seconds):
+            logger.warning(
+                "a worker is forked while threads of this process have been loading for %g s: it may wait in vain for "
+                'a lock that one of them holds. If it hangs, use start_method="forkserver"',
+                seconds,
+            )
+        yield
+
+
+def _after_fork() -> None:
+    global _rest, _running
+    _rest, _running = threading.Condition(threading.Lock()), 0
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class Helpers:
+    """Run jobs on idle threads, or on new ones if all are busy; the threads end with this object."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._idle: list[Jobs] = []
+        weakref.finalize(self, _end, self._idle).atexit = False
+
+    def start(self, job: Callable[[], None], done: Callable[[], None]) -> None:
+        """Run a job, which must not raise, then `done`; after that the thread is idle."""
+        if self._pid != os.getpid():
+            self._begin()
+        idle = self._idle
+        try:
+            jobs = idle.pop()
+        except IndexError:
+            jobs = queue.SimpleQueue()
+            threading.Thread(target=_help, args=(jobs,), name=self._name, daemon=True).start()
+
+        def run() -> None:
+            job()
+            idle.append(jobs)
+            done()
+
+        jobs.put(run)
+
+
+def _help(jobs: Jobs) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # release the memory of the last read before waiting for the next
+
+
+def _end(idle: list[Jobs]) -> None:
+    for jobs in idle:
+        jobs.put(None)
