@@ -34,7 +34,7 @@ from energon_bridge.loader.streams import open_pipeline
 from energon_bridge.loader.workers import Production, Work, keep_freed_memory, schedule
 from energon_bridge.samples.base import pin_value
 from energon_bridge.samples.showing import counted, described
-from energon_bridge.storage.base import REQUESTS
+from energon_bridge.storage.network import REQUESTS
 from energon_bridge.stream.finite import mask_loss
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.pipeline import Pipeline, attach

@@ -32,7 +32,7 @@ from typing import TypeVar
 import numpy as np
 
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.storage.base import MADE
+from energon_bridge.storage.network import MADE
 
 _T = TypeVar("_T")
 

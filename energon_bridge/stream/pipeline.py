@@ -20,8 +20,8 @@ from energon_bridge.errors import FatalSampleError, SampleError, SkipSample
 from energon_bridge.samples import Batch, Sample, SourceInfo
 from energon_bridge.samples.base import SentSources
 from energon_bridge.samples.slabs import LENDER, SLABS, Lender, Slab, SlabPool
-from energon_bridge.storage.base import MADE
 from energon_bridge.storage.helpers import Threads
+from energon_bridge.storage.network import MADE
 from energon_bridge.stream.budget import Budget
 from energon_bridge.stream.cooking import StorePool, cook_of, cooker_of
 from energon_bridge.stream.dataset_code import PendingSample, has_code
