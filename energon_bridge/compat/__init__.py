@@ -1,10 +1,9 @@
 """`megatron.energon` served by energon_bridge: code written for megatron-energon runs unchanged.
 
-`install()` adds an import hook. From then on, `import megatron.energon` and its modules return the objects
-of this package (`table` maps the names), small adapters if arguments differ (`loading`, `factories`, `preparing`,
-`records`, `epath`), or names that raise when used and say what to use instead (`refused`). `python -m
-energon_bridge.compat SCRIPT` does the same for a program that you do not want to change. docs/reference/compat.md lists
-all names.
+`install()` adds an import hook. From then on, `import megatron.energon` and its modules return the objects of this
+package (`table` maps the names), small adapters if arguments differ (`loading`, `factories`, `preparing`, `records`,
+`epath`), or names that raise when used and say what to use instead. `python -m energon_bridge.compat SCRIPT` does the
+same for a program that you do not want to change. docs/reference/compat.md lists all names.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from types import ModuleType
 from typing import Any
 
 from energon_bridge.compat import table
-from energon_bridge.compat.refused import PACKAGE
 from energon_bridge.compat.surface import VERSION, modules
+from energon_bridge.compat.table import PACKAGE
 from energon_bridge.errors import ConfigurationError
 
 __all__ = ["install"]

@@ -10,7 +10,7 @@ from enum import StrEnum
 from fractions import Fraction
 from typing import Any, Self
 
-from energon_bridge.compat.refused import not_provided
+from energon_bridge.compat.table import not_provided
 from energon_bridge.errors import ConfigurationError, ShardMissingError
 from energon_bridge.format.jsonl import index_jsonl
 from energon_bridge.format.nvmeta import expand_braces
