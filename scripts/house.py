@@ -43,8 +43,9 @@ def imported(tree: ast.Module, names: set[str]) -> Iterator[str]:
 def importers_of(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
     """Return for each module which others import it."""
     importers = defaultdict(set)
+    names = {*trees, *map(module_name, PACKAGE.rglob("*.c"))}
     for name, tree in trees.items():
-        for other in imported(tree, set(trees)):
+        for other in imported(tree, names):
             if other in trees and other != name:
                 importers[other].add(name)
     return importers

@@ -1,7 +1,6 @@
 """Video and sound: clips, frames and metadata, decoded on demand by PyAV.
 
-`decoder` has the public `AVDecoder` and reads metadata; `media` opens a file and finds its streams, `packets` walks its
-video packets, `video` and `audio` decode frames and samples; `clips` chooses clips.
+`decoder` has the public `AVDecoder`, reads metadata and chooses clips; `media` opens a file, `streams` decodes it.
 """
 
 from energon_bridge.av.decoder import AV_EXTENSIONS, AVDecoder, get_clips_uniform, get_single_frames_uniform

@@ -16,10 +16,18 @@ from dataclasses import asdict
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Literal, Self, TypeAlias
 
-from energon_bridge.av.audio import AudioReader, as_floats, resample
 from energon_bridge.av.media import AVData, Media, length_of, opened, start_of, tensor_of, ticks
-from energon_bridge.av.packets import Packets
-from energon_bridge.av.video import Pixels, VideoReader, beyond, clip_of, is_over
+from energon_bridge.av.streams import (
+    AudioReader,
+    Packets,
+    Pixels,
+    VideoReader,
+    as_floats,
+    beyond,
+    clip_of,
+    is_over,
+    resample,
+)
 from energon_bridge.errors import ConfigurationError, DecodeError, UnfitSampleError
 from energon_bridge.format.media import AVMetadata
 from energon_bridge.storage import open_store

@@ -10,8 +10,7 @@ import click
 
 from energon_bridge.errors import ConfigurationError, FieldMapError
 from energon_bridge.format.field_map import FieldMap, check_kinds, describe_fields
-from energon_bridge.prepare.dataset_yaml import render_dataset_yaml
-from energon_bridge.prepare.first_samples import FirstSample, check_found
+from energon_bridge.prepare.dataset_yaml import FirstSample, check_found, render_dataset_yaml
 from energon_bridge.prepare.split import SplitRule, parse_ratio
 from energon_bridge.samples import sample_type_by_name, sample_type_names
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import click
 
-from energon_bridge.cli.engines import engine_options, task_of, task_options, workers_of
 from energon_bridge.cli.output import count_of, print_json, print_table
-from energon_bridge.cli.progress import shard_progress
+from energon_bridge.cli.prepare_options import engine_options, shard_progress, task_of, task_options, workers_of
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.columns import read_columns
 from energon_bridge.format.parallel import available_cores

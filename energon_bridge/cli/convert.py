@@ -17,9 +17,8 @@ import click
 import numpy as np
 
 from energon_bridge.cli.assistant import shorten
-from energon_bridge.cli.engines import engine_options, task_of, task_options, workers_of
 from energon_bridge.cli.output import count_of, format_bytes, json_option
-from energon_bridge.cli.progress import shard_progress
+from energon_bridge.cli.prepare_options import engine_options, shard_progress, task_of, task_options, workers_of
 from energon_bridge.errors import ConfigurationError, SourceError
 from energon_bridge.format.field_map import describe_fields
 from energon_bridge.format.parallel import available_cores
@@ -33,8 +32,7 @@ from energon_bridge.prepare.convert import (
     convert_task,
     propose_samples_per_shard,
 )
-from energon_bridge.prepare.sources import KINDS, open_source
-from energon_bridge.prepare.sources.hub import download, is_hub, stream
+from energon_bridge.prepare.sources import KINDS, download, is_hub, open_source, stream
 from energon_bridge.prepare.split import SplitRule, parse_ratio
 from energon_bridge.rows.base import Layout, Source, check_layout, first_rows
 from energon_bridge.rows.lists import CONVERSATIONS

@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass, field
 
 import click
 
-from energon_bridge.cli.engines import engine_options, task_of, workers_of
 from energon_bridge.cli.output import count_of, print_json
-from energon_bridge.cli.progress import shard_progress
+from energon_bridge.cli.prepare_options import engine_options, shard_progress, task_of, workers_of
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.prepare.engines import Task
@@ -116,7 +115,7 @@ def command(
         splits = _splits(path, datasets, parts)
         _encode(path, splits, encoder, found, parallel, dataset_config, split_config, trust=trust_remote_code)
     if duplicates:
-        from energon_bridge.prepare.equal_samples import find_equal_samples
+        from energon_bridge.prepare.columns import find_equal_samples
 
         for problem in find_equal_samples(datasets, num_workers=workers):
             found.add(problem)

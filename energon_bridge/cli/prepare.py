@@ -9,20 +9,27 @@ from typing import Any
 import click
 
 from energon_bridge.cli.assistant import ask_dataset_yaml, ask_field_map, ask_ratio, show_first_samples
-from energon_bridge.cli.engines import engine_options, task_of, task_options, workers_of, workers_option
 from energon_bridge.cli.output import count_of, json_option
-from energon_bridge.cli.prepare_media import media_filter, media_options, report_media, tmp_option
-from energon_bridge.cli.progress import shard_progress
+from energon_bridge.cli.prepare_options import (
+    engine_options,
+    media_filter,
+    media_options,
+    report_media,
+    shard_progress,
+    task_of,
+    task_options,
+    tmp_option,
+    workers_of,
+    workers_option,
+)
 from energon_bridge.errors import ConfigurationError, MetadataError, NotPreparedError
 from energon_bridge.format.jsonl import index_jsonl, is_jsonl
 from energon_bridge.format.nvmeta import meta_path, read_info
 from energon_bridge.format.parallel import Workers
-from energon_bridge.prepare.dataset_yaml import parse_field_map, render_dataset_yaml
-from energon_bridge.prepare.discover import find_shards
+from energon_bridge.prepare.dataset_yaml import check_found, parse_field_map, read_first_samples, render_dataset_yaml
 from energon_bridge.prepare.duplicates import rename_duplicates, undo_renames
-from energon_bridge.prepare.first_samples import check_found, read_first_samples
 from energon_bridge.prepare.run import Prepared, prepare_dataset, rebuild_index, scan_task
-from energon_bridge.prepare.split import SplitRule, parse_patterns, parse_ratio
+from energon_bridge.prepare.split import SplitRule, find_shards, parse_patterns, parse_ratio
 from energon_bridge.samples import CrudeSample, sample_type_by_name
 from energon_bridge.storage import Store, open_store
 

@@ -1,79 +1,27 @@
-"""`energon prepare-media PATH`, and the filters of media files that `energon prepare` takes as well."""
+"""`energon prepare-media PATH`: metadata of media files, for a prepared dataset or a plain folder."""
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
-from energon_bridge.cli.engines import engine_options, task_of, task_options, workers_of, workers_option
 from energon_bridge.cli.output import json_option
-from energon_bridge.cli.progress import shard_progress
-from energon_bridge.errors import ConfigurationError
-from energon_bridge.format.media import MediaFilter
-from energon_bridge.prepare.media import IndexedMedia, media_task, prepare_media
-
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-_SHOWN = 5
-
-
-def media_options(command: Command) -> Command:
-    """Add the three filters of media files to a command."""
-    for option in (
-        click.option(
-            "--media-metadata-by-extension", is_flag=True, help="Look into the media files that their extensions tell."
-        ),
-        click.option(
-            "--media-metadata-by-header", is_flag=True, help="Look into the media files that their first bytes tell."
-        ),
-        click.option(
-            "--media-metadata-by-glob",
-            default=None,
-            metavar="PATTERNS",
-            help="Look into the media files whose names match one of these: '*.jpg,*.png'.",
-        ),
-    ):
-        command = option(command)
-    return command
-
-
-def _use_folder(context: click.Context, _: click.Parameter, folder: str | None) -> None:
-    if folder is not None:
-        before = tempfile.tempdir
-        context.call_on_close(lambda: setattr(tempfile, "tempdir", before))
-        tempfile.tempdir = folder
-
-
-tmp_option = click.option(
-    "--tmp-path",
-    type=click.Path(exists=True, file_okay=False, writable=True),
-    callback=_use_folder,
-    expose_value=False,
-    help="Folder for temporary files: the index of a dataset behind a URL, what is sorted. [default: the system's]",
+from energon_bridge.cli.prepare_options import (
+    engine_options,
+    media_filter,
+    media_options,
+    report_media,
+    shard_progress,
+    task_of,
+    task_options,
+    tmp_option,
+    workers_of,
+    workers_option,
 )
-
-
-def media_filter(by_glob: str | None, by_header: bool, by_extension: bool) -> MediaFilter | None:
-    """Return the filter that the options choose, None without any."""
-    if (by_glob is not None) + by_header + by_extension > 1:
-        raise ConfigurationError("the --media-metadata-by-… options exclude each other: use one.")
-    if by_glob is not None:
-        return MediaFilter(strategy="GLOB", patterns=by_glob)
-    if by_header:
-        return MediaFilter(strategy="HEADER")
-    return MediaFilter(strategy="EXTENSION") if by_extension else None
-
-
-def report_media(found: IndexedMedia) -> None:
-    """Report how many media files were read, and which could not be."""
-    click.echo(f"Done: stored metadata for {found.num_files:,} files.")
-    if found.failed:
-        shown = ", ".join(found.failed[:_SHOWN]) + (", ..." if len(found.failed) > _SHOWN else "")
-        click.echo(f"{len(found.failed):,} files could not be read: {shown}")
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.prepare.media import media_task, prepare_media
 
 
 @click.command("prepare-media")

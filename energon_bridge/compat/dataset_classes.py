@@ -16,7 +16,7 @@ from typing import Any, Self
 from energon_bridge.compat.epath import EPath
 from energon_bridge.compat.preparing import JsonlPreparator, WebdatasetPreparator
 from energon_bridge.compat.records import DEFAULT_DECODER
-from energon_bridge.compat.refused import not_provided
+from energon_bridge.compat.table import not_provided
 from energon_bridge.errors import MetadataError
 from energon_bridge.format.code import load_function
 from energon_bridge.format.field_map import FieldMap

@@ -17,7 +17,7 @@ from energon_bridge.compat.dataset_classes import BaseCoreDatasetFactory
 from energon_bridge.compat.encoders import DatasetBlendMode
 from energon_bridge.compat.epath import EPath
 from energon_bridge.compat.preparing import prepare_metadataset
-from energon_bridge.compat.refused import not_provided
+from energon_bridge.compat.table import not_provided
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.mix import JoinRef, Mix, MixIndex, load_mix

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 
 from energon_bridge import av, stores, task_encoder
 from energon_bridge.compat.epath import EPath
-from energon_bridge.compat.refused import not_provided
+from energon_bridge.compat.table import not_provided
 from energon_bridge.errors import ConfigurationError, MetadataError
 from energon_bridge.format.documents import parse_document
 from energon_bridge.format.jsonl import open_jsonl

@@ -6,14 +6,15 @@ docs/reference/compat.md. Each name of `surface` has exactly one entry; a test f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import energon_bridge
-from energon_bridge.compat.refused import refused_class, refused_command, refused_function, state_class
 from energon_bridge.compat.surface import VERSION, modules
+from energon_bridge.errors import NotProvidedError
 
 Kind = Literal["ours", "adapter", "value", "state", "refused", "type variable"]
 
@@ -373,3 +374,96 @@ MODULE_ADVICE = {
     "wrappers": _WRAPPERS + "say what becomes of samples by the hooks of a task encoder",
     "watchdog": "pass get_savable_loader(watchdog_timeout_seconds=…)",
 }
+
+
+# Names that raise when used -------------------------------------------------------------------------------------------
+#
+# Without a counterpart here, they can be imported. Modules may use such a class on import: in annotations, with type
+# arguments, in `isinstance` and as a base. Creating an object, or using an attribute, raises NotProvidedError, which
+# says what to use instead. States of megatron-energon's loaders unpickle to empty objects, which a loader rejects with
+# an error that names them.
+
+
+PACKAGE = "megatron.energon"
+
+
+def not_provided(name: str, advice: str) -> NotProvidedError:
+    """Build the error for the use of a name; `advice` says what to use instead."""
+    return NotProvidedError(f"{name} of megatron-energon has no counterpart in energon_bridge: {advice}.")
+
+
+class NoSuchPart(NotProvidedError, AttributeError):  # noqa: N818 - never caught by this name
+    """An internal attribute of megatron-energon was accessed, perhaps by `hasattr`."""
+
+
+class Refusing(type):
+    """The class of classes that can be named but not used."""
+
+    __advice__: str
+    __named__: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise not_provided(cls.__named__, cls.__advice__)
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        refusal = not_provided(f"{cls.__named__}.{name}", cls.__advice__)
+        if name.startswith("__"):  # typing, inspect and others look for these
+            raise AttributeError(str(refusal))
+        raise NoSuchPart(str(refusal)) if name.startswith("_") else refusal
+
+    def __getitem__(cls, arguments: Any) -> Any:
+        return cls
+
+
+def refused_class(name: str, advice: str, **attributes: Any) -> type:
+    """Return a class that raises when used, except for the given `attributes`."""
+    namespace = {"__module__": PACKAGE, "__qualname__": name, "__named__": name, "__advice__": advice, **attributes}
+    return Refusing(name, (), namespace)
+
+
+def refused_function(name: str, advice: str) -> Callable[..., NoReturn]:
+    """Return a function that raises when called."""
+
+    def refused(*args: Any, **kwargs: Any) -> NoReturn:
+        raise not_provided(name, advice)
+
+    refused.__name__ = refused.__qualname__ = name
+    refused.__module__ = PACKAGE
+    refused.__doc__ = f"Not provided: {advice}."
+    return refused
+
+
+def refused_command(name: str, advice: str) -> Any:
+    """Return a click command that raises when run, alone or in a group, whatever its arguments."""
+    import click  # importing `megatron.energon` does not need it
+
+    class Refused(click.Command):
+        def main(self, *args: Any, **kwargs: Any) -> NoReturn:
+            raise not_provided(name, advice)
+
+        def invoke(self, ctx: click.Context) -> NoReturn:
+            raise click.ClickException(str(not_provided(name, advice)))
+
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+    return Refused(name, context_settings=settings, help=f"Not provided: {advice}.")
+
+
+class ForeignState(dict[Any, Any]):
+    """A state of megatron-energon, without its content; loaders reject it with an error that names it.
+
+    A dict, since some of megatron-energon's states are, and pickles add their entries one by one.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def state_class(name: str, module: str) -> type[ForeignState]:
+    """Return the class that one kind of state unpickles to."""
+    return type(name, (ForeignState,), {"__module__": f"{PACKAGE}.{module}", "__qualname__": name})

@@ -11,7 +11,7 @@ import dataclasses
 from typing import Any, NoReturn
 
 from energon_bridge import datasets
-from energon_bridge.compat.refused import Refusing, not_provided
+from energon_bridge.compat.table import Refusing, not_provided
 from energon_bridge.errors import ConfigurationError, WrongUseError
 from energon_bridge.loader.run_plan import DATASET_IS_NO_LOADER, DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader

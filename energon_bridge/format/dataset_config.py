@@ -18,13 +18,7 @@ from typing import Any
 
 from energon_bridge.errors import EnergonError, FieldMapError, MetadataError, ShardMissingError
 from energon_bridge.format.code import import_class, load_function
-from energon_bridge.format.documents import (
-    expect_keys,
-    expect_mapping,
-    expect_string,
-    expect_strings,
-    parse_document,
-)
+from energon_bridge.format.documents import expect_keys, expect_mapping, expect_string, expect_strings, parse_document
 from energon_bridge.format.field_map import FieldMap, check_fields
 from energon_bridge.format.nvmeta import meta_path
 from energon_bridge.samples import ChatMLSample, CrudeSample, sample_type_by_name, sample_type_names

@@ -21,7 +21,7 @@ from energon_bridge.errors import ConfigurationError
 from energon_bridge.integrations.task_encoders import TaskEncoderContext, load_processor
 from energon_bridge.task_encoder.base import TaskEncoder
 from energon_bridge.task_encoder.families import ChatConfig, ChatTemplateTaskEncoder
-from energon_bridge.task_encoder.families.pretrained import load_pretrained
+from energon_bridge.task_encoder.families.registry import load_pretrained
 from energon_bridge.task_encoder.packed_sequences import MultiModalPack, pack_sequences
 from energon_bridge.task_encoder.sequences import MultiModalBatch, MultiModalSample
 

@@ -28,7 +28,7 @@ from energon_bridge.format.nvmeta import INDEX_SQLITE, meta_path, read_info
 from energon_bridge.format.parallel import Workers, map_shards
 from energon_bridge.format.tar import BLOCK, Member, NeedMoreBytes, next_member
 from energon_bridge.format.tar_index import ShardScan, scan_tar
-from energon_bridge.prepare.discover import find_shards
+from energon_bridge.prepare.split import find_shards
 from energon_bridge.prepare.staging import Staging
 from energon_bridge.storage import LocalStore, Store, open_store
 

@@ -44,11 +44,10 @@ from energon_bridge.format.nvmeta import (
 )
 from energon_bridge.format.parallel import Workers, map_shards
 from energon_bridge.format.tar_index import encode_index, index_name, scan_tar
-from energon_bridge.prepare.discover import find_shards
 from energon_bridge.prepare.engines import Task
 from energon_bridge.prepare.media import IndexedMedia, index_dataset_media
 from energon_bridge.prepare.shards import RECORD_SUFFIX, ShardRecord
-from energon_bridge.prepare.split import SplitRule, split_shards
+from energon_bridge.prepare.split import SplitRule, find_shards, split_shards
 from energon_bridge.prepare.staging import Staging
 from energon_bridge.storage import LocalStore, Store, open_store
 

@@ -10,7 +10,6 @@ batch of an arrow file; then one row group or record batch at a time, with all i
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import re
 import struct
@@ -23,18 +22,10 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from energon_bridge.errors import ConfigurationError, SourceError
-from energon_bridge.rows.base import (
-    SPLIT_NAMES,
-    SPLIT_ORDER,
-    Layout,
-    MediaRoot,
-    Row,
-    first_rows,
-    lay_out,
-    located,
-)
+from energon_bridge.rows.base import SPLIT_NAMES, SPLIT_ORDER, Layout, MediaRoot, Row, first_rows, lay_out, located
 from energon_bridge.rows.lists import CONVERSATIONS, as_files, conversation_row, holds_media, propose_layout
 from energon_bridge.storage import Store, as_far, open_store
+from energon_bridge.storage.ranges import ByteRange, RangeReader
 
 _LOOKED_AT = 20
 _SPLIT = re.compile(r"(train|validation|valid|val|dev|test)(?=[-_.]|$)")
@@ -412,38 +403,6 @@ _MAGIC = b"ARROW1\0\0"
 _SCHEMA, _BATCH = 1, 3  # kinds of messages
 
 
-class _SparseFile(io.RawIOBase):
-    """A file with some ranges in memory; others are read on request."""
-
-    def __init__(self, store: Store, rel: str, size: int, known: Sequence[tuple[int, bytes]]) -> None:
-        self._store, self._rel, self._size = store, rel, size
-        self._known = [(start, memoryview(data)) for start, data in known]
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        left = max(0, self._size - self._at)
-        start, size = self._at, left if size is None or size < 0 else min(size, left)
-        self._at += size
-        for first, data in self._known:
-            if first <= start and start + size <= first + len(data):
-                return bytes(data[start - first : start - first + size])
-        return self._store.read_range(self._rel, start, size) if size else b""
-
-
 def sizes_of(store: Store, names: Sequence[str]) -> list[int]:
     """Return the sizes of files in bytes; raises ShardMissingError."""
     far = as_far(store)
@@ -463,7 +422,8 @@ def far_groups(store: Store, names: Sequence[str], stamps: Sequence[Stamp]) -> l
                     found.append(_arrow_groups(store, path, stamp))
                     continue
                 version = stamp[1] or int.from_bytes(hashlib.blake2b(tail, digest_size=7).digest(), "little")
-                file = _SparseFile(store, name, stamp[0], [(stamp[0] - len(tail), tail)])
+                whole = ByteRange(store=store, rel=name, offset=0, size=stamp[0])
+                file = RangeReader(whole, [(stamp[0] - len(tail), tail)])
                 metadata = pyarrow_modules().parquet.ParquetFile(file, pre_buffer=False).metadata
                 found.append(_parquet_groups(path, (stamp[0], version), metadata, store))
             except (pyarrow_modules().ArrowException, struct.error) as error:
@@ -503,7 +463,8 @@ def _prefetched(store: Store, groups: Sequence[Group], columns: tuple[str, ...])
             lengths.append(chunk.total_compressed_size)
     rel = _rel(store, first.path)
     blocks = store.read_ranges(rel, offsets, lengths)
-    file = _SparseFile(store, rel, first.stamp[0], list(zip(offsets, blocks, strict=True)))
+    whole = ByteRange(store=store, rel=rel, offset=0, size=first.stamp[0])
+    file = RangeReader(whole, list(zip(offsets, blocks, strict=True)))
     return pyarrow_modules().parquet.ParquetFile(file, metadata=first.metadata, pre_buffer=False)
 
 

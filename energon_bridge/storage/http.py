@@ -1,15 +1,10 @@
 """Read ranges of objects by HTTP: many at once, retried, resumed where they broke off, and hedged.
 
 `Client` serves all remote stores of a process: it keeps connections alive and has threads that wait for responses. An
-`Origin` (`buckets.py`) supplies URLs and credentials.
-
-Why not a ready-made client? Training processes read indexes and then fork workers, so the client must survive a fork,
-and libraries with their own runtime do not: obstore 0.12 hangs forever in a forked child if the parent has used it.
-This client is plain sockets and threads. A fork has none of the threads, opens its own connections, and shares nothing
-that holds a lock. Speed is not the reason. With 8 threads on loopback, reading 1 MiB at a time took 0.4-0.6 s of CPU
-per GB with bare http.client against 0.7-0.9 in obstore (with TLS 1.6 both); 64 KiB at a time, 165-175 us a request
-against 170 (with TLS 277 against 185-245). Measured 2026-11-23 on two shared cores, client side only. With the parser
-of `answers.py` this client takes 85 us for 80 KiB, 125 without (2026-11-24).
+`Origin` (`buckets.py`) supplies URLs and credentials. Plain sockets and threads survive a fork, which libraries with a
+runtime of their own do not (obstore 0.12 hangs in a forked child if the parent has used it): a child has none of the
+threads, opens its own connections, and shares nothing that holds a lock. Speed is not the reason: both take 0.4 to
+0.9 s of CPU per GB in pieces of 1 MiB (without TLS).
 
 Invariant: a body has exactly the bytes requested, all from one version of the object, or an error is raised. Temporary
 failures are retried with growing, random pauses until a deadline; permanent ones raise `Refused` at once. A request

@@ -6,6 +6,7 @@ Invariant: nothing is read before it is requested, and a range can be pickled: i
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,12 +38,17 @@ class ByteRange:
 class RangeReader(io.RawIOBase):
     """A seekable stream over a `ByteRange`, or over bytes in memory.
 
+    Args:
+        source: What to read.
+        known: Parts of a `ByteRange` that are in memory already, each with its position.
+
     Attributes:
         bytes_read: Bytes handed out so far.
     """
 
-    def __init__(self, source: ByteRange | bytes) -> None:
+    def __init__(self, source: ByteRange | bytes, known: Sequence[tuple[int, bytes]] = ()) -> None:
         self._source = source
+        self._known = [(start, memoryview(data)) for start, data in known]
         self._size = source.size if isinstance(source, ByteRange) else len(source)
         self._at = 0
         self.bytes_read = 0
@@ -61,14 +67,19 @@ class RangeReader(io.RawIOBase):
         size = left if size is None or size < 0 else min(size, left)
         if not size:
             return b""
-        source, at = self._source, self._at
-        if isinstance(source, ByteRange):
-            data = source.store.read_range(source.rel, source.offset + at, size)
-        else:
-            data = source[at : at + size]
+        data = self._bytes(self._at, size)
         self._at += size
         self.bytes_read += size
         return data
+
+    def _bytes(self, at: int, size: int) -> bytes:
+        source = self._source
+        if not isinstance(source, ByteRange):
+            return source[at : at + size]
+        for start, data in self._known:
+            if start <= at and at + size <= start + len(data):
+                return bytes(data[at - start : at - start + size])
+        return source.store.read_range(source.rel, source.offset + at, size)
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
         """Fill a buffer with the next bytes; return how many."""

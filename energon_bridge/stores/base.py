@@ -1,4 +1,4 @@
-"""The interface of file stores: bytes or decoded values by key, with their sources.
+"""File stores: their interface, and stores over prepared datasets, folders and JSONL files.
 
 A custom store derives from `FileStore` and overrides `read`, `get_path` and, if it has media metadata,
 `get_media_metadata`. Invariant: a read never depends on earlier reads, and any thread of any process may read.
@@ -6,12 +6,24 @@ A custom store derives from `FileStore` and overrides `read`, `get_path` and, if
 
 from __future__ import annotations
 
+import os
+import sqlite3
+import struct
+import tempfile
+import threading
+from collections.abc import Sequence
 from types import GenericAlias
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
-from energon_bridge.errors import DecodeError, MediaMetadataError
-from energon_bridge.format.media import MediaMetadata
+from energon_bridge.errors import DecodeError, FileNotInStoreError, KeyIndexError, MediaMetadataError, ShardMissingError
+from energon_bridge.format.jsonl import PART, JsonlDataset, open_jsonl
+from energon_bridge.format.key_index import check_table, copy_key_index, limit_time, sqlite_uri
+from energon_bridge.format.media import MediaMetadata, read_metadata
+from energon_bridge.format.nvmeta import INDEX_SQLITE, meta_path, read_info
+from energon_bridge.format.tar import parse_sample, split_member_name
+from energon_bridge.format.tar_index import index_name
 from energon_bridge.samples import SourceInfo, add_source_info
+from energon_bridge.storage import LocalStore, Store, open_store
 from energon_bridge.storage.ranges import ByteRange
 
 
@@ -172,3 +184,350 @@ def note_source(sample: Any, source: SourceInfo) -> None:
     """Record the source of a file in a sample, if it has a place for that."""
     if isinstance(sample, dict) or hasattr(sample, "__sources__"):
         add_source_info(sample, source)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Looking up single parts by key in `index.sqlite`: the location of their bytes, and their media metadata.
+#
+# Invariant: an index is opened read-only and as immutable, by the first lookup in each process; lookups of all
+# threads of the process share that connection under a lock. An index at a URL is first copied to a local file, which
+# is unlinked once it is open, so that nothing is left behind however the process ends. Format: `key_index`, `media`.
+
+
+_PART = """
+    SELECT samples.tar_file_id, content_byte_offset, content_byte_size FROM samples JOIN sample_parts
+    ON sample_parts.tar_file_id = samples.tar_file_id AND sample_parts.sample_index = samples.sample_index
+    WHERE sample_key = ? AND part_name = ?
+"""
+_SAMPLE = "SELECT tar_file_id, byte_offset, byte_size FROM samples WHERE sample_key = ?"
+_MEDIA = "SELECT metadata_type, metadata_json FROM media_metadata WHERE entry_key = ?"
+
+_TABLES = frozenset({"samples", "sample_parts", "media_metadata"})
+_LOOKUP_SECONDS = 60.0
+
+_INHERITED: list[sqlite3.Connection] = []
+"""Connections of the parent process: after a fork, sqlite allows neither using nor closing them."""
+
+
+class PartLocation(NamedTuple):
+    """Location of a part: shard number in `.info.json`, and bytes of the shard.
+
+    `is_sample`: the bytes are those of the whole sample, from an index without parts.
+    """
+
+    shard: int
+    offset: int
+    size: int
+    is_sample: bool
+
+
+class PartIndex:
+    """The `index.sqlite` of one dataset or folder, for lookups; thread-safe, fork-safe and picklable."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._connection: sqlite3.Connection | None = None
+        self._tables: frozenset[str] = frozenset()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PartIndex, (self._store,)
+
+    def __del__(self) -> None:
+        self._let_go()
+
+    def find(self, key: str, part: str) -> PartLocation | None:
+        """Return the location of a part of a sample, None if there is no such part.
+
+        An index without parts gives the location of the whole sample. Raises KeyIndexError if the index is missing or
+        damaged.
+        """
+        if not self._has("samples"):
+            raise self._damaged("it has no table 'samples'")
+        by_part = self._has("sample_parts")
+        rows = self._ask(_PART, (key, part)) if by_part else self._ask(_SAMPLE, (key,))
+        if not rows:
+            return None
+        if not all(type(value) is int and 0 <= value < 1 << 62 for value in rows[0]):
+            raise self._damaged(f"its shard, byte and size of {key!r} are {str(rows[0])[:200]}")
+        return PartLocation._make((*rows[0], not by_part))
+
+    def media(self, key: str) -> MediaMetadata | None:
+        """Return the metadata of a media file, None if there is none.
+
+        Raises MediaMetadataError if the dataset or folder has no media metadata at all, or some that cannot be read.
+        """
+        remedy = f"Run `energon prepare-media {self._store.root}` with one of its filters."
+        try:
+            has_media = self._has("media_metadata")
+        except KeyIndexError as error:
+            raise MediaMetadataError(f"{self._store.root}: no media metadata: {error} {remedy}") from error
+        if not has_media:
+            raise MediaMetadataError(f"{self._store.root}: no media metadata. {remedy}")
+        rows = self._ask(_MEDIA, (key,))
+        return read_metadata(*rows[0], where=f"{self._store.root}: media metadata of {key!r}") if rows else None
+
+    def _has(self, table: str) -> bool:
+        with self._current_lock():
+            self._open()
+            return table in self._tables
+
+    def _ask(self, query: str, values: Sequence[object]) -> list[Any]:
+        try:
+            with self._current_lock():
+                connection = self._open()
+                limit_time(connection, _LOOKUP_SECONDS)
+                return connection.execute(query, values).fetchmany(1)
+        except (sqlite3.Error, ValueError) as error:
+            raise self._damaged(str(error)) from error
+
+    def _current_lock(self) -> threading.Lock:
+        if self._pid != os.getpid():
+            # A fork copied a connection that is not ours, and perhaps a lock that a thread of the parent held.
+            self._let_go()
+            self._lock, self._pid = threading.Lock(), os.getpid()
+        return self._lock
+
+    def _let_go(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is None:
+            return
+        if self._pid == os.getpid():
+            connection.close()
+        else:
+            _INHERITED.append(connection)
+
+    def _open(self) -> sqlite3.Connection:
+        if self._connection is None:
+            connection = self._connect()
+            try:
+                rows = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+                # A view is not accepted: its query may never end.
+                for name in _TABLES.intersection(name for (name,) in rows):
+                    check_table(connection, "main", name)
+            except (sqlite3.Error, ValueError) as error:  # ValueError: names that are not UTF-8
+                connection.close()
+                raise self._damaged(str(error)) from error
+            self._connection, self._tables = connection, frozenset(name for (name,) in rows)
+        return self._connection
+
+    def _connect(self) -> sqlite3.Connection:
+        rel = meta_path(INDEX_SQLITE)
+        if isinstance(self._store, LocalStore):
+            if not self._store.exists(rel):
+                raise self._missing()
+            return self._connect_to(self._store.url(rel))
+        descriptor, scratch = tempfile.mkstemp(prefix="energon-index-")
+        os.close(descriptor)
+        try:
+            copy_key_index(self._store, scratch)
+            return self._connect_to(scratch)
+        except ShardMissingError as error:
+            raise self._missing() from error
+        finally:
+            os.unlink(scratch)
+
+    def _connect_to(self, path: str) -> sqlite3.Connection:
+        try:
+            connection = sqlite3.connect(sqlite_uri(path), uri=True, check_same_thread=False)
+            try:
+                connection.execute("PRAGMA schema_version")  # opens the file, which may be unlinked from then on
+            except sqlite3.Error:
+                connection.close()
+                raise
+        except sqlite3.Error as error:
+            raise self._damaged(str(error)) from error
+        return connection
+
+    def _missing(self) -> KeyIndexError:
+        return KeyIndexError(
+            f"{self._store.root}: looking files up by key needs the key index "
+            f"{self._store.url(meta_path(INDEX_SQLITE))}, which is missing. Run `energon prepare {self._store.root}` "
+            "without --no-key-index."
+        )
+
+    def _damaged(self, why: str) -> KeyIndexError:
+        return KeyIndexError(
+            f"{self._store.root}: cannot read the key index {meta_path(INDEX_SQLITE)}: {why}. Rebuild it with "
+            f"`energon prepare --tar-index-only {self._store.root}`."
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The parts of a prepared dataset as files: `<sample key>.<part>`, looked up in its key index, read by range.
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The files of a folder by their paths in it, and the lines of a JSONL file as files.
+#
+# Invariant: a key never leads out of the folder, by `..` or by a symbolic link: keys come from data, and data must not
+# choose other files of the machine. Links to files in the folder are followed; only regular files are read.
+
+
+class SystemFileStore(FileStore):
+    """Random access to the files below a folder or URL; any thread may read.
+
+    Examples:
+        >>> content, source = SystemFileStore("data")["words.txt"]
+        >>> content
+        b'red green blue'
+
+    Args:
+        base_dir: The folder; None: the current directory of the process that makes the store.
+    """
+
+    def __init__(self, base_dir: str | os.PathLike[str] | None = None) -> None:
+        self._store = open_store(os.getcwd() if base_dir is None else base_dir, confined=True)
+        self._index = PartIndex(self._store)
+
+    def read(self, key: str) -> tuple[bytes, SourceInfo]:
+        """Return the bytes of a file by its path in the folder; raises FileNotInStoreError."""
+        self._check(key)
+        try:
+            data = self._store.read(key)
+        except ShardMissingError as error:
+            raise FileNotInStoreError(f"{self._store.root}: no file {key!r}") from error
+        return data, self._source(key)
+
+    def locate(self, key: str) -> tuple[ByteRange, SourceInfo] | None:
+        """Return the location of a file's bytes, which is the whole file; raises FileNotInStoreError."""
+        self._check(key)
+        try:
+            size = self._store.size(key)
+        except ShardMissingError as error:
+            raise FileNotInStoreError(f"{self._store.root}: no file {key!r}") from error
+        return ByteRange(store=self._store, rel=key, offset=0, size=size), self._source(key)
+
+    def _source(self, key: str) -> SourceInfo:
+        return SourceInfo(self._store.root, key, self._store.root, (key,))
+
+    def _check(self, key: str) -> None:
+        parts = key.split("/")
+        if not key or not parts[0] or ".." in parts or "\0" in key:
+            raise FileNotInStoreError(
+                f"{self._store.root}: {key!r} leads out of the folder; expected the path of a file below it, without .."
+            )
+
+    def get_path(self) -> str:
+        """Return the folder or URL."""
+        return self._store.root
+
+    def get_media_metadata(self, key: str) -> MediaMetadata:
+        """Return the metadata of a file from the folder's media index."""
+        return known_media(self._index.media(key), self._store.root, key)
+
+
+class JsonlFileStore(FileStore):
+    """The lines of a JSONL file as files `0.json`, `1.json` and so on, found by its index; any thread may read.
+
+    The first read raises the errors of `open_jsonl`.
+
+    Args:
+        path: Path or URL of the file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = os.fspath(path)
+        self._dataset: JsonlDataset | None = None
+
+    def read(self, key: str) -> tuple[bytes, SourceInfo]:
+        """Return the line `<number>.json` as bytes, without the line's end; raises FileNotInStoreError."""
+        dataset = self._opened()
+        number, _, part = key.partition(".")
+        if part != PART or not (number.isascii() and number.isdigit()) or int(number) >= dataset.num_samples:
+            raise FileNotInStoreError(
+                f"{dataset.path}: no line {key!r}; expected one of 0.{PART} to {dataset.num_samples - 1}.{PART}"
+            )
+        (name,) = dataset.shard_names
+        start, end = struct.unpack("<2Q", dataset.store.read_range(index_name(name), 8 * int(number), 16))
+        data = dataset.store.read_range(name, start, end - start).strip()
+        return data, SourceInfo(dataset.path, key, name, (key,))
+
+    def get_path(self) -> str:
+        """Return the path or URL of the file."""
+        return self._opened().path
+
+    def _opened(self) -> JsonlDataset:
+        if self._dataset is None:
+            self._dataset = open_jsonl(self._path)
+        return self._dataset
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The parts of a prepared dataset as files: `<sample key>.<part>`, looked up in its key index, read by range.
+
+
+class WebdatasetFileStore(FileStore):
+    """Random access to the parts of all samples of a prepared dataset, whatever their split; any thread may read.
+
+    The first read opens the dataset; it may raise KeyIndexError and NotPreparedError.
+
+    Args:
+        path: Folder or URL of the dataset.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._store = open_store(path)
+        self._index = PartIndex(self._store)
+        self._shards: tuple[str, ...] = ()
+
+    def read(self, key: str) -> tuple[bytes, SourceInfo]:
+        """Return the bytes of the part `<sample key>.<part>`; raises FileNotInStoreError."""
+        names, place = self._find(key)
+        shard = self._shard(place.shard)
+        data = self._store.read_range(shard, place.offset, place.size)
+        if place.is_sample:
+            _, parts = parse_sample(data, where=f"{self._store.url(shard)}: {key!r}")
+            if names[1] not in parts:
+                raise FileNotInStoreError(f"{self._store.root}: the sample {names[0]!r} has no part {names[1]!r}")
+            data = bytes(parts[names[1]])
+        return data, SourceInfo(self._store.root, key, shard, (key,))
+
+    def locate(self, key: str) -> tuple[ByteRange, SourceInfo] | None:
+        """Return the location of a part's bytes, None if the index has no parts; raises FileNotInStoreError."""
+        _, place = self._find(key)
+        if place.is_sample:
+            return None
+        shard = self._shard(place.shard)
+        found = ByteRange(store=self._store, rel=shard, offset=place.offset, size=place.size)
+        return found, SourceInfo(self._store.root, key, shard, (key,))
+
+    def _find(self, key: str) -> tuple[tuple[str, str], PartLocation]:
+        names = split_member_name(key)
+        if names is None:
+            raise FileNotInStoreError(
+                f"{self._store.root}: {key!r} is not the key of a part; expected <sample key>.<part>, like 000017.jpg"
+            )
+        place = self._index.find(*names)
+        if place is None:
+            raise FileNotInStoreError(f"{self._store.root}: no sample has the part {key!r}")
+        return names, place
+
+    def get_path(self) -> str:
+        """Return the folder or URL of the dataset."""
+        return self._store.root
+
+    def get_media_metadata(self, key: str) -> MediaMetadata:
+        """Return the metadata of the part `<sample key>.<part>` from the dataset's index."""
+        return known_media(self._index.media(key), self._store.root, key)
+
+    def _shard(self, number: int) -> str:
+        if not self._shards:
+            self._shards = tuple(read_info(self._store).shard_counts)
+        if not 0 <= number < len(self._shards):
+            raise KeyIndexError(
+                f"{self._store.root}: the key index names shard number {number}, but the dataset has "
+                f"{len(self._shards)}. Rebuild it with `energon prepare --tar-index-only {self._store.root}`."
+            )
+        return self._shards[number]
+
+
+def known_media(metadata: MediaMetadata | None, path: str, key: str) -> MediaMetadata:
+    """Return metadata that was looked up; raises FileNotInStoreError if it is None."""
+    if metadata is None:
+        raise FileNotInStoreError(
+            f"{path}: no media metadata of {key!r}. Run `energon prepare-media {path}` with a filter that the "
+            "file passes"
+        )
+    return metadata

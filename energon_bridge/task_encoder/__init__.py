@@ -1,11 +1,11 @@
 """Task encoders: turn raw samples into batches.
 
 `base` has the hooks, `current` what a hook can ask the engine, `cooking` the cookers of crude datasets. `decoder`,
-`images` and `deferred` turn bytes into values; `collate` turns samples into batches. `packing` and `grouping` are
-ready-made choices of which samples share a pack or a batch, and `costs` computes what a batch costs. The `multimodal`
-encoder turns images and texts into tokens, labels and pixel values: `sample_encoders` extract the conversation of a
-sample, `conversation` renders it as text, `sequences` and `packed_sequences` build the model's input. `families` has
-encoders for models of Hugging Face.
+`images` and `deferred` turn bytes into values; `collate` turns samples into batches. `packing` (and `LengthGrouper` in
+`collate`) are ready-made choices of which samples share a pack or a batch, and `costs` computes what a batch costs. The
+`multimodal` encoder turns images and texts into tokens, labels and pixel values: `sample_encoders` extract the
+conversation of a sample, `conversation` renders it as text, `sequences` and `packed_sequences` build the model's input.
+`families` has encoders for models of Hugging Face.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from energon_bridge.task_encoder.base import (
     stateless,
 )
 from energon_bridge.task_encoder.collate import (
+    LengthGrouper,
     batch_list,
     batch_pad_stack,
     batch_samples,
@@ -43,7 +44,6 @@ from energon_bridge.task_encoder.cooking import Cooker, basic_sample_keys, cooke
 from energon_bridge.task_encoder.costs import BatchCost, ColumnCost, attention_pairs, num_tokens, vision_patches
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.deferred import DeferredImage
-from energon_bridge.task_encoder.grouping import LengthGrouper
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
 from energon_bridge.task_encoder.packed_sequences import batch_packs, pack_sequences, packed_seq_params, unpack_batch
 from energon_bridge.task_encoder.packing import OverLong, Packer, cost_limit

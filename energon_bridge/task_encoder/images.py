@@ -1,23 +1,18 @@
 """Decode images from bytes to an array, a tensor or a Pillow image.
 
 A form names the container (numpy, torch, Pillow), the mode (grey, RGB, RGBA) and, with a trailing 8, bytes instead of
-floats. All forms give the same pixels as Pillow; EXIF orientation is not applied. Ordinary JPEGs are decoded by
-libjpeg-turbo through simplejpeg, which is about three times faster. Everything else, and any JPEG that it rejects, is
-left to Pillow.
-
-Shapes: grey (height, width); colour (height, width, channels) in numpy, (channels, height, width) in torch. The colour
-tensor is a view over the decoder's memory, because a contiguous copy would cost a quarter of the decode. Floats are
-the bytes divided by 255, exactly. `fastrgb` is the cheapest form: uint8 in numpy for ordinary JPEGs, a Pillow image for
+floats (the bytes divided by 255, exactly). All forms give the same pixels as Pillow; EXIF orientation is not applied.
+Ordinary JPEGs are decoded by libjpeg-turbo through simplejpeg, three times faster; everything else, and any JPEG that
+it rejects, is left to Pillow. `fastrgb` is the cheapest form: uint8 in numpy for ordinary JPEGs, a Pillow image for
 anything else.
 
-A form may have a target size. A JPEG is then decoded at 1/2, 1/4 or 1/8 of its size, by computing fewer pixels from its
-DCT blocks, as long as neither side falls below the target's. The result is usually larger than the target; the encoder
-resizes it. (libjpeg's other scales, such as 5/8, gain little or nothing.) Other formats, and JPEGs too small for it,
-keep their full size.
+Shapes: grey (height, width); colour (height, width, channels) in numpy, (channels, height, width) in torch. The colour
+tensor is a view over the memory of the decoder, because a contiguous copy would cost a quarter of the decode.
 
-A form may choose torchcodec instead of all of these. It is no faster for most formats, gives other pixels for some
-images (it applies the EXIF orientation, and keeps the range of 16 bits), and decodes HEIC with libheif. Otherwise
-pillow-heif decodes HEIC, if it is installed.
+A form may have a target size: a JPEG is then decoded at 1/2, 1/4 or 1/8 of its size, by computing fewer pixels from its
+DCT blocks, as long as neither side falls below that of the target. A form may choose torchcodec instead, which gives
+other pixels for some images (it applies the EXIF orientation, and keeps the range of 16 bits), and decodes HEIC with
+libheif. Otherwise pillow-heif decodes HEIC, if it is installed.
 """
 
 from __future__ import annotations

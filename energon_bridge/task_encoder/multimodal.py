@@ -29,17 +29,18 @@ from energon_bridge.task_encoder.conversation import (
     render,
 )
 from energon_bridge.task_encoder.decoder import SampleDecoder
-from energon_bridge.task_encoder.mrope import Grid, mrope_positions
 from energon_bridge.task_encoder.packed_sequences import MultiModalPack, batch_packs, pack_sequences
 from energon_bridge.task_encoder.packing import Packer
 from energon_bridge.task_encoder.pixels import PixelDtype, Profile, pixel_path, pixel_settings, process_image
 from energon_bridge.task_encoder.sample_encoders import SAMPLE_ENCODERS, SampleEncoder
 from energon_bridge.task_encoder.sequences import (
+    Grid,
     MultiModalBatch,
     MultiModalSample,
     PaddingValues,
     Sequencer,
     batch_sequences,
+    mrope_positions,
     with_norm,
 )
 from energon_bridge.task_encoder.texts import tokens_of

@@ -1,8 +1,7 @@
 """Packed sequences: several samples in one row, without attention, positions, labels or loss across their borders.
 
 `pack_sequences` makes one row of a pack, `batch_packs` a microbatch of packs, and `unpack_batch` one row of each sample
-again. The rows of packs laid end to end are the form
-that variable-length attention kernels take (`thd` in Megatron, which trains on one row at a time). Labels are shifted
+again. Rows laid end to end are what variable-length attention kernels take (`thd` in Megatron). Labels are shifted
 before packing, so the label of a sample's last token is its own; `position_ids` begin at 0 in every sample; images
 stand in the order of their samples.
 

@@ -1,39 +1,22 @@
 """Ready-made packing: bin packing under several limits, and what happens to samples that are too long.
 
-A `Packer` knows the limits of a pack, for example tokens, images, patches and samples, and how large a sample is
-under each. Its `select` is the hook `select_samples_to_pack`: of the buffer it returns groups to deliver; every sample
-that is in no group stays in the buffer, before the samples that come next.
-
     packer = Packer(limits={"tokens": 4096, "images": 16}, size_of=lambda s: {"tokens": len(s.tokens), "images": …})
 
-    class Encoder(TaskEncoder):
-        def encode_sample(self, sample):
-            yield from packer.admit(encode(sample))       # drops, cuts or refuses what no pack can hold
-        def select_samples_to_pack(self, samples):
-            return packer.select(samples)
+`packer.select` is the hook `select_samples_to_pack`: it returns groups of the buffer to deliver; every sample in no
+group stays in the buffer, before the samples that come next. `packer.admit` drops, cuts or refuses what no pack can
+hold. A limit on `cost` (`cost_limit`) makes packs cost the same: attention grows with the squares of lengths.
 
 Three rules decide which packs leave; all of them depend on the sizes in the buffer and their order alone, so that a
 resumed run repeats them:
 
-1. a pack that is full enough: at least `min_fill` of the binding limit (`bins.binding_limit`);
+1. a pack that is full enough: at least `min_fill` of the binding limit;
 2. the best-filled packs, until a third of the buffer leaves: reading goes on whatever the sizes are;
 3. a pack with one of the first `ceil(buffer / max_wait)` samples: those have waited longest, and are placed first, so
    that they choose their company. In a buffer of constant size a sample therefore leaves after at most `max_wait`
    selections, and every selection delivers a pack.
 
-Where the stream ends, and nothing will join the buffer, all packs leave, with nobody placed before the largest.
-
-Packs of equal tokens need not cost the same: attention grows with the squares of lengths, and images cost more than
-texts. A size `cost` under a limit that is about the mean cost of a full pack (`cost_limit`) makes them even:
-
-    limit = cost_limit(lengths, costs, max_tokens=8192)  # of some samples, with `BatchCost.of_sizes`
-    packer = Packer(limits={"tokens": 8192, "cost": limit}, size_of=lambda s: {"tokens": len(s.tokens), "cost": …})
-
-With `method="padded_rows"` a pack is a microbatch whose samples stay rows, padded to the longest of them:
-`max_tokens_per_microbatch` of a training dataset selects its microbatches so.
-
-Packs leave in the order of their oldest sample, and keep the buffer's order inside, so that what training sees is not
-sorted by length.
+At the end of a stream all packs leave, with nobody placed before the largest. Packs leave in the order of their oldest
+sample, and keep the order of the buffer inside, so that what training sees is not sorted by length.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The run folder holds everything that belongs to the run::
 
     config.yaml          the resolved configuration
     model/               a preset's model configuration, image processor and tokenizer
-    checkpoints/         see `checkpoints`
-    metrics.jsonl        see `progress`
+    checkpoints/         see `callbacks`
+    metrics.jsonl        see `callbacks`
     microbatches.jsonl   times of some microbatches, if asked for
     report.html          losses, waiting, datasets, what was left out, slowest microbatches; see `integrations.report`
     predictions.jsonl    see `generation`
@@ -48,15 +48,21 @@ from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.families import ChatSample
 from energon_bridge.task_encoder.families.chat import chat_of
 from energon_bridge.topology import WorkerConfig
-from energon_bridge.training.checkpoints import AtomicCheckpointIO, Checkpointer, list_checkpoints
+from energon_bridge.training.callbacks import (
+    TIMES,
+    AtomicCheckpointIO,
+    Checkpointer,
+    MicrobatchTimer,
+    ProgressReporter,
+    list_checkpoints,
+    read_losses,
+)
 from energon_bridge.training.config import DataConfig, RunConfig
 from energon_bridge.training.config_file import write_config
-from energon_bridge.training.conversations import COOKERS
-from energon_bridge.training.encoder import ENCODER_SETTINGS, training_task_encoder
+from energon_bridge.training.encoder import COOKERS, ENCODER_SETTINGS, training_task_encoder
 from energon_bridge.training.generation import exact_match, write_predictions
 from energon_bridge.training.module import VisionLanguageModule
 from energon_bridge.training.presets import ModelBundle, export_model, load_model, write_preset
-from energon_bridge.training.progress import TIMES, MicrobatchTimer, ProgressReporter, read_losses
 
 logger = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from engine import worker_config_of
 
 import energon_bridge
 from energon_bridge.cli.main import main
@@ -377,7 +378,7 @@ def test_the_documented_signature_of_the_data_module(path: str) -> None:
         parallel_shard_iters=4,
     )
     assert data.task_encoder is data.validation_task_encoder is encoder
-    worker_config = data._build_worker_config(0, split="train")
+    worker_config = worker_config_of(data)
     assert data.datasets_provider(worker_config, "train").parallel_shard_iters == 4
     assert not data.datasets_provider(worker_config, "train").finite
     assert data.datasets_provider(worker_config).finite

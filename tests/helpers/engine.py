@@ -304,6 +304,11 @@ class InProcessLoader(SavableDataLoader):
         return InProcessPool(self)
 
 
+def slots_of(arena: Arena) -> list[int]:
+    """Return the state of each slot of shared memory: 0 is free, 2 with the receiver."""
+    return list(arena._map[:256])
+
+
 def train_dataset(path: Path, encoder: str = "tensors", **kwargs: Any) -> DatasetSpec:
     """Open a dataset for training with small slices and buffers, so that few samples exercise the whole order."""
     settings: dict[str, Any] = {"batch_size": 2, "shuffle_buffer_size": 5, "max_samples_per_sequence": 4}
@@ -315,6 +320,12 @@ def train_dataset(path: Path, encoder: str = "tensors", **kwargs: Any) -> Datase
 def config_of(world_size: int, num_workers: int, rank: int = 0, **kwargs: Any) -> WorkerConfig:
     settings: dict[str, Any] = {"num_lanes": NUM_LANES, "prefetch_factor": 1, "persistent_workers": False}
     return WorkerConfig(rank=rank, world_size=world_size, num_workers=num_workers, **(settings | kwargs))
+
+
+def worker_config_of(data: Any, num_workers: int = 0, split: Any = "train") -> WorkerConfig:
+    """Return what a data module makes of its settings and the ranks, for one of its loaders."""
+    config: WorkerConfig = data._build_worker_config(num_workers, split)  # the name that trainers override
+    return config
 
 
 def loaders_of(

@@ -46,10 +46,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         found[kind] = str(folder)
     from transformers import AutoTokenizer
 
-    from energon_bridge.task_encoder.families import templates
+    from energon_bridge.task_encoder.families import LLAVA_TEMPLATE
 
     tokenizer = AutoTokenizer.from_pretrained(found["llava"])
-    tokenizer.chat_template = templates.LLAVA_TEMPLATE
+    tokenizer.chat_template = LLAVA_TEMPLATE
     tokenizer.save_pretrained(found["llava"])
     return found
 

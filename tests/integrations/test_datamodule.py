@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine import worker_config_of
 
 from energon_bridge import EnergonMultiModalDataModule, NoCachePool, WorkerConfig
 from energon_bridge.dataloader import EnergonDataloader
@@ -61,20 +62,20 @@ class UnsetFields:
 
 
 def test_one_process_without_groups_loads_everything(dataset: Path) -> None:
-    config = module(dataset)._build_worker_config(3)
+    config = worker_config_of(module(dataset), 3)
     assert (config.rank, config.world_size, config.num_workers) == (0, 1, 3)
 
 
 def test_the_pure_data_parallel_group_says_what_to_load(dataset: Path) -> None:
     groups = UnsetFields(dp=FakeGroup(1, 2), dp_cp=FakeGroup(3, 4))
     data = module(dataset, pg_collection=groups)
-    config = data._build_worker_config(0)
+    config = worker_config_of(data)
     assert (config.rank, config.world_size, config.data_parallel_group) == (1, 2, groups.dp)
 
 
 @pytest.mark.parametrize("groups", [UnsetFields(), UnsetFields(dp=None), UnsetFields(cp=FakeGroup(1, 2))])
 def test_a_collection_without_a_data_parallel_group_is_as_none(dataset: Path, groups: Any) -> None:
-    config = module(dataset, pg_collection=groups)._build_worker_config(0)
+    config = worker_config_of(module(dataset, pg_collection=groups))
     assert (config.rank, config.world_size) == (0, 1)
 
 
@@ -86,17 +87,17 @@ def test_megatrons_parallel_state_is_used_where_it_is_initialised(
 
     fake = SimpleNamespace(model_parallel_is_initialized=lambda: True, get_data_parallel_group=group)
     monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", fake)
-    config = module(dataset)._build_worker_config(0)
+    config = worker_config_of(module(dataset))
     assert (config.rank, config.world_size) == (1, 2)
     fake.model_parallel_is_initialized = lambda: False
-    assert module(dataset)._build_worker_config(0).world_size == 1
+    assert worker_config_of(module(dataset)).world_size == 1
 
 
 def test_settings_reach_the_worker_config(dataset: Path) -> None:
     data = module(
         dataset, global_batch_size=8, seed=5, num_lanes=12, prefetch_factor=3, decode_threads=2, pin_memory=False
     )
-    config = data._build_worker_config(1)
+    config = worker_config_of(data, 1)
     assert config == WorkerConfig(
         rank=0,
         world_size=1,
@@ -112,7 +113,7 @@ def test_settings_reach_the_worker_config(dataset: Path) -> None:
 
 def test_a_global_batch_size_of_one_is_none(dataset: Path) -> None:
     groups = UnsetFields(dp=FakeGroup(0, 8))
-    config = module(dataset, pg_collection=groups)._build_worker_config(0)
+    config = worker_config_of(module(dataset, pg_collection=groups))
     assert config.microbatches_per_global_batch is None
 
 
@@ -121,7 +122,7 @@ def test_a_global_batch_that_cannot_be_shared_is_refused(dataset: Path, global_b
     groups = UnsetFields(dp=FakeGroup(0, ranks))
     data = module(dataset, pg_collection=groups, global_batch_size=global_batch_size)
     with pytest.raises(ConfigurationError, match=f"global_batch_size={global_batch_size}.*multiple of"):
-        data._build_worker_config(0)
+        worker_config_of(data)
 
 
 # Iterators -----------------------------------------------------------------------------------------------------------

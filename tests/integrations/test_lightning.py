@@ -12,6 +12,7 @@ from forked import become_rank, free_port, run_forked
 
 pytest.importorskip("lightning.pytorch")
 
+from engine import worker_config_of
 from lightning.pytorch import Trainer
 from lightning_runs import Model, fit
 
@@ -84,7 +85,7 @@ def test_the_loader_alone_goes_on_exactly(dataset: Path, tmp_path: Path, uninter
 
     def loader() -> Any:
         data = module(dataset)
-        return get_savable_loader(data.datasets_provider(data._build_worker_config(0), "train"))
+        return get_savable_loader(data.datasets_provider(worker_config_of(data), "train"))
 
     first = fit(loader(), tmp_path, max_steps=5)
     second = fit(loader(), tmp_path, tmp_path / "last.ckpt", max_steps=30)

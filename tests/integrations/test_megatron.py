@@ -14,6 +14,7 @@ from forked import run_forked
 
 pytest.importorskip("megatron.core")
 
+from engine import worker_config_of
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import RerunDataIterator
@@ -54,7 +55,7 @@ def module(dataset: Path, **kwargs: Any) -> EnergonMultiModalDataModule:
 
 
 def rank_and_size(data: EnergonMultiModalDataModule) -> tuple[int | None, int | None]:
-    config = data._build_worker_config(0)
+    config = worker_config_of(data)
     return config.rank, config.world_size
 
 

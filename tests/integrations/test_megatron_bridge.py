@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine import worker_config_of
 from rank_states import rank_file, write_rank_file
 
 from energon_bridge import BatchCost, DefaultTaskEncoder
@@ -121,7 +122,7 @@ def test_a_collection_with_fields_that_were_never_set(dataset: Path) -> None:
 
     for groups, expected in ((SimpleNamespace(dp=Group()), (1, 2)), (SimpleNamespace(), (0, 1))):
         data = EnergonDatasetBuilder(config(dataset)).data_module(DatasetBuildContext(1, 1, 0, None, groups))
-        found = data._build_worker_config(0)
+        found = worker_config_of(data)
         assert (found.rank, found.world_size) == expected
 
 

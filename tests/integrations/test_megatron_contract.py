@@ -16,6 +16,7 @@ from forked import run_forked
 
 pytest.importorskip("megatron.core")
 
+from engine import worker_config_of
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import (
@@ -94,7 +95,7 @@ def test_a_replica_has_one_stream_and_replicas_share_the_data_out(
 ) -> None:
     def load(rank: Rank) -> Any:
         rank.data.num_workers = num_workers
-        config = rank.data._build_worker_config(num_workers)
+        config = worker_config_of(rank.data, num_workers)
         train, val = rank.data.build()
         return (config.rank, config.world_size), digests(train, STEPS_OF_AN_EPOCH), len(list(val.one_pass()))
 

@@ -15,7 +15,7 @@ from conversations import conversations_dataset
 from forecasts import answer, energon
 
 from energon_bridge.training import run as training
-from energon_bridge.training.checkpoints import list_checkpoints
+from energon_bridge.training.callbacks import list_checkpoints
 from energon_bridge.training.config_file import load_config
 from energon_bridge.training.module import VisionLanguageModule
 

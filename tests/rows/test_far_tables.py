@@ -27,7 +27,6 @@ from energon_bridge.errors import (
     UnknownSplitError,
 )
 from energon_bridge.rows import dataset as tables
-from energon_bridge.rows.arrow import _message
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -160,9 +159,9 @@ def test_pictures_that_rows_name_are_beside_the_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["new_file", "new_stream"])
 @pytest.mark.parametrize("columns", [2, 400])
 def test_arrow_files_of_both_forms(form: str, columns: int, tmp_path: Path) -> None:
-    """With heads of all lengths: those of many columns are longer than what is read at first."""
+    """With heads of all lengths (those of many columns are longer than what is read at first), nulls and lists."""
     values = {f"column {n}": [n, n, n] for n in range(columns)}
-    rows = arrow.table({"text": ["a", "b", "c"], **values})
+    rows = arrow.table({"text": ["a", None, "c"], "list": [[1], [], [2, 3]], **values})
     with arrow.OSFile(str(tmp_path / "x.arrow"), "wb") as file, getattr(arrow.ipc, form)(file, rows.schema) as out:
         for size in (1, 2):
             out.write_table(rows, max_chunksize=size)
@@ -173,14 +172,6 @@ def test_arrow_files_of_both_forms(form: str, columns: int, tmp_path: Path) -> N
         assert dataset.num_samples == 6
         found = [tables.read_values(one, "column 1").tolist() for one in (dataset, local)]
         assert found[0] == found[1] == [1] * 6
-
-
-def test_heads_of_messages_are_read_as_pyarrow_reads_them() -> None:
-    batch = arrow.record_batch({"text": ["a", None, "c"], "list": [[1], [], [2, 3]]})
-    data = batch.serialize().to_pybytes()
-    length = int.from_bytes(data[4:8], "little")
-    kind, rows, content = _message(data[8 : 8 + length])
-    assert (kind, rows, content) == (3, 3, len(data) - 8 - length)
 
 
 @pytest.mark.parametrize(("url", "name"), [("http", "arrow"), ("s3", "parquet")], indirect=["url"])

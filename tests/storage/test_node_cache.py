@@ -139,6 +139,11 @@ def test_killed_processes_leave_no_wrong_byte(server: ObjectServer, cache: Path)
                 path.unlink()
 
 
+def forget() -> None:
+    """Forget what this process knows of the cache, as a new one would."""
+    node_cache._caches.clear()
+
+
 def test_damaged_blocks_are_fetched_again(server: ObjectServer, cache: Path) -> None:
     read_much(server.url, 1, 1)
     for number, path in enumerate(blocks_in(cache)):
@@ -148,9 +153,9 @@ def test_damaged_blocks_are_fetched_again(server: ObjectServer, cache: Path) -> 
         path.write_bytes((data, data[:-9], b"")[number % 3])
     for path in cache.rglob("*.id"):
         path.write_bytes(b"{[")
-    node_cache._caches.clear()
+    forget()
     assert read_much(server.url, 2, 5) >= TOTAL
-    node_cache._caches.clear()
+    forget()
     assert read_much(server.url, 3, 5) == 0
 
 
@@ -158,7 +163,7 @@ def test_a_disk_that_takes_nothing(server: ObjectServer, cache: Path, monkeypatc
     cache.write_bytes(b"a file in the way")
     read_much(server.url, 1, 3)
     cache.unlink()
-    node_cache._caches.clear()
+    forget()
 
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
@@ -177,7 +182,7 @@ def test_an_object_that_was_replaced(server: ObjectServer, monkeypatch: pytest.M
     assert store.read_range("b.tar", 5, 9) == FILES["b.tar"][::-1][5:14]
     (server.folder / "small").write_bytes(b"1")
     monkeypatch.setattr(node_cache, "_BELIEVED_SECONDS", 0.0)
-    node_cache._caches.clear()
+    forget()
     assert open_store(server.url).read("small") == b"1"
 
 

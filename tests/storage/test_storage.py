@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from energon_bridge.errors import (
     StorageError,
 )
 from energon_bridge.storage import LocalStore, OpenFiles, Store, open_store
+from energon_bridge.storage.ranges import ByteRange, RangeReader
 
 
 @pytest.fixture(params=["local", "file", "memory"])
@@ -116,12 +118,13 @@ def test_a_fork_does_not_inherit_a_held_lock(tmp_path: Path):
     files = OpenFiles()
     store = LocalStore(tmp_path, files=files)
     assert store.read_range("f", 0, 3) == b"con"
-    files._lock.acquire()  # as a thread of the parent could at the moment of the fork
+    lock = files._lock
+    lock.acquire()  # as a thread of the parent could at the moment of the fork
     child = os.fork()
     if child == 0:
         os._exit(0 if store.read_range("f", 3, 4) == b"tent" else 1)
     assert os.waitpid(child, 0)[1] == 0
-    files._lock.release()
+    lock.release()
 
 
 def open_descriptors(folder: Path) -> int:
@@ -193,3 +196,18 @@ def test_links_in_a_circle_end(tmp_path: Path):
 def test_an_unknown_protocol_is_a_configuration_error():
     with pytest.raises(ConfigurationError, match="no storage backend for this kind of URL"):
         open_store("nosuchprotocol://bucket/path")
+
+
+def test_a_stream_reads_what_it_knows_from_memory(tmp_path: Path) -> None:
+    """The file is changed behind its back: only bytes that nobody had yet come from it."""
+    data = bytes(range(100))
+    (tmp_path / "file").write_bytes(bytes(100))
+    part = ByteRange(store=open_store(tmp_path), rel="file", offset=10, size=80)
+    stream = RangeReader(part, [(0, data[:20]), (60, data[60:])])
+    assert stream.read(20) == data[:20]
+    assert stream.read(5) == bytes(5)
+    assert stream.seek(-20, io.SEEK_END) == 60
+    assert stream.read() == data[60:80]
+    assert (stream.tell(), stream.read(), stream.bytes_read) == (80, b"", 45)
+    stream.seek(15)
+    assert stream.read(10) == bytes(10)  # partly known: read as a whole

@@ -36,15 +36,15 @@ class Child:
     """A process that makes a room and does what it is told with it."""
 
     def __init__(self, parent: Path, act: Callable[..., Any], **limits: int) -> None:
-        self._pipe, theirs = CONTEXT.Pipe()
+        self.pipe, theirs = CONTEXT.Pipe()
         self.process = CONTEXT.Process(target=_child, args=(theirs, parent, act, limits))
         self.process.start()
         theirs.close()
 
     def do(self, *arguments: Any) -> Any:
-        self._pipe.send(arguments)
-        assert self._pipe.poll(SECONDS), "the child does not answer"
-        return self._pipe.recv()
+        self.pipe.send(arguments)
+        assert self.pipe.poll(SECONDS), "the child does not answer"
+        return self.pipe.recv()
 
     def kill(self) -> None:
         os.kill(self.process.pid, signal.SIGKILL)
@@ -52,9 +52,9 @@ class Child:
 
     def end(self) -> None:
         if self.process.is_alive():
-            self._pipe.send(())
+            self.pipe.send(())
         self.process.join(SECONDS)
-        self._pipe.close()
+        self.pipe.close()
 
 
 def _child(pipe: Any, parent: Path, act: Callable[..., Any], limits: dict[str, int]) -> None:
@@ -124,8 +124,8 @@ def churn(room: SharedQuota, seed: int) -> int:
 def test_processes_that_come_and_go_side_by_side_never_exceed_it(children: Callable[..., Child]) -> None:
     some = [children(churn) for _ in range(4)]
     for child, seed in zip(some, range(4), strict=True):
-        child._pipe.send((seed,))
-    most = [child._pipe.recv() for child in some]
+        child.pipe.send((seed,))
+    most = [child.pipe.recv() for child in some]
     assert 500 < max(most) <= 1000
     last = children(take)
     assert last.do(1000)  # everything was given back
@@ -156,7 +156,7 @@ def take_and_die(room: SharedQuota, size: int) -> None:
 def test_a_kill_in_the_middle_of_a_change_is_made_good(children: Callable[..., Child]) -> None:
     living, dying = children(take), children(take_and_die)
     assert living.do(100)
-    dying._pipe.send((300,))
+    dying.pipe.send((300,))
     dying.process.join(SECONDS)
     assert dying.process.exitcode == -signal.SIGKILL
     another = children(take)

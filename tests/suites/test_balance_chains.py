@@ -30,7 +30,7 @@ from energon_bridge.loader.fits import merge
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.replica import balance as balance_module
 from energon_bridge.replica.balance import Balance, balanced
-from energon_bridge.replica.peers import Move, unpack
+from energon_bridge.replica.exchange import Move, unpack
 
 CHAINS = int(os.environ.get("ENERGON_CHAINS") or (300 if os.environ.get("ENERGON_LONG_TESTS") else 8))
 SEED = int(os.environ.get("ENERGON_CHAIN_SEED", "0"))

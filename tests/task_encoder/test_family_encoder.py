@@ -236,11 +236,9 @@ def test_the_template_of_the_processor_goes_first(name: str, tmp_path: Path) -> 
     if name != "in the tokenizer":
         template = "of the processor"
         (tmp_path / name).write_text(json.dumps({"chat_template": template}) if name.endswith("json") else template)
-    loaded = ChatTemplateTaskEncoder.from_pretrained(tmp_path)
     expected = "{{ 'of the tokenizer' }}" if name == "in the tokenizer" else "of the processor"
-    assert loaded._renderer.template == expected
-    own = ChatTemplateTaskEncoder.from_pretrained(tmp_path, ChatConfig(chat_template="my own"))
-    assert own._renderer.template == "my own"
+    for config, template in ((ChatConfig(), expected), (ChatConfig(chat_template="my own"), "my own")):
+        assert ChatTemplateTaskEncoder.from_pretrained(tmp_path, config)._renderer.template == template
 
 
 @pytest.mark.parametrize("name", ["video_preprocessor_config.json", "processor_config.json"])

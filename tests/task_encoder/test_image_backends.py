@@ -49,12 +49,13 @@ def encoded(kind: str, image: Image.Image | None = None, **options: Any) -> byte
 
 @pytest.fixture
 def no_torchcodec(monkeypatch):
-    images._torchcodec.cache_clear()
+    forget = images._torchcodec.cache_clear
+    forget()
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchcodec"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
     yield
-    images._torchcodec.cache_clear()
+    forget()
 
 
 def test_without_torchcodec_the_remedy_is_named(no_torchcodec):

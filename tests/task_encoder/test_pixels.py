@@ -444,11 +444,12 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
         made.bits,
         made.bits,
     ]
-    native._compiled.resample(*good)
+    resample = native._compiled.resample
+    resample(*good)
     wrongs = [(1, 9), (3, np.empty(47, np.uint8)), (4, np.empty(9, np.uint8)), (5, where + 5), (6, where)]
     for place, wrong in (*wrongs, (9, 3), (10, 0)):
         with pytest.raises(ValueError, match="do not fit"):
-            native._compiled.resample(*good[:place], wrong, *good[place + 1 :])
+            resample(*good[:place], wrong, *good[place + 1 :])
 
 
 @pytest.fixture(scope="module")

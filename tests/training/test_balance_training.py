@@ -123,23 +123,30 @@ def times(config: Any) -> int:
     return len(lines)
 
 
+def record_training_keys() -> list[list[str]]:
+    """Return a list that gets the keys of each microbatch that this process trains on."""
+    keys: list[list[str]] = []
+    original = EnergonDataloader._next_of
+
+    def recorded(self: EnergonDataloader, stream: Any) -> Any:
+        batch = original(self, stream)
+        if self.endless:
+            keys.append(list(batch.__key__))
+        return batch
+
+    EnergonDataloader._next_of = recorded  # type: ignore[method-assign]
+    return keys
+
+
 def run_on_two_ranks(config: Any) -> list[list[str]]:
     """Train; return the keys that each rank got."""
     port = free_port()
 
     def start(rank: int) -> list[str]:
         become_rank(rank, 2, port)
-        keys: list[str] = []
-        original = EnergonDataloader._next_of
-
-        def recorded(self: EnergonDataloader, stream: Any) -> Any:
-            batch = original(self, stream)
-            keys.extend(batch.__key__ if self.endless else ())
-            return batch
-
-        EnergonDataloader._next_of = recorded  # type: ignore[method-assign]
+        keys = record_training_keys()
         training.run(config)
-        return keys
+        return [key for batch in keys for key in batch]
 
     return run_forked(2, start)
 
@@ -175,22 +182,15 @@ def gradients_on_two_ranks(config: Any) -> tuple[list[list[list[str]]], dict[str
 
     def start(rank: int) -> Any:
         become_rank(rank, 2, port)
-        keys: list[list[str]] = []
+        keys = record_training_keys()
         steps: list[dict[str, torch.Tensor]] = []
-        original, rescaled = EnergonDataloader._next_of, VisionLanguageModule.on_before_optimizer_step
-
-        def recorded(self: EnergonDataloader, stream: Any) -> Any:
-            batch = original(self, stream)
-            if self.endless:
-                keys.append(list(batch.__key__))
-            return batch
+        rescaled = VisionLanguageModule.on_before_optimizer_step
 
         def kept(self: VisionLanguageModule, optimizer: Any) -> None:
             rescaled(self, optimizer)
             named = self.model.named_parameters()
             steps.append({name: value.grad.clone() for name, value in named if value.grad is not None})
 
-        EnergonDataloader._next_of = recorded  # type: ignore[method-assign]
         VisionLanguageModule.on_before_optimizer_step = kept  # type: ignore[method-assign]
         training.run(config)
         return keys, {name: value.numpy() for name, value in steps[0].items()}
@@ -295,15 +295,7 @@ def test_feedback_of_the_script_moves_the_weights_and_resumes_exactly(
             return train(config, 1, resume=resume)[1]
 
         def start(rank: int) -> list[list[str]]:
-            keys: list[list[str]] = []
-            original = EnergonDataloader._next_of
-
-            def recorded(self: EnergonDataloader, stream: Any) -> Any:
-                batch = original(self, stream)
-                keys.extend([list(batch.__key__)] if self.endless else [])
-                return batch
-
-            EnergonDataloader._next_of = recorded  # type: ignore[method-assign]
+            keys = record_training_keys()
             training.run(config, resume=resume)
             return keys
 

@@ -21,7 +21,7 @@ from run_outputs import read_losses
 
 from energon_bridge.testing import create_captioning_test_dataset
 from energon_bridge.training import run as training
-from energon_bridge.training.checkpoints import list_checkpoints
+from energon_bridge.training.callbacks import list_checkpoints
 from energon_bridge.training.config import RunConfig
 from energon_bridge.training.config_file import load_config
 from energon_bridge.training.module import VisionLanguageModule

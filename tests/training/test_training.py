@@ -26,7 +26,7 @@ from run_outputs import read_losses, read_predictions
 from energon_bridge.errors import BatchSizeMismatchError, ConfigurationError, DatasetNotFoundError
 from energon_bridge.testing import create_captioning_test_dataset
 from energon_bridge.training import run as training
-from energon_bridge.training.checkpoints import AtomicCheckpointIO, Checkpointer, list_checkpoints
+from energon_bridge.training.callbacks import AtomicCheckpointIO, Checkpointer, list_checkpoints
 from energon_bridge.training.config import RunConfig
 from energon_bridge.training.config_file import load_config
 from energon_bridge.training.generation import Prediction, exact_match, write_predictions

@@ -21,8 +21,7 @@ from energon_bridge.stores import FileStore
 from energon_bridge.task_encoder.families import LLAVA_TEMPLATE, ChatSample, ChatTemplateTaskEncoder
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
 from energon_bridge.training.config import DataConfig, ModelConfig, RunConfig
-from energon_bridge.training.conversations import cook_conversation
-from energon_bridge.training.encoder import training_task_encoder
+from energon_bridge.training.encoder import cook_conversation, training_task_encoder
 from energon_bridge.training.generation import prompts_of, visible_images
 from energon_bridge.training.module import VisionLanguageModule
 from energon_bridge.training.presets import PRESETS, ModelBundle, load_model, write_preset

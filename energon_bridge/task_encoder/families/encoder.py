@@ -8,10 +8,10 @@ buffer have no pixels, and only delivered samples are decoded.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 import torch
@@ -32,19 +32,23 @@ from energon_bridge.task_encoder.families.chat import (
     chat_of_video,
     has_turns,
 )
-from energon_bridge.task_encoder.families.config import ChatConfig
 from energon_bridge.task_encoder.families.llava import FixedTokenFamily, TiledFamily
-from energon_bridge.task_encoder.families.prepared import PreparedSample, positions_of
-from energon_bridge.task_encoder.families.pretrained import load_pretrained
 from energon_bridge.task_encoder.families.qwen import QwenFamily
-from energon_bridge.task_encoder.families.registry import family_of
-from energon_bridge.task_encoder.families.rendering import Segment, document_segments, renderer_of
-from energon_bridge.task_encoder.families.tokens import Stretch, bos_of, placeholders_of, stretches_of
+from energon_bridge.task_encoder.families.registry import family_of, load_pretrained
+from energon_bridge.task_encoder.families.rendering import (
+    Segment,
+    Stretch,
+    bos_of,
+    document_segments,
+    placeholders_of,
+    renderer_of,
+    stretches_of,
+)
 from energon_bridge.task_encoder.families.video import decoded, video_of
-from energon_bridge.task_encoder.families.vision import Family, Plan, VideoFrames
+from energon_bridge.task_encoder.families.vision import Family, Plan, PreparedSample, VideoFrames, positions_of
 from energon_bridge.task_encoder.packed_sequences import MultiModalPack, batch_packs, pack_sequences
 from energon_bridge.task_encoder.packing import OverLong, Packer
-from energon_bridge.task_encoder.pixels import PixelPath, pixel_settings
+from energon_bridge.task_encoder.pixels import PixelDtype, PixelPath, Profile, pixel_settings
 from energon_bridge.task_encoder.sample_encoders import SAMPLE_ENCODERS
 from energon_bridge.task_encoder.sequences import (
     MultiModalBatch,
@@ -55,6 +59,84 @@ from energon_bridge.task_encoder.sequences import (
     with_norm,
 )
 from energon_bridge.task_encoder.visual import size_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatConfig:
+    """How to render, mask, limit and pad conversations.
+
+    Examples:
+        >>> config = ChatConfig(seq_length=8192, learn="last")
+        >>> ChatTemplateTaskEncoder.from_pretrained("Qwen/Qwen2.5-VL-7B-Instruct", config)  # doctest: +SKIP
+
+    Args:
+        seq_length: Longest sequence, image tokens included.
+        chat_template: A Jinja template instead of the tokenizer's own.
+        template_kwargs: Further arguments of the template, for example `{"enable_thinking": False}`.
+        system: System prompt for conversations without one.
+        learn: `all` answers, or only the `last`, for templates that write earlier turns differently.
+        over_long: What to do with a conversation longer than `seq_length`: `truncate` cuts it on the right, never
+            inside an image or a video; `drop` leaves it out as SkipSample does; `raise` stops the run.
+        max_num_images: Most images and videos of a sample; None: any number.
+        max_visual_tokens: Most image and video tokens of a sample.
+        video_fps: Frames per second to take from a video given as a decoder (`AVDecoder`).
+        min_num_frames: Fewest frames to take from such a video, if it has that many.
+        max_num_frames: Most frames of a video; further frames of a list are cut off.
+        over_limit: The same choices for samples over `max_num_images` or `max_visual_tokens`: `truncate` cuts before
+            the first image or video over the limit.
+        place_images: Put images without a placeholder `before` or `after` the first question.
+        add_bos: Start with the begin-of-sequence token. None: if the tokenizer does, unless the text already has it.
+        pad_to_multiple_of: Batches, and the samples of packs, are padded to a multiple of this length.
+        pad_to_max_length: Pad every batch, and every pack, to `seq_length`: one shape for all batches.
+        ignore_index: Label of every position that carries no loss.
+        pixels: Which values pixels have: `torch` or `pillow`, as from transformers' processors based on torchvision
+            or Pillow; `processor` calls the image processor. None: the family's choice.
+        pixels_dtype: Type of the pixels: `float32`, `bfloat16`, `float16`, or `uint8`, which `normalise_on_device`
+            turns into floats. None: the family's choice.
+
+    Raises:
+        ConfigurationError: A number is not positive, or a choice is unknown.
+    """
+
+    seq_length: int = 2048
+    chat_template: str | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    system: str | None = None
+    learn: Literal["all", "last"] = "all"
+    over_long: OverLong | Literal["truncate", "drop", "raise"] = OverLong.TRUNCATE
+    max_num_images: int | None = None
+    max_visual_tokens: int | None = None
+    video_fps: float = 2.0
+    min_num_frames: int = 4
+    max_num_frames: int | None = 768
+    over_limit: OverLong | Literal["truncate", "drop", "raise"] = OverLong.DROP
+    place_images: Literal["before", "after"] = "before"
+    add_bos: bool | None = None
+    pad_to_multiple_of: int = 1
+    pad_to_max_length: bool = False
+    ignore_index: int = -100
+    pixels: Profile | None = None
+    pixels_dtype: PixelDtype | None = None
+
+    def __post_init__(self) -> None:
+        numbers = ("seq_length", "max_num_images", "max_visual_tokens", "min_num_frames", "max_num_frames")
+        for name in (*numbers, "pad_to_multiple_of"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigurationError(f"ChatConfig: {name} must be a positive integer, got {value!r}")
+        if not self.video_fps > 0:
+            raise ConfigurationError(f"ChatConfig: video_fps must be positive, got {self.video_fps!r}")
+        policies = (OverLong.TRUNCATE, OverLong.DROP, OverLong.RAISE)
+        for name, choices in (
+            ("over_long", policies),
+            ("over_limit", policies),
+            ("learn", ("all", "last")),
+            ("place_images", ("before", "after")),
+        ):
+            if getattr(self, name) not in choices:
+                raise ConfigurationError(
+                    f"ChatConfig: {name} must be one of {', '.join(choices)}, got {str(getattr(self, name))!r}"
+                )
 
 
 class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalBatch]):

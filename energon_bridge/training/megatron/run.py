@@ -36,6 +36,7 @@ from energon_bridge.task_encoder.costs import record_time
 from energon_bridge.task_encoder.multimodal import MultiModalBatch
 from energon_bridge.task_encoder.packed_sequences import unpack_batch
 from energon_bridge.task_encoder.sequences import PaddingValues
+from energon_bridge.training.callbacks import TIMES, append_metrics, clock, read_losses
 from energon_bridge.training.config import RunConfig
 from energon_bridge.training.generation import (
     Prediction,
@@ -61,7 +62,6 @@ from energon_bridge.training.megatron.step import (
 )
 from energon_bridge.training.module import record_losses
 from energon_bridge.training.presets import ModelBundle
-from energon_bridge.training.progress import TIMES, append_metrics, clock, read_losses
 from energon_bridge.training.run import (
     RunResult,
     build_data_module,

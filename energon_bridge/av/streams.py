@@ -1,0 +1,565 @@
+"""The streams of an open file, decoded exactly: packets and frames of its video, samples of its sound.
+
+A frame is named by its presentation time (pts), in ticks of the stream. Packets come in decoding order; a packet's
+decoding time (dts) is never after its pts and never falls, so once a dts beyond a time has been seen, every frame shown
+up to that time is known. That is what makes seeking exact with B-frames and variable frame rates, without decoding.
+
+A seek may land anywhere. `Packets` checks where it landed, and goes back further if needed. After a seek, frames that
+precede a key frame they do not belong to (leading pictures of an open GOP) are never used.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from energon_bridge.av.media import Media, import_av, length_of, start_of, tensor_of
+from energon_bridge.errors import DecodeError
+from energon_bridge.rng import IntArray
+
+if TYPE_CHECKING:
+    import torch
+
+_NEVER = -(1 << 62)
+_MOST_REORDERED = 20
+"""The most packets by which any codec delays a frame; for streams without decoding times."""
+
+
+class Packets:
+    """The packets of the video stream of an open file.
+
+    Attributes:
+        queue: Packets that were read but not taken, in decoding order.
+        ahead: The pts of the known frames after the last position, sorted.
+        counted: Whether the container has no presentation times, so that frames must be counted: in decoding order,
+            each gets the time of the packet with its number.
+        landings: Number of jumps; frames that were decoded before a jump are not neighbours of those after it.
+    """
+
+    def __init__(self, media: Media) -> None:
+        self._media = media
+        self.landings = 0
+        self.counted = False
+        self._end = _NEVER
+        self.restart()
+        self.counted = "avi" in media.container.format.name and bool(self.stream.codec_context.has_b_frames)
+        self._is_vp8 = self.stream.codec_context.name in ("vp8", "libvpx")
+        self._look()
+        if not self.queue or self.queue[0].size == 0:
+            raise DecodeError(f"{media.name} has a video stream without frames: leave the sample out")
+        self._first = _place(self.queue[0])
+        self._times: IntArray | None = None
+        self._listed: tuple[IntArray, Any, IntArray] | None = None
+        self._sought = False
+
+    def _begin(self, *, at_start: bool) -> None:
+        self.landings += 1
+        self.queue: deque[Any] = deque()
+        self.ahead: list[int] = []
+        self._leading: list[int] = []
+        self._demuxed: Iterator[Any] = self._media.container.demux(self.stream)
+        self._at_start = at_start
+        self._floor = _NEVER  # frames before it cannot be decoded from here
+        self._dts = _NEVER
+        self._ended = False
+        self._landed: Any = None
+
+    def restart(self) -> None:
+        """Go to the beginning of the file."""
+        self._media.rewind()
+        self.stream = self._media.stream("video")
+        self._media.only(self.stream)
+        self._begin(at_start=True)
+
+    def _seek(self, timestamp: int) -> bool:
+        """Go to the last known key frame before a time; return whether there are packets."""
+        self._sought = True
+        with self._media.refusing("cannot be read"):
+            try:
+                self._media.container.seek(timestamp, stream=self.stream, backward=True)
+            except OSError:  # the container has no index, or the time is before its first entry
+                self.restart()
+                return self._look()
+        self._begin(at_start=False)
+        if not self._look() or self._landed is None:
+            return False
+        if _place(self._landed) == self._first:
+            self._at_start = True
+        else:
+            self._floor = self._landed.pts
+        return True
+
+    def take(self) -> Any:
+        """Return the next packet for the decoder, None after the last one."""
+        if not self.queue and not self._look():
+            return None
+        return self.queue.popleft()
+
+    def _look(self) -> bool:
+        """Read one more packet; return False at the end of the stream."""
+        if self._ended:
+            return False
+        with self._media.refusing("cannot be read"):
+            packet = next(self._demuxed, None)
+            while self._landed is None and not self._at_start and packet is not None and not packet.is_keyframe:
+                packet = next(self._demuxed, None)  # some containers land between key frames
+        if packet is None:
+            self._ended = True
+            return False
+        self.queue.append(packet)
+        if not packet.size:  # tells the decoder that there are no more
+            self._ended = True
+            return True
+        if self.counted:
+            packet.pts = packet.dts
+        if packet.pts is None:
+            raise DecodeError(
+                f"{self._media.name} has a video packet without a presentation time, so frames cannot be identified: "
+                "remux it into MP4 or Matroska"
+            )
+        if packet.dts is not None:
+            self._dts = max(self._dts, packet.dts)
+        self._end = max(self._end, packet.pts + (packet.duration or 0))
+        if self._landed is None:
+            self._landed = packet
+            self._floor = _NEVER if self._at_start else packet.pts
+        if self._is_shown(packet):
+            insort(self.ahead if packet.pts >= self._floor else self._leading, packet.pts)
+        return True
+
+    def _is_shown(self, packet: Any) -> bool:
+        """Whether a packet yields a visible frame: neither cut off by an edit list nor a hidden reference of VP8."""
+        return not packet.is_discard and not (self._is_vp8 and not memoryview(packet)[0] >> 4 & 1)
+
+    # Frames by time --------------------------------------------------------------------------------------------------
+
+    def shown_at(self, time: int) -> int | None:
+        """Return the last frame up to a time, after reading as far as needed to know it."""
+        while self._dts <= time and (len(self.ahead) - bisect_right(self.ahead, time)) < _MOST_REORDERED:
+            if not self._look():
+                break
+        place = bisect_right(self.ahead, time)
+        return self.ahead[place - 1] if place else None
+
+    def after(self, time: int) -> int | None:
+        """Return the first frame after a time, None if there is none."""
+        while True:
+            place = bisect_right(self.ahead, time)
+            found = self.ahead[place] if place < len(self.ahead) else None
+            if found is not None and (self._dts >= found or len(self.ahead) - place > _MOST_REORDERED):
+                return found
+            if not self._look():
+                return found
+
+    def go_to(self, time: int) -> int | None:
+        """Go to where the frame shown at a time (or else the first one) can be decoded, and return it.
+
+        Returns None if there are no frames, as in a damaged file.
+        """
+        aim, further = time, 0
+        while aim > self._first[1] or aim == time:
+            reached = self._seek(aim)
+            found = self.shown_at(time) if reached else None
+            if found is not None:
+                return found
+            if self._at_start:
+                return self.after(time)
+            # Landed too late: by the reordering of frames, or by a whole group.
+            landed = min(self._landed.pts, self._landed.dts or self._landed.pts) if reached else aim
+            aim, further = min(aim, landed) - 1 - further, 2 * further + 1
+        self.restart()
+        found = self.shown_at(time)
+        return self.after(time) if found is None else found
+
+    def is_near(self, time: int, decoded: int | None) -> bool:
+        """Whether it is faster to decode on than to seek, from a frame or from the last jump to a time."""
+        if decoded is None:
+            decoded = max(self._floor, self._first[1])
+        if time < decoded:
+            return False
+        if self._dts >= time:
+            return True
+        if not self._sought:  # some containers read their index only then
+            return (time - decoded) * self.stream.time_base < 1
+        entries = self.stream.index_entries
+        place = entries.search_timestamp(time, backward=True)
+        return place < 0 or entries[place].timestamp <= decoded
+
+    # Frames by number ------------------------------------------------------------------------------------------------
+
+    @property
+    def count(self) -> int:
+        """Return the number of frames; reads the whole file if its index does not list them all."""
+        index = self._index()
+        return len(self._all_times()) if index is None else int(index[2][-1])
+
+    def length(self) -> Fraction:
+        """Return the duration of the video in seconds; reads the whole file."""
+        times = self._all_times()
+        return Fraction(self._end - int(times[0])) * self.stream.time_base if len(times) else Fraction(0)
+
+    def time_of(self, number: int) -> int | None:
+        """Return the pts of a frame by its number, None after the last one; the packets are left anywhere."""
+        index = self._index()
+        if index is None:
+            times = self._all_times()
+            return int(times[number]) if number < len(times) else None
+        stamps, keys, shown = index
+        if number >= shown[-1]:
+            return None
+        groups = np.flatnonzero(keys)
+        group = int(groups[np.searchsorted(shown[groups], number, side="right") - 1])
+        begin = self._number_landed(stamps, shown)
+        if not begin <= number or shown[group] > begin + len(self._leading) + len(self.ahead):
+            self._seek(int(stamps[group] - stamps[0]) + self._first[1])  # containers count from the first frame
+            begin = self._number_landed(stamps, shown)
+        while True:
+            rank = number - begin - len(self._leading)
+            known = self._leading[rank:] if rank < 0 else self.ahead[rank : rank + 1]
+            if (known and self._dts >= known[0]) or not self._look():
+                return known[0] if known else None
+
+    def _number_landed(self, stamps: IntArray, shown: IntArray) -> int:
+        """Return how many frames are shown before the group of frames at which the packets start."""
+        return int(shown[np.searchsorted(stamps, self._landed.dts)]) if self._landed is not None else 0
+
+    def _index(self) -> tuple[IntArray, Any, IntArray] | None:
+        """Return each packet's dts, whether it is a key, and the frames shown before it; None: not in the index."""
+        if self._listed is not None:
+            return self._listed
+        stream = self.stream
+        if "mp4" not in self._media.container.format.name or not stream.frames:
+            return None
+        entries = stream.index_entries
+        if len(entries) < stream.frames:  # fragments that have not been read
+            return None
+        rows = [(one.timestamp, one.is_keyframe, not one.is_discard) for one in entries]
+        stamps, keys, shown = np.array(rows, dtype=np.int64).T
+        if not keys.any() or not keys[0]:
+            return None
+        self._listed = stamps, keys.astype(bool), np.concatenate([[0], np.cumsum(shown)])
+        return self._listed
+
+    def _all_times(self) -> IntArray:
+        """Return the pts of all frames, sorted, from the packets of the whole file."""
+        if self._times is None:
+            self.restart()
+            while self._look():
+                self.queue.clear()
+            self._times = np.array(self.ahead, dtype=np.int64)
+            self.restart()
+        return self._times
+
+
+def _place(packet: Any) -> tuple[int | None, int]:
+    """Return what identifies a packet within its stream."""
+    return packet.pos, packet.pts
+
+
+# Frames ---------------------------------------------------------------------------------------------------------------
+#
+# Identical to those from decoding the whole file. Frames before the first one requested are decoded only if others
+# refer to them. Clips that follow each other closely are decoded in one go; the last decoded frames are kept, since two
+# clips may share a frame.
+
+
+_SKIPPABLE = ("h264", "hevc")
+"""Codecs whose packets show, before decoding, whether other frames refer to them."""
+
+
+class VideoReader:
+    """Reads frames of the video stream of an open file; times are ticks of the stream."""
+
+    def __init__(self, media: Media) -> None:
+        self._media = media
+        self.packets = Packets(media)
+        self.base = self.packets.stream.time_base
+        self._ready: deque[Any] = deque()
+        self._labels: deque[int] = deque()
+        self._last: Any = None
+        self._landings = 0
+
+    def frame_at(self, time: int) -> int | None:
+        """Return the pts of the frame shown at a time, or else of the first one; None if there are no frames."""
+        packets = self.packets
+        self._settle()
+        decoded = None if self._last is None else int(self._last.pts)
+        if not packets.is_near(time, decoded):
+            found = packets.go_to(time)
+            self._settle()
+            return found
+        found = packets.shown_at(time)
+        if found is None:
+            return packets.after(time) if decoded is None else decoded
+        return found
+
+    def _settle(self) -> None:
+        """Forget the frames decoded before the packets jumped."""
+        if self._landings != self.packets.landings:
+            self._landings = self.packets.landings
+            self._ready.clear()
+            self._labels.clear()
+            self._last = None
+
+    def frames(self, first: int) -> Iterator[Any]:
+        """Yield the frames from the pts on that `frame_at` has just returned."""
+        if self._last is not None and self._last.pts == first:
+            yield self._last
+        while (frame := self._next(first)) is not None:
+            if frame.pts >= first:
+                self._last = frame
+                yield frame
+
+    def _next(self, first: int) -> Any:
+        packets, context = self.packets, self.packets.stream.codec_context
+        skips = context.name in _SKIPPABLE and not packets.counted
+        while not self._ready:
+            packet = packets.take()
+            if packet is None:
+                return None
+            if packet.size and packets.counted:
+                self._labels.append(packet.pts)
+            elif skips and packet.size:
+                context.skip_frame = "NONREF" if packet.pts < first else "DEFAULT"
+            with self._media.refusing("cannot be decoded"):
+                self._ready.extend(packet.decode())
+        frame = self._ready.popleft()
+        if packets.counted:
+            frame.pts = self._labels.popleft()
+        return frame
+
+    def end_of(self, frame: Any) -> int:
+        """Return when a frame is no longer shown."""
+        after = self.packets.after(frame.pts)
+        return int(frame.pts + self.duration_of(frame)) if after is None else after
+
+    def duration_of(self, frame: Any) -> int:
+        """Return the duration of the last frame of a file: its own, or else the mean frame duration."""
+        rate = self.packets.stream.average_rate
+        return int(frame.duration or (round(1 / rate / self.base) if rate else 0))
+
+
+class Pixels:
+    """Turns frames into uint8 RGB pixels of the requested size, or else of the size of the first frame."""
+
+    def __init__(self, size: tuple[int, int] | None) -> None:
+        self._size = size
+        self._reformatter = import_av().video.reformatter.VideoReformatter()
+
+    def of(self, frame: Any) -> np.ndarray:
+        """Return the pixels of a frame, (height, width, 3)."""
+        width, height = self._size or (frame.width, frame.height)
+        self._size = (width, height)
+        # One thread: more would slow down the decode threads, and must not exist at a fork.
+        out = self._reformatter.reformat(frame, width, height, "rgb24", interpolation="BILINEAR", threads=1)
+        pixels: np.ndarray = out.to_ndarray()
+        return pixels.copy() if out is frame else pixels  # the frame may be requested twice
+
+
+def clip_of(frames: list[np.ndarray]) -> torch.Tensor:
+    """Return frames as a tensor (frames, 3, height, width), a view over memory with the channels last."""
+    stacked = frames[0][None] if len(frames) == 1 else np.stack(frames)
+    return tensor_of(stacked).permute(0, 3, 1, 2)
+
+
+def is_over(media: Media, reader: VideoReader, begin: Fraction, until: int) -> bool:
+    """Return whether a video ends before a clip begins; `until` is the end of the last frame found.
+
+    Headers may claim up to one frame more than there is; if more is missing, the file was cut off.
+    """
+    if begin < until * reader.base:
+        return False
+    stream = media.stream("video")
+    length = length_of(media, stream)
+    frame = 1 / (stream.average_rate or 1)
+    return length is None or begin >= start_of(stream) + length or begin > until * reader.base + frame
+
+
+def beyond(media: Media, asked: str, there: str) -> DecodeError:
+    """Return the error for a clip that begins after the end of a video."""
+    stream = media.stream("video")
+    length = length_of(media, stream)
+    says = "" if length is None else f" (its headers say {float(start_of(stream) + length):g} s)"
+    return DecodeError(
+        f"{media.name}: a clip begins at {asked}, but the video ends after {there}{says}: check get_video_duration() "
+        "before you choose clips; if the headers claim a longer video, the file is cut off"
+    )
+
+
+# Sound ----------------------------------------------------------------------------------------------------------------
+#
+# Exact to the sample: sample n is the n-th that decoding the whole file yields. Audio decoders need preceding packets,
+# so reading starts a little early. If a container's timestamps are precise enough (MP4, WAV, FLAC, Ogg, MP3), they tell
+# which sample a decoded block begins with. Matroska's are too coarse; there, blocks are counted if the codec makes them
+# all the same length. Otherwise, reading starts at the beginning of the file.
+
+
+_PREROLL_SECONDS = Fraction(1, 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Blocks:
+    """Layout of a stream's decoded blocks: the pts of the second one, the length of the first and of the others."""
+
+    pts: int
+    first: int
+    length: int
+
+
+class AudioReader:
+    """Reads samples of the audio stream of an open file."""
+
+    def __init__(self, media: Media) -> None:
+        self._media = media
+        self._stream = media.stream("audio")
+        self.rate: int = self._stream.codec_context.sample_rate
+        if not self.rate:
+            raise DecodeError(f"{media.name} has sound without a sample rate: encode it again")
+        self._base: Fraction = self._stream.time_base
+        # The start of the file gives the time of the first sample, and the length of blocks.
+        heads = [(frame.pts, frame.samples) for frame, _ in zip(self._from_start(), range(4), strict=False)]
+        if not heads:
+            raise DecodeError(f"{media.name} has an audio stream without a single sample: leave the sample out")
+        self._first_pts = heads[0][0]
+        self.start = Fraction(0) if self._first_pts is None else self._first_pts * self._base
+        lengths = {length for _, length in heads[1:]}
+        alike = len(heads) > 2 and len(lengths) == 1 and heads[1][0] is not None
+        self._blocks = _Blocks(pts=heads[1][0], first=heads[0][1], length=heads[1][1]) if alike else None
+
+    def samples(self, first: int, last: int | None) -> np.ndarray:
+        """Return samples [first, last), or all from `first` on, as far as they exist: (channels, samples)."""
+        found = self._read_near(first, last)
+        if found is None:
+            found = self._collect(self._placed_from_start(), first, last)
+        return found if found is not None else np.empty((self._stream.codec_context.channels, 0), dtype=np.float32)
+
+    def count(self) -> int:
+        """Return the number of samples, by decoding all of them."""
+        return sum(frame.samples for frame in self._from_start())
+
+    # Reading ---------------------------------------------------------------------------------------------------------
+
+    def _from_start(self) -> Iterator[Any]:
+        self._media.rewind()
+        self._stream = self._media.stream("audio")
+        self._media.only(self._stream)
+        return self._decoded()
+
+    def _decoded(self, *, forgiving: bool = False) -> Iterator[Any]:
+        """Yield decoded blocks; `forgiving`: skip packets that cannot be decoded without earlier ones."""
+        packets = self._media.container.demux(self._stream)
+        while True:
+            with self._media.refusing("cannot be read"):
+                packet = next(packets, None)
+            if packet is None:
+                return
+            try:
+                blocks = packet.decode()
+            except import_av().FFmpegError as error:
+                if forgiving:
+                    continue
+                with self._media.refusing("cannot be decoded"):
+                    raise error
+            if blocks:
+                forgiving = False
+            yield from blocks
+
+    def _placed_from_start(self) -> Iterator[tuple[int, Any]]:
+        at = 0
+        for block in self._from_start():
+            yield at, block
+            at += block.samples
+
+    def _read_near(self, first: int, last: int | None) -> np.ndarray | None:
+        """Read from shortly before the first sample; None if that cannot be exact."""
+        preroll = int(_PREROLL_SECONDS * self.rate)
+        if first <= 2 * preroll or self._first_pts is None or not (self._exact or self._blocks):
+            return None
+        aim = int((self.start + Fraction(first - preroll, self.rate)) / self._base)
+        try:
+            self._media.container.seek(aim, stream=self._stream, backward=True)
+        except OSError:
+            return None
+        return self._collect(self._placed_near(first), first, last)
+
+    def _placed_near(self, first: int) -> Iterator[tuple[int, Any]]:
+        """Yield blocks with the number of their first sample; nothing if that is unknown."""
+        at: int | None = None
+        before = False
+        for block in self._decoded(forgiving=True):
+            if at is None or at < first:
+                at = self._place(block)
+                before = before or (at is not None and at + block.samples <= first)
+                if at is None or not before:
+                    return  # no room for the decoder to settle, or timestamps too coarse
+            yield at, block
+            at += block.samples
+
+    @property
+    def _exact(self) -> bool:
+        return self._base * self.rate <= 1
+
+    def _place(self, block: Any) -> int | None:
+        """Return the number of a block's first sample, from its timestamp."""
+        if block.pts is None:
+            return None
+        if self._exact:
+            return round((block.pts - self._first_pts) * self._base * self.rate)
+        blocks = self._blocks
+        if blocks is None or block.samples != blocks.length:
+            return None
+        since = (block.pts - blocks.pts) * self._base * self.rate
+        number = round(since / blocks.length)
+        if abs(since - number * blocks.length) > self._base * self.rate + 1:
+            return None  # a gap, or blocks of several lengths
+        return blocks.first + number * blocks.length
+
+    def _collect(self, placed: Iterator[tuple[int, Any]], first: int, last: int | None) -> np.ndarray | None:
+        pieces: list[np.ndarray] = []
+        for at, block in placed:
+            if last is not None and at >= last:
+                break
+            if at + block.samples > first:
+                stop = block.samples if last is None else min(block.samples, last - at)
+                pieces.append(_array(block)[:, max(0, first - at) : stop])
+        if len({len(piece) for piece in pieces}) > 1:
+            raise DecodeError(
+                f"{self._media.name} has sound whose number of channels changes: it may be damaged; encode it again"
+            )
+        return np.concatenate(pieces, axis=1) if pieces else None
+
+
+def _array(block: Any) -> np.ndarray:
+    """Return a block as (channels, samples)."""
+    array: np.ndarray = block.to_ndarray()
+    if block.format.is_planar:
+        return array
+    return array.reshape(block.samples, block.layout.nb_channels).T
+
+
+def as_floats(samples: np.ndarray) -> np.ndarray:
+    """Return samples as float32 in [-1, 1]: integers divided by the largest power of two that they reach."""
+    if samples.dtype.kind == "f":
+        return samples.astype(np.float32, copy=False)
+    scale = np.float32(1 / (1 << (8 * samples.dtype.itemsize - 1)))
+    if samples.dtype == np.uint8:
+        return (samples.astype(np.float32) - 128) * scale
+    return samples.astype(np.float32) * scale
+
+
+def resample(samples: np.ndarray, rate: int, to: int) -> np.ndarray:
+    """Return float32 samples at another rate, by libswresample."""
+    if rate == to or not samples.shape[1]:
+        return samples
+    av = import_av()
+    layout = {1: "mono", 2: "stereo"}.get(len(samples), f"{len(samples)} channels")
+    frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(samples), format="fltp", layout=layout)
+    frame.sample_rate = rate
+    resampler = av.AudioResampler(format="fltp", layout=layout, rate=to)
+    return np.concatenate([out.to_ndarray() for out in (*resampler.resample(frame), *resampler.resample(None))], axis=1)

@@ -1,0 +1,166 @@
+"""Options that the preparing commands share: where shards are processed, which files are media; their progress bar."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import click
+
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.format.media import MediaFilter
+from energon_bridge.format.parallel import Workers
+from energon_bridge.prepare.engines import RayEngine, Task, parse_task
+from energon_bridge.prepare.media import IndexedMedia
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_SHOWN = 5
+"""Files named that could not be read."""
+
+
+def workers_option(command: Command) -> Command:
+    """Add the number of processes to a command."""
+    return click.option(
+        "--num-workers",
+        default=min(16, os.cpu_count() or 1),
+        show_default="one per core, 16 at most",
+        type=click.IntRange(min=1),
+        help="Processes.",
+    )(command)
+
+
+def engine_options(command: Command) -> Command:
+    """Add the options for a cluster to a command."""
+    for option in (
+        click.option(
+            "--address", default=None, help="Of a Ray cluster: auto, ray://host:10001. [default: RAY_ADDRESS]"
+        ),
+        click.option(
+            "--engine",
+            type=click.Choice(["processes", "ray"]),
+            default="processes",
+            show_default=True,
+            help="Processes of this machine, or tasks of a Ray cluster (extra ray), which sees the same paths.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def task_options(command: Command) -> Command:
+    """Add the options to share the work out to a command."""
+    for option in (
+        click.option("--finish", is_flag=True, help="Make the dataset of what all tasks have done."),
+        click.option("--task", default=None, metavar="NUMBER/COUNT", help="Do one share of the shards: 0/16 to 15/16."),
+    ):
+        command = option(command)
+    return command
+
+
+def workers_of(engine: str, address: str | None, num_workers: int) -> Workers:
+    """Return the engine that the options choose; raises ConfigurationError."""
+    if engine == "ray":
+        return RayEngine(address)
+    if address is not None:
+        raise ConfigurationError(f"--address {address} is for a Ray cluster: add --engine ray.")
+    return num_workers
+
+
+def task_of(task: str | None, *, finish: bool) -> Task | None:
+    """Return the task that the options name; raises ConfigurationError."""
+    if task is not None and finish:
+        raise ConfigurationError("--task and --finish exclude each other: run --finish once, after all tasks.")
+    return None if task is None else parse_task(task)
+
+
+def media_options(command: Command) -> Command:
+    """Add the three filters of media files to a command."""
+    for option in (
+        click.option(
+            "--media-metadata-by-extension", is_flag=True, help="Look into the media files that their extensions tell."
+        ),
+        click.option(
+            "--media-metadata-by-header", is_flag=True, help="Look into the media files that their first bytes tell."
+        ),
+        click.option(
+            "--media-metadata-by-glob",
+            default=None,
+            metavar="PATTERNS",
+            help="Look into the media files whose names match one of these: '*.jpg,*.png'.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def _use_folder(context: click.Context, _: click.Parameter, folder: str | None) -> None:
+    if folder is not None:
+        before = tempfile.tempdir
+        context.call_on_close(lambda: setattr(tempfile, "tempdir", before))
+        tempfile.tempdir = folder
+
+
+tmp_option = click.option(
+    "--tmp-path",
+    type=click.Path(exists=True, file_okay=False, writable=True),
+    callback=_use_folder,
+    expose_value=False,
+    help="Folder for temporary files: the index of a dataset behind a URL, what is sorted. [default: the system's]",
+)
+
+
+def media_filter(by_glob: str | None, by_header: bool, by_extension: bool) -> MediaFilter | None:
+    """Return the filter that the options choose, None without any."""
+    if (by_glob is not None) + by_header + by_extension > 1:
+        raise ConfigurationError("the --media-metadata-by-… options exclude each other: use one.")
+    if by_glob is not None:
+        return MediaFilter(strategy="GLOB", patterns=by_glob)
+    if by_header:
+        return MediaFilter(strategy="HEADER")
+    return MediaFilter(strategy="EXTENSION") if by_extension else None
+
+
+def report_media(found: IndexedMedia) -> None:
+    """Report how many media files were read, and which could not be."""
+    click.echo(f"Done: stored metadata for {found.num_files:,} files.")
+    if found.failed:
+        shown = ", ".join(found.failed[:_SHOWN]) + (", ..." if len(found.failed) > _SHOWN else "")
+        click.echo(f"{len(found.failed):,} files could not be read: {shown}")
+
+
+# Progress -------------------------------------------------------------------------------------------------------------
+#
+# Drawn from the main thread only: forking workers is unsafe with more threads.
+
+
+_INTERVAL = 0.1
+
+
+@contextmanager
+def shard_progress(title: str, *, enabled: bool) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar while the block runs; yields `advance(done, total)`. Draws nothing without a terminal."""
+    if not enabled:
+        yield lambda done, total: None
+        return
+    from rich.console import Console  # takes 60 ms, which a script with --no-progress need not wait for
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, auto_refresh=False, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=None)
+        last = 0.0
+
+        def advance(done: int, total: int) -> None:
+            nonlocal last
+            bar.update(task, completed=done, total=total)
+            if done == total or time.monotonic() - last > _INTERVAL:
+                last = time.monotonic()
+                bar.refresh()
+
+        yield advance

@@ -1,0 +1,545 @@
+"""Sources of `energon convert`: detect the kind of a source; read folders, WebDatasets, mixes and the hub."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from energon_bridge.errors import ConfigurationError, DatasetNotFoundError, DuplicateKeyError, EnergonError, SourceError
+from energon_bridge.format.dataset import PreparedDataset
+from energon_bridge.format.documents import expect_mapping, read_document
+from energon_bridge.format.media import kind_by_name
+from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, INFO_JSON, INFO_YAML, meta_path, read_splits
+from energon_bridge.format.parallel import map_shards
+from energon_bridge.format.tar import parse_sample
+from energon_bridge.format.tar_index import ShardScan, scan_tar
+from energon_bridge.prepare.split import find_shards
+from energon_bridge.rng import key_of
+from energon_bridge.rows.arrow import open_parquet, open_remote, open_saved
+from energon_bridge.rows.base import SPLIT_NAMES, SPLIT_ORDER, FileRef, Layout, Row, RowSample, Source, lay_out
+from energon_bridge.rows.lists import open_table
+from energon_bridge.samples import CrudeSample
+from energon_bridge.storage import LocalStore, Store, open_store
+
+if TYPE_CHECKING:
+    from energon_bridge.mix.leaves import OpenLeaf
+
+KINDS = ("table", "pairs", "classes", "parquet", "huggingface", "webdataset", "mix")
+_TABLES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv")
+_LISTS = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+
+
+def open_source(
+    path: Path, *, kind: str | None = None, media: Path | None = None, numbered: bool = False, num_workers: int = 1
+) -> Source:
+    """Open a source of `energon convert`, of the given or the detected kind; raises the errors of its reader."""
+    if not path.exists():
+        return _far(path, kind, media)
+    if media is not None and not media.is_dir():
+        raise ConfigurationError(f"--media {media}: no such folder.")
+    kind, path = (kind, path) if kind is not None else _look(path)
+    readers: dict[str, Callable[[], Source]] = {
+        "table": lambda: open_table(path, media),
+        "pairs": lambda: FolderSource(path, as_classes=False),
+        "classes": lambda: FolderSource(path, as_classes=True),
+        "folder": lambda: FolderSource(path, as_classes=None),
+        "parquet": lambda: open_parquet(path, media),
+        "huggingface": lambda: open_saved(path, media),
+        "mix": lambda: MixSource(path, numbered=numbered),
+        "webdataset": lambda: TarSource(path, numbered=numbered, num_workers=num_workers),
+    }
+    source = readers[kind]()
+    if len(source) == 0:
+        raise SourceError(f"{path}: has no samples ({source.kind}).")
+    return source
+
+
+def _far(path: Path, kind: str | None, media: Path | None) -> Source:
+    """Open the tables behind a URL, of which `Path` has left one slash."""
+    scheme, colon, rest = str(path).partition(":/")
+    if not colon or "/" in scheme:
+        raise DatasetNotFoundError(f"{path}: no such file or folder. Check the path.")
+    url = f"{scheme}://{rest}"
+    from energon_bridge.rows.dataset import has_tables, open_far_source
+
+    if kind not in (None, "parquet", "huggingface") or media is not None or not has_tables(url):
+        raise DatasetNotFoundError(
+            f"{url}: only parquet and arrow files can be converted from a URL, with the media in them or beside them. "
+            "Check the URL, or download the files first."
+        )
+    return open_far_source(url)
+
+
+def _look(path: Path) -> tuple[str, Path]:
+    """Return the detected kind of a path, and the file that lists the samples if a folder has one."""
+    suffix = path.suffix.lower()
+    if path.is_file():
+        if suffix in _TABLES:
+            return "table", path
+        kinds = {".parquet": "parquet", ".tar": "webdataset", ".yaml": "mix"}
+        if suffix not in kinds:
+            known = ", ".join((*_TABLES, *kinds))
+            raise SourceError(
+                f"{path}: cannot convert a {suffix or 'file without a suffix'}. Supported are {known} and folders."
+            )
+        return kinds[suffix], path
+    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        return "huggingface", path
+    names = [name for _, _, files in os.walk(path) for name in files if not name.startswith(".")]
+    for suffix, kind in ((".tar", "webdataset"), (".parquet", "parquet")):
+        if any(name.endswith(suffix) for name in names):
+            return kind, path
+    for name in _LISTS:
+        if (path / name).exists():
+            return "table", path / name
+    tables = sorted(one for one in path.iterdir() if one.suffix.lower() in _TABLES[1:])
+    if tables:
+        raise SourceError(
+            f"{path}: convert the folder, or the list {tables[0].name} in it? Pass the file, {tables[0]}, or "
+            "--kind pairs or --kind classes."
+        )
+    return "folder", path
+
+
+# Folders --------------------------------------------------------------------------------------------------------------
+#
+# Pictures with captions beside them, a folder for each class, or pictures alone. A first level of `train`, `val` and
+# `test` folders is a split. Keys are paths below the folder, without the extension.
+
+
+_TEXTS = (".txt", ".caption", ".json")
+
+
+class FolderSource:
+    """The media files below a folder, in the order of their paths."""
+
+    def __init__(self, root: Path, *, as_classes: bool | None = None) -> None:
+        self.where = str(root)
+        self._root = root
+        files = sorted(_walk(root))
+        media = [name for name in files if kind_by_name(name) is not None]
+        if not media:
+            raise SourceError(f"{root}: no images, videos or sound below this folder, and no file that lists any.")
+        stems = {os.path.splitext(name) for name in files}
+        self._texts = {stem: suffix for suffix in reversed(_TEXTS) for stem, found in stems if found == suffix}
+        split = {name.partition("/")[0] if "/" in name else "" for name in media} <= SPLIT_NAMES.keys()
+        if split:
+            media.sort(key=lambda name: (SPLIT_ORDER.index(SPLIT_NAMES[name.partition("/")[0]]), name))
+            counts = Counter(SPLIT_NAMES[name.partition("/")[0]] for name in media)
+            self.split_parts: tuple[tuple[str, int], ...] = tuple(counts.items())
+        else:
+            self.split_parts = ()
+        self._media = media
+        self._depth = int(split)
+        has_texts = any(os.path.splitext(name)[0] in self._texts for name in media)
+        nested = all(name.count("/") > self._depth for name in media)
+        names = sorted({name.split("/")[self._depth] for name in media}) if nested else []
+        if as_classes is None:
+            as_classes = nested and not has_texts and len(names) > 1
+        elif as_classes and not nested:
+            raise SourceError(f"{root}: {media[0]} is not in the folder of a class. Move it into one.")
+        self._classes = {name: number for number, name in enumerate(names)} if as_classes else {}
+        self._has_texts = has_texts and not as_classes
+        self.kind = "folder of classes" if as_classes else "folder of pairs" if has_texts else "folder of media"
+        stems_seen = Counter(os.path.splitext(name)[0].replace(".", "_") for name in media)
+        self._twice = {stem for stem, count in stems_seen.items() if count > 1}
+
+    def __len__(self) -> int:
+        return len(self._media)
+
+    def row(self, number: int) -> Row:
+        """Return a file with its caption or class."""
+        name = self._media[number]
+        stem, suffix = os.path.splitext(name)
+        path = f"{self._root}/{name}"
+        files: dict[str, FileRef] = {"image": FileRef(path, suffix[1:].lower())}
+        values: dict[str, object] = {}
+        if self._classes:
+            label = name.split("/")[self._depth]
+            values = {"label": self._classes[label], "label_name": label}
+        elif self._has_texts:
+            text = self._texts.get(stem)
+            if text is None:
+                raise SourceError(
+                    f"{path}: no caption beside it ({Path(stem).name}.txt). Leave such files out with --on-error skip."
+                )
+            column = "json" if text == ".json" else "caption"
+            files[column] = FileRef(f"{self._root}/{stem}{text}", "json" if text == ".json" else "txt")
+        key = stem.replace(".", "_")
+        if key in self._twice:
+            key += f"-{suffix[1:].lower()}-{number}"
+        return Row(where=path, values=values, files=dict(files), key=key)
+
+    def sample(self, number: int, layout: Layout) -> RowSample:
+        """Return a sample, not read yet."""
+        return lay_out(self.row(number), layout, number)
+
+    def propose(self) -> Layout:
+        """Propose a layout from the first files."""
+        bare = frozenset(["image", "caption", "json"])
+        if any(kind_by_name(name) != "image" for name in self._media):
+            return Layout(sample_type="CrudeSample", bare=bare)
+        if self._classes:
+            fields = {"image": "image", "label": "label", "label_name": "label_name"}
+            return Layout(sample_type="ImageClassificationSample", fields=fields, bare=bare)
+        if self._has_texts:
+            caption = "json[caption]" if ".json" in set(self._texts.values()) else "caption"
+            return Layout(sample_type="CaptioningSample", fields={"image": "image", "caption": caption}, bare=bare)
+        return Layout(sample_type="ImageSample", fields={"image": "image"}, bare=bare)
+
+
+def _walk(root: Path) -> list[str]:
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        inside = os.path.relpath(folder, root).replace(os.sep, "/")
+        before = "" if inside == "." else f"{inside}/"
+        found += [before + name for name in names if not name.startswith(".")]
+    return found
+
+
+# WebDatasets ----------------------------------------------------------------------------------------------------------
+#
+# To be sharded or shuffled again: samples keep their keys, parts and bytes.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TarSample:
+    """The bytes of a sample in a tar."""
+
+    key: str
+    where: str
+    store: Store
+    shard: str
+    offset: int
+    length: int
+    fields: Mapping[str, str]
+
+    def sizes(self) -> list[tuple[str, int]]:
+        """Return its parts with their sizes."""
+        return [(name, len(data)) for name, data in self.read()[0]]
+
+    def row(self) -> Row:
+        """Return its parts as columns, for people to look at."""
+        parts = ", ".join(f"{name} ({size:,} bytes)" for name, size in self.sizes())
+        return Row(where=self.where, values={"parts": parts}, files={}, key=self.key)
+
+    def mark(self) -> str:
+        """Return a text that changes if the sample does."""
+        path = Path(self.store.url(self.shard))
+        stat = path.stat() if isinstance(self.store, LocalStore) and path.exists() else None
+        changed = f"{stat.st_size} {stat.st_mtime_ns}" if stat is not None else ""
+        return f"{self.key}\0{self.shard} {self.offset} {self.length} {changed}"
+
+    def read(self) -> tuple[list[tuple[str, bytes]], Mapping[str, str]]:
+        """Return its parts unchanged."""
+        data = self.store.read_range(self.shard, self.offset, self.length)
+        _, parts = parse_sample(data, where=self.where)
+        return [(name, bytes(content)) for name, content in parts.items()], self.fields
+
+
+class TarSource:
+    """The samples of all tars below a folder, or of one tar, in the order of the tars."""
+
+    kind = "WebDataset"
+
+    def __init__(self, path: Path, *, numbered: bool, num_workers: int) -> None:
+        self.where = str(path)
+        self._store = open_store(path.parent if path.is_file() else path)
+        self._numbered = numbered
+        shards = [path.name] if path.is_file() else find_shards(self._store)
+        self._prepared = not path.is_file() and any(self._store.exists(meta_path(n)) for n in (INFO_JSON, INFO_YAML))
+        groups = self._groups(shards)
+        excluded = frozenset[tuple[str, str]]()
+        if self._prepared:
+            excluded = read_splits(self._store).excluded_samples(shards)
+        self._shards: list[str] = []
+        self._starts = [0]
+        self._samples: list[tuple[list[str], array[int], array[int]]] = []
+        counts = []
+        for part, listed in groups:
+            before = self._starts[-1]
+            scans = map_shards(partial(scan_tar, self._store), listed, num_workers=num_workers)
+            for shard, scan in zip(listed, scans, strict=True):
+                self._add(shard, scan, excluded)
+            counts.append((part, self._starts[-1] - before))
+        self.split_parts = tuple(counts) if self._prepared else ()
+        if not numbered:
+            check_keys((key for keys, _, _ in self._samples for key in keys), self.sample)
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def row(self, number: int) -> Row:
+        """Return a sample's parts as columns, for people to look at."""
+        return self.sample(number, Layout(sample_type="CrudeSample")).row()
+
+    def sample(self, number: int, layout: Layout) -> TarSample:
+        """Return a sample to be read."""
+        at = bisect_right(self._starts, number) - 1
+        keys, offsets, lengths = self._samples[at]
+        index = number - self._starts[at]
+        return TarSample(
+            key=f"{number:09d}" if self._numbered else keys[index],
+            where=f"{self._store.url(self._shards[at])}, sample {keys[index]!r}",
+            store=self._store,
+            shard=self._shards[at],
+            offset=offsets[index],
+            length=lengths[index],
+            fields=layout.fields,
+        )
+
+    def propose(self) -> Layout:
+        """Keep the sample type of a prepared dataset; keep the parts of others as they are."""
+        rel = meta_path(DEFAULT_DATASET_CONFIG)
+        if self._prepared and self._store.exists(rel):
+            config: dict[str, Any] = expect_mapping(read_document(self._store, rel), where=self._store.url(rel))
+            kind, fields = config.get("sample_type"), config.get("field_map")
+            if isinstance(kind, dict) and isinstance(fields, dict) and "__class__" in kind:
+                return Layout(sample_type=kind["__class__"], fields=fields)
+        return Layout(sample_type="CrudeSample")
+
+    def _groups(self, shards: list[str]) -> list[tuple[str, list[str]]]:
+        if not self._prepared:
+            return [("train", shards)]
+        splits = read_splits(self._store)
+        return [(part, splits.shards_of(part)) for part, listed in splits.parts.items() if listed]
+
+    def _add(self, shard: str, scan: ShardScan, excluded: frozenset[tuple[str, str]]) -> None:
+        kept = [n for n, key in enumerate(scan.keys) if (shard, key) not in excluded]
+        self._samples.append(
+            (
+                [scan.keys[n] for n in kept],
+                array("q", [scan.offsets[n] for n in kept]),
+                array("q", [scan.offsets[n + 1] - scan.offsets[n] for n in kept]),
+            )
+        )
+        self._shards.append(shard)
+        self._starts.append(self._starts[-1] + len(kept))
+
+
+def check_keys(keys: Iterable[str], sample: Callable[[int, Layout], TarSample]) -> None:
+    """Raise DuplicateKeyError if a key occurs twice; `sample` returns a sample by its number."""
+    hashes = np.array([key_of(key) for key in keys], np.uint64)
+    order = np.argsort(hashes, kind="stable")
+    same = np.flatnonzero(np.diff(hashes[order]) == 0)
+    if len(same):
+        first, second = (sample(int(order[same[0] + step]), Layout(sample_type="CrudeSample")) for step in (0, 1))
+        raise DuplicateKeyError(
+            f"{first.where} occurs again in {second.where}. Give the samples new keys with --keys number."
+        )
+
+
+# Mixes ----------------------------------------------------------------------------------------------------------------
+#
+# The datasets of a mix as one source: merged, with subsets and filters applied, each sample once. Weights and
+# repetitions only matter in training and are ignored here. All datasets must have the same sample type and field map,
+# or be crude.
+
+
+_SCANS = 16
+
+
+class MixSource:
+    """The samples of the datasets of a mix, split by split, dataset by dataset."""
+
+    kind = "mix"
+
+    def __init__(self, path: Path, *, numbered: bool) -> None:
+        from energon_bridge.mix import MixIndex, load_mix  # only mixes need to wait for it
+        from energon_bridge.mix.leaves import open_leaves
+        from energon_bridge.mix.opener import DatasetOpener
+
+        self.where = str(path)
+        self._numbered = numbered
+        document = MixIndex().document(str(path))
+        named = document.get("splits") if isinstance(document, dict) else None
+        self._parts: list[tuple[PreparedDataset, np.ndarray]] = []
+        counts: list[tuple[str, int]] = []
+        for split in [part for part in SPLIT_ORDER if part in (named or ())]:
+            mix = load_mix(path, split_part=split)
+            leaves = open_leaves(mix, DatasetOpener(), shuffle_epochs=None)
+            found = [self._samples_of(leaf) for leaf in leaves]
+            self._parts += found
+            counts.append((split, sum(numbers.size for _, numbers in found)))
+        self.split_parts = tuple(counts)
+        self._starts = np.cumsum([0, *(numbers.size for _, numbers in self._parts)]).tolist()
+        if not numbered:
+            check_keys([self.sample(n, Layout(sample_type="CrudeSample")).key for n in range(len(self))], self.sample)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def row(self, number: int) -> Row:
+        """Return a sample's parts as columns, for display."""
+        return self.sample(number, Layout(sample_type="CrudeSample")).row()
+
+    def sample(self, number: int, layout: Layout) -> TarSample:
+        """Return a sample, not read yet."""
+        at = bisect_right(self._starts, number) - 1
+        dataset, numbers = self._parts[at]
+        shard, local = _place(dataset, int(numbers[number - self._starts[at]]))
+        scan = _scan(dataset.path, shard)
+        return TarSample(
+            key=f"{number:09d}" if self._numbered else scan.keys[local],
+            where=f"{dataset.store.url(shard)}, sample {scan.keys[local]!r}",
+            store=dataset.store,
+            shard=shard,
+            offset=scan.offsets[local],
+            length=scan.offsets[local + 1] - scan.offsets[local],
+            fields=layout.fields,
+        )
+
+    def propose(self) -> Layout:
+        """Keep the common sample type of all datasets."""
+        first = self._parts[0][0]
+        for dataset, _ in self._parts[1:]:
+            if _form(dataset) != _form(first):
+                raise SourceError(
+                    f"{self.where}: {first.path} and {dataset.path} differ in sample type or field map. Convert them "
+                    "as crude samples: --sample-type CrudeSample"
+                )
+        if issubclass(first.sample_type, CrudeSample) or first.field_map is None:
+            return Layout(sample_type="CrudeSample")
+        return Layout(sample_type=first.sample_type.__name__, fields=first.field_map.fields)
+
+    def _samples_of(self, leaf: OpenLeaf) -> tuple[PreparedDataset, np.ndarray]:
+        """Return the dataset of a leaf and the numbers of the leaf's samples, without excluded ones."""
+        dataset = leaf.dataset
+        if type(dataset) is not PreparedDataset:
+            raise SourceError(
+                f"{self.where}: {dataset.path} is a join, a JSONL file or a table, but only prepared datasets of tars "
+                "can be merged. Convert the others separately, and join during training."
+            )
+        numbers = np.arange(leaf.start, leaf.stop) if leaf.kept is None else leaf.kept
+        if not dataset.excluded:
+            return dataset, numbers
+        kept = [number for number in numbers.tolist() if _named(dataset, number) not in dataset.excluded]
+        return dataset, np.array(kept, dtype=np.int64)
+
+
+def _form(dataset: PreparedDataset) -> tuple[type, Any]:
+    return dataset.sample_type, dataset.field_map and dataset.field_map.fields
+
+
+def _place(dataset: PreparedDataset, number: int) -> tuple[str, int]:
+    """Return shard and number in the shard of a sample."""
+    ends = np.cumsum(dataset.shard_counts)
+    shard = int(np.searchsorted(ends, number, side="right"))
+    return dataset.shard_names[shard], number - int(ends[shard] - dataset.shard_counts[shard])
+
+
+def _named(dataset: PreparedDataset, number: int) -> tuple[str, str]:
+    """Return shard and key of a sample."""
+    shard, local = _place(dataset, number)
+    return shard, _scan(dataset.path, shard).keys[local]
+
+
+@lru_cache(maxsize=_SCANS)
+def _scan(root: str, shard: str) -> ShardScan:
+    return scan_tar(open_store(root), shard)
+
+
+# The hub --------------------------------------------------------------------------------------------------------------
+#
+# Datasets of the Hugging Face hub by name: `hf://OWNER/NAME`, `hf://OWNER/NAME/FOLDER`, with `@REVISION` at the end.
+# The files are downloaded to the hub's cache (HF_HOME), which resumes after a stop, and read there like any other
+# source. Parquet files can also be streamed: the processes that write the shards read them by ranges, row group by row
+# group.
+
+
+_PREFIX = "hf:/"  # what `Path` leaves of hf://
+
+
+def is_hub(source: str | Path) -> bool:
+    """Return whether a source names a dataset of the hub."""
+    return str(source).startswith(_PREFIX)
+
+
+@dataclass(frozen=True, slots=True)
+class _Name:
+    """What a source names: a repository (`OWNER/NAME`), a folder in it or "", a revision or None."""
+
+    repository: str
+    folder: str
+    revision: str | None
+    where: str
+
+
+def _parse(source: str | Path) -> _Name:
+    name, _, revision = str(source)[len(_PREFIX) :].strip("/").partition("@")
+    owner, _, rest = name.partition("/")
+    repository, _, folder = rest.partition("/")
+    where = f"hf://{name}"
+    if not owner or not repository:
+        raise ConfigurationError(f"{where}: expected hf://OWNER/NAME, or hf://OWNER/NAME/FOLDER for a part of it.")
+    return _Name(f"{owner}/{repository}", folder, revision or None, where)
+
+
+def download(source: str | Path) -> Path:
+    """Download the missing files of a dataset of the hub and return its folder; raises SourceError."""
+    name = _parse(source)
+    with _hub(name) as hub:
+        root = hub.snapshot_download(
+            name.repository,
+            repo_type="dataset",
+            revision=name.revision,
+            allow_patterns=f"{name.folder}/*" if name.folder else None,
+        )
+    found = Path(root) / name.folder
+    if not found.is_dir():
+        raise SourceError(f"{name.where}: the dataset {name.repository} has no folder {name.folder!r}.")
+    return found
+
+
+def stream(source: str | Path) -> Source:
+    """Open the parquet files of a dataset of the hub; only the rows requested are read. Raises SourceError.
+
+    All files are of one commit, the latest of the revision; their stamps are sizes and Git hashes.
+    """
+    name = _parse(source)
+    with _hub(name) as hub:
+        api = hub.HfApi()
+        commit = api.dataset_info(name.repository, revision=name.revision).sha
+        tree = api.list_repo_tree(
+            name.repository, name.folder or None, recursive=True, revision=commit, repo_type="dataset"
+        )
+        files = {file.path: (file.size, int(file.blob_id[:15], 16)) for file in tree if file.path.endswith(".parquet")}
+        if not files:
+            raise SourceError(
+                f"{name.where}: no parquet files, and others cannot be streamed: leave out --stream, or name "
+                "another revision (many datasets have a branch `refs/convert/parquet`)."
+            )
+        return open_remote(name.where, f"hf://datasets/{name.repository}@{commit}", files)
+
+
+@contextmanager
+def _hub(name: _Name) -> Iterator[Any]:
+    """Yield the hub's library; turn its errors into SourceError."""
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{name.where}: needs the hub's library: pip install huggingface_hub ({error})"
+        ) from error
+    try:
+        yield huggingface_hub
+    except EnergonError:
+        raise
+    except Exception as error:  # of the hub, of the network, of the disk: classes of several libraries
+        reason = str(error).strip().split("\n")[0]
+        raise SourceError(
+            f"{name.where}: cannot download: {type(error).__name__}: {reason} Check the name, the network "
+            f"(HF_HUB_OFFLINE, HF_ENDPOINT) and, for a gated dataset, `hf auth login`; or convert a copy: hf download "
+            f"{name.repository} --repo-type dataset --local-dir DIR"
+        ) from error
