@@ -17,10 +17,10 @@ from energon_bridge.format.join import JoinedDataset
 from energon_bridge.mix import Mix
 from energon_bridge.mix.leaves import OpenLeaf
 from energon_bridge.plan.bans import LeafBans
-from energon_bridge.plan.blend import Blend, ChangedBlend, EpochizedBlend, WeightedBlend
+from energon_bridge.plan.blend import Blend, ChangedBlend, EpochizedBlend, LeafWeights, WeightedBlend
 from energon_bridge.plan.leaf import DEFAULT_PARALLEL_SHARD_ITERS, LeafOrder, slice_length
 from energon_bridge.plan.scheduled import ScheduledBlend
-from energon_bridge.plan.weights import ChangedWeights, LeafWeights, MixWeights
+from energon_bridge.plan.weights import ChangedWeights, MixWeights
 from energon_bridge.rng import key_of
 from energon_bridge.rows.dataset import TableDataset
 from energon_bridge.samples import CrudeSample, field_names

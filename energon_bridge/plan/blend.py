@@ -130,8 +130,8 @@ def thresholds(weights: Sequence[float | Fraction]) -> UIntArray:
     return np.array([min(MASK64, (end << 64) // total) for end in itertools.accumulate(parts)], dtype=np.uint64)
 
 
-class Weights(Protocol):
-    """Weights of leaves over the global draws of a run: draw g is draw `g div L` of lane `g mod L`."""
+class LeafWeights(Protocol):
+    """Weights over the global draws of a run: draw g is draw `g div L` of lane `g mod L`."""
 
     def at(self, global_draw: int) -> Sequence[float | Fraction]:
         """Return the weights of a global draw: non-negative, not all zero, in order of the leaves' identities."""
@@ -139,6 +139,15 @@ class Weights(Protocol):
 
     def next_change(self, global_draw: int) -> int | None:
         """Return the first later global draw whose weights may differ, None if there is none."""
+        ...
+
+    def points(self) -> Sequence[int]:
+        """Return the global draws between which the weights move evenly, ascending."""
+        ...
+
+    @property
+    def moves(self) -> bool:
+        """Whether any weight changes from draw to draw, not only at points."""
         ...
 
 
@@ -152,7 +161,7 @@ class WeightedBlend:
         key: Key of the run.
     """
 
-    weights: Weights
+    weights: LeafWeights
     num_lanes: int
     key: int
 

@@ -23,11 +23,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 
-from energon_bridge.plan.blend import DRAW_STEP, lane_step
+from energon_bridge.plan.blend import DRAW_STEP, LeafWeights, lane_step
 from energon_bridge.rng import MASK64, FloatArray, IntArray, UIntArray, draws, fold
 
 _LANE_PHASE = 0x6A09E667F3BCC908  # sqrt2 - 1: what is settled must not go with the order of the lanes
@@ -38,22 +37,6 @@ _MAX_KNOTS, _MAX_KNOT_VALUES = 1024, 1 << 18
 
 Moment = tuple[IntArray, FloatArray]
 """Where draws are on the line of shares: the last knot before each and how far it is from there."""
-
-
-class MovingWeights(Protocol):
-    """Weights of leaves over the global draws of a run."""
-
-    def at(self, global_draw: int) -> Sequence[float | Fraction]:
-        """Return the weights of a global draw: non-negative, not all zero, in order of the leaves' identities."""
-        ...
-
-    def next_change(self, global_draw: int) -> int | None:
-        """Return the first later global draw whose weights may differ, None if there is none."""
-        ...
-
-    def points(self) -> Sequence[int]:
-        """Return the global draws between which the weights move evenly, ascending."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +58,7 @@ class ScheduledBlend:
         start: Global draw at which these weights take over.
     """
 
-    weights: MovingWeights
+    weights: LeafWeights
     num_lanes: int
     key: int
     start: int = 0
@@ -191,7 +174,7 @@ class ScheduledBlend:
 class _ShareLine:
     """Shares of leaves in straight lines between knots, and their sums; draws count from `start`."""
 
-    def __init__(self, weights: MovingWeights, start: int) -> None:
+    def __init__(self, weights: LeafWeights, start: int) -> None:
         points = [0, *(point - start for point in weights.points() if point > start)]
         stretches = [_knots(weights, start, low, high) for low, high in pairwise(points)]
         knots = [knot for stretch in stretches for knot in stretch] + [points[-1]]
@@ -287,7 +270,7 @@ def _hand_over(leaves: IntArray, extra: IntArray, shares: Callable[[IntArray], F
             score[stale] = pull[stale, best[stale]] / luck[stale]
 
 
-def _knots(weights: MovingWeights, start: int, low: int, high: int) -> list[int]:
+def _knots(weights: LeafWeights, start: int, low: int, high: int) -> list[int]:
     """Return the knots of the stretch [low, high) between two points of the schedules."""
     change = weights.next_change(start + low)
     if change is None or change >= start + high:

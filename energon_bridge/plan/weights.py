@@ -10,32 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from typing import Protocol
 
 from energon_bridge.mix import Mix, WeightSchedule
 from energon_bridge.rng import key_of
-
-
-class LeafWeights(Protocol):
-    """Weights over the global draws of a run: draw g is draw `g div L` of lane `g mod L`."""
-
-    def at(self, global_draw: int) -> Sequence[float | Fraction]:
-        """Return the weights of a global draw."""
-        ...
-
-    def next_change(self, global_draw: int) -> int | None:
-        """Return the first later global draw whose weights may differ."""
-        ...
-
-    def points(self) -> Sequence[int]:
-        """Return the global draws between which the weights move evenly, ascending."""
-        ...
-
-    @property
-    def moves(self) -> bool:
-        """Whether any weight changes from draw to draw, not only at points."""
-        ...
-
 
 ChangedWeights = Sequence[tuple[int, "GivenWeights"]]
 """Weights that take over at global draws, in rising order."""
