@@ -78,6 +78,9 @@ def task_of(task: str | None, *, finish: bool) -> Task | None:
     return None if task is None else parse_task(task)
 
 
+# Media ----------------------------------------------------------------------------------------------------------------
+
+
 def media_options(command: Command) -> Command:
     """Add the three filters of media files to a command."""
     for option in (

@@ -162,6 +162,9 @@ def _views(
     return tensors
 
 
+# Exchange -------------------------------------------------------------------------------------------------------------
+
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
