@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -87,7 +88,7 @@ def test_it_runs_on_a_server_and_says_what_the_cache_had(
         monkeypatch.setenv("ENERGON_CACHE_DIR", str(tmp_path / "cache"))
         result = energon(server.url, *options)
     assert result.exit_code == 0, result.output
-    assert "Node cache: 100% of " in result.output
+    assert re.search(r"^Node cache: [1-9]\d*% of ", result.output, re.MULTILINE)  # 100% where 0.2 s are enough
 
 
 @pytest.mark.parametrize(
