@@ -32,15 +32,16 @@ class Threads(ThreadPoolExecutor):
 
     def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
         """Run a function on a thread."""
-        return super().submit(functools.partial(_counted, fn, *args, **kwargs))
+        job: list[Callable[[], _T]] = [functools.partial(fn, *args, **kwargs)]
+        return super().submit(_counted, job)
 
 
-def _counted(fn: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+def _counted(job: list[Callable[[], _T]]) -> _T:
     global _running
     with _rest:
         _running += 1
     try:
-        return fn(*args, **kwargs)
+        return job.pop()()  # what the job was the last to refer to is destroyed here, while it counts as running
     finally:
         with _rest:
             _running -= 1
