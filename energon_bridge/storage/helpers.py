@@ -1,7 +1,7 @@
 """Threads: pools that rest while a worker is forked, and daemon threads for blocking calls.
 
-Invariant: no job of a `Threads` runs in the block of `at_rest`, which forks. A fork has the locks that a job holds,
-also those inside of libraries (SQLite's allocator has one), and no thread that releases them.
+Invariant: no job of a `Threads` runs in the block of `at_rest`, which forks, unless its warning says so. A fork has the
+locks that a job holds, also those inside libraries (SQLite's allocator has one), and no thread that releases them.
 """
 
 from __future__ import annotations
