@@ -3,6 +3,10 @@
 Tables `samples(tar_file_id, sample_key UNIQUE, sample_index, byte_offset, byte_size)` and `sample_parts(tar_file_id,
 sample_index, part_name, content_byte_offset, content_byte_size)` with three indexes; a tar_file_id is the position of
 the shard in `.info.json`. Schema and names: reference section 1.5.
+
+The shards that are added to a large index are in a second file with the same tables, its supplement
+`index.<index.uuid>.sqlite`. Writing `index.sqlite` again gives `index.uuid` a new value, so that no supplement of an
+earlier index is used.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import numpy as np
 
 from energon_bridge.errors import DuplicateKeyError, KeyIndexError, ShardMissingError, StorageError
 from energon_bridge.format.media import create_media_tables, note_filter, write_media_rows
-from energon_bridge.format.nvmeta import INDEX_SQLITE, INDEX_UUID, meta_path
+from energon_bridge.format.nvmeta import INDEX_SQLITE, INDEX_UUID, INFO_JSON, meta_path, read_info
 from energon_bridge.format.tar_index import ShardScan
 from energon_bridge.rng import IntArray
 from energon_bridge.storage import LocalStore, Store
@@ -33,7 +37,7 @@ from energon_bridge.storage import LocalStore, Store
 # Reading key indexes, and matching the keys of one dataset with those of another.
 #
 # Invariant: a key index is opened read-only and as immutable, with one connection per task, so any number of processes
-# can share it and nothing stays open. An index at a URL is copied to a local file first.
+# can share it and nothing stays open. An index at a URL is copied to a local file first, and its supplement into it.
 
 
 _COPY_BYTES = 64 << 20
@@ -43,10 +47,14 @@ _PIECE_SECONDS = 3600.0
 """Seconds allowed for one task, such as matching the keys of a shard."""
 
 _MATCHES = """
-    SELECT own.sample_index, COALESCE(other.tar_file_id, -1), COALESCE(other.sample_index, -1)
-    FROM main.samples AS own LEFT JOIN other.samples AS other ON other.sample_key = own.sample_key
+    SELECT own.sample_index, COALESCE({shards}, -1), COALESCE({numbers}, -1) FROM {own}.samples AS own {joins}
     WHERE own.tar_file_id = ? ORDER BY own.sample_index
 """
+_SUPPLEMENT = re.compile(rf"{re.escape(meta_path('index.'))}[0-9a-f]{{8}}(-[0-9a-f]{{4}}){{3}}-[0-9a-f]{{12}}\.sqlite")
+_MERGE = (
+    "DELETE FROM main.{table} WHERE tar_file_id >= (SELECT min(tar_file_id) FROM old.samples)",
+    "INSERT INTO main.{table} SELECT * FROM old.{table} ORDER BY rowid",
+)
 
 
 def key_index_version(store: Store) -> list[str | int]:
@@ -63,42 +71,129 @@ def key_index_version(store: Store) -> list[str | int]:
             f"{store.root}: looking up samples by key needs a key index, which is missing ({store.url(rel)}). "
             f"Run `energon prepare {store.root}` without --no-key-index."
         ) from error
-    uuid = meta_path(INDEX_UUID)
-    return [store.read(uuid).decode(errors="replace").strip() if store.exists(uuid) else "", size]
+    return [_uuid_of(store), size]
+
+
+def _uuid_of(store: Store) -> str:
+    rel = meta_path(INDEX_UUID)
+    return store.read(rel).decode(errors="replace").strip() if store.exists(rel) else ""
 
 
 class KeyIndex(NamedTuple):
-    """A key index as a local file, with its dataset."""
+    """A key index as local files, with its dataset; `supplement` is empty if it has none."""
 
     path: str
     dataset: str
+    supplement: str = ""
+
+    def schemas(self, name: str = "main") -> list[str]:
+        """Return the names of its files in a connection, where the first is called `name`."""
+        return [name, f"{name}_supplement"] if self.supplement else [name]
+
+
+def supplement_name(uuid: str) -> str:
+    """Return the path in the dataset of the supplement for an `index.uuid`."""
+    return meta_path(f"index.{uuid}.sqlite")
+
+
+def find_supplement(store: Store) -> str | None:
+    """Return the path in the dataset of its supplement; None if there is none."""
+    name = supplement_name(_uuid_of(store))
+    return name if _SUPPLEMENT.fullmatch(name) and store.exists(name) else None
+
+
+def remove_supplements(store: Store, *, keep: Collection[str | None] = ()) -> None:
+    """Remove all supplements of a dataset but those with these paths."""
+    for name, _ in store.list((".sqlite",)):
+        if _SUPPLEMENT.fullmatch(name) and name not in keep:
+            store.delete(name)
+
+
+def count_supplemented(index: KeyIndex, num_shards: int) -> int:
+    """Return how many of a dataset's shards are in the supplement."""
+    if not index.supplement:
+        return 0
+    with _connected(index) as connection:
+        first = connection.execute("SELECT min(tar_file_id) FROM main_supplement.samples").fetchone()[0]
+    return 0 if first is None else num_shards - int(first)
+
+
+def find_key_index(store: Store, scratch: str) -> KeyIndex:
+    """Return the key index of a dataset, copied to the file `scratch` if it is at a URL; raises ShardMissingError."""
+    rel = meta_path(INDEX_SQLITE)
+    if not isinstance(store, LocalStore):
+        copy_key_index(store, scratch)
+        return KeyIndex(scratch, store.root)
+    if not store.exists(rel):
+        raise ShardMissingError(f"{store.url(rel)} does not exist.")
+    supplement = find_supplement(store)
+    return KeyIndex(store.url(rel), store.root, store.url(supplement) if supplement else "")
 
 
 def local_key_index(store: Store, scratch: str) -> KeyIndex:
-    """Return the key index of a dataset, copied to the file `scratch` if it is at a URL.
+    """Return the key index of a dataset as `find_key_index` does, after checks.
 
     Raises:
-        KeyIndexError: It is damaged, or of an old release that did not check that keys are unique.
+        KeyIndexError: It is damaged, lacks shards, or is of an old release that did not check that keys are unique.
     """
-    rel = meta_path(INDEX_SQLITE)
-    if isinstance(store, LocalStore):
-        index = KeyIndex(store.url(rel), store.root)
-    else:
-        index = KeyIndex(scratch, store.root)
-        copy_key_index(store, scratch)
+    index = find_key_index(store, scratch)
     with _connected(index) as connection:
-        if not any(is_unique for _, _, is_unique, *_ in connection.execute("PRAGMA index_list(samples)")):
-            raise sqlite3.DatabaseError("it has no table of samples with unique keys")
+        for schema in index.schemas():
+            if not any(is_unique for _, _, is_unique, *_ in connection.execute(f"PRAGMA {schema}.index_list(samples)")):
+                raise sqlite3.DatabaseError("it has no table of samples with unique keys")
+        check_complete(connection, index, store)
     return index
 
 
+def check_complete(connection: sqlite3.Connection, index: KeyIndex, store: Store) -> None:
+    """Raise sqlite3.DatabaseError if an index ends before the last shard of a prepared dataset: a file is missing."""
+    if not store.exists(meta_path(INFO_JSON)):
+        return
+    counts = read_info(store).shard_counts
+    last = max((number for number, count in enumerate(counts.values()) if count), default=-1)
+    queries = (f"SELECT max(tar_file_id) FROM {schema}.samples" for schema in index.schemas())
+    ends = [connection.execute(query).fetchone()[0] for query in queries]
+    end = max((end for end in ends if isinstance(end, int)), default=-1)
+    if end < last:
+        raise sqlite3.DatabaseError(
+            f"it ends before {[*counts][end + 1]}, which `.info.json` lists. Was {supplement_name(_uuid_of(store))} "
+            "left out of a copy of the dataset?"
+        )
+
+
 def copy_key_index(store: Store, path: str) -> None:
-    """Copy the key index of a dataset to a local file, in pieces of bounded size."""
-    rel = meta_path(INDEX_SQLITE)
+    """Copy the key index of a dataset to one local file, in pieces of bounded size, its supplement included."""
+    _copy(store, meta_path(INDEX_SQLITE), path)
+    name = find_supplement(store)
+    if name is None:
+        return
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("PRAGMA journal_mode = OFF")
+        supplement = store.url(name) if isinstance(store, LocalStore) else f"{path}-supplement"
+        try:
+            if not isinstance(store, LocalStore):
+                _copy(store, name, supplement)
+            connection.execute("ATTACH ? AS old", (supplement,))
+            connection.execute("BEGIN")
+            merge_supplement(connection)
+            connection.execute("COMMIT")
+        finally:
+            if not isinstance(store, LocalStore):
+                os.unlink(supplement)
+
+
+def _copy(store: Store, rel: str, path: str) -> None:
     size = store.size(rel)
     with open(path, "wb") as file:
         for start in range(0, size, _COPY_BYTES):
             file.write(store.read_range(rel, start, min(_COPY_BYTES, size - start)))
+
+
+def merge_supplement(connection: sqlite3.Connection) -> None:
+    """Add the rows of a supplement, attached as `old`, to the index."""
+    for table in ("sample_parts", "samples"):
+        for statement in _MERGE:
+            connection.execute(statement.format(table=table))
 
 
 def matches(own: KeyIndex, other: KeyIndex, shard: int) -> IntArray:
@@ -115,49 +210,89 @@ def matches(own: KeyIndex, other: KeyIndex, shard: int) -> IntArray:
     Raises:
         KeyIndexError: One of the two cannot be read.
     """
+    others = other.schemas("other")
+    shards = ", ".join(f"{name}.tar_file_id" for name in others)
+    numbers = ", ".join(f"{name}.sample_index" for name in others)
+    joins = " ".join(f"LEFT JOIN {name}.samples AS {name} ON {name}.sample_key = own.sample_key" for name in others)
     with _connected(own, other) as connection:
-        rows = connection.execute(_MATCHES, (shard,))
+        query = _MATCHES.format(own=_home(connection, own, shard), shards=shards, numbers=numbers, joins=joins)
+        rows = connection.execute(query, (shard,))
         return np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int64).reshape(-1, 3)
 
 
 def find_keys(index: KeyIndex, keys: Sequence[str]) -> list[tuple[int, int] | None]:
     """Return (shard number, number in the shard) of each key; None for a missing key."""
-    query = "SELECT tar_file_id, sample_index FROM samples WHERE sample_key = ?"
     with _connected(index) as connection:
-        return [connection.execute(query, (key,)).fetchone() for key in keys]
+        found: dict[str, tuple[int, int]] = {}
+        for schema in index.schemas():
+            query = f"SELECT tar_file_id, sample_index FROM {schema}.samples WHERE sample_key = ?"
+            rows = ((key, connection.execute(query, (key,)).fetchone()) for key in keys if key not in found)
+            found.update((key, row) for key, row in rows if row is not None)
+        return [found.get(key) for key in keys]
 
 
 def keys_at(index: KeyIndex, shard: int, indices: Sequence[int]) -> list[str]:
     """Return the keys of some samples of a shard."""
-    query = "SELECT sample_key FROM samples WHERE tar_file_id = ? AND sample_index = ?"
     with _connected(index) as connection:
+        home = _home(connection, index, shard)
+        query = f"SELECT sample_key FROM {home}.samples WHERE tar_file_id = ? AND sample_index = ?"
         return [str(connection.execute(query, (shard, number)).fetchone()[0]) for number in indices]
 
 
 def keys_of_shard(index: KeyIndex, shard: int) -> list[str]:
     """Return the keys of all samples of a shard, in its order."""
-    query = "SELECT sample_key FROM samples WHERE tar_file_id = ? ORDER BY sample_index"
     with _connected(index) as connection:
+        home = _home(connection, index, shard)
+        query = f"SELECT sample_key FROM {home}.samples WHERE tar_file_id = ? ORDER BY sample_index"
         return [str(key) for (key,) in connection.execute(query, (shard,))]
+
+
+def _home(connection: sqlite3.Connection, index: KeyIndex, shard: int) -> str:
+    """Return the name of the file that has a shard."""
+    main, *supplements = index.schemas()
+    for schema in supplements:
+        if connection.execute(f"SELECT 1 FROM {schema}.samples WHERE tar_file_id = ? LIMIT 1", (shard,)).fetchone():
+            return schema
+    return main
 
 
 @contextmanager
 def _connected(own: KeyIndex, other: KeyIndex | None = None) -> Iterator[sqlite3.Connection]:
     """Open a key index, with another one attached as `other`; errors inside the block become KeyIndexErrors."""
     try:
-        with closing(sqlite3.connect(sqlite_uri(own.path), uri=True)) as connection:
+        with closing(connect_key_index(own)) as connection:
             limit_time(connection, _PIECE_SECONDS)
-            check_table(connection, "main", "samples")
+            schemas = own.schemas()
             if other is not None:
-                connection.execute("ATTACH ? AS other", (sqlite_uri(other.path),))
-                check_table(connection, "other", "samples")
+                _attach(connection, other, "other")
+                schemas += other.schemas("other")
+            for schema in schemas:
+                check_table(connection, schema, "samples")
             yield connection
-    except (sqlite3.Error, ValueError, TypeError) as error:
+    except (sqlite3.Error, ValueError, TypeError) as error:  # the last two: values of other types than expected
         datasets = own.dataset if other is None else f"{own.dataset} or {other.dataset}"
         raise KeyIndexError(
             f"{datasets}: cannot read the key index {meta_path(INDEX_SQLITE)}: {error}. Rebuild it with `energon "
             f"prepare --tar-index-only {own.dataset if other is None else 'PATH'}`."
         ) from error
+
+
+def connect_key_index(index: KeyIndex, *, any_thread: bool = False) -> sqlite3.Connection:
+    """Open the files of a key index, under the names of `KeyIndex.schemas`; raises sqlite3.Error."""
+    connection = sqlite3.connect(sqlite_uri(index.path), uri=True, check_same_thread=not any_thread)
+    try:
+        connection.execute("PRAGMA schema_version")  # opens the file, which may be unlinked from then on
+        if index.supplement:
+            connection.execute("ATTACH ? AS main_supplement", (sqlite_uri(index.supplement),))
+    except sqlite3.Error:
+        connection.close()
+        raise
+    return connection
+
+
+def _attach(connection: sqlite3.Connection, index: KeyIndex, name: str) -> None:
+    for path, schema in zip((index.path, index.supplement), index.schemas(name), strict=False):
+        connection.execute(f"ATTACH ? AS {schema}", (sqlite_uri(path),))
 
 
 def check_table(connection: sqlite3.Connection, schema: str, name: str) -> None:
@@ -207,6 +342,10 @@ _INDEXES = (
     "CREATE INDEX idx_sample_parts_full ON sample_parts"
     "(tar_file_id, sample_index, part_name, content_byte_offset, content_byte_size)",
 )
+_TAKEN = (
+    "SELECT 1 FROM main.samples WHERE tar_file_id = ? "
+    "AND EXISTS (SELECT 1 FROM base.samples AS earlier WHERE earlier.sample_key = main.samples.sample_key) LIMIT 1"
+)
 _MEDIA_TABLES = ("media_metadata", "media_filters")
 # The file is built under a temporary name and thrown away after a crash: no journal, no waiting for the disk.
 _PRAGMAS = (
@@ -220,55 +359,76 @@ _PRAGMAS = (
 class KeyIndexWriter:
     """Writes a new key index to a local file, one shard after the other; a context manager.
 
-    `shards` are the names of all shards in the order of `.info.json`, for errors.
+    Args:
+        path: The file.
+        shards: Names of all shards in the order of `.info.json`.
+        supplements: Write a supplement to this index instead, for the shards that it and its supplement lack.
     """
 
-    def __init__(self, path: str | os.PathLike[str], shards: Sequence[str]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], shards: Sequence[str], *, supplements: KeyIndex | None = None
+    ) -> None:
         self._shards = shards
         self._path = os.fspath(path)
         self._continued = ""
-        self._connect(*_TABLES)
+        self._base = supplements
+        if supplements is not None and supplements.supplement:
+            self._continue(supplements.supplement)
+        else:
+            self._connect(*_TABLES)
 
     def _connect(self, *statements: str) -> None:
         with self._writing():
-            self._connection = sqlite3.connect(self._path, isolation_level=None)
-            for statement in (*_PRAGMAS, *statements, "BEGIN"):
+            self._connection = sqlite3.connect(f"file:{urllib.parse.quote(self._path)}", uri=True, isolation_level=None)
+            for pragma in _PRAGMAS:
+                self._connection.execute(pragma)
+            if self._base is not None:
+                self._connection.execute("ATTACH ? AS base", (sqlite_uri(self._base.path),))
+            for statement in (*statements, "BEGIN"):
                 self._connection.execute(statement)
 
-    def take_over(self, old: str, shards: Sequence[str], kept: Collection[str], *, media: bool) -> None:
+    def _continue(self, old: str, *statements: str) -> None:
+        with self._writing(f", copying {old}"):
+            shutil.copyfile(old, self._path)
+        self._continued = f", which continues {old} (delete that to do without)"
+        self._connect(*statements)
+
+    def take_over(self, old: KeyIndex, shards: Sequence[str], kept: Collection[str], *, media: bool) -> None:
         """Copy the rows of some shards from an earlier key index, before anything is added.
 
         Args:
-            old: Path of that index, which stays as it is.
+            old: That index, which stays as it is.
             shards: Its shards, in their order.
             kept: Names of those that have not changed.
             media: Copy the media metadata, too; otherwise the new index has none.
         """
         if list(self._shards[: len(shards)]) == list(shards) and len(kept) == len(shards):
             self._connection.close()
-            with self._writing(f", copying {old}"):
-                shutil.copyfile(old, self._path)
-            self._continued = f", which continues {old} (delete that to do without)"
-            self._connect(*(f"DROP TABLE IF EXISTS {name}" for name in _MEDIA_TABLES if not media))
+            self._continue(old.path, *(f"DROP TABLE IF EXISTS {name}" for name in _MEDIA_TABLES if not media))
+            if old.supplement:
+                with self._reading(old.supplement):
+                    merge_supplement(self._connection)
             return
         places = {shard: number for number, shard in enumerate(self._shards)}
         moves = [(number, places[shard]) for number, shard in enumerate(shards) if shard in kept]
-        with self._reading(old):
-            self._connection.execute("CREATE TEMP TABLE moves(old INTEGER PRIMARY KEY, new INTEGER)")
-            self._connection.executemany("INSERT INTO moves VALUES (?, ?)", moves)
-            for table, columns, order in (
-                ("samples", "sample_key, sample_index, byte_offset, byte_size", "sample_index"),
-                (
-                    "sample_parts",
-                    "sample_index, part_name, content_byte_offset, content_byte_size",
-                    "sample_index, content_byte_offset",
-                ),
-            ):
-                self._connection.execute(
-                    f"INSERT INTO main.{table} SELECT new, {columns} FROM moves JOIN old.{table} ON tar_file_id = old "
-                    f"ORDER BY new, {order}"
-                )
-            self._connection.execute("DROP TABLE moves")
+        self._connection.execute("CREATE TEMP TABLE moves(old INTEGER PRIMARY KEY, new INTEGER)")
+        self._connection.executemany("INSERT INTO moves VALUES (?, ?)", moves)
+        for path in filter(None, (old.supplement, old.path)):
+            with self._reading(path):
+                for table, columns, order in (
+                    ("samples", "sample_key, sample_index, byte_offset, byte_size", "sample_index"),
+                    (
+                        "sample_parts",
+                        "sample_index, part_name, content_byte_offset, content_byte_size",
+                        "sample_index, content_byte_offset",
+                    ),
+                ):
+                    self._connection.execute(
+                        f"INSERT INTO main.{table} SELECT new, {columns} FROM moves JOIN old.{table} "
+                        f"ON tar_file_id = old ORDER BY new, {order}"
+                    )
+                self._connection.execute("DELETE FROM moves WHERE old >= (SELECT min(tar_file_id) FROM old.samples)")
+        self._connection.execute("DROP TABLE moves")
 
     def add(self, shard: int, scan: ShardScan) -> None:
         """Add the samples of shard number `shard`; raises DuplicateKeyError naming both shards."""
@@ -281,6 +441,8 @@ class KeyIndexWriter:
                 self._connection.executemany("INSERT INTO sample_parts VALUES (?, ?, ?, ?, ?)", parts)
             except sqlite3.IntegrityError as error:
                 raise self._duplicate(shard, scan) from error
+            if self._base is not None and self._connection.execute(_TAKEN, (shard,)).fetchone():
+                raise self._duplicate(shard, scan)
 
     def keep_media_tables(self, old: str | os.PathLike[str]) -> None:
         """Copy the media metadata of the index that this one replaces, since preparing again does not make it."""
@@ -342,9 +504,11 @@ class KeyIndexWriter:
     def _duplicate(self, shard: int, scan: ShardScan) -> DuplicateKeyError:
         """Find the key that made the insertion fail; rows of this shard before it may be in the table."""
         seen: set[str] = set()
+        query = "SELECT tar_file_id FROM {}.samples WHERE sample_key = ? AND tar_file_id != ?"
+        queries = [query.format(schema) for schema in (("main",) if self._base is None else ("base", "main"))]
         for key in scan.keys:
-            query = "SELECT tar_file_id FROM samples WHERE sample_key = ? AND tar_file_id != ?"
-            row = self._connection.execute(query, (key, shard)).fetchone()
+            rows = (self._connection.execute(query, (key, shard)).fetchone() for query in queries)
+            row = next(filter(None, rows), None)
             if row is not None or key in seen:
                 other = self._shards[row[0]] if row is not None else self._shards[shard]
                 return DuplicateKeyError(

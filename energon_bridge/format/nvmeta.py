@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from energon_bridge import __version__
-from energon_bridge.errors import MetadataError, NotPreparedError, ShardMissingError, UnknownSplitError
+from energon_bridge.errors import EnergonError, MetadataError, NotPreparedError, ShardMissingError, UnknownSplitError
 from energon_bridge.format.documents import (
     dump_yaml,
     expect_keys,
@@ -267,6 +267,18 @@ def not_prepared(root: str) -> NotPreparedError:
         f"{root}: not prepared ({meta_path(INFO_JSON)} is missing). Run `energon prepare {root}` if it holds tars, or "
         f"`energon convert {root} OUT` if it holds pictures, JSON, CSV or parquet files.{far}"
     )
+
+
+def renumbered(store: Store, counts: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the files that must be absent while the shards of a key index get the numbers that they have in `counts`.
+
+    They are none if every shard keeps its number: readers of the old numbers find what they look for in the new index.
+    """
+    try:
+        kept = list(read_info(store).shard_counts) if store.exists(meta_path(INDEX_SQLITE)) else []
+    except EnergonError:
+        return ()
+    return () if kept == list(counts)[: len(kept)] else (meta_path(INFO_JSON), meta_path(INFO_YAML))
 
 
 def render_info(shard_counts: Mapping[str, int], *, energon_version: str = FORMAT_VERSION) -> bytes:

@@ -2,10 +2,12 @@
 
 Invariant: either all of it is written or nothing changes. Files are staged, then moved in this order: `.tar.idx` files,
 `index.sqlite`, `split.yaml`, `dataset.yaml`, `index.uuid`, and `.info.json`, which declares the dataset prepared, last.
+Where shards get other numbers, the dataset is unprepared meanwhile.
 
 If there are many tars, the scan of each is kept until everything is written, so that a stopped run can continue and
 tasks can divide the tars. `.nv-meta/tars.json` lists the tars that the indexes were made from; these are not scanned
-again when tars are added.
+again when tars are added. A large key index is not copied then: the new shards get the next numbers, and their keys go
+to its supplement (`format/key_index.py`), until that has grown to an eighth of the index.
 
     .nv-meta.scans/<shard>.rec    an encoded `ShardRecord`; `made_of` is what `_version` says of the tar
     .nv-meta/tars.json            {"versions": {shard: version}, "part_names": [name]}
@@ -20,14 +22,23 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 
 from energon_bridge.errors import ConfigurationError, EnergonError, MetadataError
 from energon_bridge.format.documents import dump_yaml, read_document
-from energon_bridge.format.key_index import KeyIndexWriter
+from energon_bridge.format.key_index import (
+    KeyIndex,
+    KeyIndexWriter,
+    count_supplemented,
+    find_key_index,
+    find_supplement,
+    local_key_index,
+    remove_supplements,
+    supplement_name,
+)
 from energon_bridge.format.media import MediaFilter
 from energon_bridge.format.nvmeta import (
     DEFAULT_DATASET_CONFIG,
@@ -41,6 +52,7 @@ from energon_bridge.format.nvmeta import (
     read_info,
     render_info,
     render_splits,
+    renumbered,
 )
 from energon_bridge.format.parallel import Workers, map_shards
 from energon_bridge.format.tar_index import encode_index, index_name, scan_tar
@@ -57,6 +69,10 @@ _SCANS = ".nv-meta.scans"
 _TARS = "tars.json"
 _MANY = 64
 """From this many tars on, each scan is kept until the preparation is complete."""
+_LARGE_BYTES = 256 << 20
+"""A key index of this size is not copied to add some shards: that would take a second."""
+_PART_ADDED = 8
+"""The shards of a supplement are at most those of the index, divided by this."""
 
 _logger = logging.getLogger(__name__)
 
@@ -110,11 +126,13 @@ def prepare_dataset(
     for part, listed in split_parts.items():
         if not listed:
             _logger.info("%s: the split part %r gets none of the %d shards.", store.root, part, len(shards))
+    identity = str(uuid.uuid4())
     with Staging(store) as staging:
         counts, part_names, found = _index(
             store,
             shards,
             staging,
+            identity,
             num_workers=num_workers,
             key_index=key_index,
             media=media,
@@ -125,7 +143,7 @@ def prepare_dataset(
         staging.add(meta_path(DEFAULT_SPLIT_CONFIG), render_splits(split_parts, exclude=_old_excludes(store)))
         if dataset_yaml is not None:
             staging.add(meta_path(dataset_yaml_name), dataset_yaml)
-        _commit(store, staging, counts, key_index=key_index)
+        _commit(store, staging, counts, identity, key_index=key_index)
     _forget_scans(store)
     return Prepared(shard_counts=counts, split_parts=split_parts, part_names=part_names, media=found)
 
@@ -167,11 +185,12 @@ def rebuild_index(
     store = open_store(path)
     store.check_root()
     shards = list(read_info(store).shard_counts)
+    identity = str(uuid.uuid4())
     with Staging(store) as staging:
         counts, part_names, _ = _index(
-            store, shards, staging, num_workers=num_workers, key_index=key_index, progress=progress
+            store, shards, staging, identity, num_workers=num_workers, key_index=key_index, progress=progress
         )
-        _commit(store, staging, counts, key_index=key_index)
+        _commit(store, staging, counts, identity, key_index=key_index)
     return Prepared(shard_counts=counts, split_parts={}, part_names=part_names)
 
 
@@ -179,6 +198,7 @@ def _index(
     store: Store,
     shards: Sequence[str],
     staging: Staging,
+    identity: str,
     *,
     num_workers: Workers,
     key_index: bool,
@@ -193,16 +213,21 @@ def _index(
     counts: dict[str, int] = {}
     part_names: set[str] = set(earlier.part_names) if earlier is not None and known else set()
     versions: dict[str, str] = {}
+    old = _large_index(store, earlier, known) if key_index and media is None else None
+    if old is not None and earlier is not None:
+        shards = [*earlier.counts, *new]  # their numbers stay
+    supplements = old is not None and _is_supplement(old, len(known), len(new))
+    is_done = old is not None and not new and not old.supplement
     with ExitStack() as stack:
         scan = partial(_scan, store, len(new) >= _MANY, finish)
         scans = stack.enter_context(closing(map_shards(scan, new, num_workers=num_workers)))
         writer, found = None, None
-        if key_index:
-            index = staging.path(meta_path(INDEX_SQLITE))
-            writer = stack.enter_context(KeyIndexWriter(index, shards))
-            if earlier is not None and known:
-                old = store.url(meta_path(INDEX_SQLITE))
-                writer.take_over(old, list(earlier.counts), known, media=media is None)
+        if key_index and not is_done:
+            index = staging.path(supplement_name(identity) if supplements else meta_path(INDEX_SQLITE))
+            writer = stack.enter_context(KeyIndexWriter(index, shards, supplements=old if supplements else None))
+            if not supplements and earlier is not None and known:
+                before = find_key_index(store, scratch="")
+                writer.take_over(before, list(earlier.counts), known, media=media is None)
         missing: list[str] = []
         for number, shard in enumerate(shards):
             record = None if shard in known else next(scans)
@@ -226,7 +251,7 @@ def _index(
                 f"the first is {missing[0]}. Run their tasks again, or run this without --finish."
             )
         if writer is not None:
-            if media is None:
+            if media is None and not supplements:
                 _keep_media(store, writer)
             writer.finish()
             if media is not None:
@@ -288,6 +313,20 @@ def _earlier(store: Store, *, key_index: bool) -> _Earlier | None:
         return None
 
 
+def _large_index(store: Store, earlier: _Earlier | None, known: Mapping[str, int]) -> KeyIndex | None:
+    """Return the earlier key index if it is large and all its shards are as they were; raises KeyIndexError."""
+    if earlier is None or known.keys() != earlier.counts.keys():
+        return None
+    is_large = os.path.getsize(store.url(meta_path(INDEX_SQLITE))) >= _LARGE_BYTES
+    return local_key_index(store, scratch="") if is_large else None
+
+
+def _is_supplement(old: KeyIndex, num_known: int, num_new: int) -> bool:
+    """Whether new shards go to a supplement: they and what it has already are few beside the index."""
+    num_supplemented = count_supplemented(old, num_known)
+    return num_new > 0 and _PART_ADDED * (num_supplemented + num_new) <= num_known - num_supplemented
+
+
 def _forget_scans(store: Store) -> None:
     if isinstance(store, LocalStore):
         shutil.rmtree(store.url(_SCANS), ignore_errors=True)
@@ -297,14 +336,17 @@ def _forget_scans(store: Store) -> None:
             store.delete(name)
 
 
-def _commit(store: Store, staging: Staging, counts: dict[str, int], *, key_index: bool) -> None:
-    staging.add(meta_path(INDEX_UUID), str(uuid.uuid4()).encode())
+def _commit(store: Store, staging: Staging, counts: dict[str, int], identity: str, *, key_index: bool) -> None:
+    staging.add(meta_path(INDEX_UUID), identity.encode())
     if store.exists(meta_path(INFO_YAML)):  # older readers use it, so keep it up to date
         staging.add(meta_path(INFO_YAML), dump_yaml({"energon_version": FORMAT_VERSION, "shard_counts": counts}))
     staging.add(meta_path(INFO_JSON), render_info(counts))
-    staging.commit()
+    earlier = find_supplement(store)
+    staging.commit(withdraw=renumbered(store, counts))
     if not key_index:
         store.delete(meta_path(INDEX_SQLITE))  # it describes the old shards
+    # A reader may be about to open the one that was valid a moment ago.
+    remove_supplements(store, keep=(earlier, supplement_name(identity)) if key_index else ())
 
 
 def _old_excludes(store: Store) -> list[str]:

@@ -33,7 +33,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from energon_bridge.errors import ConfigurationError, DecodeError, SourceError, StorageError
-from energon_bridge.format.key_index import KeyIndexWriter
+from energon_bridge.format.key_index import KeyIndexWriter, remove_supplements
 from energon_bridge.format.media import HEAD_BYTES, MediaFilter, metadata_row
 from energon_bridge.format.nvmeta import (
     DEFAULT_DATASET_CONFIG,
@@ -44,6 +44,7 @@ from energon_bridge.format.nvmeta import (
     meta_path,
     render_info,
     render_splits,
+    renumbered,
 )
 from energon_bridge.format.tar import split_member_name
 from energon_bridge.format.tar_index import ShardScan, encode_index, index_name
@@ -353,7 +354,8 @@ def publish(
             for shard in moved:
                 (root / shard).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(parts.path / shard, root / shard)
-        staging.commit()
+        staging.commit(withdraw=renumbered(store, counts))
+        remove_supplements(store)
     return counts
 
 

@@ -3,17 +3,25 @@
 Files are written to a separate folder (`.nv-meta.staging` in a local dataset, so that moving them is a rename) and
 moved when everything has been written; the file that declares the dataset prepared comes last. A failure before that
 leaves the dataset unchanged; the next run clears the folder of a killed one.
+
+In a local dataset `moves.json` in that folder says that everything has been written. The next run completes the moves
+of a run that was killed among them, so that it never finds files of two states:
+
+    {"withdraw": [places that were emptied first], "moves": [[name in the folder, place in the dataset]]}
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from types import TracebackType
 
-from energon_bridge.errors import ConfigurationError, StorageError
+from energon_bridge.errors import ConfigurationError, MetadataError, StorageError
+from energon_bridge.format.nvmeta import META_FOLDER
 from energon_bridge.storage import LocalStore, Store
 
 try:
@@ -22,6 +30,7 @@ except ImportError:  # not on Windows, where two runs at once are not detected
     fcntl = None  # type: ignore[assignment]
 
 STAGING_FOLDER = ".nv-meta.staging"
+_MOVES = "moves.json"
 
 
 class Staging:
@@ -31,6 +40,7 @@ class Staging:
         self._store = store
         self._files: list[tuple[str, str]] = []
         self._lock = -1
+        self._is_moving = False
         if not isinstance(store, LocalStore):
             self._folder = tempfile.mkdtemp(prefix="energon-prepare-")
             return
@@ -57,10 +67,49 @@ class Staging:
         except OSError as error:
             raise StorageError(f"{path}: cannot write {len(data)} bytes for {rel}: {error}") from error
 
-    def commit(self) -> None:
-        """Move all files into the dataset."""
-        for path, rel in self._files:
+    def commit(self, *, withdraw: Sequence[str] = ()) -> None:
+        """Move all files into the dataset, those of `.nv-meta` last.
+
+        While these move, the places `withdraw` are empty until their turn comes.
+        """
+        files = sorted(self._files, key=lambda file: file[1].startswith(f"{META_FOLDER}/"))
+        if isinstance(self._store, LocalStore):
+            moves = [[os.path.basename(path), rel] for path, rel in files]
+            self._write_moves(json.dumps({"withdraw": list(withdraw), "moves": moves}).encode())
+        self._is_moving = True
+        self._move(files, withdraw)
+        self._is_moving = False
+
+    def _write_moves(self, data: bytes) -> None:
+        path = os.path.join(self._folder, _MOVES)
+        try:
+            with open(f"{path}.partial", "wb") as file:
+                file.write(data)
+            os.replace(f"{path}.partial", path)
+        except OSError as error:
+            raise StorageError(f"{path}: cannot write: {error}. Is the disk full?") from error
+
+    def _move(self, files: Sequence[tuple[str, str]], withdraw: Sequence[str]) -> None:
+        waiting = list(withdraw)
+        for path, rel in files:
+            while waiting and rel.startswith(f"{META_FOLDER}/"):
+                self._store.delete(waiting.pop())
             self._store.put_file(path, rel)
+
+    def _complete(self) -> None:
+        """Complete the moves of a run that was killed among them."""
+        path = os.path.join(self._folder, _MOVES)
+        if not os.path.exists(path):
+            return
+        try:
+            with open(path, "rb") as file:
+                kept = json.load(file)
+            files = [(os.path.join(self._folder, str(int(name))), _inside(rel)) for name, rel in kept["moves"]]
+            withdraw = frozenset(kept["withdraw"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise MetadataError(f"{path}: not a list of moves ({error}). Delete it and prepare again.") from error
+        left = [(path, rel) for path, rel in files if os.path.exists(path)]
+        self._move(left, [rel for _, rel in left if rel in withdraw])
 
     def __enter__(self) -> Staging:
         return self
@@ -68,7 +117,8 @@ class Staging:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if not self._is_moving:  # else the next run completes the moves
+            shutil.rmtree(self._folder, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)
 
@@ -84,6 +134,14 @@ class Staging:
                 ) from None
             except OSError:
                 pass  # a file system without locks
+        self._complete()
         for entry in os.scandir(self._folder):
             with contextlib.suppress(OSError):
                 os.unlink(entry.path)
+
+
+def _inside(rel: str) -> str:
+    """Return a place in the dataset; raises ValueError for one that leads out of it."""
+    if rel.startswith("/") or ".." in rel.split("/"):
+        raise ValueError(f"{rel!r} leads out of the dataset")
+    return rel

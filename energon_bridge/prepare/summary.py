@@ -14,7 +14,7 @@ from energon_bridge.errors import EnergonError, ShardMissingError
 from energon_bridge.format.columns import Column, read_columns, read_numbers
 from energon_bridge.format.documents import expect_mapping, read_document
 from energon_bridge.format.jsonl import is_jsonl, open_jsonl
-from energon_bridge.format.key_index import sqlite_uri
+from energon_bridge.format.key_index import connect_key_index, find_key_index
 from energon_bridge.format.nvmeta import (
     DEFAULT_DATASET_CONFIG,
     DEFAULT_SPLIT_CONFIG,
@@ -179,11 +179,15 @@ def _of_key_index(store: Store, num_samples: int) -> tuple[dict[str, PartType], 
     names = _names_of_parts(store)
     if not isinstance(store, LocalStore) or not store.exists(meta_path(INDEX_SQLITE)):
         return names, {}
+    files = find_key_index(store, scratch="")
     try:
-        with closing(sqlite3.connect(sqlite_uri(store.url(meta_path(INDEX_SQLITE))), uri=True)) as index:
+        with closing(connect_key_index(files)) as index:
             tables = {name for (name,) in index.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
             if num_samples <= _MOST_COUNTED and "sample_parts" in tables:
-                query = "SELECT part_name, count(*), sum(content_byte_size) FROM sample_parts GROUP BY 1 ORDER BY 1"
+                rows = " UNION ALL ".join(
+                    f"SELECT part_name, content_byte_size AS size FROM {name}.sample_parts" for name in files.schemas()
+                )
+                query = f"SELECT part_name, count(*), sum(size) FROM ({rows}) GROUP BY 1 ORDER BY 1"
                 names = {name: PartType(count=count, num_bytes=size) for name, count, size in index.execute(query)}
             return names, _media(index) if "media_metadata" in tables else {}
     except sqlite3.Error:

@@ -17,7 +17,14 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from energon_bridge.errors import DecodeError, FileNotInStoreError, KeyIndexError, MediaMetadataError, ShardMissingError
 from energon_bridge.format.jsonl import PART, JsonlDataset, open_jsonl
-from energon_bridge.format.key_index import check_table, copy_key_index, limit_time, sqlite_uri
+from energon_bridge.format.key_index import (
+    KeyIndex,
+    check_complete,
+    check_table,
+    connect_key_index,
+    find_key_index,
+    limit_time,
+)
 from energon_bridge.format.media import MediaMetadata, read_metadata
 from energon_bridge.format.nvmeta import INDEX_SQLITE, meta_path, read_info
 from energon_bridge.format.tar import parse_sample, split_member_name
@@ -195,11 +202,12 @@ def note_source(sample: Any, source: SourceInfo) -> None:
 
 
 _PART = """
-    SELECT samples.tar_file_id, content_byte_offset, content_byte_size FROM samples JOIN sample_parts
+    SELECT samples.tar_file_id, content_byte_offset, content_byte_size
+    FROM {schema}.samples AS samples JOIN {schema}.sample_parts AS sample_parts
     ON sample_parts.tar_file_id = samples.tar_file_id AND sample_parts.sample_index = samples.sample_index
     WHERE sample_key = ? AND part_name = ?
 """
-_SAMPLE = "SELECT tar_file_id, byte_offset, byte_size FROM samples WHERE sample_key = ?"
+_SAMPLE = "SELECT tar_file_id, byte_offset, byte_size FROM {schema}.samples WHERE sample_key = ?"
 _MEDIA = "SELECT metadata_type, metadata_json FROM media_metadata WHERE entry_key = ?"
 
 _TABLES = frozenset({"samples", "sample_parts", "media_metadata"})
@@ -230,6 +238,7 @@ class PartIndex:
         self._pid = os.getpid()
         self._connection: sqlite3.Connection | None = None
         self._tables: frozenset[str] = frozenset()
+        self._schemas: list[str] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PartIndex, (self._store,)
@@ -246,8 +255,10 @@ class PartIndex:
         if not self._has("samples"):
             raise self._damaged("it has no table 'samples'")
         by_part = self._has("sample_parts")
-        rows = self._ask(_PART, (key, part)) if by_part else self._ask(_SAMPLE, (key,))
-        if not rows:
+        query, values = (_PART, (key, part)) if by_part else (_SAMPLE, (key,))
+        answers = (self._ask(query.format(schema=schema), values) for schema in self._schemas)
+        rows = next(filter(None, answers), None)
+        if rows is None:
             return None
         if not all(type(value) is int and 0 <= value < 1 << 62 for value in rows[0]):
             raise self._damaged(f"its shard, byte and size of {key!r} are {str(rows[0])[:200]}")
@@ -300,45 +311,36 @@ class PartIndex:
 
     def _open(self) -> sqlite3.Connection:
         if self._connection is None:
-            connection = self._connect()
+            index, connection = self._connect()
             try:
                 rows = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
                 # A view is not accepted: its query may never end.
                 for name in _TABLES.intersection(name for (name,) in rows):
                     check_table(connection, "main", name)
+                if any(name == "samples" for (name,) in rows):
+                    check_complete(connection, index, self._store)
             except (sqlite3.Error, ValueError) as error:  # ValueError: names that are not UTF-8
                 connection.close()
                 raise self._damaged(str(error)) from error
             self._connection, self._tables = connection, frozenset(name for (name,) in rows)
+            self._schemas = index.schemas()
         return self._connection
 
-    def _connect(self) -> sqlite3.Connection:
-        rel = meta_path(INDEX_SQLITE)
-        if isinstance(self._store, LocalStore):
-            if not self._store.exists(rel):
-                raise self._missing()
-            return self._connect_to(self._store.url(rel))
-        descriptor, scratch = tempfile.mkstemp(prefix="energon-index-")
-        os.close(descriptor)
+    def _connect(self) -> tuple[KeyIndex, sqlite3.Connection]:
+        scratch = ""
+        if not isinstance(self._store, LocalStore):
+            descriptor, scratch = tempfile.mkstemp(prefix="energon-index-")
+            os.close(descriptor)
         try:
-            copy_key_index(self._store, scratch)
-            return self._connect_to(scratch)
+            index = find_key_index(self._store, scratch)
+            return index, connect_key_index(index, any_thread=True)
         except ShardMissingError as error:
             raise self._missing() from error
-        finally:
-            os.unlink(scratch)
-
-    def _connect_to(self, path: str) -> sqlite3.Connection:
-        try:
-            connection = sqlite3.connect(sqlite_uri(path), uri=True, check_same_thread=False)
-            try:
-                connection.execute("PRAGMA schema_version")  # opens the file, which may be unlinked from then on
-            except sqlite3.Error:
-                connection.close()
-                raise
         except sqlite3.Error as error:
             raise self._damaged(str(error)) from error
-        return connection
+        finally:
+            if scratch:
+                os.unlink(scratch)
 
     def _missing(self) -> KeyIndexError:
         return KeyIndexError(
