@@ -24,7 +24,7 @@ from energon_bridge.cli.prepare_options import (
 )
 from energon_bridge.errors import ConfigurationError, MetadataError, NotPreparedError
 from energon_bridge.format.jsonl import index_jsonl, is_jsonl
-from energon_bridge.format.nvmeta import meta_path, read_info
+from energon_bridge.format.nvmeta import INDEX_SQLITE, meta_path, read_info
 from energon_bridge.format.parallel import Workers
 from energon_bridge.prepare.dataset_yaml import check_found, parse_field_map, read_first_samples, render_dataset_yaml
 from energon_bridge.prepare.duplicates import rename_duplicates, undo_renames
@@ -314,4 +314,9 @@ def _report(store: Store, prepared: Prepared, dataset_yaml_name: str) -> None:
     click.echo(f"Found the part types {', '.join(prepared.part_names[:10])}{' ...' * (len(prepared.part_names) > 10)}.")
     if not store.exists(meta_path(dataset_yaml_name)):
         click.echo(f"Write {store.url(meta_path(dataset_yaml_name))} before you load the dataset.")
+    if prepared.supplement is not None:
+        click.echo(
+            f"The keys of the added shards are in {prepared.supplement}, since {meta_path(INDEX_SQLITE)} is large. "
+            "megatron-energon reads only the latter: prepare again, and both become one file."
+        )
     click.echo(f"Done: {_counted(prepared)}.")

@@ -79,12 +79,16 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What `prepare_dataset` wrote: samples per shard, shards per split part, all part names, and media."""
+    """What `prepare_dataset` wrote: samples per shard, shards per split part, all part names, and media.
+
+    `supplement` is the path in the dataset of the second file of the key index, if it has one.
+    """
 
     shard_counts: dict[str, int]
     split_parts: dict[str, list[str]]
     part_names: tuple[str, ...]
     media: IndexedMedia | None = None
+    supplement: str | None = None
 
     @property
     def num_samples(self) -> int:
@@ -145,7 +149,13 @@ def prepare_dataset(
             staging.add(meta_path(dataset_yaml_name), dataset_yaml)
         _commit(store, staging, counts, identity, key_index=key_index)
     _forget_scans(store)
-    return Prepared(shard_counts=counts, split_parts=split_parts, part_names=part_names, media=found)
+    return Prepared(
+        shard_counts=counts,
+        split_parts=split_parts,
+        part_names=part_names,
+        media=found,
+        supplement=find_supplement(store) if key_index else None,
+    )
 
 
 def scan_task(

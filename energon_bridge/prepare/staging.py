@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Sequence
 from types import TracebackType
 
-from energon_bridge.errors import ConfigurationError, MetadataError, StorageError
+from energon_bridge.errors import ConfigurationError, EnergonError, MetadataError, StorageError
 from energon_bridge.format.nvmeta import META_FOLDER
 from energon_bridge.storage import LocalStore, Store
 
@@ -134,7 +134,11 @@ class Staging:
                 ) from None
             except OSError:
                 pass  # a file system without locks
-        self._complete()
+        try:
+            self._complete()
+        except EnergonError:
+            os.close(self._lock)
+            raise
         for entry in os.scandir(self._folder):
             with contextlib.suppress(OSError):
                 os.unlink(entry.path)

@@ -257,7 +257,7 @@ def test_a_damaged_key_index_is_refused_by_name(folder: Path, damage: Callable[[
 
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_a_key_index_of_other_shards_is_refused_by_name(folder: Path, name: str, tmp_path: Path) -> None:
-    other = keyed_dataset(tmp_path / "other", train=shards(NUMBERS, 60, 30))
+    other = keyed_dataset(tmp_path / "other", train=shards(NUMBERS, 60, 5, 5, 10, 10))
     shutil.copy(other / ".nv-meta" / "index.sqlite", folder / name / ".nv-meta" / "index.sqlite")
     with pytest.raises(KeyIndexError, match=rf"/{name}: the key index and `.info.json` list different samples"):
         index_of(folder)

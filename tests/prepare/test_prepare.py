@@ -204,11 +204,14 @@ def test_equal_keys_are_allowed_without_a_key_index(tars: Path):
     assert prepare_dataset(tars, split=ALL_TRAIN, key_index=False).num_samples == 28
 
 
-def test_a_failing_move_leaves_no_dataset_that_claims_to_be_prepared(tars: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_failing_move_leaves_no_dataset_that_claims_to_be_prepared(tars: Path):
     (tars / ".nv-meta").mkdir()
     (tars / ".nv-meta/.info.json").mkdir()  # the last file to be moved cannot go there
     with pytest.raises(StorageError, match=r"\.info\.json: cannot write"):
         prepare_dataset(tars, split=ALL_TRAIN)
+    (tars / ".nv-meta/.info.json").rmdir()
+    prepare_dataset(tars, split=ALL_TRAIN, dataset_yaml=TEXT_YAML)
+    assert open_dataset(tars, split_part="train").num_samples == 30
     assert not (tars / STAGING_FOLDER).exists()
 
 
