@@ -238,7 +238,7 @@ class PartIndex:
         self._pid = os.getpid()
         self._connection: sqlite3.Connection | None = None
         self._tables: frozenset[str] = frozenset()
-        self._schemas: list[str] = []
+        self._queries: list[str] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PartIndex, (self._store,)
@@ -254,11 +254,12 @@ class PartIndex:
         """
         if not self._has("samples"):
             raise self._damaged("it has no table 'samples'")
-        by_part = self._has("sample_parts")
-        query, values = (_PART, (key, part)) if by_part else (_SAMPLE, (key,))
-        answers = (self._ask(query.format(schema=schema), values) for schema in self._schemas)
-        rows = next(filter(None, answers), None)
-        if rows is None:
+        by_part = "sample_parts" in self._tables
+        for query in self._queries:
+            rows = self._ask(query, (key, part) if by_part else (key,))
+            if rows:
+                break
+        else:
             return None
         if not all(type(value) is int and 0 <= value < 1 << 62 for value in rows[0]):
             raise self._damaged(f"its shard, byte and size of {key!r} are {str(rows[0])[:200]}")
@@ -323,7 +324,8 @@ class PartIndex:
                 connection.close()
                 raise self._damaged(str(error)) from error
             self._connection, self._tables = connection, frozenset(name for (name,) in rows)
-            self._schemas = index.schemas()
+            query = _PART if "sample_parts" in self._tables else _SAMPLE
+            self._queries = [query.format(schema=schema) for schema in index.schemas()]
         return self._connection
 
     def _connect(self) -> tuple[KeyIndex, sqlite3.Connection]:
