@@ -112,7 +112,7 @@ def test_names_of_datasets_are_only_text(tmp_path: Path) -> None:
 
 
 RIVAL = """
-import json, sys
+import json, os, sys
 from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
 path, logs, rank = sys.argv[1:]
 config = WorkerConfig(
@@ -122,7 +122,8 @@ dataset = get_train_dataset(
     path, batch_size=2, shuffle_buffer_size=None, max_samples_per_sequence=None, worker_config=config
 )
 batches = iter(get_savable_loader(dataset))
-print(json.dumps([[step, key] for step in range(9) for key in next(batches).__key__]))
+print(json.dumps([[step, key] for step in range(9) for key in next(batches).__key__]), flush=True)
+os._exit(0)  # at the interpreter's end, the unfinished iterator may wait for ever for a lock of the watchdog
 """
 """What each rank of a run of megatron-energon does: it writes its logs, and prints the keys that it has got."""
 

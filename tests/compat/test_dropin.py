@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch  # noqa: F401 - imported once, for all processes that are forked
 from forked import run_forked
+from paths import HELPERS
 
 from energon_bridge.compat.__main__ import main
 from energon_bridge.prepare import parse_patterns, prepare_dataset
@@ -107,7 +108,8 @@ def run_with_rival(rival_python: str) -> Program:
     """Return a function that runs a program with megatron-energon itself."""
 
     def run(program: str, *arguments: Any) -> Any:
-        command = [rival_python, "-W", "ignore", str(PROGRAMS / program), *map(str, arguments)]
+        runner = str(HELPERS / "rival_run.py")
+        command = [rival_python, "-W", "ignore", runner, str(PROGRAMS / program), *map(str, arguments)]
         result = subprocess.run(command, capture_output=True, text=True, timeout=240)
         assert result.returncode == 0, result.stderr[-4000:]
         return json.loads(result.stdout.splitlines()[-1])

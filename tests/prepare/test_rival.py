@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from paths import HELPERS
 from tar_builder import GNU, PAX, USTAR, write_tar
 
 from energon_bridge.cli.main import main
@@ -112,7 +113,8 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def ask_rival(python: str, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Let megatron-energon do jobs as `rival_read` describes them."""
-    result = subprocess.run([python, str(READER), json.dumps(jobs)], capture_output=True, text=True, timeout=300)
+    command = [python, str(HELPERS / "rival_run.py"), str(READER), json.dumps(jobs)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-4000:]
     line = next(line for line in result.stdout.splitlines() if line.startswith("RESULT "))
     found: list[dict[str, Any]] = json.loads(line.removeprefix("RESULT "))
