@@ -1,7 +1,7 @@
 """Run a program by an interpreter with megatron-energon: `python rival_run.py PROGRAM ARGUMENTS...`.
 
-The process ends without the interpreter's own end, where that package (7.4.1) may hang: an unfinished iterator waits for
-a lock of the watchdog, whose thread is gone by then.
+The process ends without the interpreter's own end, where that package (7.4.1) may hang: an unfinished iterator waits
+for a lock of the watchdog, whose thread is gone by then.
 """
 
 import multiprocessing
