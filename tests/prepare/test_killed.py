@@ -37,6 +37,9 @@ SCRIPT = (
     "import sys; from energon_bridge.cli.main import main; print('go', flush=True); sys.stdout = sys.stderr; main()"
 )
 
+# Ray's own processes get files that it never closes.
+pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO name='/dev/null'")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
