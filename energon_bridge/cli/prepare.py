@@ -316,7 +316,7 @@ def _report(store: Store, prepared: Prepared, dataset_yaml_name: str) -> None:
         click.echo(f"Write {store.url(meta_path(dataset_yaml_name))} before you load the dataset.")
     if prepared.supplement is not None:
         click.echo(
-            f"The keys of the added shards are in {prepared.supplement}, since {meta_path(INDEX_SQLITE)} is large. "
+            f"The keys of the added shards are in {prepared.supplement}, because {meta_path(INDEX_SQLITE)} is large. "
             "megatron-energon reads only the latter: prepare again, and both become one file."
         )
     click.echo(f"Done: {_counted(prepared)}.")

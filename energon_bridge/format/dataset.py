@@ -27,6 +27,7 @@ from energon_bridge.format.nvmeta import (
     DEFAULT_SPLIT_CONFIG,
     INFO_JSON,
     DatasetInfo,
+    leads_out,
     meta_path,
     read_info,
     read_splits,
@@ -194,7 +195,7 @@ def check_counts(dataset: PreparedDataset) -> None:
 
 
 def _count(store: Store, info: DatasetInfo, shard: str, *, where: str, split_part: str) -> int:
-    if shard.startswith("/") or ".." in shard.split("/"):
+    if leads_out(shard):
         raise MetadataError(f"{where}, field `split_parts.{split_part}`: {shard!r} is outside of the dataset.")
     count = info.shard_counts.get(shard)
     if count is None:

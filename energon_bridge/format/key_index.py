@@ -19,7 +19,7 @@ import sqlite3
 import time
 import urllib.parse
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from itertools import pairwise, repeat
 from types import TracebackType
 from typing import NamedTuple
@@ -65,13 +65,16 @@ def key_index_version(store: Store) -> list[str | int]:
     """
     rel = meta_path(INDEX_SQLITE)
     try:
-        size = store.size(rel)
+        return [_uuid_of(store), store.size(rel)]
     except ShardMissingError as error:
-        raise KeyIndexError(
-            f"{store.root}: looking up samples by key needs a key index, which is missing ({store.url(rel)}). "
-            f"Run `energon prepare {store.root}` without --no-key-index."
-        ) from error
-    return [_uuid_of(store), size]
+        raise _missing(store) from error
+
+
+def _missing(store: Store) -> KeyIndexError:
+    return KeyIndexError(
+        f"{store.root}: looking up samples by key needs a key index, which is missing "
+        f"({store.url(meta_path(INDEX_SQLITE))}). Run `energon prepare {store.root}` without --no-key-index."
+    )
 
 
 def _uuid_of(store: Store) -> str:
@@ -119,7 +122,10 @@ def count_supplemented(index: KeyIndex, num_shards: int) -> int:
 
 
 def find_key_index(store: Store, scratch: str) -> KeyIndex:
-    """Return the key index of a dataset, copied to the file `scratch` if it is at a URL; raises ShardMissingError."""
+    """Return the key index of a dataset, copied to the file `scratch` if it is at a URL.
+
+    Raises ShardMissingError if there is none, and KeyIndexError if its supplement is damaged and has to be copied.
+    """
     rel = meta_path(INDEX_SQLITE)
     if not isinstance(store, LocalStore):
         copy_key_index(store, scratch)
@@ -134,9 +140,12 @@ def local_key_index(store: Store, scratch: str) -> KeyIndex:
     """Return the key index of a dataset as `find_key_index` does, after checks.
 
     Raises:
-        KeyIndexError: It is damaged, lacks shards, or is of an old release that did not check that keys are unique.
+        KeyIndexError: It is missing or damaged, lacks shards, or is of an old release that allowed equal keys.
     """
-    index = find_key_index(store, scratch)
+    try:
+        index = find_key_index(store, scratch)
+    except ShardMissingError as error:
+        raise _missing(store) from error
     with _connected(index) as connection:
         for schema in index.schemas():
             if not any(is_unique for _, _, is_unique, *_ in connection.execute(f"PRAGMA {schema}.index_list(samples)")):
@@ -150,13 +159,13 @@ def check_complete(connection: sqlite3.Connection, index: KeyIndex, store: Store
     if not store.exists(meta_path(INFO_JSON)):
         return
     counts = read_info(store).shard_counts
-    last = max((number for number, count in enumerate(counts.values()) if count), default=-1)
     queries = (f"SELECT max(tar_file_id) FROM {schema}.samples" for schema in index.schemas())
     ends = [connection.execute(query).fetchone()[0] for query in queries]
     end = max((end for end in ends if isinstance(end, int)), default=-1)
-    if end < last:
+    lacking = next((shard for number, (shard, count) in enumerate(counts.items()) if number > end and count), None)
+    if lacking is not None:
         raise sqlite3.DatabaseError(
-            f"it ends before {[*counts][end + 1]}, which `.info.json` lists. Was {supplement_name(_uuid_of(store))} "
+            f"it ends before {lacking}, which `.info.json` lists. Was {supplement_name(_uuid_of(store))} "
             "left out of a copy of the dataset?"
         )
 
@@ -167,19 +176,18 @@ def copy_key_index(store: Store, path: str) -> None:
     name = find_supplement(store)
     if name is None:
         return
-    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        connection.execute("PRAGMA journal_mode = OFF")
-        supplement = store.url(name) if isinstance(store, LocalStore) else f"{path}-supplement"
-        try:
-            if not isinstance(store, LocalStore):
-                _copy(store, name, supplement)
+    supplement = f"{path}-supplement"
+    try:
+        _copy(store, name, supplement)
+        with _naming(store.root), closing(sqlite3.connect(path, isolation_level=None)) as connection:
+            connection.execute("PRAGMA journal_mode = OFF")
             connection.execute("ATTACH ? AS old", (supplement,))
             connection.execute("BEGIN")
             merge_supplement(connection)
             connection.execute("COMMIT")
-        finally:
-            if not isinstance(store, LocalStore):
-                os.unlink(supplement)
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(supplement)
 
 
 def _copy(store: Store, rel: str, path: str) -> None:
@@ -192,6 +200,7 @@ def _copy(store: Store, rel: str, path: str) -> None:
 def merge_supplement(connection: sqlite3.Connection) -> None:
     """Add the rows of a supplement, attached as `old`, to the index."""
     for table in ("sample_parts", "samples"):
+        check_table(connection, "old", table)
         for statement in _MERGE:
             connection.execute(statement.format(table=table))
 
@@ -259,21 +268,27 @@ def _home(connection: sqlite3.Connection, index: KeyIndex, shard: int) -> str:
 @contextmanager
 def _connected(own: KeyIndex, other: KeyIndex | None = None) -> Iterator[sqlite3.Connection]:
     """Open a key index, with another one attached as `other`; errors inside the block become KeyIndexErrors."""
+    with _naming(own.dataset, other.dataset if other else None), closing(connect_key_index(own)) as connection:
+        limit_time(connection, _PIECE_SECONDS)
+        schemas = own.schemas()
+        if other is not None:
+            _attach(connection, other, "other")
+            schemas += other.schemas("other")
+        for schema in schemas:
+            check_table(connection, schema, "samples")
+        yield connection
+
+
+@contextmanager
+def _naming(own: str, other: str | None = None) -> Iterator[None]:
+    """Turn errors of sqlite into KeyIndexErrors that name the dataset, or both."""
     try:
-        with closing(connect_key_index(own)) as connection:
-            limit_time(connection, _PIECE_SECONDS)
-            schemas = own.schemas()
-            if other is not None:
-                _attach(connection, other, "other")
-                schemas += other.schemas("other")
-            for schema in schemas:
-                check_table(connection, schema, "samples")
-            yield connection
+        yield
     except (sqlite3.Error, ValueError, TypeError) as error:  # the last two: values of other types than expected
-        datasets = own.dataset if other is None else f"{own.dataset} or {other.dataset}"
+        datasets = own if other is None else f"{own} or {other}"
         raise KeyIndexError(
             f"{datasets}: cannot read the key index {meta_path(INDEX_SQLITE)}: {error}. Rebuild it with `energon "
-            f"prepare --tar-index-only {own.dataset if other is None else 'PATH'}`."
+            f"prepare --tar-index-only {own if other is None else 'PATH'}`."
         ) from error
 
 
@@ -413,7 +428,7 @@ class KeyIndexWriter:
         moves = [(number, places[shard]) for number, shard in enumerate(shards) if shard in kept]
         self._connection.execute("CREATE TEMP TABLE moves(old INTEGER PRIMARY KEY, new INTEGER)")
         self._connection.executemany("INSERT INTO moves VALUES (?, ?)", moves)
-        for path in filter(None, (old.supplement, old.path)):
+        for path in filter(None, (old.supplement, old.path)):  # a shard that both have comes from the supplement
             with self._reading(path):
                 for table, columns, order in (
                     ("samples", "sample_key, sample_index, byte_offset, byte_size", "sample_index"),

@@ -181,9 +181,14 @@ _MAX_COUNT = 1 << 48
 _OWN_VERSION = re.compile(r"(?P<format>.+)\+energon-bridge\.(?P<version>.+)")
 
 
+def leads_out(path: str) -> bool:
+    """Whether a path in a dataset leads out of it, or is none."""
+    return path.startswith("/") or ".." in path.split("/") or "\0" in path
+
+
 def meta_path(name: str) -> str:
     """Return the path of a metadata file relative to the root of the dataset; raises MetadataError if it leads out."""
-    if name.startswith("/") or ".." in name.split("/") or "\0" in name:
+    if leads_out(name):
         raise MetadataError(f"{name[:200]!r} leads out of {META_FOLDER}: use the name of a file in it, without ..")
     return f"{META_FOLDER}/{name}"
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from energon_bridge.errors import ConfigurationError, EnergonError, MetadataError, StorageError
-from energon_bridge.format.nvmeta import META_FOLDER
+from energon_bridge.format.nvmeta import META_FOLDER, leads_out
 from energon_bridge.storage import LocalStore, Store
 
 try:
@@ -76,7 +76,7 @@ class Staging:
         if isinstance(self._store, LocalStore):
             moves = [[os.path.basename(path), rel] for path, rel in files]
             self._write_moves(json.dumps({"withdraw": list(withdraw), "moves": moves}).encode())
-        self._is_moving = True
+            self._is_moving = True
         self._move(files, withdraw)
         self._is_moving = False
 
@@ -104,9 +104,11 @@ class Staging:
         try:
             with open(path, "rb") as file:
                 kept = json.load(file)
-            files = [(os.path.join(self._folder, str(int(name))), _inside(rel)) for name, rel in kept["moves"]]
+            files = [(os.path.join(self._folder, str(int(name))), str(rel)) for name, rel in kept["moves"]]
             withdraw = frozenset(kept["withdraw"])
-        except (ValueError, KeyError, TypeError) as error:
+            if any(leads_out(rel) for _, rel in files):
+                raise ValueError("a place in it leads out of the dataset")
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise MetadataError(f"{path}: not a list of moves ({error}). Delete it and prepare again.") from error
         left = [(path, rel) for path, rel in files if os.path.exists(path)]
         self._move(left, [rel for _, rel in left if rel in withdraw])
@@ -142,10 +144,3 @@ class Staging:
         for entry in os.scandir(self._folder):
             with contextlib.suppress(OSError):
                 os.unlink(entry.path)
-
-
-def _inside(rel: str) -> str:
-    """Return a place in the dataset; raises ValueError for one that leads out of it."""
-    if rel.startswith("/") or ".." in rel.split("/"):
-        raise ValueError(f"{rel!r} leads out of the dataset")
-    return rel

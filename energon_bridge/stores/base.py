@@ -6,6 +6,7 @@ A custom store derives from `FileStore` and overrides `read`, `get_path` and, if
 
 from __future__ import annotations
 
+import itertools
 import os
 import sqlite3
 import struct
@@ -316,14 +317,17 @@ class PartIndex:
             try:
                 rows = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
                 # A view is not accepted: its query may never end.
-                for name in _TABLES.intersection(name for (name,) in rows):
+                tables = frozenset(name for (name,) in rows)
+                for name in _TABLES & tables:
                     check_table(connection, "main", name)
-                if any(name == "samples" for (name,) in rows):
+                for schema, name in itertools.product(index.schemas()[1:], {"samples", "sample_parts"} & tables):
+                    check_table(connection, schema, name)
+                if "samples" in tables:
                     check_complete(connection, index, self._store)
             except (sqlite3.Error, ValueError) as error:  # ValueError: names that are not UTF-8
                 connection.close()
                 raise self._damaged(str(error)) from error
-            self._connection, self._tables = connection, frozenset(name for (name,) in rows)
+            self._connection, self._tables = connection, tables
             query = _PART if "sample_parts" in self._tables else _SAMPLE
             self._queries = [query.format(schema=schema) for schema in index.schemas()]
         return self._connection

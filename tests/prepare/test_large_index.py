@@ -6,8 +6,10 @@ The limit of "large" is set to nothing here. And moves that a kill cut off: the 
 from __future__ import annotations
 
 import shutil
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -208,12 +210,35 @@ def test_a_supplement_that_was_left_out_of_a_copy_is_named(tars: Path) -> None:
     check(tars)
 
 
-def test_a_damaged_supplement_is_refused_by_name(tars: Path) -> None:
+ENDLESS = "CREATE VIEW sample_parts AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i FROM n) SELECT i FROM n"
+
+
+@pytest.mark.parametrize("damage", ["garbage", "view"])
+@pytest.mark.parametrize("where", ["local", "memory"])
+def test_a_damaged_supplement_is_refused_by_name(tars: Path, tmp_path: Path, damage: str, where: str) -> None:
     added(tars, "05a")
-    (tars / ".nv-meta" / valid(tars)).write_bytes(b"no database" * 500)
-    for look in (lambda: local_key_index(open_store(tars), ""), lambda: WebdatasetFileStore(tars)["3-1.txt"]):
-        with pytest.raises(KeyIndexError, match=r"data: cannot read the key index .*energon prepare"):
-            look()
+    supplement = tars / ".nv-meta" / valid(tars)
+    if damage == "garbage":
+        supplement.write_bytes(b"no database" * 500)
+    else:
+        with closing(sqlite3.connect(supplement)) as connection:
+            connection.execute("DROP TABLE sample_parts")
+            connection.execute(ENDLESS)
+    root = "memory://damaged" if where == "memory" else str(tars)
+    store = open_store(root)
+    if where == "memory":
+        for path in filter(Path.is_file, tars.rglob("*")):
+            store.write(path.relative_to(tars).as_posix(), path.read_bytes())
+    looks = [lambda: WebdatasetFileStore(root)["3-1.txt"]]
+    if damage == "garbage" or where == "memory":  # joins and bans read no parts
+        looks.append(lambda: local_key_index(store, str(tmp_path / "scratch")))
+    try:
+        for look in looks:
+            with pytest.raises(KeyIndexError, match=rf"{root}: cannot read the key index .*energon prepare"):
+                look()
+    finally:
+        for name, _ in [*store.list()] if where == "memory" else ():
+            store.delete(name)
 
 
 def test_a_dataset_at_a_url_has_its_supplement_there(tars: Path, tmp_path: Path) -> None:
