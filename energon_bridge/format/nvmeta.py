@@ -182,7 +182,7 @@ _OWN_VERSION = re.compile(r"(?P<format>.+)\+energon-bridge\.(?P<version>.+)")
 
 
 def leads_out(path: str) -> bool:
-    """Whether a path in a dataset leads out of it, or is none."""
+    """Whether a path leads out of the dataset that it is relative to, or has a zero byte."""
     return path.startswith("/") or ".." in path.split("/") or "\0" in path
 
 
