@@ -1,7 +1,7 @@
 """Lanes: the L endless streams of a run, each from its order to its microbatches; and how a process makes them.
 
-A lane depends only on its number, its state and the pipeline, so whoever owns it gets the same microbatches. The stages
-in order: draws (`draws.py`) become encoded samples; samples become packs (`packing.py`, if the encoder packs); samples
+A lane depends only on its number, its state and the pipeline, so whoever owns it gets the same microbatches; and its
+state after microbatch m is a function of m, wherever the run was stopped before. The stages in order: draws (`draws.py`) become encoded samples; samples become packs (`packing.py`, if the encoder packs); samples
 or packs are the rows of microbatches, `batch_size` at a time, by group (`grouping.py`, if the encoder groups), or by
 length (`packing.py`, with `max_tokens_per_microbatch`).
 """
@@ -52,8 +52,6 @@ class Lane:
         self._batches: deque[Any] = deque()
         self._batches_taken = state.batches_taken
         self._batched = [_row(refs, output) for stage, refs, output in held if stage is Stage.BATCH]
-        # After a restore the first microbatch does only its own work; its share of the next buffer comes later.
-        self._settles = not state.draw and not state.taken
 
     def prepare(self, microbatches: int) -> None:
         """Start loading the draws that the next microbatches will probably need."""
@@ -78,9 +76,8 @@ class Lane:
             if not self._batches:
                 self._batched, self._batches_taken = [], 0
             self._microbatches += 1
-            if self._packing is not None and self._settles:
+            if self._packing is not None:
                 self._packing.settle(self._pipeline.rows, counts)
-            self._settles = True
         self._draws.ahead = True
         return LaneBatch(batch, self._pipeline.rows, self._state(), counts)
 

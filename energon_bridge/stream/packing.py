@@ -4,7 +4,8 @@
 the samples drawn next. So the selection depends on the draws alone, not on *when* they are made. The lane makes use of
 that: after each microbatch it draws a share of what the buffer still needs, so that the buffer is full when the packs
 run out and no step waits for a whole buffer. It selects again as soon as fewer packs are left than a microbatch needs,
-before the state is taken: a restored lane has its packs, and its first microbatch encodes only their samples.
+before the state is taken, so a restored lane has the packs of its first microbatch. When a lane draws depends on its
+state alone, never on where the run was stopped: the draw from which a change of weights or a ban holds follows from it.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ _SKIPPED = COUNTERS.index("skipped")
 def first_target(lane: int, size: int) -> int:
     """Return the samples to which a lane fills its buffer, of S in the end, before its first selection."""
     return size - int(size / 2 * (lane * _GOLDEN % 1.0))
+
+
+def share_of(missing: int, left: int) -> int:
+    """Return what to do now of what is missing, if packs for so many more microbatches are left."""
+    return -(-max(0, missing) // (left + 1))
 
 
 @dataclass(slots=True)
@@ -86,7 +92,7 @@ class Packing:
     selections a lane draws at most one and a half times what it delivers.
 
     The state holds references: first those of the packs in turn, then those of the buffer. A restored lane encodes
-    a pack when its turn comes, and the buffer in shares after each microbatch but the first.
+    a pack when its turn comes, and the buffer in shares after each microbatch.
 
     With `max_tokens_per_microbatch` microbatches are selected instead of packs: the engine asks the encoder for the
     length of each sample, and the samples of a "pack" stay rows. Everything else is the same, the state too.
@@ -178,10 +184,9 @@ class Packing:
         """Draw this microbatch's share of the next buffer; select if the next microbatch would find too few packs."""
         left = len(self._packs) // rows
         if left and self._to_restore:
-            self._restore(-(-len(self._to_restore) // (left + 1)), counts)
+            self._restore(share_of(len(self._to_restore), left), counts)
         if left:
-            missing = max(0, self.target - len(self._buffer))
-            self._fill(len(self._buffer) + -(-missing // (left + 1)), counts)
+            self._fill(len(self._buffer) + share_of(self.target - len(self._buffer), left), counts)
         first, selections = self._draws.draw, 0
         while len(self._packs) < rows:
             if selections > rows + EMPTY_SELECTIONS:

@@ -23,7 +23,7 @@ from energon_bridge.plan.leaf import Round
 from energon_bridge.rng import IntArray
 from energon_bridge.stream.draws import SAMPLE, BatchRow
 from energon_bridge.stream.leaf import Leaf
-from energon_bridge.stream.packing import EMPTY_SELECTIONS, first_target, pack_rows
+from energon_bridge.stream.packing import EMPTY_SELECTIONS, first_target, pack_rows, share_of
 from energon_bridge.stream.pipeline import DrawRange, PendingLoads, Pipeline
 from energon_bridge.stream.reader import RoundBuffer
 from energon_bridge.stream.state import (
@@ -244,11 +244,11 @@ class PlannedLane:
             return PlannedBatch(
                 lane=self.number, number=number, members=members, ends=None, cost=self._cost_of(members), lost=lost
             )
-        while self._next_pack + rules.rows > len(self._ends):
+        while self._next_pack + rules.rows > len(self._ends):  # only a lane that begins
             self._select(rules.packer, lost)
         begin, first, after = self._begin, self._next_pack, self._next_pack + rules.rows
         self._next_pack = after
-        return PlannedBatch(
+        batch = PlannedBatch(
             lane=self.number,
             number=number,
             members=self._refs[begin : self._begin],
@@ -256,6 +256,8 @@ class PlannedLane:
             cost=sum(self._costs[first:after]),
             lost=lost,
         )
+        self._settle(rules.packer, lost)
+        return batch
 
     def state(self) -> LaneState:
         """Return the state after the microbatches planned so far."""
@@ -282,6 +284,16 @@ class PlannedLane:
         if rules.packer is None and rules.tables[0].padded is not None:
             cost += len(members) * int(rules.looked_up(members, "padded").max())
         return cost
+
+    def _settle(self, packer: Packer[Any], lost: Counts) -> None:
+        """Draw a share of the next buffer, or select, as `Packing` does after each microbatch."""
+        left = (len(self._ends) - self._next_pack) // self._rules.rows
+        share = share_of(self._target - (len(self._rows) - len(self._ends)), left)
+        if left and share:
+            self._refs = np.concatenate((self._refs, self._draws.take(share, lost)))
+            self._rows = np.concatenate((self._rows, _waiting(np.zeros(share, dtype=np.int64))))
+        while len(self._ends) - self._next_pack < self._rules.rows:
+            self._select(packer, lost)
 
     def _select(self, packer: Packer[Any], lost: Counts) -> None:
         """Fill the buffer and select packs, as `Packing` does."""
@@ -319,16 +331,22 @@ class PlannedLane:
         begin, first = self._begin, self._next_pack
         costs, ends = self._costs[first:], [end - begin for end in self._ends[first:]]
         kept = ends[-1] if ends else 0
-        rows: IntArray = np.ones((len(ends) + len(lengths) + len(members), 3), dtype=np.int64)
-        rows[: len(ends) + len(lengths)] = 0
-        rows[: len(ends), 1] = self._rows[first : len(self._ends), 1]
-        rows[len(ends) : len(ends) + len(lengths), 1] = lengths
-        rows[len(ends) + len(lengths) :, 2] = waits
+        packed = np.zeros((len(ends) + len(lengths), 3), dtype=np.int64)
+        packed[: len(ends), 1] = self._rows[first : len(self._ends), 1]
+        packed[len(ends) :, 1] = lengths
+        rows = np.concatenate((packed, _waiting(waits)))
         self._rows, self._refs = rows, np.concatenate((self._refs[begin : begin + kept], chosen, members))
         added = list(accumulate(lengths))
         self._costs = costs + np.add.reduceat(self._rules.looked_up(chosen, "added"), [0, *added[:-1]]).tolist()
         self._ends = ends + [kept + end for end in added]
         self._next_pack = 0
+
+
+def _waiting(waits: IntArray) -> IntArray:
+    """Return the rows of a buffer in a state, from the number of selections that left each over."""
+    rows: IntArray = np.full((len(waits), 3), (Stage.BUFFER, 1, 0), dtype=np.int64)
+    rows[:, 2] = waits
+    return rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------
