@@ -11,7 +11,7 @@ found for the keys are kept beside it, so that a resume need not search for them
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,15 +53,18 @@ def new_keys(bans: Sequence[Ban], ban: Ban) -> list[str]:
 
 
 def with_ban(bans: Sequence[Ban], ban: Ban) -> tuple[Ban, ...]:
-    """Return bans with one more, in the order of states; its new keys join a ban of the same draw and dataset."""
-    keys = new_keys(bans, ban)
-    if not keys:
-        return tuple(bans)
-    place = (ban.start, ban.dataset)
-    same = next((old.keys for old in bans if (old.start, old.dataset) == place), ())
-    rest = [old for old in bans if (old.start, old.dataset) != place]
-    more = Ban(start=ban.start, keys=tuple(sorted({*same, *keys})), dataset=ban.dataset)
-    return tuple(sorted([*rest, more], key=lambda old: (old.start, old.dataset)))
+    """Return bans with one more, as states have them: by draw and dataset, each key where its ban begins first.
+
+    The order in which bans were given leaves no trace.
+    """
+    found: list[Ban] = []
+    for one in sorted([*bans, ban], key=lambda one: (one.start, one.dataset)):
+        keys = new_keys(found, one)
+        if keys and found and (found[-1].start, found[-1].dataset) == (one.start, one.dataset):
+            found[-1] = replace(found[-1], keys=tuple(sorted({*found[-1].keys, *keys})))
+        elif keys:
+            found.append(replace(one, keys=tuple(sorted(keys))))
+    return tuple(found)
 
 
 def with_samples(banned: LeafBans | None, samples: IntArray, start: int) -> LeafBans | None:

@@ -169,8 +169,8 @@ class ManyBatches:
 
 
 FEATURES: dict[str, type] = {"groups": Groups, "equal": EqualGroups, "refuses": Refuses, "many": ManyBatches}
-BASES = ("default", "tensors", "skipping", "several", "packing", "prepost")
-PACKING = ("packing", "prepost")
+BASES = ("default", "tensors", "skipping", "several", "packing", "prepost", "lengths")
+PACKING = ("packing", "prepost", "lengths")
 BATCHED = ("equal", "refuses", "many")
 """Features that need a batch size."""
 
@@ -187,20 +187,21 @@ def encoder_of(base: str, features: tuple[str, ...]) -> DefaultTaskEncoder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """Weights that are set `after` steps of a leg: numbers or schedules in order of the mix, from `later` draws on."""
+class Event:
+    """A change of a run.
+
+    Args:
+        after: Steps of the leg before it.
+        kind: "weights", "ban" or "feedback", which sets weights by losses.
+        given: Weights (numbers or schedules in order of the mix), or keys.
+        later: Draws from the earliest possible one on until it holds; None: as the loader decides. Bans: -1 is a draw
+            of long ago.
+    """
 
     after: int
-    weights: list[Any]
-    later: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Withdrawal:
-    """Keys that are banned at the beginning of a leg, from `later` draws on."""
-
-    keys: list[str]
-    later: int
+    kind: str
+    given: list[Any]
+    later: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,8 +216,7 @@ class Leg:
             has its own, where there are as many ranks in the next leg and the stream has no end, else as "list".
         codec: What the state goes through.
         order: Seeds the shuffling.
-        change: Of weights.
-        withdrawal: Of samples.
+        events: Changes of the run, in order.
     """
 
     ranks: int
@@ -229,8 +229,7 @@ class Leg:
     passing: str
     codec: str
     order: int
-    change: Change | None = None
-    withdrawal: Withdrawal | None = None
+    events: tuple[Event, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,19 +361,14 @@ def num_leaves(tree: dict[str, Any]) -> int:
     return next((sum(map(num_leaves, tree[kind])) for kind in CHILDREN if kind in tree), 1)
 
 
-def drawn_legs(rng: random.Random, run: dict[str, Any], budget: int, changeable: int) -> Iterator[Leg]:
-    """Draw the legs of a chain, of about `budget` microbatches; `changeable` weights may be set, 0 if none."""
+def drawn_legs(rng: random.Random, run: dict[str, Any], budget: int) -> Iterator[Leg]:
+    """Draw the legs of a chain, of about `budget` microbatches."""
     most = run["num_lanes"] or 24
     count, ranks = rng.choice([2, 2, 3, 3, 4, 5, 6]), 1
     for _ in range(count):
         if rng.random() < 0.75:
             ranks = rng.choice([ranks for ranks in RANKS if ranks <= most])
         steps = rng.choice([0, *range(1, 3 + 2 * budget // (count * ranks))])
-        change = None
-        if changeable and rng.random() < 0.2:
-            sure = rng.randrange(changeable)
-            weights = [drawn_weight(rng, number == sure) for number in range(changeable)]
-            change = Change(after=rng.randint(0, steps), weights=weights, later=rng.choice([0, rng.randint(0, 60)]))
         yield Leg(
             ranks=ranks,
             workers=rng.choice([0, 0, 1, 2, 3]),
@@ -386,22 +380,30 @@ def drawn_legs(rng: random.Random, run: dict[str, Any], budget: int, changeable:
             passing=rng.choice(["list", "list", "merged", "parts", "own"]),
             codec=rng.choice(CODECS),
             order=rng.randrange(1000),
-            change=change,
         )
 
 
-def with_withdrawals(legs: Sequence[Leg], rng: random.Random) -> Iterator[Leg]:
-    """Let some legs ban keys; not all of any dataset but the smallest."""
+def with_events(legs: Sequence[Leg], rng: random.Random, changeable: int, finite: bool) -> Iterator[Leg]:
+    """Let things change at random moments; `changeable` weights may be set, 0 if none.
+
+    Bans take not all of any dataset but the smallest; those of passes come at the beginning of a leg.
+    """
     for leg in legs:
-        if rng.random() < 0.2:
-            keys = [
-                form(number)
-                for number in rng.sample(range(1, 25), rng.choice([1, 2, 8]))
-                for form in (str, "{:05d}".format)
-            ]
-            yield replace(leg, withdrawal=Withdrawal(keys=keys, later=rng.choice([0, 0, rng.randint(0, 200)])))
-        else:
-            yield leg
+        events = []
+        while rng.random() < 0.3:
+            kind = rng.choice(["ban", *(["weights", "weights", "feedback"] if changeable else [])])
+            after = 0 if finite else rng.randint(0, leg.steps)
+            later = rng.choice([None, None, 0, rng.randint(0, 200)])
+            given: list[Any] = []
+            if kind == "ban":
+                numbers = rng.sample(range(1, 25), rng.choice([1, 2, 8]))
+                given = [form(number) for number in numbers for form in (str, "{:05d}".format)]
+                later = rng.choice([later, later, -1])
+            elif kind == "weights":
+                sure = rng.randrange(changeable)
+                given = [drawn_weight(rng, number == sure) for number in range(changeable)]
+            events.append(Event(after=after, kind=kind, given=given, later=later))
+        yield replace(leg, events=tuple(sorted(events, key=lambda event: event.after)))
 
 
 def ranges_of(tree: dict[str, Any], outer: tuple[SubsetRange, ...]) -> list[range]:
@@ -446,11 +448,14 @@ def drawn_chain(seed: int, number: int) -> Chain:
     base = "default" if pictures else rng.choice(BASES)
     chosen = ("refuses",) if finite else ("refuses", "many")  # in a pass a microbatch is one, so that ranks agree
     features: list[str] = [] if pictures else [name for name in chosen if rng.random() < 0.15]
-    if not pictures and rng.random() < 0.2:
+    if base == "lengths":
+        features = []
+    elif not pictures and rng.random() < 0.2:
         features.insert(0, rng.choice(["groups", "equal"]))
     grouped = "groups" in features
     batched = not grouped and any(name in BATCHED for name in features)
     rows = rng.choice([1, 2, 2, 3, 4, 7, 16, *[None] * (2 * (not batched))])
+    rows = None if base == "lengths" else rows
     settings: dict[str, Any] = {
         "batch_size": None if grouped else rows,
         "max_samples_per_sequence": rng.choice([None, None, 1, 2, 4, 10, 100]),
@@ -460,6 +465,8 @@ def drawn_chain(seed: int, number: int) -> Chain:
     }
     if base in PACKING:
         settings["packing_buffer_size"] = rng.choice([3, 5, 11, 20, 40])
+    if base == "lengths":
+        settings["max_tokens_per_microbatch"] = rng.choice([3, 6, 10])
     if finite:
         settings |= {"repeat": False, "batch_drop_last": rng.random() < 0.3}
     if rng.random() < 0.1:
@@ -474,8 +481,8 @@ def drawn_chain(seed: int, number: int) -> Chain:
     listed = finite and (base in PACKING or bool({"groups", "equal"} & {*features}))
     tree = dict(PICTURE_LEAF) if pictures else drawn_tree(rng, kinds, finite, 100 if listed else 1 << 30)
     changeable = num_leaves(tree) if "blend" in tree and num_leaves(tree) > 1 else 0
-    legs = tuple(drawn_legs(rng, run, min(90, 240 // (rows or 1)), changeable))
-    legs = tuple(with_withdrawals(legs, random.Random(f"{seed} {number} bans")))
+    legs = tuple(drawn_legs(rng, run, min(90, 240 // (rows or 1))))
+    legs = tuple(with_events(legs, random.Random(f"{seed} {number} events"), changeable, finite))
     filtering = random.Random(f"{seed} {number} filters")
     whole = drawn_filter(filtering, ranges_of(tree, ()), ())
     tree = with_filters(tree, filtering, around=(whole,) if whole else ())

@@ -165,11 +165,12 @@ def test_nothing_is_encoded_again_where_there_is_room(data: Path, caplog: pytest
 def test_a_resume_counts_what_it_encodes_again(data: Path) -> None:
     (loader,) = opened(data, 1 << 30)
     sum(1 for _ in islice(loader, 3 * LANES))
-    (resumed,) = opened(data, 1 << 30, state=loader.save_state_rank())
+    state = loader.save_state_rank()
+    (resumed,) = opened(data, 1 << 30, state=state)
     assert digest(next(iter(resumed))) == digest(next(iter(loader)))
     (row,) = resumed.counters()
-    # Two packs of one to six samples each are in the batch.
-    assert 2 <= row["encoded_again"] <= 12
+    # Of what waits in the lane that is due: two packs, and the buffer if the next ones are selected.
+    assert 2 <= row["encoded_again"] <= len(read_lanes(state)[0].held.members)
 
 
 class Shelf:

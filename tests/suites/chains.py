@@ -2,8 +2,10 @@
 
 A chain is drawn from a seed and a number, so a failure is repeated by both. The reference is a run on one rank without
 workers; the same run then goes over several stops, each with its own number of ranks, workers, threads and microbatches
-ahead, the state passing through files of several kinds. Every real microbatch must have the digest that the reference
-has, and the counters of the last state must be those of the reference.
+ahead, the state passing through files of several kinds. Weights, bans and feedback change at random moments, in the
+reference after the same microbatch. Every real microbatch must have the digest that the reference has; a change must
+hold from the same draw; and the state after each leg, merged over its ranks, must be that of the reference, with the
+counters. Of passes, only digests and counters are compared: their last step may go beyond the end.
 
 Runs without pytest too, on all cores, with nothing but what the package itself needs:
 
@@ -32,8 +34,9 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 if __name__ == "__main__":
@@ -43,10 +46,11 @@ if __name__ == "__main__":
         os.environ.setdefault(variable, "1")
 
 import torch
-from chain_cases import CHILDREN, NUMBERS, Chain, Change, Leg, Withdrawal, drawn_chain, write_data
+from chain_cases import CHILDREN, NUMBERS, Chain, Event, Leg, drawn_chain, num_leaves, write_data
 from engine import digest, is_masked, loaders_of
 
 from energon_bridge import EnergonError, cyclic_iter
+from energon_bridge.integrations.feedback import DoReMi, MixFeedback
 from energon_bridge.loader.document import read_lanes, read_leaves
 from energon_bridge.loader.fits import merge
 from energon_bridge.loader.run_plan import DatasetSpec
@@ -57,6 +61,24 @@ SECONDS = 300
 
 Bans = list[tuple[int, list[str]]]
 """Keys, and the global draw from which they are banned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """Something to compare after a microbatch.
+
+    Args:
+        microbatches: Those that the run has delivered.
+        leg: Its number.
+        event: What changes then; None: the leg ends.
+        outcome: The global draw from which the change holds, or the class of the error; the state after a leg.
+    """
+
+    microbatches: int
+    leg: int
+    event: Event | None
+    outcome: Any
+
 
 # Running one ---------------------------------------------------------------------------------------------------------
 
@@ -98,40 +120,72 @@ def stepped(streams: Sequence[Iterator[Any]], loaders: Sequence[SavableDataLoade
     return [found for row in zip(*columns, strict=True) for found in row if found is not None]
 
 
-def set_weights(loaders: list[SavableDataLoader], change: Change) -> int:
-    """Set weights on all ranks; return the global draw from which they hold."""
-    states = [loader.save_state_rank() for loader in loaders]
-    drawn = max(lane.draw + (lane.taken > 0) for state in states for lane in read_lanes(state).values())
-    start = drawn * states[0]["num_lanes"] + change.later
-    for loader in loaders:
-        loader.set_weights(change.weights, from_draw=start)
-    return start
+class Losses:
+    """Feedback from losses that follow from the microbatches, each on one leaf of the mix.
+
+    Args:
+        leaves: Their number.
+    """
+
+    def __init__(self, leaves: int) -> None:
+        names = [str(leaf) for leaf in range(leaves)]
+        self._feedback = MixFeedback(DoReMi(reference=dict.fromkeys(names, 0.4)), dict.fromkeys(names, 1.0), every=1)
+
+    def record(self, digests: Sequence[str]) -> None:
+        for one in digests:
+            name = str(int(one[:8], 16) % len(self._feedback.weights))
+            part = SimpleNamespace(dataset=name, start=0, length=1)
+            batch = SimpleNamespace(segments=[(part,)], loss_mask=torch.ones(1, 1))
+            self._feedback.record(batch, torch.full((1, 1), int(one[8:14], 16) / 16**6))
+
+    def step(self, set_weights: Callable[[list[Any]], int]) -> int | None:
+        leaves = range(len(self._feedback.weights))
+        loader = SimpleNamespace(set_weights=lambda weights: set_weights([weights[str(leaf)] for leaf in leaves]))
+        return self._feedback.step(loader)
+
+    def stopped(self) -> None:
+        """Be saved and restored."""
+        self._feedback.load_state_dict(json.loads(json.dumps(self._feedback.state_dict())))
 
 
-def ban(loaders: list[SavableDataLoader], withdrawal: Withdrawal, finite: bool, bans: Bans) -> None:
-    """Ban keys on all ranks; note from which global draw on."""
-    start = None
-    if not finite:
-        states = [loader.save_state_rank() for loader in loaders]
-        drawn = max(lane.draw + (lane.taken > 0) for state in states for lane in read_lanes(state).values())
-        start = drawn * states[0]["num_lanes"] + withdrawal.later
-        bans.append((start, withdrawal.keys))
-    starts = {loader.ban(withdrawal.keys, from_draw=start, ignore_unknown=True) for loader in loaders}
-    check(len(starts) == 1, f"ranks ban from draws {starts} on")
-    if finite:
-        bans.append((starts.pop(), withdrawal.keys))
+def happened(loaders: list[SavableDataLoader], event: Event, losses: Losses, finite: bool = False) -> Any:
+    """Change a run on all ranks; return the global draw from which it holds, or the class of the error."""
+    lanes = {} if finite else read_lanes(merge([loader.save_state_rank() for loader in loaders]))
+    count = loaders[0].ownership.num_lanes
+
+    def set_weights(weights: list[Any], later: int | None = None) -> int:
+        start = max((lane.draw + (lane.taken > 0) - 1) * count + number + 1 for number, lane in lanes.items())
+        return changed(lambda one: one.set_weights(weights, from_draw=given(start, later)))
+
+    def ban(keys: list[str], later: int | None) -> int:
+        first = None if finite else min(lane.draw * count + number for number, lane in lanes.items())
+        start = 0 if later == -1 else given(first, later)
+        start = None if finite else start
+        return changed(lambda one: one.ban(keys, from_draw=start, ignore_unknown=True))
+
+    def given(first: int | None, later: int | None) -> int | None:
+        # One rank finds the draw itself, as several that can reach each other do.
+        alone = len(loaders) == 1 and later is None
+        return None if alone or first is None else first + (later or 0)
+
+    def changed(change: Callable[[SavableDataLoader], int]) -> int:
+        starts = {change(loader) for loader in loaders}
+        check(len(starts) == 1, f"ranks change from draws {starts} on")
+        return starts.pop()
+
+    try:
+        if event.kind == "feedback":
+            return losses.step(set_weights)
+        return {"weights": set_weights, "ban": ban}[event.kind](event.given, event.later)
+    except EnergonError as error:
+        return type(error).__name__
 
 
 def run_leg(
-    dataset: DatasetSpec,
-    chain: Chain,
-    leg: Leg,
-    states: list[Any],
-    own: bool,
-    changes: list[tuple[int, list[Any]]],
-    bans: Bans,
-) -> tuple[list[str], list[Any]]:
-    """Run one leg from the states before it; return digests and the states after it."""
+    dataset: DatasetSpec, chain: Chain, number: int, states: list[Any], own: bool, losses: Losses
+) -> tuple[list[str], list[Moment], list[Any]]:
+    """Run a leg from the states before it; return digests, what happened, and the states after it."""
+    leg = chain.legs[number]
     config = chain.run | {
         "prefetch_factor": leg.prefetch,
         "decode_threads": leg.threads,
@@ -141,18 +195,39 @@ def run_leg(
     try:
         for rank, loader in enumerate(loaders if states else ()):
             loader.restore_state_rank(states[rank] if own else states)
-        if leg.withdrawal is not None:
-            ban(loaders, leg.withdrawal, chain.finite, bans)
+        moments: list[Moment] = []
+        found: list[str] = []
+        done = 0
+        # Passes start with their first iterator, so what happens before it comes first.
+        early = [event for event in leg.events if chain.finite]
+        for event in early:
+            outcome = happened(loaders, event, losses, finite=True)
+            moments.append(Moment(microbatches=0, leg=number, event=event, outcome=outcome))
         streams = [cyclic_iter(loader) for loader in loaders]
-        found, rest = [], leg.steps
-        if leg.change is not None:
-            found, rest = stepped(streams, loaders, leg, leg.change.after), leg.steps - leg.change.after
-            changes.append((set_weights(loaders, leg.change), leg.change.weights))
-        found += stepped(streams, loaders, leg, rest)
-        return found, [loader.save_state_rank() for loader in loaders]
+        for event in (*(event for event in leg.events if event not in early), None):
+            until = leg.steps if event is None else event.after
+            part = stepped(streams, loaders, leg, until - done)
+            losses.record(part)
+            found, done = found + part, until
+            if event is not None:
+                outcome = happened(loaders, event, losses)
+                moments.append(Moment(microbatches=loaders[0].microbatches, leg=number, event=event, outcome=outcome))
+        after = [loader.save_state_rank() for loader in loaders]
+        if not chain.finite:
+            moments.append(
+                Moment(microbatches=loaders[0].microbatches, leg=number, event=None, outcome=comparable(merge(after)))
+            )
+        losses.stopped()
+        return found, moments, after
     finally:
         for loader in loaders:
             loader.close()
+
+
+def comparable(state: Any) -> Any:
+    """Return what a state says of the run, whoever ran it."""
+    ranks = ("epoch_steps", "checksum", "world_size", "ranks")  # a virtual epoch counts the steps of ranks
+    return {name: value for name, value in state.items() if name not in ranks}
 
 
 def passed_on(leg: Leg, states: list[Any], own: bool) -> list[Any]:
@@ -173,9 +248,13 @@ def place_of(state: Any) -> tuple[int, int]:
 
 
 def reference_of(
-    dataset: DatasetSpec, chain: Chain, last: Any, changes: Sequence[tuple[int, list[Any]]], bans: Bans
+    dataset: DatasetSpec, chain: Chain, last: Any, moments: Sequence[Moment], losses: Losses
 ) -> tuple[list[str], Any]:
-    """Return the digests of an uninterrupted run up to where the last state of a chain stands, and its state there."""
+    """Run without a stop up to where the last state of a chain stands; return the digests and the state there.
+
+    Raises:
+        DifferenceError: A change holds from another draw, or the state after a leg is another.
+    """
     config = dict(chain.run)
     if not chain.finite and not same_by_default(chain):
         config["num_lanes"] = last["num_lanes"]
@@ -183,14 +262,25 @@ def reference_of(
         dataset = replace(dataset, virtual_epoch_length=None)
     (loader,) = loaders_of(dataset, 1, 0, **config)
     try:
-        for start, weights in changes:
-            loader.set_weights(weights, from_draw=start)
-        for start, keys in bans:
-            loader.ban(keys, from_draw=start, ignore_unknown=True)
-        stream, found = cyclic_iter(loader), []
-        if not chain.finite:
-            batches: Iterator[Any] = itertools.islice(stream, last["microbatches"])
-            found = [digest(batch) for batch in batches]
+        found: list[str] = []
+        if chain.finite:
+            for moment in moments:
+                if isinstance(moment.outcome, int):
+                    loader.ban(moment.event.given, from_draw=moment.outcome, ignore_unknown=True)
+        stream = cyclic_iter(loader)
+        for moment in () if chain.finite else moments:
+            batches: Iterator[Any] = itertools.islice(stream, moment.microbatches - len(found))
+            part = [digest(batch) for batch in batches]
+            found += part
+            losses.record(part)
+            if moment.event is not None:
+                outcome = happened([loader], moment.event, losses)
+                what = f"{moment.event.kind} after microbatch {moment.microbatches} (leg {moment.leg}) holds from draw"
+                check(outcome == moment.outcome, f"{what} {moment.outcome}, uninterrupted from {outcome}")
+            elif (state := comparable(loader.save_state_rank())) != moment.outcome:
+                names = [name for name in state if state[name] != moment.outcome.get(name)]
+                pairs = "; ".join(f"{name} {moment.outcome.get(name)}, uninterrupted {state[name]}" for name in names)
+                raise DifferenceError(f"state after leg {moment.leg}: {pairs}")
         epoch, microbatches = place_of(last)
         while chain.finite and not reached(loader, epoch, microbatches):
             batch = next(stream)
@@ -219,19 +309,6 @@ def counted(states: list[Any]) -> dict[str, dict[str, int]]:
     return {row["identity"]: row["counts"] for row in read_leaves(merge(states))}
 
 
-def check_counts(dataset: DatasetSpec, chain: Chain, states: list[Any], expected: Any) -> None:
-    """Compare the counters of a chain with those of an uninterrupted run."""
-    found, uninterrupted = counted(states), counted([expected])
-    if not chain.packs and not dataset.listed:
-        check(found == uninterrupted, f"counters {found}, uninterrupted {uninterrupted}")
-        return
-    # How far a packing buffer is filled, and so what has been drawn and skipped, depends on where a chain is cut; the
-    # ranks of a pass that is listed beforehand each count what they list.
-    for identity, counts in found.items():
-        pair = counts["samples"], uninterrupted[identity]["samples"]
-        check(pair[0] == pair[1], f"samples of {identity} {pair[0]}, uninterrupted {pair[1]}")
-
-
 def run_chain(data: Path, chain: Chain) -> str:
     """Run a chain and its reference; return what became of it: "same", or the class of the error that both raise.
 
@@ -241,23 +318,23 @@ def run_chain(data: Path, chain: Chain) -> str:
     dataset = chain.open(data)
     found: list[str] = []
     ends: list[int] = []
-    changes: list[tuple[int, list[Any]]] = []
-    bans: Bans = []
+    moments: list[Moment] = []
     states: list[Any] = []
     own = False
+    losses = Losses(max(1, num_leaves(chain.tree)))
     for number, leg in enumerate(chain.legs):
         try:
-            digests, after = run_leg(dataset, chain, leg, states, own, changes, bans)
+            digests, more, after = run_leg(dataset, chain, number, states, own, losses)
         except EnergonError as error:
-            return check_same_error(dataset, chain, number, bans, error)
+            return check_same_error(dataset, chain, number, moments, error)
         found += digests
+        moments += more
         ends.append(len(found))
         check(len({place_of(state) for state in after}) == 1, f"leg {number}: ranks at {[*map(place_of, after)]}")
         later = chain.legs[number + 1 : number + 2]
         own = leg.passing == "own" and not chain.finite and [leg.ranks] == [one.ranks for one in later]
         states = passed_on(leg, after, own)
-    last = after[0]
-    expected, state = reference_of(dataset, chain, last, changes, bans)
+    expected, state = reference_of(dataset, chain, after[0], moments, Losses(max(1, num_leaves(chain.tree))))
     if found != expected:
         pairs = enumerate(itertools.zip_longest(found, expected))
         first = next(number for number, (one, other) in pairs if one != other)
@@ -266,18 +343,35 @@ def run_chain(data: Path, chain: Chain) -> str:
             f"microbatch {first} (in leg {leg_number}; legs end at {ends}) differs; {len(found)} delivered, "
             f"{len(expected)} expected"
         )
-    check_counts(dataset, chain, after, state)
+    counts, uninterrupted = counted(after), counted([state])
+    if dataset.listed:  # each rank counts what it lists
+        counts, uninterrupted = ({name: row["samples"] for name, row in of.items()} for of in (counts, uninterrupted))
+    check(counts == uninterrupted, f"counters {counts}, uninterrupted {uninterrupted}")
     return "same"
 
 
-def check_same_error(dataset: DatasetSpec, chain: Chain, leg: int, bans: Bans, error: EnergonError) -> str:
+def check_same_error(
+    dataset: DatasetSpec, chain: Chain, leg: int, moments: Sequence[Moment], error: EnergonError
+) -> str:
     """An uninterrupted run must raise the same error, where a chain raises one: not all that is drawn can be run."""
     (loader,) = loaders_of(dataset, 1, 0, **chain.run)
     steps = 3 * sum(leg.ranks * leg.steps for leg in chain.legs) + 50
+    losses = Losses(max(1, num_leaves(chain.tree)))
+    legs = [event for one in chain.legs[: leg + 1] for event in one.events]
     try:
-        for start, keys in bans:
-            loader.ban(keys, from_draw=start, ignore_unknown=True)
-        for _ in itertools.islice(cyclic_iter(loader), steps):
+        if chain.finite:
+            for event in legs:
+                happened([loader], event, losses, finite=True)
+        stream = cyclic_iter(loader)
+        for moment in () if chain.finite else moments:
+            losses.record(
+                [digest(batch) for batch in itertools.islice(stream, moment.microbatches - loader.microbatches)]
+            )
+            if moment.event is not None:
+                happened([loader], moment.event, losses)
+        for event in chain.legs[leg].events if not chain.finite else ():
+            happened([loader], event, losses)
+        for _ in itertools.islice(stream, steps):
             pass
     except EnergonError as same:
         if type(same) is type(error):
@@ -313,13 +407,15 @@ def smaller(chain: Chain) -> Iterator[Chain]:
         if chain.settings.get(name, value) != value:
             yield replace(chain, settings=chain.settings | {name: value})
     easy: dict[str, Any] = {"workers": 0, "threads": 1, "prefetch": 1, "buffer_bytes": 1 << 30, "peeks": False}
-    easy |= {"passing": "list", "codec": "plain", "order": 0, "change": None, "withdrawal": None, "ranks": 1}
+    easy |= {"passing": "list", "codec": "plain", "order": 0, "events": (), "ranks": 1}
     for number, leg in enumerate(legs):
-        changes = [{name: value} for name, value in easy.items() if getattr(leg, name) != value]
-        changes += [{"steps": leg.steps // 2}, {"steps": leg.steps - 1}] if leg.steps else []
+        changes: list[dict[str, Any]] = [{name: value} for name, value in easy.items() if getattr(leg, name) != value]
+        changes += [{"events": (*leg.events[:at], *leg.events[at + 1 :])} for at in range(len(leg.events))]
+        for steps in {leg.steps // 2, leg.steps - 1} if leg.steps else ():
+            events = tuple(replace(event, after=min(event.after, steps)) for event in leg.events)
+            changes.append({"steps": steps, "events": events})
         for change in changes:
-            if leg.change is None or "steps" not in change:
-                yield replace(chain, legs=(*legs[:number], replace(leg, **change), *legs[number + 1 :]))
+            yield replace(chain, legs=(*legs[:number], replace(leg, **change), *legs[number + 1 :]))
 
 
 def failure_of(data: Path, chain: Chain) -> str | None:
