@@ -103,14 +103,15 @@ class Position:
             return None
         epoch = self.epoch if self._data.shuffled else 0
         if self._listing is None or self._listing[0] != epoch:
-            listing, counts = listing_of_pass(self.plan, epoch, self.delivered)
-            self._listing = epoch, listing, counts
-            self._add(counts)
+            self._listing = epoch, *listing_of_pass(self.plan, epoch, self.delivered)
         return self._listing[1]
 
     def advance(self) -> None:
         """Move on by one step."""
         ranks = self._facts.world_size
+        if not self.microbatches and self.listing is not None and not self._facts.rank:
+            assert self._listing is not None
+            self._add(self._listing[2])  # all ranks list a pass, and any process that continues it, but it counts once
         self.microbatches += ranks if self._data.finite else self.ownership.step_size(self.microbatches)
         self.epoch_steps += self._data.virtual_epoch_length is not None
 
@@ -220,12 +221,12 @@ class Position:
         lanes = self.plan.num_lanes
         states = ((lane, self.lane_state(lane)) for lane in self.own_lanes)
         first = max((s.draw + (s.taken > 0) - 1) * lanes + lane + 1 for lane, s in states)
-        if from_draw is None:
-            first = self._agreed("set_weights", first, max)
+        if from_draw is None or torch.distributed.is_initialized():
+            first = self._agreed("set_weights", first, max)  # so that all ranks refuse the same draws
         start = first if from_draw is None else from_draw
         if start < first:
             raise ConfigurationError(
-                f"set_weights: global draw {start} is already delivered; from_draw must be at least {first}"
+                f"set_weights: global draw {start} is already made; from_draw must be at least {first}"
             )
         schedules = tuple(parse_weight(w, where="set_weights", field=f"weights[{i}]") for i, w in enumerate(given))
         changed = GivenWeights(schedules=schedules)
@@ -301,7 +302,6 @@ class Position:
         if fixed:
             self.rewind()
         if self._listing is not None and not self.microbatches:  # listed, but nothing of it is delivered
-            self._add(Counts({leaf: [-number for number in row] for leaf, row in self._listing[2].items()}))
             self._listing, self._ends = None, (-1, 0)
         return start
 
@@ -313,7 +313,15 @@ class Position:
         data, lanes = self._data, self.plan.num_lanes
         if not data.finite:
             first = min(self.lane_state(lane).draw * lanes + lane for lane in self.own_lanes)
-            return self._agreed("ban", first, min) if from_draw is None else from_draw
+            if from_draw is None:
+                return self._agreed("ban", first, min)
+            if 0 < from_draw < first:
+                logger.warning(
+                    "ban: the lanes of this rank have made all draws before global draw %d, so from_draw=%d bans from "
+                    "there on; draws that were made are not taken back",
+                    *(first, from_draw),
+                )
+            return from_draw
         draws = self.plan.draws_of_pass(self.epoch)
         if not data.shuffled:  # nothing depends on earlier microbatches, so it may hold from the beginning
             return draws.first

@@ -454,13 +454,14 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         Args:
             weights: A weight (a number or a `WeightSchedule`) for each dataset, by path, or a list in order of the mix.
             from_draw: Global draw from which they hold, until a later change that was set before; default: the first
-                one that no rank has delivered.
+                one that no rank has made. What was drawn for packs and groups counts as made; how far that goes
+                depends on the microbatches delivered, and not on stops.
 
         Returns:
             The global draw from which they hold.
 
         Raises:
-            ConfigurationError: That draw has been delivered, the stream has no weights, or a dataset has none.
+            ConfigurationError: That draw has been made, the stream has no weights, or a dataset has none.
         """
         start = self._position.set_weights(weights, from_draw)
         self._stop()  # batches made ahead used the old weights
@@ -483,9 +484,9 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         Args:
             keys: Keys of samples as they are in the dataset; of a JSONL file the numbers of lines, of a join the keys
                 of its primary. `load_keys` reads them from a file.
-            from_draw: Global draw from which they are banned (of draws that were delivered, nothing is taken back);
-                default: the first one that has not been delivered. Passes that are packed or grouped: from the next
-                pass on. Validation takes none: there they are banned at once.
+            from_draw: Global draw from which they are banned (of draws that were made, nothing is taken back, and a
+                warning names the first one left); default: the first one that some lane has not made. Passes that are
+                packed or grouped: from the next pass on. Validation takes none: there they are banned at once.
             dataset: Path of the only dataset in which they are banned; default: all.
             ignore_unknown: Warn of keys that no dataset has, and record them, instead of refusing all.
 

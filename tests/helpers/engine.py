@@ -250,6 +250,12 @@ def _feed(state: Any, value: Any) -> None:
         state.update(repr(value).encode() + b";")
 
 
+def comparable(state: Any) -> Any:
+    """Return what a state says of the run, whoever ran it."""
+    ranks = ("epoch_steps", "checksum", "world_size", "ranks")  # a virtual epoch counts the steps of ranks
+    return {name: value for name, value in state.items() if name not in ranks}
+
+
 def is_masked(batch: Any) -> bool:
     return not bool(batch["__valid__"].any())
 

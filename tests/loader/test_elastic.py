@@ -22,6 +22,7 @@ import pytest
 from engine import (
     NUM_LANES,
     InProcessLoader,
+    comparable,
     config_of,
     counts_of,
     deliver,
@@ -34,6 +35,7 @@ from engine import (
 
 from energon_bridge import AugmentTaskEncoder, get_savable_loader, get_train_dataset
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.loader.fits import merge
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.prepare.columns import add_column
@@ -77,9 +79,22 @@ def dataset_of(data: Path, encoder: str) -> DatasetSpec:
 
 
 @cache
+def uninterrupted(data: Path, encoder: str) -> tuple[list[str], list[Any]]:
+    """Return the digests of the first microbatches of a run on one rank without workers, and the state at each."""
+    steps = 12 * NUM_LANES
+    whole = deliver(loaders_of(dataset_of(data, encoder), 1, 0), steps, range(steps + 1))
+    return whole.digests, [comparable(state) for (state,) in whole.states.values()]
+
+
 def reference(data: Path, encoder: str) -> list[str]:
-    """Return the digests of the first microbatches of a run on one rank without workers."""
-    return deliver(loaders_of(dataset_of(data, encoder), 1, 0), 12 * NUM_LANES).digests
+    return uninterrupted(data, encoder)[0]
+
+
+def check_states(data: Path, encoder: str, states: dict[int, list[Any]]) -> None:
+    """Check that states are those of the uninterrupted run after the same microbatch, with the counters."""
+    for of_step in states.values():
+        state = merge(of_step)
+        assert comparable(state) == uninterrupted(data, encoder)[1][state["microbatches"]]
 
 
 def check_topology(
@@ -88,6 +103,7 @@ def check_topology(
     """Run a topology from the start; return the number of delivered microbatches and the states by step."""
     delivered = deliver(loaders_of(dataset_of(data, encoder), world_size, num_workers, **kwargs), steps, save_at)
     assert delivered.digests == reference(data, encoder)[: len(delivered.digests)]
+    check_states(data, encoder, delivered.states)
     return {step: (states[0]["microbatches"], states) for step, states in delivered.states.items()}
 
 
@@ -97,8 +113,9 @@ def check_resume(
     """Resume on a topology and compare what follows."""
     m, state = saved
     loaders = loaders_of(dataset_of(data, encoder), world_size, num_workers, state=state, **kwargs)
-    delivered = deliver(loaders, steps)
+    delivered = deliver(loaders, steps, [steps])
     assert delivered.digests == reference(data, encoder)[m : m + len(delivered.digests)]
+    check_states(data, encoder, delivered.states)
     assert delivered.masked == 0
     assert len(delivered.digests) == world_size * steps
 

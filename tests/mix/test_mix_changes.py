@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import SeveralEncoder, TensorEncoder, deliver, digest, loaders_of, text_dataset
+from engine import ENCODERS, NEEDED, SeveralEncoder, TensorEncoder, deliver, digest, loaders_of, text_dataset
 from mixing import metadataset, mix_data, mixed
 
 from energon_bridge import EnergonMultiModalDataModule, WeightSchedule, get_savable_loader
@@ -93,7 +93,7 @@ def test_set_weights_goes_on_from_what_was_delivered(data: Path) -> None:
 def test_set_weights_refuses_what_cannot_be(data: Path) -> None:
     (loader,) = loaders_of(mixed(data, [(data / "a", 1), (data / "b", 1)]), 1, 0)
     sum(1 for _ in islice(loader, 30))
-    with pytest.raises(ConfigurationError, match="draw 20 is already delivered; from_draw must be at least 78"):
+    with pytest.raises(ConfigurationError, match="draw 20 is already made; from_draw must be at least 78"):
         loader.set_weights([1, 2], from_draw=20)
     with pytest.raises(ConfigurationError, match="3 weights for a mix of 2"):
         loader.set_weights([1, 2, 3])
@@ -314,3 +314,49 @@ def test_how_a_loader_dealt_before_does_not_matter_to_a_state(data: Path) -> Non
     for loader in (fresh, used):
         loader.restore_state_rank(states[1], on_mismatch="adapt")
     assert by_leaf([used], 200) == by_leaf([fresh], 200)
+
+
+# Changes of a packed run, wherever it was stopped before -------------------------------------------------------------
+
+
+def changed_run(data: Path, encoder: str, change: str, stop: int | None) -> tuple[Any, list[str]]:
+    """Run 150 steps, stopped once if at all, with a change after the 24th; return where it holds, and the digests."""
+    mix = [(data / "a", 1), (data / "b", 1)]
+
+    def opened(mix: Any) -> Any:
+        return loaders_of(mixed(data, mix, ENCODERS[encoder](), **NEEDED.get(encoder, {})), 1, 0, num_lanes=8)[0]
+
+    loader = opened(mix)
+    start: Any = None
+    found: list[str] = []
+    for step in range(150):
+        if step == stop:
+            (loader,) = loaders_of(loader.spec, 1, 0, num_lanes=8, state=loader.save_state_rank())
+        if step == 24 and change == "weights":
+            start = loader.set_weights([1, 5])
+        elif step == 24 and change.startswith("ban"):
+            keys = [f"{number:05d}" for number in range(0, 400, 2)]
+            start = loader.ban(keys, from_draw=30 if change == "ban long ago" else None, ignore_unknown=True)
+        elif step == 24 and change == "mix":
+            state = loader.save_state_rank()
+            loader = opened([*mix, (data / "c", 3)])
+            loader.restore_state_rank(state, on_mismatch="adapt")
+            start = state["lanes"]
+        found.append(digest(loader.deliver()))
+    return start, found
+
+
+@pytest.mark.parametrize("encoder", ["packing", "prepost", "lengths", "grouping"])
+@pytest.mark.parametrize("change", ["weights", "ban", "ban long ago", "mix"])
+def test_a_change_holds_from_the_same_draw_wherever_the_run_was_stopped(data: Path, encoder: str, change: str) -> None:
+    """A resumed lane used to fill its pack buffer later, so that it had made fewer draws."""
+    whole = changed_run(data, encoder, change, None)
+    for stop in (16, 20, 23):
+        assert changed_run(data, encoder, change, stop) == whole
+
+
+def test_a_ban_from_a_draw_that_was_made_names_the_first_one_left(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    start, _ = changed_run(data, "packing", "ban", None)
+    caplog.clear()
+    changed_run(data, "packing", "ban long ago", None)
+    assert f"all draws before global draw {start}, so from_draw=30 bans from there on" in caplog.text

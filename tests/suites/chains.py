@@ -47,7 +47,7 @@ if __name__ == "__main__":
 
 import torch
 from chain_cases import CHILDREN, NUMBERS, Chain, Event, Leg, drawn_chain, num_leaves, write_data
-from engine import digest, is_masked, loaders_of
+from engine import comparable, digest, is_masked, loaders_of
 
 from energon_bridge import EnergonError, cyclic_iter
 from energon_bridge.integrations.feedback import DoReMi, MixFeedback
@@ -224,12 +224,6 @@ def run_leg(
             loader.close()
 
 
-def comparable(state: Any) -> Any:
-    """Return what a state says of the run, whoever ran it."""
-    ranks = ("epoch_steps", "checksum", "world_size", "ranks")  # a virtual epoch counts the steps of ranks
-    return {name: value for name, value in state.items() if name not in ranks}
-
-
 def passed_on(leg: Leg, states: list[Any], own: bool) -> list[Any]:
     """Return states as the next leg gets them."""
     if not own:
@@ -344,8 +338,6 @@ def run_chain(data: Path, chain: Chain) -> str:
             f"{len(expected)} expected"
         )
     counts, uninterrupted = counted(after), counted([state])
-    if dataset.listed:  # each rank counts what it lists
-        counts, uninterrupted = ({name: row["samples"] for name, row in of.items()} for of in (counts, uninterrupted))
     check(counts == uninterrupted, f"counters {counts}, uninterrupted {uninterrupted}")
     return "same"
 
