@@ -204,9 +204,9 @@ def packed_seq_params(batch: MultiModalBatch) -> PackedSeqParams:
     values: dict[str, Any] = {}
     for side in ("q", "kv"):
         values[f"cu_seqlens_{side}"] = batch.cu_seqlens
+        # also where nothing is padded: under context parallelism megatron-core reads it in any case
+        values[f"cu_seqlens_{side}_padded"] = batch.cu_seqlens_padded
         values[f"max_seqlen_{side}"] = batch.max_seqlen
-        if not torch.equal(batch.cu_seqlens, batch.cu_seqlens_padded):
-            values[f"cu_seqlens_{side}_padded"] = batch.cu_seqlens_padded
     return PackedSeqParams(qkv_format="thd", **values)
 
 
