@@ -68,6 +68,8 @@ class EnergonTrainer(Trainer):
         MaskedMicrobatchesError: The number of processes does not divide the lanes; also on resuming.
     """
 
+    compute_loss_func: Any  # set by transformers' own initializer
+
     def __init__(
         self,
         *args: Any,
@@ -124,8 +126,8 @@ class EnergonTrainer(Trainer):
             self.compute_loss_func = partial(_token_mean, smoothing=smoothing)
             return
         logger.warning(
-            "%s has a loss of its own: the loss of a step depends on how it is cut into microbatches, and labels may be "
-            "smoothed without the shift to the next token. Pass compute_loss_func",
+            "%s has a loss of its own: the loss of a step depends on how it is cut into microbatches, and label "
+            "smoothing may lack the shift to the next token. Pass compute_loss_func",
             type(model).__name__,
         )
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.samples.base import once_per_class
 from energon_bridge.samples.devices import normalise_on_device
 from energon_bridge.task_encoder.packed_sequences import batch_packs, pack_sequences
 from energon_bridge.task_encoder.sequences import MultiModalSample, PaddingValues
@@ -134,7 +134,7 @@ def token_types(tokens: Tensor, model: Any) -> Tensor | None:
 
 def takes_mrope(model: Any) -> bool:
     """Whether a model's positions have three axes: time, height and width."""
-    config = getattr(unwrapped(model), "config", None)
+    config: Any = getattr(unwrapped(model), "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     return "mrope_section" in rope
@@ -143,16 +143,17 @@ def takes_mrope(model: Any) -> bool:
 def unwrapped(model: Any) -> Any:
     """Return the model inside its wrappers: those of data parallelism (`module`), of torch.compile and of PEFT."""
     while isinstance(model, torch.nn.Module):
-        inner = model._modules.get("module") or model._modules.get("_orig_mod")
-        if inner is None and hasattr(model, "get_base_model"):
-            inner = model.get_base_model()
+        wrapper: Any = model
+        inner = wrapper._modules.get("module") or wrapper._modules.get("_orig_mod")
+        if inner is None and hasattr(wrapper, "get_base_model"):
+            inner = wrapper.get_base_model()
         if inner is None:
             break
         model = inner
     return model
 
 
-@lru_cache(maxsize=64)
+@once_per_class
 def _parameters(kind: type) -> frozenset[str]:
     forward = getattr(kind, "forward", None)
     return frozenset(inspect.signature(forward).parameters if forward is not None else ())

@@ -169,14 +169,17 @@ def test_a_batch_of_megatron_bridge_has_the_losses_of_its_samples(family: str, p
 
 
 def as_talk(sample: CaptioningSample, config: Any) -> ChatSample:
-    colors = [COLORS[(len(sample.__key__) + ord(sample.__key__[-1]) + n) % 3] for n in range(ord(sample.__key__[-1]) % 3 + 1)]
+    number = int(sample.__key__[-1])
+    colors = [COLORS[(number + image) % 3] for image in range(number % 3 + 1)]
     turns = [text for color in colors for text in ("<image> color?", color)]
     return chat(*turns, images=[sample.image] * len(colors), key=sample.__key__)
 
 
 def trained_encoder(family: str) -> ChatTemplateTaskEncoder:
     encoder = encoder_of(family)
-    encoder.packer = Packer(limits={SAMPLES: 2}, size_of=encoder.padded_length, method="first_fit_decreasing")
+    encoder.packer = Packer(
+        limits={"tokens": 2048, SAMPLES: 2}, size_of=lambda sample: {"tokens": encoder.padded_length(sample)}
+    )
     encoder.register_encoder(CaptioningSample, as_talk)
     return encoder
 
