@@ -146,10 +146,7 @@ def pad_for_context_parallel(
             parts += [part, more]
         changed[name] = torch.cat(parts, dim=axis)
     if cuts is not None:
-        begins = (
-            changed["cu_seqlens_padded"] if "cu_seqlens_padded" in changed else torch.tensor([0, *padded]).cumsum(0)
-        )
-        places = [(start, None) for start in begins[:-1].tolist()]
+        places = [(start, None) for start in accumulate(padded[:-1], initial=0)]
         changed |= _placed(batch, places, packed=True)
     return _with(batch, fields.changed | changed)
 
@@ -327,9 +324,10 @@ def _token_axis(name: str, value: Tensor, shape: tuple[int, int], *, named: bool
         return 1 if first else value.dim() - 1
     if first or dims == (length,) or (dims[:1] == (rows,) and length in dims[1:]):
         raise ConfigurationError(
-            f"{name} has shape {dims}, and the batch {rows} rows of {length} tokens: it cannot be told whether it has a "
-            "value per token, or along which dimension. Give it the shape of the tokens, (B, S), followed or preceded by "
-            "dimensions of other sizes; if it has no value per token, list the fields that have one in token_fields"
+            f"{name} has shape {dims}, and the batch {rows} rows of {length} tokens: it cannot be told whether it has "
+            "a value per token, or along which dimension. Give it the shape of the tokens, (B, S), followed or "
+            "preceded by dimensions of other sizes; if it has no value per token, list the fields that have one in "
+            "token_fields"
         )
     return None
 
