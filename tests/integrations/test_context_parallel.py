@@ -277,11 +277,7 @@ def test_segments_and_masked_rows_follow_the_tokens(packed_rows: bool) -> None:
         batch = batch_sequences(samples, 6, FILLING)
         batch.__valid__ = torch.tensor([True, True, False])
     loss = lambda one: one.tokens.double() * one.loss_mask  # noqa: E731
-    if packed_rows:
-        for row in batch.segments:
-            batch.segments = [tuple(s._replace(dataset=s.key) for s in row) for row in batch.segments]
-    else:
-        batch.segments = [(row[0]._replace(dataset=row[0].key),) for row in batch.segments]
+    batch.segments = [tuple(part._replace(dataset=part.key) for part in row) for row in batch.segments]
     expected = {name: total for name, (total, _) in losses_by_dataset(batch, loss(batch)).items()}
     padded = pad_for_context_parallel(batch, size=2, fill={"tokens": 7})
     parts = [slice_for_context_parallel(padded, rank=rank, size=2) for rank in range(2)]
