@@ -97,11 +97,19 @@ class BridgeTaskEncoder(ChatTemplateTaskEncoder):
         """Return the dict that a step reads.
 
         Megatron-Bridge's models make positions on three axes themselves; for others there are `mrope_position_ids`.
+
+        Raises:
+            ConfigurationError: `visual_keys` leaves out media that the batch has.
         """
         visual = {name: value for name, value in batch.visual_inputs.items() if isinstance(value, Tensor)}
         visual |= {} if batch.pixel_values is None else {"pixel_values": batch.pixel_values}
         visual |= {} if batch.mm_token_type_ids is None else {"mm_token_type_ids": batch.mm_token_type_ids}
         if self.visual_keys is not None:
+            if dropped := sorted(visual.keys() - self.visual_keys - {"mm_token_type_ids"}):
+                raise ConfigurationError(
+                    f"the batch has {', '.join(dropped)}, which visual_keys={tuple(sorted(self.visual_keys))} leaves "
+                    "out: the model would train on placeholders without media, or read them wrongly. Add them"
+                )
             visual = {name: value for name, value in visual.items() if name in self.visual_keys}
         packed = batch.cu_seqlens is not None
         made: dict[str, Any] = {

@@ -30,6 +30,7 @@ from torch.nn.functional import cross_entropy
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from forked import become_rank, free_port, run_forked
 from transformers import TrainingArguments
 
 from energon_bridge import WorkerConfig, get_loader, get_train_dataset, get_val_dataset
@@ -174,6 +175,21 @@ def test_a_batch_of_megatron_bridge_has_the_losses_of_its_samples(family: str, p
     assert (loss, count) == pytest.approx(all_alone(family, samples), rel=1e-5)
 
 
+@pytest.mark.parametrize(("own", "left_out"), [("llava_next", "image_sizes"), ("qwen2_5_vl", "second_per_grid_ts")])
+def test_megatron_bridge_gets_all_media_or_an_error(own: str, left_out: str) -> None:
+    made = encoder_of(own)
+    keys = ["pixel_values", "image_sizes", "image_grid_thw", "pixel_values_videos", "video_grid_thw"]
+    keys += ["second_per_grid_ts"]
+    for wanted in (keys, [key for key in keys if key != left_out]):
+        encoder = BridgeTaskEncoder(made.tokenizer, made.family, visual_keys=wanted)
+        batch = encoder.batch(samples_of(encoder, own))
+        if left_out in wanted:
+            assert left_out in encoder.encode_batch(batch)["visual_inputs"].as_model_kwargs()
+            continue
+        with pytest.raises(ConfigurationError, match=f"the batch has {left_out}, which visual_keys="):
+            encoder.encode_batch(batch)
+
+
 # The Trainer ---------------------------------------------------------------------------------------------------------
 
 
@@ -200,12 +216,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def trainer_of(family: str, data: Path, folder: Path, microbatches: int, packed: bool, **kwargs: Any) -> EnergonTrainer:
-    rows = (4 if packed else 8) // microbatches
+def trainer_of(
+    family: str, data: Path, folder: Path, microbatches: int, packed: bool, *, lanes: int = 1, **kwargs: Any
+) -> EnergonTrainer:
+    rows = (4 if packed else 8) // microbatches // lanes
     common: dict[str, Any] = {
         "batch_size": rows,
         "task_encoder": trained_encoder(family),
-        "worker_config": WorkerConfig(num_workers=0, num_lanes=1),
+        "worker_config": WorkerConfig(num_workers=0, num_lanes=lanes),
         "packing_buffer_size": 8 if packed else None,
     }
     arguments = TrainingArguments(
@@ -256,6 +274,20 @@ def test_the_trainer_has_the_loss_of_the_samples_however_they_are_cut(
         trainer = trainer_of(family, data, tmp_path, microbatches, packed)
         trainer.train()
         assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-5), microbatches
+
+
+def test_two_processes_have_the_loss_of_one(data: Path, tmp_path: Path) -> None:
+    port = free_port()
+
+    def process(rank: int) -> float:
+        torch.set_num_threads(1)
+        become_rank(rank, 2, port)
+        trainer = trainer_of("qwen2_5_vl", data, tmp_path, 4, False, lanes=2)
+        trainer.train()
+        return float(trainer.state.log_history[0]["loss"])
+
+    # Two samples for each microbatch of one process, one for each of two: the first step has the same eight.
+    assert run_forked(2, process)[0] == pytest.approx(expected_loss("qwen2_5_vl", data, "train"), rel=1e-5)
 
 
 @pytest.mark.parametrize("packed", [False, True])
