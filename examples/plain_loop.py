@@ -5,22 +5,27 @@
 
 Without --data it makes a small dataset. `torchrun --nproc-per-node 2 examples/plain_loop.py …` runs it on two
 processes, and a run may be resumed on another number of them: a step is always four microbatches.
-The model tells the mean colour of a picture from its caption.
+The model is the small Llava of `huggingface_trainer.py`; the loop is the same for any other family, with packs too. The
+loss of a step is the mean over its learned tokens, however they are cut into microbatches.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from energon_bridge import EnergonDataloader, WorkerConfig, get_savable_loader, get_train_dataset
+from energon_bridge.task_encoder import model_inputs
 from energon_bridge.testing import create_captioning_test_dataset
+
+sys.path.insert(0, str(Path(__file__).parent))  # for programs that load this file by its path
+from huggingface_trainer import make_encoder, make_model
 
 MICROBATCHES = 4  # in a step, all processes together
 
@@ -29,13 +34,8 @@ def make_data(path: Path) -> EnergonDataloader:
     """Return this process's share of the data: its rank comes from torch.distributed."""
     # A number of lanes that every number of processes divides; for large datasets the default is right.
     config = WorkerConfig(num_workers=0, num_lanes=MICROBATCHES, microbatches_per_global_batch=MICROBATCHES)
-    return EnergonDataloader(get_savable_loader(get_train_dataset(path, batch_size=4, worker_config=config)))
-
-
-def texts(captions: Sequence[str]) -> Tensor:
-    """Return how often each letter stands in each caption."""
-    rows = [torch.bincount(torch.tensor(list(caption.encode())), minlength=128)[:128] for caption in captions]
-    return torch.stack(rows).float()
+    dataset = get_train_dataset(path, batch_size=4, task_encoder=make_encoder(), worker_config=config)
+    return EnergonDataloader(get_savable_loader(dataset))
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
@@ -51,8 +51,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     size = dist.get_world_size() if dist.is_initialized() else 1
     first = not dist.is_initialized() or dist.get_rank() == 0
     data = make_data(options.data or create_captioning_test_dataset(options.output / "captions"))
-    torch.manual_seed(0)
-    model = nn.Linear(128, 3)
+    model = make_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     checkpoint = options.output / "checkpoint.pt"
     start = 0
@@ -64,13 +63,18 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         start = saved["step"]
     losses = []
     for step in range(start, options.max_steps):
-        loss = torch.zeros(())
-        for _ in range(MICROBATCHES // size):
-            batch = next(data)
-            loss = loss + (model(texts(batch.caption)) - batch.image.mean(dim=(2, 3))).square().mean() / MICROBATCHES
+        microbatches = [model_inputs(next(data), model) for _ in range(MICROBATCHES // size)]
+        counts = [(inputs["labels"][:, 1:] != -100).sum() for inputs in microbatches]  # the model shifts them
+        tokens = torch.stack(counts).sum()
+        if size > 1:
+            dist.all_reduce(tokens)
         optimizer.zero_grad()
-        loss.backward()
-        shared = [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+        total = torch.zeros(())
+        for inputs, count in zip(microbatches, counts, strict=True):
+            loss = model(**inputs).loss * count / tokens
+            loss.backward()
+            total += loss.detach()
+        shared = [total, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
         if size > 1:
             for value in shared:
                 dist.all_reduce(value)

@@ -94,11 +94,22 @@ class BridgeTaskEncoder(ChatTemplateTaskEncoder):
         return named
 
     def encode_batch(self, batch: MultiModalBatch) -> dict[str, Any]:  # type: ignore[override]
-        """Return the dict that a step reads."""
+        """Return the dict that a step reads.
+
+        Megatron-Bridge's models make positions on three axes themselves; for others there are `mrope_position_ids`.
+
+        Raises:
+            ConfigurationError: `visual_keys` leaves out media that the batch has.
+        """
         visual = {name: value for name, value in batch.visual_inputs.items() if isinstance(value, Tensor)}
         visual |= {} if batch.pixel_values is None else {"pixel_values": batch.pixel_values}
         visual |= {} if batch.mm_token_type_ids is None else {"mm_token_type_ids": batch.mm_token_type_ids}
         if self.visual_keys is not None:
+            if dropped := sorted(visual.keys() - self.visual_keys - {"mm_token_type_ids"}):
+                raise ConfigurationError(
+                    f"the batch has {', '.join(dropped)}, which visual_keys={tuple(sorted(self.visual_keys))} leaves "
+                    "out: the model would train on placeholders without media, or read them wrongly. Add them"
+                )
             visual = {name: value for name, value in visual.items() if name in self.visual_keys}
         packed = batch.cu_seqlens is not None
         made: dict[str, Any] = {
@@ -112,7 +123,8 @@ class BridgeTaskEncoder(ChatTemplateTaskEncoder):
             "attention_mask": None if packed else batch.attention_mask,
             "visual_inputs": VisualInputs(**visual) if visual else None,
         }
-        made |= {} if batch.pixel_norm is None else {"pixel_norm": batch.pixel_norm}
+        for name in ("mrope_position_ids", "pixel_norm"):
+            made |= {} if getattr(batch, name) is None else {name: getattr(batch, name)}
         return made | (_packed(batch) if packed else {})  # the rest, `__valid__` among it, the loader adds
 
 
@@ -128,12 +140,10 @@ def _packed(batch: MultiModalBatch) -> dict[str, Any]:
     assert batch.cu_seqlens is not None
     assert batch.cu_seqlens_padded is not None
     found: dict[str, Any] = {"total_tokens": int(batch.tokens.numel())}
-    padded = not torch.equal(batch.cu_seqlens, batch.cu_seqlens_padded)
     for side in ("q", "kv"):
         found[f"cu_seqlens_{side}"] = batch.cu_seqlens
+        found[f"cu_seqlens_{side}_padded"] = batch.cu_seqlens_padded  # context parallelism reads it in any case
         found[f"max_seqlen_{side}"] = torch.tensor(batch.max_seqlen, dtype=torch.int32)
-        if padded:
-            found[f"cu_seqlens_{side}_padded"] = batch.cu_seqlens_padded
     return found
 
 

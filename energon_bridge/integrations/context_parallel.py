@@ -6,15 +6,22 @@ sequences (`cu_seqlens_padded`, or `cu_seqlens` where nothing is padded) each sa
 batch are laid end to end, as attention kernels for packed sequences want it: token-level tensors become
 (1, tokens / size). `cu_seqlens` stay those of the whole row, as Transformer Engine wants them.
 
-Cut is what the fields of `TOKEN_FIELDS` have along their token dimension. A model that makes room for image features by
-itself (one placeholder token for each image, as megatron-core's `LLaVAModel`) must cut after that, not here.
+Cut is what has a value per token: the fields of `TOKEN_FIELDS`, also those inside `visual_inputs`, and of your own
+encoder's fields each tensor of the shape of the tokens, (B, S), alone, before others, (B, S, ...), or after others,
+(n, B, S). Pixels, images and videos are not. A tensor that may or may not be meant is an error; `token_fields` says it.
+
+A model that makes room for image features by itself (one placeholder token for each image, as megatron-core's
+`LLaVAModel`) must cut after that, not here.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
@@ -22,6 +29,9 @@ import torch
 from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.task_encoder.collate import read_fields
+
+logger = logging.getLogger(__name__)
 
 B = TypeVar("B")
 
@@ -36,50 +46,57 @@ TOKEN_FIELDS: Mapping[str, float] = MappingProxyType(
         "padding_mask": 0,
         "token_type_ids": 0,
         "mm_token_type_ids": 0,
+        "mrope_position_ids": 0,
     }
 )
 """Fields with an entry per token, and their padding value; `position_ids` count on instead."""
 
 _POSITIONS = "position_ids"
 
+_ENDS = (("cu_seqlens", "max_seqlen"), ("cu_seqlens_q", "max_seqlen_q"), ("cu_seqlens_kv", "max_seqlen_kv"))
+"""Fields with the ends of packed samples, without padding (with it: and `_padded`), and with the longest of them."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Fields:
-    """The parts of a batch that are cut."""
+    """The parts of a batch that are cut, each with its token dimension. Packs are one row, of shape (1, tokens)."""
 
-    tokens: dict[str, Tensor]
+    tokens: dict[str, tuple[Tensor, int]]
     cuts: Tensor | None
     shape: tuple[int, int]
+    changed: dict[str, Any]
 
 
 def slice_for_context_parallel(batch: B, *, rank: int, size: int, token_fields: Sequence[str] | None = None) -> B:
     """Return a batch with the part of one context-parallel rank; the original is not changed.
 
     Args:
-        batch: A dataclass or dict. Its tokens, (B, S), and other token-level fields are cut along the token dimension:
-            the last one of three-dimensional `position_ids` (3, B, S) and of (B, 1, S, S) the rows of the mask, else
-            dimension 1. A field that is None stays None.
+        batch: A dataclass or dict. Its tokens, (B, S), and all that has a value per token (see the module) are cut
+            along the token dimension; of a mask over pairs, (B, 1, S, S), the rows. A field that is None stays None.
+            `segments` become those of the part, padding included.
         rank: Context-parallel rank.
         size: Context-parallel size.
-        token_fields: The token-level fields; default: `TOKEN_FIELDS`.
+        token_fields: The fields with a value per token, and no others; default: see the module.
 
     Raises:
-        ConfigurationError: A sequence, or a sample of a pack, is not a multiple of `2 * size` tokens long.
+        ConfigurationError: A sequence, or a sample of a pack, is not a multiple of `2 * size` tokens long; or a field
+            may or may not have a value per token.
     """
     if not 0 <= rank < size:
         raise ConfigurationError(f"slice_for_context_parallel: rank {rank} is not in range({size})")
     if size == 1:
         return batch
     fields = _fields(batch, token_fields)
-    cuts = fields.cuts
-    if cuts is None:
-        indices = zigzag_indices(fields.shape[1], rank=rank, size=size)
-        taken = {name: _take(name, value, indices) for name, value in fields.tokens.items()}
+    length = fields.shape[1]
+    if fields.cuts is None:
+        indices, starts, lengths = zigzag_indices(length, rank=rank, size=size), [0], [length]
     else:
-        _check_covers(cuts, fields.shape)
-        indices = packed_indices(cuts, rank=rank, size=size)
-        taken = {name: _take(name, _end_to_end(name, value), indices) for name, value in fields.tokens.items()}
-    return _with(batch, taken)
+        indices = packed_indices(fields.cuts, rank=rank, size=size)
+        starts, lengths = fields.cuts[:-1].tolist(), fields.cuts.diff().tolist()
+    taken = {name: value.index_select(axis, indices.to(value.device)) for name, (value, axis) in fields.tokens.items()}
+    # The two chunks of a sample lie side by side in the part.
+    places = [(start // size, count // size) for start, count in zip(starts, lengths, strict=True)]
+    return _with(batch, fields.changed | taken | _placed(batch, places, packed=fields.cuts is not None))
 
 
 def pad_for_context_parallel(
@@ -95,50 +112,43 @@ def pad_for_context_parallel(
         batch: A dataclass or dict.
         size: Context-parallel size.
         fill: Padding value by field, for example `{"tokens": tokenizer.pad_token_id}`; default:
-            -100 in labels, 0 elsewhere. `position_ids` count on.
-        token_fields: The token-level fields; default: `TOKEN_FIELDS`.
+            -100 in fields that end in `labels`, 0 elsewhere. `position_ids` count on.
+        token_fields: The fields with a value per token, and no others; default: see the module.
 
     Raises:
-        ConfigurationError: A mask over pairs of tokens would have to be padded, or packs do not cover their rows.
+        ConfigurationError: A mask over pairs of tokens would have to be padded, packs do not cover their rows, or a
+            field may or may not have a value per token.
     """
     multiple = 2 * size
     fields = _fields(batch, token_fields)
-    for name, value in fields.tokens.items():
-        if value.dim() == 4:
+    for name, (value, _) in fields.tokens.items():
+        if value.dim() == 4 and value.shape[2] == value.shape[3] == fields.shape[1]:
             raise ConfigurationError(
                 f"{name} of shape {tuple(value.shape)} cannot be padded: leave it out of the batch"
             )
-    length = fields.shape[1]
     cuts = fields.cuts
     if cuts is None:
-        starts, sizes = [0], [length]
+        starts, sizes = [0], [fields.shape[1]]
     else:
-        _check_covers(cuts, fields.shape)
         starts, sizes = cuts[:-1].tolist(), cuts.diff().tolist()
     padded = [n + -n % multiple for n in sizes]
+    changed: dict[str, Any] = {} if cuts is None else _ends(batch, cuts, padded)
     if padded == sizes:
-        return batch
-    values = dict(TOKEN_FIELDS) | dict(fill or {})
-    changed: dict[str, Any] = {}
-    for name, value in fields.tokens.items():
-        whole = value if cuts is None else _end_to_end(name, value)
+        return _with(batch, changed) if changed else batch
+    for name, (value, axis) in fields.tokens.items():
         parts = []
         for start, old, new in zip(starts, sizes, padded, strict=True):
-            part = whole[..., start : start + old]
-            more = part.new_full((*part.shape[:-1], new - old), values.get(name, 0))
+            part = value.narrow(axis, start, old)
+            shape = [*part.shape[:axis], new - old, *part.shape[axis + 1 :]]
+            more = part.new_full(shape, _fill_of(name, fill or {}))
             if name == _POSITIONS and old:
                 more = part[..., -1:] + 1 + torch.arange(new - old, device=part.device, dtype=part.dtype)
             parts += [part, more]
-        changed[name] = torch.cat(parts, dim=-1)
+        changed[name] = torch.cat(parts, dim=axis)
     if cuts is not None:
-        # Where samples end without padding is what it was; a batch with nothing padded had only one of the two.
-        if _get(batch, "cu_seqlens") is None:
-            changed["cu_seqlens"] = cuts
-        changed["cu_seqlens_padded"] = torch.tensor([0, *padded]).cumsum(0).to(cuts)
-        if _get(batch, "max_seqlen") is not None:
-            old = _get(batch, "max_seqlen")
-            changed["max_seqlen"] = torch.full_like(old, max(padded)) if isinstance(old, Tensor) else max(padded)
-    return _with(batch, changed)
+        places = [(start, None) for start in accumulate(padded[:-1], initial=0)]
+        changed |= _placed(batch, places, packed=True)
+    return _with(batch, fields.changed | changed)
 
 
 def zigzag_indices(length: int, *, rank: int, size: int) -> Tensor:
@@ -248,25 +258,124 @@ def scheduler_pack(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]
     return joined | {"cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)}
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Which fields have a value per token, and along which dimension.
+
+
 def _fields(batch: Any, token_fields: Sequence[str] | None) -> _Fields:
-    names = tuple(TOKEN_FIELDS) if token_fields is None else token_fields
-    tokens = {name: value for name in names if isinstance(value := _get(batch, name), Tensor)}
-    flat = next((value for value in tokens.values() if value.dim() == 2), None)
+    names: Sequence[str] = (*TOKEN_FIELDS, *(f"visual_inputs.{name}" for name in TOKEN_FIELDS))
+    names = names if token_fields is None else token_fields
+    named = {name: value for name in names if isinstance(value := _get(batch, name), Tensor)}
+    flat = next((value for value in named.values() if value.dim() == 2), None)
     if flat is None:
         raise ConfigurationError(
             f"a batch of type {type(batch).__name__} has no token-level tensor of shape (B, S) among "
             f"{', '.join(names)}: name its fields in token_fields"
         )
-    rows, length = flat.shape
-    for name, value in tokens.items():
-        if value.shape[-1] != length:
+    shape = (flat.shape[0], flat.shape[1])
+    tokens: dict[str, tuple[Tensor, int]] = {}
+    for name, value in named.items():
+        axis = _token_axis(name, value, shape, named=True)
+        if axis is None:
             raise ConfigurationError(
-                f"{name} has shape {tuple(value.shape)}, but the batch has {rows} rows of {length} tokens: its last "
-                "dimension must be the tokens"
+                f"{name} has shape {tuple(value.shape)}, but the batch has {shape[0]} rows of {shape[1]} tokens: its "
+                "last dimension must be the tokens"
             )
-    unpadded, cuts = _get(batch, "cu_seqlens"), _get(batch, "cu_seqlens_padded")
-    cuts = unpadded if cuts is None else cuts
-    return _Fields(tokens=tokens, cuts=None if cuts is None else cuts.reshape(-1), shape=(rows, length))
+        tokens[name] = value, axis
+    for name, value in _others(batch).items() if token_fields is None else ():
+        if name not in tokens and (axis := _token_axis(name, value, shape, named=False)) is not None:
+            _note(name)
+            tokens[name] = value, axis
+    cuts = next((ends for name, _ in _ENDS if (ends := _ends_of(batch, name)) is not None), None)
+    if cuts is None:
+        return _Fields(tokens=tokens, cuts=None, shape=shape, changed={})
+    _check_covers(cuts, shape)
+    changed = _without_masked_rows(batch, tokens, shape)
+    return _Fields(
+        tokens={name: _end_to_end(name, *field) for name, field in tokens.items()},
+        cuts=cuts,
+        shape=(1, shape[0] * shape[1]),
+        changed=changed,
+    )
+
+
+def _others(batch: Any) -> dict[str, Tensor]:
+    """Return the tensors of a batch that may have a value per token."""
+    return {
+        name: value
+        for name, value in read_fields(batch).items()
+        if isinstance(value, Tensor) and (not str(name).startswith(_NOT_TOKENS) or str(name).endswith("_mask"))
+    }
+
+
+_NOT_TOKENS = ("__", "cu_seqlens", "max_seqlen", "pixel", "image", "video", "second_per_grid")
+
+
+def _token_axis(name: str, value: Tensor, shape: tuple[int, int], *, named: bool) -> int | None:
+    """Return the token dimension of a tensor, None if it has none."""
+    (rows, length), dims = shape, tuple(value.shape)
+    if value.dim() == 2 or name.endswith(_POSITIONS):
+        fits = dims[-1:] == (length,) and (named or dims[-2:] == shape)
+        return value.dim() - 1 if fits else None
+    if value.dim() == 4 and dims[2:] == (length, length) and name.endswith("mask"):
+        return 2  # of a mask over pairs, the queries; the keys of all ranks are needed
+    first, last = dims[:2] == shape and length not in dims[2:], dims[-2:] == shape and length not in dims[:-2]
+    if first != last:
+        return 1 if first else value.dim() - 1
+    if first or dims == (length,) or (dims[:1] == (rows,) and length in dims[1:]):
+        raise ConfigurationError(
+            f"{name} has shape {dims}, and the batch {rows} rows of {length} tokens: it cannot be told whether it has "
+            "a value per token, or along which dimension. Give it the shape of the tokens, (B, S), followed or "
+            "preceded by dimensions of other sizes; if it has no value per token, list the fields that have one in "
+            "token_fields"
+        )
+    return None
+
+
+@cache
+def _note(name: str) -> None:
+    logger.warning(
+        "context parallelism: the field %s has the shape of the tokens, and is padded and cut as they are. If it has "
+        "no value per token, list the fields that have one in token_fields",
+        name,
+    )
+
+
+def _fill_of(name: str, fill: Mapping[str, float]) -> float:
+    known = TOKEN_FIELDS.get(name.rpartition(".")[2], -100 if name.endswith("labels") else 0)
+    return fill.get(name, known)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Packs: where samples end, and rows laid end to end.
+
+
+def _ends_of(batch: Any, name: str) -> Tensor | None:
+    """Return where the samples of packs end, with padding if there is any."""
+    ends = _get(batch, f"{name}_padded")
+    ends = _get(batch, name) if ends is None else ends
+    return None if ends is None else ends.reshape(-1)
+
+
+def _ends(batch: Any, cuts: Tensor, padded: Sequence[int]) -> dict[str, Any]:
+    """Return the fields that say where samples end, as far as they change."""
+    changed: dict[str, Any] = {}
+    after = torch.tensor([0, *padded]).cumsum(0).to(cuts)
+    for name, longest in _ENDS:
+        before = _ends_of(batch, name)
+        if before is None:
+            continue
+        # Where samples end without padding is what it was; a batch with nothing padded may have only one of the two.
+        if _get(batch, name) is None:
+            changed[name] = before
+        if _get(batch, f"{name}_padded") is None or not torch.equal(before, after):
+            changed[f"{name}_padded"] = after
+        old = _get(batch, longest)
+        if old is not None and int(old) != max(padded):
+            changed[longest] = torch.full_like(old, max(padded)) if isinstance(old, Tensor) else max(padded)
+    if isinstance(total := _get(batch, "total_tokens"), int) and total != sum(padded):
+        changed["total_tokens"] = sum(padded)
+    return changed
 
 
 def _check_covers(cuts: Tensor, shape: tuple[int, int]) -> None:
@@ -278,30 +387,59 @@ def _check_covers(cuts: Tensor, shape: tuple[int, int]) -> None:
         )
 
 
-def _end_to_end(name: str, value: Tensor) -> Tensor:
-    """Lay the rows of a batch end to end: (B, S) to (1, B * S), (3, B, S) to (3, 1, B * S)."""
-    if value.dim() > 3 or (value.dim() == 3 and name != _POSITIONS):
+def _without_masked_rows(batch: Any, tokens: dict[str, tuple[Tensor, int]], shape: tuple[int, int]) -> dict[str, Any]:
+    """Take the loss off the tokens of masked rows, which are rows no more once they are laid end to end."""
+    valid = _get(batch, "__valid__")
+    if not isinstance(valid, Tensor) or shape[0] == 1:
+        return {}
+    for name, value in (("loss_mask", 0), ("labels", -100)):
+        if name in tokens:
+            field, axis = tokens[name]
+            tokens[name] = field.masked_fill(~valid.to(field.device, torch.bool)[:, None], value), axis
+    return {"__valid__": valid.any().reshape(1)}
+
+
+def _end_to_end(name: str, value: Tensor, axis: int) -> tuple[Tensor, int]:
+    """Lay the rows of a batch end to end: (B, S, …) to (1, B * S, …), (3, B, S) to (3, 1, B * S)."""
+    if value.dim() == 4 and axis == 2:
         raise ConfigurationError(
             f"{name} of shape {tuple(value.shape)} is not a field of packed sequences: leave it out of the batch"
         )
-    return value.reshape(*value.shape[:-2], 1, -1)
+    return value.reshape(*value.shape[: axis - 1], 1, -1, *value.shape[axis + 1 :]), axis
 
 
-def _take(name: str, value: Tensor, indices: Tensor) -> Tensor:
-    # A mask over pairs, (B, 1, S, S), is cut by query; the keys of all ranks are needed.
-    dim = 2 if value.dim() == 4 else value.dim() - 1
-    return value.index_select(dim, indices.to(value.device))
+def _placed(batch: Any, places: Sequence[tuple[int, int | None]], *, packed: bool) -> dict[str, Any]:
+    """Return the `segments` of a batch at new places: start and, if it changes, length of each sample."""
+    rows = _get(batch, "segments")
+    if not rows:
+        return {}
+    rows = [[part for row in rows for part in row]] if packed else rows
+    if any(len(row) != len(places) for row in rows):
+        return {"segments": None}  # of samples that cu_seqlens do not tell apart
+    return {
+        "segments": [
+            tuple(
+                part._replace(start=start, length=part.length if length is None else length)
+                for part, (start, length) in zip(row, places, strict=True)
+            )
+            for row in rows
+        ]
+    }
 
 
 def _get(batch: Any, name: str) -> Any:
-    return batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
+    outer, _, inner = name.partition(".")
+    value = batch.get(outer) if isinstance(batch, Mapping) else getattr(batch, outer, None)
+    return _get(value, inner) if inner and value is not None else value
 
 
 def _with(batch: B, changed: Mapping[str, Any]) -> B:
     result: Any = copy.copy(batch)
     for name, value in changed.items():
+        outer, _, inner = name.partition(".")
+        new = _with(_get(result, outer), {inner: value}) if inner else value
         if isinstance(result, dict):
-            result[name] = value
+            result[outer] = new
         else:
-            object.__setattr__(result, name, value)
+            object.__setattr__(result, outer, new)
     return cast(B, result)

@@ -20,14 +20,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy, pad
 from transformers import Trainer, TrainerCallback
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer_utils import get_last_checkpoint
 
 from energon_bridge.dataloader import EnergonDataloader
@@ -35,63 +39,13 @@ from energon_bridge.datasets import get_savable_loader
 from energon_bridge.errors import ConfigurationError, MaskedMicrobatchesError, StateFormatError
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.replica import Balance
-from energon_bridge.samples.devices import normalise_on_device
+from energon_bridge.task_encoder.inputs import IGNORED_LABEL, Inputs, model_inputs, unwrapped
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["STATE_FILE", "Described", "EnergonTrainer", "model_inputs"]
 
 STATE_FILE = "energon_bridge_data.json"
-IGNORED_LABEL = -100
-
-Inputs = dict[str, Any]
-
-
-def model_inputs(batch: Any) -> Inputs:
-    """Return a batch as the keyword arguments of a model of transformers.
-
-    A dict stays a dict, without entries like `__key__`. Of a batch of `MultiModalTaskEncoder` the labels are moved
-    to where transformers expects them (each token's own), with -100 where nothing is learned. Labels of rows that are
-    masked in `__valid__` become -100 throughout.
-
-    Raises:
-        ConfigurationError: The batch is neither.
-    """
-    if isinstance(batch, Mapping):
-        inputs = {name: value for name, value in batch.items() if not str(name).startswith("__")}
-        valid = batch.get("__valid__")
-    elif hasattr(batch, "tokens") and hasattr(batch, "loss_mask"):
-        inputs, valid = _multimodal_inputs(batch), batch.__valid__
-    else:
-        raise ConfigurationError(
-            f"a batch of type {type(batch).__name__} has no arguments of a model: return them as a dict from "
-            "encode_batch, or pass model_inputs= to EnergonTrainer"
-        )
-    if valid is not None and not bool(valid.all()) and "labels" in inputs:
-        labels = inputs["labels"].clone()
-        labels[~valid] = IGNORED_LABEL
-        inputs["labels"] = labels
-    return inputs
-
-
-def _multimodal_inputs(batch: Any) -> Inputs:
-    """Return the arguments of a batch in which the label of a position is the token after it.
-
-    Such sequences end before their last token, which is a label only. Where a row as long as the batch learns it, all
-    rows get one more place (token 0, not attended to), so that it is learned here too.
-    """
-    batch = normalise_on_device(batch)
-    learned = torch.where(batch.loss_mask > 0, batch.labels, IGNORED_LABEL)
-    tokens, mask, positions = batch.tokens, batch.attention_mask, batch.position_ids
-    if bool((learned[:, -1] != IGNORED_LABEL).any()):
-        place = tokens.new_zeros(len(tokens), 1)
-        tokens, mask, positions = (torch.cat([column, place], dim=1) for column in (tokens, mask, positions))
-    labels = torch.full_like(tokens, IGNORED_LABEL)
-    labels[:, 1:] = learned[:, : tokens.shape[1] - 1]
-    inputs = {"input_ids": tokens, "labels": labels, **batch.visual_inputs}
-    if batch.pixel_values is not None:
-        inputs["pixel_values"] = batch.pixel_values
-    if batch.cu_seqlens is None:
-        inputs["attention_mask"] = mask
-    else:  # of packs the positions say which tokens see which
-        inputs |= {"position_ids": positions, "use_cache": False}
-    return inputs
 
 
 class EnergonTrainer(Trainer):
@@ -100,7 +54,8 @@ class EnergonTrainer(Trainer):
     Args:
         train_dataset: From `get_train_dataset`, or None.
         eval_dataset: From `get_val_dataset`, several of them by name, or None.
-        model_inputs: Makes the model's arguments of a batch; default: the function of that name here.
+        model_inputs: Makes the model's arguments of a batch; default: the function of that name here, which is given
+            the model.
         loader_arguments: Arguments of `get_savable_loader` for training, such as `prefetch_factor` or `cache_pool`.
         balance: From `make_balance`, called on all processes after the training arguments were made: the processes
             share the microbatches of each optimizer step out by their costs.
@@ -113,18 +68,20 @@ class EnergonTrainer(Trainer):
         MaskedMicrobatchesError: The number of processes does not divide the lanes; also on resuming.
     """
 
+    compute_loss_func: Any  # set by transformers' own initializer
+
     def __init__(
         self,
         *args: Any,
         train_dataset: DatasetSpec | None = None,
         eval_dataset: DatasetSpec | Mapping[str, DatasetSpec] | None = None,
-        model_inputs: Callable[[Any], Inputs] = model_inputs,
+        model_inputs: Callable[[Any], Inputs] | None = None,
         loader_arguments: Mapping[str, Any] | None = None,
         balance: Balance | None = None,
         **kwargs: Any,
     ) -> None:
         self._balance = balance
-        self._model_inputs = model_inputs
+        self._model_inputs = model_inputs or self._inputs_of
         self._loader_arguments = dict(loader_arguments or {})
         self._resume_from: str | None = None
         self._train_batches: TrainBatches | None = None
@@ -137,11 +94,42 @@ class EnergonTrainer(Trainer):
         train = None if train_dataset is None else self.described(train_dataset)
         super().__init__(*args, train_dataset=train, eval_dataset=described, **kwargs)
         self.args.ignore_data_skip = True
+        self._set_loss()
         self.add_callback(_SaveData(self))
 
     def described(self, spec: DatasetSpec) -> Any:
         """Return the Trainer's object for a dataset, with the dataset as `spec`; subclasses may extend it."""
         return Described(spec)
+
+    # The model -------------------------------------------------------------------------------------------------------
+
+    def _inputs_of(self, batch: Any) -> Inputs:
+        inputs = model_inputs(batch, self.model)
+        positions = inputs.get("position_ids")
+        if positions is not None and positions.ndim > 2 and self._shared_by("cp", "sp") > 1:
+            raise ConfigurationError(
+                "EnergonTrainer: accelerate cuts all inputs along dimension 1 for context and sequence parallelism, "
+                f"but this model's positions have shape {tuple(positions.shape)}: set cp_size and sp_size to 1"
+            )
+        return inputs
+
+    def _set_loss(self) -> None:
+        """Take the mean over the tokens of a step where transformers would take the mean of microbatches' means."""
+        smoothing = self.args.label_smoothing_factor
+        if self.compute_loss_func is not None or (self.model_accepts_loss_kwargs and not smoothing):
+            return
+        model = unwrapped(self.model)
+        config = getattr(model, "config", None)
+        text = config.get_text_config() if config is not None else None
+        plain = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
+        if plain and not getattr(text, "output_router_logits", False):
+            self.compute_loss_func = partial(_token_mean, smoothing=smoothing)
+            return
+        logger.warning(
+            "%s has a loss of its own: the loss of a step depends on how it is cut into microbatches, and label "
+            "smoothing may lack the shift to the next token. Pass compute_loss_func",
+            type(model).__name__,
+        )
 
     # Training --------------------------------------------------------------------------------------------------------
 
@@ -285,9 +273,7 @@ class EnergonTrainer(Trainer):
     def _data_parallel(self) -> tuple[int, int]:
         """Return the data-parallel rank and size: processes that share one model's work load the same data."""
         accelerator = self.accelerator
-        config = getattr(accelerator, "parallelism_config", None)
-        shared = math.prod(getattr(config, f"{name}_size", None) or 1 for name in ("tp", "cp", "sp"))
-        if shared == 1:
+        if self._shared_by("tp", "cp", "sp") == 1:
             return accelerator.process_index, accelerator.num_processes
         mesh = accelerator.torch_device_mesh
         rank, size = 0, 1
@@ -296,6 +282,25 @@ class EnergonTrainer(Trainer):
                 rank = rank * mesh[name].size() + mesh.get_local_rank(name)
                 size *= mesh[name].size()
         return rank, size
+
+    def _shared_by(self, *names: str) -> int:
+        """Return how many processes share a model along some dimensions of accelerate's mesh."""
+        config = getattr(self.accelerator, "parallelism_config", None)
+        return math.prod(getattr(config, f"{name}_size", None) or 1 for name in names)
+
+
+def _token_mean(outputs: Any, labels: Tensor, num_items_in_batch: Any = None, *, smoothing: float = 0.0) -> Tensor:
+    """Return the sum of the losses of a microbatch over the number of tokens of the step."""
+    logits = outputs["logits"].float()
+    shifted = pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL).to(logits.device)
+    total = cross_entropy(
+        logits.flatten(0, -2),
+        shifted.flatten(),
+        ignore_index=IGNORED_LABEL,
+        label_smoothing=smoothing,
+        reduction="sum",
+    )
+    return total / (_num_labels(labels) if num_items_in_batch is None else num_items_in_batch)
 
 
 class Described:

@@ -44,6 +44,7 @@ from energon_bridge.task_encoder.cooking import Cooker, basic_sample_keys, cooke
 from energon_bridge.task_encoder.costs import BatchCost, ColumnCost, attention_pairs, num_tokens, vision_patches
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.deferred import DeferredImage
+from energon_bridge.task_encoder.inputs import check_packing, model_inputs
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
 from energon_bridge.task_encoder.packed_sequences import batch_packs, pack_sequences, packed_seq_params, unpack_batch
 from energon_bridge.task_encoder.packing import OverLong, Packer, cost_limit
@@ -77,6 +78,7 @@ __all__ = [
     "batch_samples",
     "batch_stack",
     "chatml_template",
+    "check_packing",
     "concat_pad",
     "cooker",
     "cost_limit",
@@ -85,6 +87,7 @@ __all__ = [
     "generic_concat",
     "homogeneous_concat_mix",
     "llava_template",
+    "model_inputs",
     "num_tokens",
     "pack_sequences",
     "packed_seq_params",

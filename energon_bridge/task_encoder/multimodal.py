@@ -286,8 +286,10 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
     def _mrope(self, tokens: Tensor, grids: Tensor | None) -> Tensor | None:
         """Return the positions of three axes for models that take images in grids."""
         merge_size = getattr(self.image_processor, "merge_size", None)
-        if grids is None or merge_size is None or self.image_tokens_per_image is not None:
+        if merge_size is None or self.image_tokens_per_image is not None:
             return None
+        if grids is None:
+            return torch.arange(len(tokens)).expand(3, -1)
         types = torch.eq(tokens, self._image_token_id).long().tolist()
         return mrope_positions(types, {1: [Grid(*grid) for grid in grids.tolist()]}, int(merge_size))
 

@@ -195,8 +195,9 @@ def packed_seq_params(batch: MultiModalBatch) -> PackedSeqParams:
 
     Raises ConfigurationError if the batch is not packed or megatron-core is not installed.
     """
-    if batch.cu_seqlens is None or batch.cu_seqlens_padded is None or batch.max_seqlen is None:
+    if batch.cu_seqlens is None or batch.max_seqlen is None:
         raise ConfigurationError("the batch is not packed: it has no cu_seqlens; make it with batch_packs")
+    padded = batch.cu_seqlens if batch.cu_seqlens_padded is None else batch.cu_seqlens_padded
     try:
         from megatron.core.packed_seq_params import PackedSeqParams
     except ImportError as error:
@@ -204,9 +205,9 @@ def packed_seq_params(batch: MultiModalBatch) -> PackedSeqParams:
     values: dict[str, Any] = {}
     for side in ("q", "kv"):
         values[f"cu_seqlens_{side}"] = batch.cu_seqlens
+        # also where nothing is padded: under context parallelism megatron-core reads it in any case
+        values[f"cu_seqlens_{side}_padded"] = padded
         values[f"max_seqlen_{side}"] = batch.max_seqlen
-        if not torch.equal(batch.cu_seqlens, batch.cu_seqlens_padded):
-            values[f"cu_seqlens_{side}_padded"] = batch.cu_seqlens_padded
     return PackedSeqParams(qkv_format="thd", **values)
 
 

@@ -11,7 +11,6 @@ and a resumed run draws the same numbers as an uninterrupted one.
 
 from __future__ import annotations
 
-import inspect
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -21,111 +20,36 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import functional
 
-from energon_bridge.errors import ConfigurationError
 from energon_bridge.integrations.feedback import MixFeedback
 from energon_bridge.rng import key_of
-from energon_bridge.samples.devices import normalise_on_device
-from energon_bridge.task_encoder.packed_sequences import batch_packs, pack_sequences, unpack_batch
-from energon_bridge.task_encoder.sequences import MultiModalBatch, MultiModalSample, PaddingValues
+from energon_bridge.task_encoder.inputs import (
+    check_packing,
+    loss_weights,
+    model_inputs,
+    sequence_inputs,
+    takes_mrope,
+    token_types,
+    visual_inputs,
+)
+from energon_bridge.task_encoder.packed_sequences import unpack_batch
+from energon_bridge.task_encoder.sequences import MultiModalBatch, PaddingValues
 from energon_bridge.training.config import RunConfig, learning_rate_factor
 from energon_bridge.training.generation import Prediction, generate_answers, prompts_of, visible_images
 from energon_bridge.training.presets import ModelBundle
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Inputs of transformers models: rows of one sample each are described by an attention mask, packs by their positions.
-#
-# Positions that restart tell transformers where a sample ends; its masks and variable-length kernels then keep
-# samples apart. But this works only without an attention mask and without a cache: with either, the model silently
-# attends across samples. So both are left out, and `check_packing` tests the model before training. Models with three
-# position axes (the Qwen-VL families) get the plain positions in front of the three, and use those to tell samples
-# apart.
-#
-# Padding needs no mask: it follows the tokens of its sample, attention is causal, and padding carries no loss.
-
-
-# Of a change in the first sample, 0.13 to 0.81 leaked into the others in small models (LLaVA and Idefics3 with a cache,
-# Qwen2-VL as it is), and exactly nothing in LLaVA and Idefics3 as they are called here. This leaves room for noise in
-# models that compute the tokens of all samples together, such as mixtures of experts.
-_NOISE = 1e-2
-
-
-def sequence_inputs(batch: MultiModalBatch, *, mrope: bool = False) -> dict[str, Any]:
-    """Return the forward arguments that tell which tokens of a batch see each other, and their positions.
-
-    A model with three position axes (`mrope`) gets them after the plain positions, which tell where a sample begins:
-    int64 of shape (4, B, S). Without such positions in the batch, the plain ones are used for all axes.
-    """
-    positions = batch.mrope_position_ids
-    if batch.cu_seqlens is None:
-        inputs = {"attention_mask": batch.attention_mask}
-        return inputs if positions is None else {**inputs, "position_ids": positions}
-    plain = batch.position_ids
-    if mrope or positions is not None:
-        axes = plain.expand(3, *plain.shape) if positions is None else positions
-        plain = torch.cat([plain[None], axes])
-    return {"position_ids": plain, "use_cache": False}
-
-
-def takes_mrope(model: Any) -> bool:
-    """Whether a model's positions have three axes: time, height and width."""
-    text = model.config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    return "mrope_section" in rope
-
-
-@torch.no_grad()
-def check_packing(model: Any) -> None:
-    """Check that a model keeps the samples of a pack apart, on three samples of three tokens each.
-
-    Raises:
-        ConfigurationError: Changing the tokens of one sample changes the model's output for the others.
-    """
-    modes = [(part, part.training) for part in model.modules()]
-    model.eval()
-    first, second = (_logits(model, tokens) for tokens in ([5, 6, 7], [8, 9, 10]))
-    for part, training in modes:
-        part.training = training
-    change = (first - second).abs().amax(dim=(0, 2))
-    if change[:3].max() == 0 or change[3:].max() > _NOISE * change[:3].max():
-        raise ConfigurationError(
-            f"{type(model).__name__} does not keep the samples of a pack apart: other tokens in the first sample "
-            f"change the logits of the next ones by up to {float(change[3:].max()):.2g} (expected: 0). Its attention "
-            f"({getattr(model.config, '_attn_implementation', None)}) does not go by restarting position_ids; train "
-            "unpacked (data.packing_buffer_size=null), or with a model of another family"
-        )
-
-
-def _logits(model: Any, tokens: list[int]) -> Tensor:
-    filling = PaddingValues(pad_id=0, ignore=-100)
-    samples = [_sample(tokens), _sample([5, 6, 7]), _sample([7, 6, 5])]
-    batch = batch_packs([pack_sequences(samples, filling)], filling)
-    batch.tokens, batch.position_ids = (values.to(model.device) for values in (batch.tokens, batch.position_ids))
-    logits: Tensor = model(input_ids=batch.tokens, **sequence_inputs(batch, mrope=takes_mrope(model))).logits
-    return logits.float()
-
-
-def _sample(tokens: list[int]) -> MultiModalSample:
-    sequence = torch.tensor(tokens)
-    return MultiModalSample(
-        __key__="check",
-        __restore_key__=(),
-        tokens=sequence,
-        labels=sequence,
-        loss_mask=torch.ones(len(tokens)),
-        visual={},
-        answer="",
-        num_images=0,
-    )
+__all__ = [
+    "VisionLanguageModule",
+    "check_packing",
+    "record_losses",
+    "sequence_inputs",
+    "takes_mrope",
+]
 
 
 def record_losses(feedback: MixFeedback, batch: MultiModalBatch, losses: Tensor) -> None:
     """Record the losses of a microbatch's tokens, (B, S) or padded to more; a masked microbatch has none."""
     if batch.__valid__ is None or bool(batch.__valid__.any()):
         feedback.record(batch, losses.detach()[:, : batch.loss_mask.shape[1]])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The Lightning module: loss, optimizer, validation.
 
 
 _SEED_BITS = (1 << 63) - 1
@@ -151,44 +75,11 @@ class VisionLanguageModule(LightningModule):
         self.validation_losses: list[float] = []
         self.validated_step = -1
         self._validation_sums = torch.zeros(2, dtype=torch.float64)
-        arguments = inspect.signature(bundle.model.forward).parameters
-        self._wants_token_types = "mm_token_type_ids" in arguments
-        self._wants_seconds = "second_per_grid_ts" in arguments
-        self._takes_mrope = takes_mrope(bundle.model)
 
     def forward(self, batch: MultiModalBatch) -> Tensor:
         """Return the logits, shape (B, S, vocabulary)."""
-        inputs = self.model_inputs(batch)
-        logits: Tensor = self.model(input_ids=batch.tokens, **self._sequence_inputs(batch), **inputs).logits
+        logits: Tensor = self.model(**model_inputs(batch, self.model, labels=False)).logits
         return logits
-
-    def model_inputs(self, batch: MultiModalBatch) -> dict[str, Tensor]:
-        """Return the model's visual inputs, and token types if it takes them."""
-        inputs = self._visual_inputs(batch)
-        if self._wants_token_types:
-            inputs["mm_token_type_ids"] = self._token_types(batch.tokens)
-        return inputs
-
-    def _visual_inputs(self, batch: MultiModalBatch) -> dict[str, Tensor]:
-        batch = normalise_on_device(batch)
-        inputs = dict(batch.visual_inputs)
-        if batch.pixel_values is not None:
-            inputs["pixel_values"] = batch.pixel_values
-        if not self._wants_seconds:
-            inputs.pop("second_per_grid_ts", None)
-        dtype = next(self.model.parameters()).dtype
-        pixels = {name: values.to(dtype) for name, values in inputs.items() if name.startswith("pixel_values")}
-        return inputs | pixels
-
-    def _token_types(self, tokens: Tensor) -> Tensor:
-        """Return 1 for image tokens, 2 for video tokens, 0 for text."""
-        types = torch.eq(tokens, self.image_token_id).long()
-        if (video := getattr(self.model.config, "video_token_id", None)) is not None:
-            types += 2 * torch.eq(tokens, video)
-        return types
-
-    def _sequence_inputs(self, batch: MultiModalBatch) -> dict[str, Any]:
-        return sequence_inputs(batch, mrope=self._takes_mrope)
 
     def on_train_start(self) -> None:
         """Raise for a model that would mix the samples of packs."""
@@ -287,12 +178,9 @@ class VisionLanguageModule(LightningModule):
 
     def token_losses(self, batch: MultiModalBatch) -> tuple[Tensor, Tensor]:
         """Return cross entropies and their weights, both float32 of shape (B, S)."""
-        mask = batch.loss_mask
-        if batch.__valid__ is not None:
-            mask = mask * batch.__valid__.to(mask)[:, None]
         logits = self(batch).float()
         labels = batch.labels.clamp(min=0)  # positions without loss have weight zero, whatever marks them
-        return functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none"), mask
+        return functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none"), loss_weights(batch)
 
     def predict(self, batch: MultiModalBatch) -> list[Prediction]:
         """Generate after the prompt of each real row, or of each sample of a pack."""
@@ -301,17 +189,16 @@ class VisionLanguageModule(LightningModule):
         if batch.cu_seqlens is not None:
             batch = unpack_batch(batch, PaddingValues(pad_id=self._pad_id(), ignore=-100))
         prompts, prompt_mask = prompts_of(batch, self._pad_id())
-        inputs = self._visual_inputs(batch)
         inputs = visible_images(
-            inputs,
+            visual_inputs(batch, self.model),
             batch,
             prompts,
             image_token_id=self.image_token_id,
             per_image=self.image_tokens,
             video_token_id=getattr(self.model.config, "video_token_id", None),
         )
-        if self._wants_token_types:
-            inputs["mm_token_type_ids"] = self._token_types(prompts)
+        if (types := token_types(prompts, self.model)) is not None:
+            inputs["mm_token_type_ids"] = types
         texts = generate_answers(
             self.model, self.tokenizer, prompts, prompt_mask, inputs, self.config.validation.max_new_tokens
         )

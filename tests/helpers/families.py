@@ -22,6 +22,7 @@ from energon_bridge.task_encoder.families import (
 
 FAMILIES = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 QWENS = FAMILIES[1:]
+PINPOINTS = [[16, 32], [32, 16], [32, 32]]
 
 _QWEN_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|im_start|>", "<|im_end|>"]
 _SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -36,7 +37,7 @@ def tokenizer_of(family: str) -> Any:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    qwen = family != "llava"
+    qwen = family in QWENS
     special = ["<pad>", "<s>", "</s>", *(_QWEN_TOKENS if qwen else ["<image>"])]
     trainer = trainers.BpeTrainer(
         vocab_size=340,
@@ -58,8 +59,11 @@ def tokenizer_of(family: str) -> Any:
 
 
 def image_processor_of(family: str, **settings: Any) -> Any:
-    from transformers import CLIPImageProcessorPil, Qwen2VLImageProcessorPil
+    from transformers import CLIPImageProcessorPil, LlavaNextImageProcessorPil, Qwen2VLImageProcessorPil
 
+    if family == "llava_next":
+        size = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+        return LlavaNextImageProcessorPil(**size, image_grid_pinpoints=PINPOINTS)
     if family == "llava":
         return CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
     return Qwen2VLImageProcessorPil(
@@ -72,15 +76,17 @@ def model_config_of(family: str, tokenizer: Any) -> Any:
 
     special = {"bos_token_id": 1, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
     text = {**_SIZES, **_HEADS, **special, "vocab_size": len(tokenizer), "tie_word_embeddings": False}
-    if family == "llava":
+    if family in ("llava", "llava_next"):
         vision = {**_SIZES, "num_attention_heads": 2, "image_size": 16, "patch_size": 8, "projection_dim": 32}
-        return transformers.LlavaConfig(
-            vision_config=transformers.CLIPVisionConfig(**vision),
-            text_config=transformers.LlamaConfig(**text),
-            image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
-            vision_feature_layer=-1,
-            image_seq_length=4,
-        )
+        settings = {
+            "vision_config": transformers.CLIPVisionConfig(**vision),
+            "text_config": transformers.LlamaConfig(**text),
+            "image_token_index": tokenizer.convert_tokens_to_ids("<image>"),
+            "vision_feature_layer": -1,
+        }
+        if family == "llava":
+            return transformers.LlavaConfig(**settings, image_seq_length=4)
+        return transformers.LlavaNextConfig(**settings, image_grid_pinpoints=PINPOINTS)
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
     text["rope_parameters"] = rope
     ids = {

@@ -20,7 +20,9 @@ from energon_bridge.integrations.context_parallel import (
     slice_for_context_parallel,
     zigzag_indices,
 )
-from energon_bridge.task_encoder.packed_sequences import batch_packs, cu_seqlens, pack_sequences
+from energon_bridge.integrations.feedback import losses_by_dataset
+from energon_bridge.task_encoder.families import ChatConfig
+from energon_bridge.task_encoder.packed_sequences import batch_packs, cu_seqlens, pack_sequences, packed_seq_params
 from energon_bridge.task_encoder.sequences import MultiModalBatch, MultiModalSample, PaddingValues, batch_sequences
 
 FILLING = PaddingValues(pad_id=7, ignore=-100)
@@ -61,6 +63,8 @@ def test_slices_are_those_of_megatron(size: int, tmp_path: Path) -> None:
         "attention_mask": torch.rand(2, 1, length, length) > 0.5,
         "position_ids": torch.arange(length).repeat(2, 1),
         "padding_mask": None,
+        "of_a_user": torch.rand(2, length),
+        "embeddings_of_a_user": torch.rand(2, length, 5),
     }
 
     def compare(rank: int) -> None:
@@ -124,6 +128,168 @@ def test_mrope_positions_are_cut_along_their_tokens() -> None:
     part = slice_for_context_parallel(whole, rank=1, size=2)
     assert part["position_ids"].shape == (3, 1, 8)
     assert torch.equal(part["position_ids"][:, 0, 4:], positions[:, 1, 2:6])
+
+
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+
+def talks(family: str, multiple: int, packed: bool) -> MultiModalBatch:
+    """A batch of the chat encoder, with images, in one or two rows."""
+    pytest.importorskip("transformers")
+    from families import chat, encoder_of, picture
+
+    encoder = encoder_of(family, ChatConfig(pad_to_multiple_of=multiple))
+    talks = [
+        chat("<image> color?", "red" * (number + 1), images=[picture(16 + 8 * number, 24)], key=str(number))
+        for number in range(3)
+    ]
+    samples = [encoder.encode(talk) for talk in talks]
+    rows: Any = [encoder.pack_selected_samples(part) for part in (samples[:2], samples[2:])] if packed else samples
+    return encoder.batch(rows)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", QWEN)
+def test_positions_on_three_axes_and_token_types_are_padded_as_by_the_encoder(family: str, packed: bool) -> None:
+    ours = pad_for_context_parallel(talks(family, 1, packed), size=2)
+    theirs = talks(family, 4, packed)
+    names = ["tokens", "labels", "loss_mask", "position_ids", "attention_mask"]
+    names += ["mm_token_type_ids", "mrope_position_ids"]
+    for name in names:
+        wanted, found = theirs[name], ours[name]
+        if packed:  # rows laid end to end; in rows the last sample is padded to the longest row
+            cuts = theirs.cu_seqlens_padded.tolist()  # type: ignore[union-attr]
+            starts = ours.cu_seqlens_padded.tolist()  # type: ignore[union-attr]
+            wanted, found = (value.reshape(*value.shape[:-2], -1) for value in (wanted, found))
+            for start, place, length in zip(starts, cuts, ours.cu_seqlens.diff().tolist(), strict=False):  # type: ignore[union-attr]
+                assert torch.equal(found[..., start : start + length], wanted[..., place : place + length]), name
+        else:
+            assert torch.equal(found, wanted), name
+        assert found.shape[-1] % 4 == 0
+    for rank in range(2):
+        part = slice_for_context_parallel(ours, rank=rank, size=2)
+        shapes = {name: part[name].shape[-1] for name in names}
+        assert set(shapes.values()) == {ours.tokens.shape[-1] // 2}
+
+
+@pytest.mark.parametrize("packed_rows", [False, True])
+def test_every_rank_has_the_values_of_the_same_tokens(packed_rows: bool) -> None:
+    """All that has a value per token is made of the token, so that it says of which one it is."""
+    batch: Any = packed([[5, 3], [7]]) if packed_rows else batch_sequences([sample(5, 1), sample(7, 2)], 7, FILLING)
+    whole: dict[str, Any] = {name: batch[name] for name in ("tokens", "labels", "cu_seqlens", "cu_seqlens_padded")}
+    tokens = batch.tokens
+    whole |= {
+        "mrope_position_ids": torch.stack([tokens, tokens + 1, tokens + 2]),
+        "weights": tokens.float(),
+        "hidden": torch.stack([tokens, tokens + 1], dim=-1),
+        "channels": torch.stack([tokens, tokens + 1, tokens + 2, tokens + 3]),
+        "visual_inputs": {"mm_token_type_ids": tokens.clone(), "image_grid_thw": torch.ones(7, 3)},
+        "teacher_labels": tokens.clone(),
+        "image_features": torch.zeros(*tokens.shape),
+    }
+    fill = dict.fromkeys(("tokens", "teacher_labels", "visual_inputs.mm_token_type_ids", "weights"), 7)
+    padded = pad_for_context_parallel(whole, size=2, fill=fill)
+    real = padded["tokens"] != 7
+    seen = []
+    for rank in range(2):
+        part = slice_for_context_parallel(padded, rank=rank, size=2)
+        own = part["tokens"]
+        own_real = own != 7
+        assert torch.equal(part["weights"].long(), own)
+        assert torch.equal(part["teacher_labels"], own)
+        assert torch.equal(part["visual_inputs"]["mm_token_type_ids"], own)
+        for axis in range(4):
+            assert torch.equal(part["channels"][axis][own_real], own[own_real] + axis)
+            if axis < 3:
+                assert torch.equal(part["mrope_position_ids"][axis][own_real], own[own_real] + axis)
+            if axis < 2:
+                assert torch.equal(part["hidden"][..., axis][own_real], own[own_real] + axis)
+        assert part["visual_inputs"]["image_grid_thw"].shape == (7, 3)
+        assert part["image_features"] is whole["image_features"]
+        seen += own[own_real].tolist()
+    assert sorted(seen) == sorted(padded["tokens"][real].tolist())
+    default = pad_for_context_parallel(whole, size=2)
+    assert set(default["teacher_labels"][~real].tolist()) <= {-100, 7}
+    assert "mm_token_type_ids" in whole["visual_inputs"]
+    assert whole["visual_inputs"]["mm_token_type_ids"] is not padded["visual_inputs"]["mm_token_type_ids"]
+
+
+def test_named_fields_are_cut_and_no_others() -> None:
+    batch = {"tokens": torch.arange(8)[None], "features": torch.arange(8.0)[None], "weights": torch.arange(8.0)[None]}
+    part = slice_for_context_parallel(batch, rank=0, size=2, token_fields=("tokens", "weights"))
+    assert part["features"] is batch["features"]
+    assert part["weights"].tolist() == [[0, 1, 6, 7]]
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 8), (2, 8, 8), (8,), (2, 3, 8, 8)])
+def test_a_field_that_may_be_meant_is_an_error(shape: tuple[int, ...]) -> None:
+    batch = {"tokens": torch.zeros(2, 8), "mine": torch.zeros(shape)}
+    for call in (
+        lambda: slice_for_context_parallel(batch, rank=0, size=2),
+        lambda: pad_for_context_parallel(batch, size=3),
+    ):
+        with pytest.raises(ConfigurationError, match=r"mine has shape .* it cannot be told .* in token_fields"):
+            call()
+    assert slice_for_context_parallel(batch, rank=0, size=2, token_fields=["tokens"])["mine"] is batch["mine"]
+    pixels = {"tokens": torch.zeros(2, 8), "pixel_values": torch.zeros(shape)}
+    assert slice_for_context_parallel(pixels, rank=0, size=2)["pixel_values"] is pixels["pixel_values"]
+
+
+def test_batches_of_megatron_bridge_are_cut_sample_by_sample() -> None:
+    batch = packed([[5, 3], [7]])
+    theirs: dict[str, Any] = {"input_ids": batch.tokens, "labels": batch.labels, "total_tokens": 16}
+    for side in ("q", "kv"):
+        theirs |= {f"cu_seqlens_{side}": batch.cu_seqlens, f"cu_seqlens_{side}_padded": batch.cu_seqlens_padded}
+        theirs[f"max_seqlen_{side}"] = torch.tensor(batch.max_seqlen, dtype=torch.int32)
+    ours = pad_for_context_parallel(batch, size=2)
+    found = pad_for_context_parallel(theirs, size=2)
+    assert found["total_tokens"] == ours.tokens.numel()
+    for side in ("q", "kv"):
+        assert torch.equal(found[f"cu_seqlens_{side}"], batch.cu_seqlens)  # type: ignore[arg-type]
+        assert torch.equal(found[f"cu_seqlens_{side}_padded"], ours.cu_seqlens_padded)  # type: ignore[arg-type]
+        assert int(found[f"max_seqlen_{side}"]) == ours.max_seqlen
+    assert torch.equal(found["input_ids"], ours.tokens)
+    for rank in range(2):
+        part = slice_for_context_parallel(found, rank=rank, size=2)
+        assert torch.equal(part["input_ids"], slice_for_context_parallel(ours, rank=rank, size=2).tokens)
+
+
+def test_the_ends_with_padding_are_there_if_nothing_is_padded() -> None:
+    tokens = torch.arange(8)[None]
+    batch = {"tokens": tokens, "cu_seqlens": torch.tensor([0, 4, 8], dtype=torch.int32)}
+    assert pad_for_context_parallel(batch, size=2)["cu_seqlens_padded"].tolist() == [0, 4, 8]
+    pytest.importorskip("megatron.core.packed_seq_params")
+    ready = batch_packs([pack_sequences([sample(4, 1), sample(4, 2)], FILLING)], FILLING)
+    params = packed_seq_params(pad_for_context_parallel(ready, size=2))
+    assert params.cu_seqlens_q_padded.tolist() == params.cu_seqlens_kv_padded.tolist() == [0, 4, 8]
+    ready.cu_seqlens_padded = None
+    assert packed_seq_params(ready).cu_seqlens_q_padded.tolist() == [0, 4, 8]
+
+
+@pytest.mark.parametrize("packed_rows", [False, True])
+def test_segments_and_masked_rows_follow_the_tokens(packed_rows: bool) -> None:
+    samples = [sample(5, 1), sample(3, 2), sample(6, 3)]
+    if packed_rows:
+        packs = [pack_sequences(part, FILLING) for part in (samples[:2], samples[2:])]
+        batch = batch_packs(packs, FILLING)
+        batch.__valid__ = torch.tensor([True, False])
+    else:
+        batch = batch_sequences(samples, 6, FILLING)
+        batch.__valid__ = torch.tensor([True, True, False])
+    loss = lambda one: one.tokens.double() * one.loss_mask  # noqa: E731
+    batch.segments = [tuple(part._replace(dataset=part.key) for part in row) for row in batch.segments]
+    expected = {name: total for name, (total, _) in losses_by_dataset(batch, loss(batch)).items()}
+    padded = pad_for_context_parallel(batch, size=2, fill={"tokens": 7})
+    parts = [slice_for_context_parallel(padded, rank=rank, size=2) for rank in range(2)]
+    found: dict[str, float] = {}
+    for part in parts:
+        for name, (total, _) in losses_by_dataset(part, loss(part)).items():
+            found[name] = found.get(name, 0.0) + total
+    if packed_rows:  # rows are joined, so that the loss mask says which are masked
+        assert [int(part.__valid__.sum()) for part in parts] == [1, 1]
+        assert sum(float(part.loss_mask.sum()) for part in parts) == 8
+        expected["3"] = 0.0
+    assert found == expected
 
 
 # Padding -------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 import torch._dynamo  # optimizers import it: once here, not in every process that is forked
 from forked import become_rank, free_port, run_forked
 from paths import EXAMPLES
+from transformers import CLIPImageProcessorPil, LlavaForConditionalGeneration  # noqa: F401  - for the same reason
 
 from energon_bridge.testing import create_captioning_test_dataset
 

@@ -184,7 +184,8 @@ def test_the_parameters_of_megatron_core(multiple: int) -> None:
         assert getattr(params, f"cu_seqlens_{side}").tolist() == [0, 3, 7]
         assert getattr(params, f"max_seqlen_{side}") == 4
         padded = getattr(params, f"cu_seqlens_{side}_padded")
-        assert padded is None if multiple == 1 else padded.tolist() == [0, 4, 8]
+        assert padded.dtype == torch.int32
+        assert padded.tolist() == ([0, 3, 7] if multiple == 1 else [0, 4, 8])
 
 
 def test_without_megatron_core_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 
 from energon_bridge.integrations.context_parallel import zigzag_indices
 from energon_bridge.samples.devices import normalise_on_device
+from energon_bridge.task_encoder.inputs import loss_weights
 from energon_bridge.task_encoder.multimodal import MultiModalBatch
 from energon_bridge.training.config import RunConfig, learning_rate_factor
 from energon_bridge.training.megatron.model import Llava, seen_tokens
@@ -48,12 +49,9 @@ class Inputs:
 
 def training_inputs(batch: MultiModalBatch, ranks: Ranks) -> Inputs:
     """Return the inputs for the loss of a batch; invalid rows carry no loss."""
-    mask = batch.loss_mask
-    if batch.__valid__ is not None:
-        mask = mask * batch.__valid__.to(mask)[:, None]
     tokens, positions, labels, mask = (
         _even(value.to(ranks.device, non_blocking=True), ranks.groups.cp.size())
-        for value in (batch.tokens, batch.position_ids, batch.labels.clamp(min=0), mask)
+        for value in (batch.tokens, batch.position_ids, batch.labels.clamp(min=0), loss_weights(batch))
     )
     own = own_tokens(tokens, ranks)
     return Inputs(
