@@ -154,17 +154,20 @@ def opened(file: BinaryIO, name: str) -> Iterator[Media]:
 
 
 def length_of(media: Media, stream: Any) -> Fraction | None:
-    """Return the duration of a stream in seconds, None if it is not in a header."""
+    """Return the duration of a stream in seconds, or else that which its file claims; None if it is not in a header."""
+    own = own_length(stream)
+    if own is not None or media.container.duration is None:
+        return own
+    return Fraction(media.container.duration, import_av().time_base)
+
+
+def own_length(stream: Any) -> Fraction | None:
+    """Return the duration that the headers give for a stream itself, in seconds."""
     if stream.duration is not None and stream.time_base is not None:
         return Fraction(stream.duration * stream.time_base)
     tag = next((value for name, value in stream.metadata.items() if name.upper() == "DURATION"), None)
-    start = Fraction(0) if stream.start_time is None else stream.start_time * stream.time_base
-    if tag is not None and (end := _seconds(tag)) is not None:
-        return end - start
-    container = media.container
-    if container.duration is None:
-        return None
-    return Fraction(container.duration, import_av().time_base)
+    end = None if tag is None else _seconds(tag)
+    return None if end is None else end - start_of(stream)
 
 
 def _seconds(text: str) -> Fraction | None:
