@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Literal, Self, TypeAl
 
 from energon_bridge.av.headers import tells_frames
 from energon_bridge.av.media import AVData, Media, opened, start_of, tensor_of, ticks
-from energon_bridge.av.metadata import audio_metadata, known_length, video_fps, video_metadata
+from energon_bridge.av.metadata import audio_metadata, end_of_frames, known_length, video_fps, video_metadata
 from energon_bridge.av.sound import AudioReader, as_floats, resample
 from energon_bridge.av.streams import PacketsDifferError, Pixels, Reader, VideoReader, beyond, clip_of, is_over
 from energon_bridge.av.whole import WholeReader
@@ -390,6 +390,12 @@ class AVDecoder:
                 ends.append(begin + length)
         return float(max(begins)), float(min(ends))
 
+    def get_end_of_frames(self) -> float | None:
+        """Return when the last frame ends; None if that is unknown, as of a file that is cut off."""
+        with self._opened() as media:
+            self._video = None
+            return self._reading(media, lambda reader: end_of_frames(media, reader))
+
     def get_metadata(
         self,
         get_video: bool = True,
@@ -481,17 +487,27 @@ def get_clips_uniform(
         )
     with av_decoder as decoder:
         begin, end = decoder.get_time_range(video=request_video, audio=request_audio)
-        if clip_duration_seconds == 0:
-            half = 0.5 / decoder.get_video_fps() if request_video else 0.0
-            first, last = begin + half, max(begin, end - half)
-        else:
-            first, last = begin, max(begin, end - clip_duration_seconds)
-        ranges = [(float(at), float(at + clip_duration_seconds)) for at in np.linspace(first, last, num_clips)]
-        return decoder.get_clips(
-            video_clip_ranges=ranges if request_video else None,
-            audio_clip_ranges=ranges if request_audio else None,
-            video_out_frame_size=video_out_frame_size,
-        )
+
+        def clips_until(end: float) -> AVData:
+            if clip_duration_seconds == 0:
+                half = 0.5 / decoder.get_video_fps() if request_video else 0.0
+                first, last = begin + half, max(begin, end - half)
+            else:
+                first, last = begin, max(begin, end - clip_duration_seconds)
+            ranges = [(float(at), float(at + clip_duration_seconds)) for at in np.linspace(first, last, num_clips)]
+            return decoder.get_clips(
+                video_clip_ranges=ranges if request_video else None,
+                audio_clip_ranges=ranges if request_audio else None,
+                video_out_frame_size=video_out_frame_size,
+            )
+
+        try:
+            return clips_until(end)
+        except DecodeError:
+            shown = decoder.get_end_of_frames() if request_video else None
+            if shown is None or shown >= end:
+                raise
+        return clips_until(shown)  # the headers claim more frames than there are
 
 
 @overload

@@ -170,6 +170,13 @@ def own_length(stream: Any) -> Fraction | None:
     return None if end is None else end - start_of(stream)
 
 
+def has_all_packets(media: Media) -> bool:
+    """Return whether an index lists all packets of the video, and all lie within the file: it is not cut off."""
+    size = media.file.seek(0, io.SEEK_END)
+    entries = media.stream("video").index_entries
+    return "mp4" in media.container.format.name and 0 < max((one.pos + one.size for one in entries), default=0) <= size
+
+
 def _seconds(text: str) -> Fraction | None:
     """Parse Matroska's `00:00:04.040000000`."""
     try:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from energon_bridge.av.media import Media, length_of, own_length, start_of
+from energon_bridge.av.media import Media, has_all_packets, length_of, own_length, start_of, ticks
 from energon_bridge.av.sound import AudioReader
 from energon_bridge.av.streams import Reader
 from energon_bridge.errors import DecodeError
@@ -38,7 +38,8 @@ def known_length(media: Media, stream: Any) -> Fraction | None:
     claimed, start, index = length_of(media, stream), start_of(stream), stream.index
     if claimed is None or own_length(stream) is not None:
         return claimed
-    ends = {one.index: _end_of(media, one.index, claimed) for one in (media.video, media.audio) if one is not None}
+    indices = [one.index for one in (media.video, media.audio) if one is not None]
+    ends = {one: _end_of(media, one, claimed) for one in indices}
     # Some containers count the duration from their start, others from 0.
     if max(ends.values()) < min(claimed, claimed + start) - _CUT_OFF_SECONDS:
         return claimed
@@ -67,6 +68,16 @@ def _end_of(media: Media, index: int, claimed: Fraction) -> Fraction:
         if end is not None:
             return Fraction(end * base)
     return Fraction(0)
+
+
+def end_of_frames(media: Media, reader: Callable[[], Reader]) -> float | None:
+    """Return when the last frame of a video ends, by its mean duration; None if the file may be cut off."""
+    stream = media.stream("video")
+    end, frame = start_of(stream) + (length_of(media, stream) or 0), 1 / (stream.average_rate or 1)
+    if not has_all_packets(media):
+        return None
+    last = reader().frame_at(ticks(end, reader().base))
+    return None if last is None else float(last * reader().base + frame)
 
 
 def video_metadata(

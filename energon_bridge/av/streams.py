@@ -54,6 +54,9 @@ class Packets:
         self._media = media
         self.landings = 0
         self._end = _NEVER
+        self._times: IntArray | None = None
+        self._listed: tuple[IntArray, Any, IntArray] | None = None
+        self._sought = False
         self.restart()
         self._shows = shows_frame(self.stream.codec_context.codec.canonical_name)
         self._look()
@@ -61,9 +64,6 @@ class Packets:
             raise DecodeError(f"{media.name} has a video stream without frames: leave the sample out")
         self.opening = self.queue[0]
         self._first = _place(self.opening)
-        self._times: IntArray | None = None
-        self._listed: tuple[IntArray, Any, IntArray] | None = None
-        self._sought = False
 
     def _begin(self, *, at_start: bool) -> None:
         self.landings += 1
@@ -131,13 +131,12 @@ class Packets:
         if self._landed is None:
             self._landed = packet
             self._floor = _NEVER if self._at_start else packet.pts
-        if self._is_shown(packet):
+        shows = self._shows is None or self._shows(memoryview(packet))
+        if not shows and self._listed is not None:
+            raise PacketsDifferError  # the index counts hidden frames, too
+        if shows and not packet.is_discard:  # an edit list cuts some off
             insort(self.ahead if packet.pts >= self._floor else self._leading, packet.pts)
         return True
-
-    def _is_shown(self, packet: Any) -> bool:
-        """Whether a packet yields a visible frame: neither cut off by an edit list nor hidden."""
-        return not packet.is_discard and (self._shows is None or self._shows(memoryview(packet)))
 
     # Frames by time --------------------------------------------------------------------------------------------------
 
@@ -240,11 +239,6 @@ class Packets:
         first, step = self.time_of(0) or 0, int(steps[0])
         return [first + number * step if number < index[2][-1] else None for number in numbers]
 
-    def is_complete(self) -> bool:
-        """Return whether the last packet of an index that lists all was read: whether the file is not cut off."""
-        entries = self.stream.index_entries
-        return bool("mp4" in self._media.container.format.name and len(entries) and entries[-1].timestamp <= self._dts)
-
     def _number_landed(self, stamps: IntArray, shown: IntArray) -> int:
         """Return how many frames are shown before the group of frames at which the packets start."""
         return int(shown[np.searchsorted(stamps, self._landed.dts)]) if self._landed is not None else 0
@@ -261,7 +255,7 @@ class Packets:
             return None
         rows = [(one.timestamp, one.is_keyframe, not one.is_discard) for one in entries]
         stamps, keys, shown = np.array(rows, dtype=np.int64).T
-        if not keys.any() or not keys[0]:
+        if not keys[0] or (self._shows is not None and not _are_even(stamps)):
             return None
         self._listed = stamps, keys.astype(bool), np.concatenate([[0], np.cumsum(shown)])
         return self._listed
@@ -275,6 +269,12 @@ class Packets:
             self._times = np.array(self.ahead, dtype=np.int64)
             self.restart()
         return self._times
+
+
+def _are_even(stamps: IntArray) -> bool:
+    """Whether all frames last equally long, but for rounding: hidden frames in packets of their own lie in between."""
+    steps = np.diff(stamps)
+    return len(steps) == 0 or int(np.ptp(steps)) <= min(1, int(steps.min()) // 16)
 
 
 def _place(packet: Any) -> tuple[int | None, int]:
@@ -306,7 +306,7 @@ class VideoReader:
         self.packets = packets = Packets(media)
         self.base: Fraction = packets.stream.time_base
         self.time_of, self.times_of, self.after = packets.time_of, packets.times_of, packets.after
-        self.length, self.is_complete = packets.length, packets.is_complete
+        self.length = packets.length
         self._ready: deque[Any] = deque()
         self._last: Any = None
         self._landings = 0

@@ -81,10 +81,6 @@ class WholeReader:
         """Return the duration in seconds."""
         return Fraction(int(self.times[-1] - self.times[0]) + self._frame_ticks) * self.base
 
-    def is_complete(self) -> bool:
-        """Return whether all there is has been read."""
-        return True
-
     def time_of(self, number: int) -> int | None:
         """Return when a frame is shown, None after the last one."""
         return int(self.times[number]) if number < len(self.times) else None
