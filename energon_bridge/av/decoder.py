@@ -103,7 +103,8 @@ class AVDecoder:
         return cls(ByteRange(store=store, rel=rel, offset=0, size=store.size(rel)), **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _made, (type(self), self.stream, self.suppress_warnings, self._name, self.audio_format)
+        made = (type(self), self.stream, self.suppress_warnings, self._name, self.audio_format)
+        return _made, made, {"_tells": self._tells, "_times": self._times}
 
     def __repr__(self) -> str:
         stream = self.stream
@@ -389,6 +390,30 @@ class AVDecoder:
                 begins.append(begin)
                 ends.append(begin + length)
         return float(max(begins)), float(min(ends))
+
+    def get_frame_times(self, numbers: Sequence[int], *, precision: float = 0.0) -> list[float]:
+        """Return the seconds at which frames begin to be shown, by their numbers.
+
+        Nothing is decoded, but all packets are read, unless the index of an MP4 or MOV tells the times.
+
+        Args:
+            numbers: The frames, numbered from 0 in the order in which they are shown.
+            precision: Seconds by which times may be off; some spare reading the packets of a video of constant rate.
+
+        Raises:
+            DecodeError: The file is damaged or has no video, or fewer frames.
+        """
+        with self._opened() as media:
+
+            def times(reader: Callable[[], Reader]) -> list[float]:
+                base = (found := reader()).base
+                ticks = found.times_of(numbers, int(precision / base))
+                if None in ticks:
+                    late = f"{found.count} frames, and no frame {numbers[ticks.index(None)]}"
+                    raise DecodeError(f"{self.name} has {late}: check get_video_duration()")
+                return [(tick or 0) * base.numerator / base.denominator for tick in ticks]
+
+            return self._reading(media, times)
 
     def get_end_of_frames(self) -> float | None:
         """Return when the last frame ends; None if that is unknown, as of a file that is cut off."""

@@ -171,10 +171,16 @@ def own_length(stream: Any) -> Fraction | None:
 
 
 def has_all_packets(media: Media) -> bool:
-    """Return whether an index lists all packets of the video, and all lie within the file: it is not cut off."""
-    size = media.file.seek(0, io.SEEK_END)
-    entries = media.stream("video").index_entries
-    return "mp4" in media.container.format.name and 0 < max((one.pos + one.size for one in entries), default=0) <= size
+    """Return whether headers show that the file is not cut off: an MP4's index, or the size that an AVI gives."""
+    file, form = media.file, media.container.format.name
+    here = file.tell()  # the container reads on from there
+    size = file.seek(0, io.SEEK_END)
+    file.seek(4)
+    end = int.from_bytes(file.read(4), "little") + 8
+    file.seek(here)
+    if "mp4" in form:
+        end = max((one.pos + one.size for one in media.stream("video").index_entries), default=size + 1)
+    return end <= size and ("mp4" in form or "avi" in form)
 
 
 def _seconds(text: str) -> Fraction | None:

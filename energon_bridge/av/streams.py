@@ -226,18 +226,25 @@ class Packets:
             if (known and self._dts >= known[0]) or not self._look():
                 return known[0] if known else None
 
-    def times_of(self, numbers: Sequence[int]) -> list[int | None]:
-        """Return the pts of frames by their numbers, None for those after the last one.
+    def times_of(self, numbers: Sequence[int], slack: int = 0) -> list[int | None]:
+        """Return the pts of frames by their numbers, None for those after the last one; they may be off by some ticks.
 
-        Reads the whole file, unless an index shows that all frames last equally long.
+        Reads the whole file, unless the index shows that frames are decoded in the order in which they are shown, or
+        are shown at equal distances.
         """
-        index = self._index()
-        steps = np.array([]) if index is None else np.unique(np.diff(index[0]))
-        if index is None or len(steps) != 1:
+        index, opening = self._index(), self.opening
+        if index is None:
             times = self._all_times()
-            return [int(times[number]) if number < len(times) else None for number in numbers]
-        first, step = self.time_of(0) or 0, int(steps[0])
-        return [first + number * step if number < index[2][-1] else None for number in numbers]
+        else:
+            stamps, _, shown = index
+            line = np.linspace(stamps[0], stamps[-1], len(stamps))
+            if opening.dts == opening.pts == stamps[0]:  # frames that are shown earlier would need an earlier dts
+                times = stamps[np.diff(shown) > 0]
+            elif np.abs(stamps - line).max() <= slack:
+                times = (self.time_of(0) or 0) - stamps[0] + line[: shown[-1]].round().astype(np.int64)
+            else:
+                times = self._all_times()
+        return [int(times[number]) if number < len(times) else None for number in numbers]
 
     def _number_landed(self, stamps: IntArray, shown: IntArray) -> int:
         """Return how many frames are shown before the group of frames at which the packets start."""

@@ -85,8 +85,8 @@ class WholeReader:
         """Return when a frame is shown, None after the last one."""
         return int(self.times[number]) if number < len(self.times) else None
 
-    def times_of(self, numbers: Sequence[int]) -> list[int | None]:
-        """Return when frames are shown, None for those after the last one."""
+    def times_of(self, numbers: Sequence[int], slack: int = 0) -> list[int | None]:
+        """Return when frames are shown, None for those after the last one; never off."""
         return [self.time_of(number) for number in numbers]
 
     def frame_at(self, time: int) -> int | None:
