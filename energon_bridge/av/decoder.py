@@ -11,25 +11,20 @@ import contextlib
 import io
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Literal, Self, TypeAlias, TypeVar
 
-from energon_bridge.av.media import AVData, Media, length_of, opened, start_of, tensor_of, ticks
-from energon_bridge.av.streams import (
-    AudioReader,
-    Packets,
-    Pixels,
-    VideoReader,
-    as_floats,
-    beyond,
-    clip_of,
-    is_over,
-    resample,
-)
+from energon_bridge.av.headers import tells_frames
+from energon_bridge.av.media import AVData, Media, opened, start_of, tensor_of, ticks
+from energon_bridge.av.metadata import audio_metadata, end_of_frames, known_length, video_fps, video_metadata
+from energon_bridge.av.sound import AudioReader, as_floats, resample
+from energon_bridge.av.streams import PacketsDifferError, Pixels, Reader, VideoReader, beyond, clip_of, is_over
+from energon_bridge.av.whole import WholeReader
 from energon_bridge.errors import ConfigurationError, DecodeError, UnfitSampleError
 from energon_bridge.format.media import AVMetadata
+from energon_bridge.rng import IntArray
 from energon_bridge.storage import open_store
 from energon_bridge.storage.ranges import ByteRange, RangeReader
 
@@ -51,6 +46,7 @@ AV_EXTENSIONS = frozenset(
 
 Clips: TypeAlias = "tuple[list[torch.Tensor], list[tuple[float, float]]]"
 Ranges = Sequence[tuple[float, float]]
+T = TypeVar("T")
 
 
 class AVDecoder:
@@ -93,7 +89,9 @@ class AVDecoder:
         self.bytes_read = 0
         self._name = name
         self._open: Media | None = None
-        self._video: VideoReader | None = None
+        self._video: Reader | None = None
+        self._tells: bool | None = None  # whether packets tell frames
+        self._times: IntArray | None = None  # of all frames, where packets do not
         self._audio: AudioReader | None = None
         self._held: list[contextlib.ExitStack] = []
 
@@ -105,7 +103,8 @@ class AVDecoder:
         return cls(ByteRange(store=store, rel=rel, offset=0, size=store.size(rel)), **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _made, (type(self), self.stream, self.suppress_warnings, self._name, self.audio_format)
+        made = (type(self), self.stream, self.suppress_warnings, self._name, self.audio_format)
+        return _made, made, {"_tells": self._tells, "_times": self._times}
 
     def __repr__(self) -> str:
         stream = self.stream
@@ -152,11 +151,22 @@ class AVDecoder:
             if isinstance(file, RangeReader):
                 self.bytes_read += file.bytes_read
 
-    def _video_of(self, media: Media) -> VideoReader:
+    def _video_of(self, media: Media) -> Reader:
         self._audio = None  # the readers share the container's one position, and take turns
-        if self._video is None:
+        if self._video is None and (tells_frames(media) if self._tells is None else self._tells):
             self._video = VideoReader(media)
+        elif self._video is None:
+            self._video = whole = WholeReader(media, self._times)
+            self._times = whole.times
         return self._video
+
+    def _reading(self, media: Media, read: Callable[[Callable[[], Reader]], T]) -> T:
+        """Read the video, by its packets or, if they turn out not to tell its frames, from its beginning."""
+        try:
+            return read(lambda: self._video_of(media))
+        except PacketsDifferError:
+            self._video, self._tells = None, False
+            return read(lambda: self._video_of(media))
 
     def _audio_of(self, media: Media) -> AudioReader:
         self._video = None
@@ -243,31 +253,39 @@ class AVDecoder:
         """
         _check(video_clip_ranges, video_unit, ("frames", "seconds"), "video")
         with self._opened() as media:
-            reader, pixels = self._video_of(media), Pixels(video_out_frame_size)
-            clips: Clips = ([], [])
-            for begin, end in video_clip_ranges:
-                number = int(begin) if video_unit == "frames" else None
-                time = reader.packets.time_of(number) if number is not None else ticks(begin, reader.base)
-                first = None if time is None else reader.frame_at(time)
-                if first is None:
-                    if self.leaves_out_beyond:
-                        continue
-                    raise beyond(media, f"{video_unit[:-1]} {begin:g}", f"{reader.packets.count} frames")
-                limit = math.inf if number is None or math.isinf(end) else int(end) - number + 1
-                last = math.inf if number is not None or math.isinf(end) else ticks(end, reader.base)
-                rows, until, start = [], first, None
-                for frame in reader.frames(first):
-                    start = frame.pts if start is None else start
-                    until = reader.end_of(frame)
-                    rows.append(pixels.of(frame))
-                    if len(rows) >= limit or until > last or reader.packets.after(frame.pts) is None:
-                        break
-                if start is None or (number is None and is_over(media, reader, Fraction(begin), until)):
-                    if self.leaves_out_beyond:
-                        continue
-                    raise beyond(media, f"{video_unit[:-1]} {begin:g}", f"{float(until * reader.base):g} s")
-                clips[0].append(clip_of(rows))
-                clips[1].append((float(start * reader.base), float(until * reader.base)))
+            return self._reading(
+                media, lambda reader: self._clips(media, reader(), video_clip_ranges, video_unit, video_out_frame_size)
+            )
+
+    def _clips(
+        self, media: Media, reader: Reader, ranges: Ranges, unit: str, out_frame_size: tuple[int, int] | None
+    ) -> Clips:
+        pixels = Pixels(out_frame_size)
+        clips: Clips = ([], [])
+        for begin, end in ranges:
+            number = int(begin) if unit == "frames" else None
+            time = reader.time_of(number) if number is not None else ticks(begin, reader.base)
+            first = None if time is None else reader.frame_at(time)
+            if first is None:
+                if self.leaves_out_beyond:
+                    continue
+                raise beyond(media, f"{unit[:-1]} {begin:g}", f"{reader.count} frames")
+            limit = math.inf if number is None or math.isinf(end) else int(end) - number + 1
+            last = math.inf if number is not None or math.isinf(end) else ticks(end, reader.base)
+            rows, until, start = [], first, None
+            for frame in reader.frames(first):
+                start = frame.pts if start is None else start
+                until = reader.end_of(frame)
+                rows.append(pixels.of(frame))
+                if len(rows) >= limit or until > last or reader.after(frame.pts) is None:
+                    break
+            if start is None or (number is None and is_over(media, reader, Fraction(begin), until)):
+                if self.leaves_out_beyond:
+                    continue
+                raise beyond(media, f"{unit[:-1]} {begin:g}", f"{float(until * reader.base):g} s")
+            clips[0].append(clip_of(rows))
+            clips[1].append((float(start * reader.base), float(until * reader.base)))
+
         return clips
 
     def get_audio_clips(
@@ -303,7 +321,7 @@ class AVDecoder:
             for begin, end in audio_clip_ranges:
                 first = _sample(begin, audio_unit, reader)
                 last = None if math.isinf(end) else first + _samples(begin, end, audio_unit, reader)
-                found = reader.samples(first, last)
+                found = reader.samples(first, last, by_time=audio_unit == "seconds")
                 if not found.shape[1] and last != first:
                     if self.leaves_out_beyond:
                         continue
@@ -362,15 +380,46 @@ class AVDecoder:
         with self._opened() as media:
             for kind in [*(["video"] if video else []), *(["audio"] if audio else [])]:
                 stream = media.stream(kind)
-                begin, length = start_of(stream), length_of(media, stream)
+                self._video = self._audio = None
+                begin, length = start_of(stream), known_length(media, stream)
                 if length is None and kind == "video":
-                    length = self._video_of(media).packets.length()
+                    length = self._reading(media, lambda reader: reader().length())
                 elif length is None:
                     reader = self._audio_of(media)
                     length = Fraction(reader.count(), reader.rate)
                 begins.append(begin)
                 ends.append(begin + length)
         return float(max(begins)), float(min(ends))
+
+    def get_frame_times(self, numbers: Sequence[int], *, precision: float = 0.0) -> list[float]:
+        """Return the seconds at which frames begin to be shown, by their numbers.
+
+        Nothing is decoded, but all packets are read, unless the index of an MP4 or MOV tells the times.
+
+        Args:
+            numbers: The frames, numbered from 0 in the order in which they are shown.
+            precision: Seconds by which times may be off; some spare reading the packets of a video of constant rate.
+
+        Raises:
+            DecodeError: The file is damaged or has no video, or fewer frames.
+        """
+        with self._opened() as media:
+
+            def times(reader: Callable[[], Reader]) -> list[float]:
+                base = (found := reader()).base
+                ticks = found.times_of(numbers, int(precision / base))
+                if None in ticks:
+                    late = f"{found.count} frames, and no frame {numbers[ticks.index(None)]}"
+                    raise DecodeError(f"{self.name} has {late}: check get_video_duration()")
+                return [(tick or 0) * base.numerator / base.denominator for tick in ticks]
+
+            return self._reading(media, times)
+
+    def get_end_of_frames(self) -> float | None:
+        """Return when the last frame ends; None if that is unknown, as of a file that is cut off."""
+        with self._opened() as media:
+            self._video = None
+            return self._reading(media, lambda reader: end_of_frames(media, reader))
 
     def get_metadata(
         self,
@@ -388,15 +437,18 @@ class AVDecoder:
         """
         found: dict[str, Any] = {}
         with self._opened() as media:
+            self._video = self._audio = None
             if get_video and media.video is not None:
-                packets = self._video_of(media).packets if get_video_frame_count else None
                 found |= _known(
-                    video_metadata(
+                    self._reading(
                         media,
-                        packets,
-                        duration=get_video_duration,
-                        frame_count=get_video_frame_count,
-                        frame_size=get_video_frame_size,
+                        lambda reader: video_metadata(
+                            media,
+                            reader,
+                            duration=get_video_duration,
+                            frame_count=get_video_frame_count,
+                            frame_size=get_video_frame_size,
+                        ),
                     )
                 )
             if get_audio and media.audio is not None:
@@ -433,68 +485,6 @@ def _samples(begin: float, end: float, unit: str, reader: AudioReader) -> int:
     return max(0, round((Fraction(end) - max(Fraction(begin), reader.start)) * reader.rate))
 
 
-# Metadata -------------------------------------------------------------------------------------------------------------
-#
-# Sizes, lengths, frame and sample counts come from the headers if possible. A length is that of the stream itself,
-# wherever it starts on the time axis. What is not in a header is found by walking the packets; only the samples of
-# compressed sound must be counted by decoding.
-
-
-_COUNTED = ("pcm_", "flac", "alac", "wavpack")
-"""Codecs whose packets have exactly the duration of their samples."""
-
-
-def video_fps(media: Media) -> float | None:
-    """Return the mean frame rate of the video."""
-    rate = media.stream("video").average_rate or media.stream("video").guessed_rate
-    return float(rate) if rate else None
-
-
-def video_metadata(
-    media: Media, packets: Packets | None, *, duration: bool = True, frame_count: bool = True, frame_size: bool = True
-) -> AVMetadata:
-    """Return the requested metadata of the video; walks its packets only for what is not in a header."""
-    stream = media.stream("video")
-    seconds = length_of(media, stream) if duration else None
-    width, height = (stream.codec_context.width, stream.codec_context.height) if frame_size else (None, None)
-    if frame_size and not (width and height):
-        raise DecodeError(f"{media.name} has video without a size in its headers: is it cut off?")
-    rate, frames = video_fps(media), None
-    if frame_count or (duration and seconds is None):
-        packets = packets or Packets(media)
-        frames = packets.count
-        if duration and seconds is None:
-            seconds = packets.length()
-    return AVMetadata(
-        video_duration=None if seconds is None else float(seconds),
-        video_num_frames=frames if frame_count else None,
-        video_fps=rate or (frames / float(seconds) if frames and seconds else None),
-        video_width=width,
-        video_height=height,
-    )
-
-
-def audio_metadata(media: Media, *, duration: bool = True, num_samples: bool = False) -> AVMetadata:
-    """Return the requested metadata of the sound."""
-    stream = media.stream("audio")
-    context = stream.codec_context
-    rate, channels = context.sample_rate, context.channels
-    seconds = length_of(media, stream) if duration or num_samples else None
-    count = None
-    if num_samples or (duration and seconds is None):
-        if seconds is not None and stream.time_base * rate <= 1 and context.name.startswith(_COUNTED):
-            count = round(seconds * rate)
-        else:
-            count = AudioReader(media).count()
-            seconds = Fraction(count, rate) if seconds is None or num_samples else seconds
-    return AVMetadata(
-        audio_duration=float(seconds) if duration and seconds is not None else None,
-        audio_channels=channels,
-        audio_sample_rate=rate,
-        audio_num_samples=count if num_samples else None,
-    )
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Choosing clips of equal length at equal distances.
 
@@ -522,17 +512,27 @@ def get_clips_uniform(
         )
     with av_decoder as decoder:
         begin, end = decoder.get_time_range(video=request_video, audio=request_audio)
-        if clip_duration_seconds == 0:
-            half = 0.5 / decoder.get_video_fps() if request_video else 0.0
-            first, last = begin + half, max(begin, end - half)
-        else:
-            first, last = begin, max(begin, end - clip_duration_seconds)
-        ranges = [(float(at), float(at + clip_duration_seconds)) for at in np.linspace(first, last, num_clips)]
-        return decoder.get_clips(
-            video_clip_ranges=ranges if request_video else None,
-            audio_clip_ranges=ranges if request_audio else None,
-            video_out_frame_size=video_out_frame_size,
-        )
+
+        def clips_until(end: float) -> AVData:
+            if clip_duration_seconds == 0:
+                half = 0.5 / decoder.get_video_fps() if request_video else 0.0
+                first, last = begin + half, max(begin, end - half)
+            else:
+                first, last = begin, max(begin, end - clip_duration_seconds)
+            ranges = [(float(at), float(at + clip_duration_seconds)) for at in np.linspace(first, last, num_clips)]
+            return decoder.get_clips(
+                video_clip_ranges=ranges if request_video else None,
+                audio_clip_ranges=ranges if request_audio else None,
+                video_out_frame_size=video_out_frame_size,
+            )
+
+        try:
+            return clips_until(end)
+        except DecodeError:
+            shown = decoder.get_end_of_frames() if request_video else None
+            if shown is None or shown >= end:
+                raise
+        return clips_until(shown)  # the headers claim more frames than there are
 
 
 @overload

@@ -154,17 +154,33 @@ def opened(file: BinaryIO, name: str) -> Iterator[Media]:
 
 
 def length_of(media: Media, stream: Any) -> Fraction | None:
-    """Return the duration of a stream in seconds, None if it is not in a header."""
+    """Return the duration of a stream in seconds, or else that which its file claims; None if it is not in a header."""
+    own = own_length(stream)
+    if own is not None or media.container.duration is None:
+        return own
+    return Fraction(media.container.duration, import_av().time_base)
+
+
+def own_length(stream: Any) -> Fraction | None:
+    """Return the duration that the headers give for a stream itself, in seconds."""
     if stream.duration is not None and stream.time_base is not None:
         return Fraction(stream.duration * stream.time_base)
     tag = next((value for name, value in stream.metadata.items() if name.upper() == "DURATION"), None)
-    start = Fraction(0) if stream.start_time is None else stream.start_time * stream.time_base
-    if tag is not None and (end := _seconds(tag)) is not None:
-        return end - start
-    container = media.container
-    if container.duration is None:
-        return None
-    return Fraction(container.duration, import_av().time_base)
+    end = None if tag is None else _seconds(tag)
+    return None if end is None else end - start_of(stream)
+
+
+def has_all_packets(media: Media) -> bool:
+    """Return whether headers show that the file is not cut off: an MP4's index, or the size that an AVI gives."""
+    file, form = media.file, media.container.format.name
+    here = file.tell()  # the container reads on from there
+    size = file.seek(0, io.SEEK_END)
+    file.seek(4)
+    end = int.from_bytes(file.read(4), "little") + 8
+    file.seek(here)
+    if "mp4" in form:
+        end = max((one.pos + one.size for one in media.stream("video").index_entries), default=size + 1)
+    return end <= size and ("mp4" in form or "avi" in form)
 
 
 def _seconds(text: str) -> Fraction | None:

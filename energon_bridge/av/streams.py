@@ -1,4 +1,4 @@
-"""The streams of an open file, decoded exactly: packets and frames of its video, samples of its sound.
+"""The video of an open file, decoded exactly where its packets tell its frames: packets, frames, pixels.
 
 A frame is named by its presentation time (pts), in ticks of the stream. Packets come in decoding order; a packet's
 decoding time (dts) is never after its pts and never falls, so once a dts beyond a time has been seen, every frame shown
@@ -6,20 +6,25 @@ up to that time is known. That is what makes seeking exact with B-frames and var
 
 A seek may land anywhere. `Packets` checks where it landed, and goes back further if needed. After a seek, frames that
 precede a key frame they do not belong to (leading pictures of an open GOP) are never used.
+
+`headers` says of which videos all this holds. Should packets or decoded frames show that it does not,
+`PacketsDifferError` is raised, and the video is read by `whole`.
 """
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from energon_bridge.av.headers import shows_frame
 from energon_bridge.av.media import Media, import_av, length_of, start_of, tensor_of
+from energon_bridge.av.whole import WholeReader
 from energon_bridge.errors import DecodeError
 from energon_bridge.rng import IntArray
 
@@ -31,32 +36,34 @@ _MOST_REORDERED = 20
 """The most packets by which any codec delays a frame; for streams without decoding times."""
 
 
+class PacketsDifferError(Exception):
+    """The packets of a video do not tell its frames. Never reaches users: the video is decoded from its beginning."""
+
+
 class Packets:
     """The packets of the video stream of an open file.
 
     Attributes:
         queue: Packets that were read but not taken, in decoding order.
         ahead: The pts of the known frames after the last position, sorted.
-        counted: Whether the container has no presentation times, so that frames must be counted: in decoding order,
-            each gets the time of the packet with its number.
+        opening: The first packet of the file.
         landings: Number of jumps; frames that were decoded before a jump are not neighbours of those after it.
     """
 
     def __init__(self, media: Media) -> None:
         self._media = media
         self.landings = 0
-        self.counted = False
         self._end = _NEVER
-        self.restart()
-        self.counted = "avi" in media.container.format.name and bool(self.stream.codec_context.has_b_frames)
-        self._is_vp8 = self.stream.codec_context.name in ("vp8", "libvpx")
-        self._look()
-        if not self.queue or self.queue[0].size == 0:
-            raise DecodeError(f"{media.name} has a video stream without frames: leave the sample out")
-        self._first = _place(self.queue[0])
         self._times: IntArray | None = None
         self._listed: tuple[IntArray, Any, IntArray] | None = None
         self._sought = False
+        self.restart()
+        self._shows = shows_frame(self.stream.codec_context.codec.canonical_name)
+        self._look()
+        if not self.queue or self.queue[0].size == 0:
+            raise DecodeError(f"{media.name} has a video stream without frames: leave the sample out")
+        self.opening = self.queue[0]
+        self._first = _place(self.opening)
 
     def _begin(self, *, at_start: bool) -> None:
         self.landings += 1
@@ -113,29 +120,23 @@ class Packets:
             self._ended = True
             return False
         self.queue.append(packet)
-        if not packet.size:  # tells the decoder that there are no more
+        if not packet.size and packet.dts is None:  # tells the decoder that there are no more
             self._ended = True
             return True
-        if self.counted:
-            packet.pts = packet.dts
-        if packet.pts is None:
-            raise DecodeError(
-                f"{self._media.name} has a video packet without a presentation time, so frames cannot be identified: "
-                "remux it into MP4 or Matroska"
-            )
-        if packet.dts is not None:
-            self._dts = max(self._dts, packet.dts)
+        dts = self._dts if packet.dts is None else packet.dts
+        if packet.pts is None or not packet.size or not self._dts <= dts <= packet.pts:
+            raise PacketsDifferError
+        self._dts = dts
         self._end = max(self._end, packet.pts + (packet.duration or 0))
         if self._landed is None:
             self._landed = packet
             self._floor = _NEVER if self._at_start else packet.pts
-        if self._is_shown(packet):
+        shows = self._shows is None or self._shows(memoryview(packet))
+        if not shows and self._listed is not None:
+            raise PacketsDifferError  # the index counts hidden frames, too
+        if shows and not packet.is_discard:  # an edit list cuts some off
             insort(self.ahead if packet.pts >= self._floor else self._leading, packet.pts)
         return True
-
-    def _is_shown(self, packet: Any) -> bool:
-        """Whether a packet yields a visible frame: neither cut off by an edit list nor a hidden reference of VP8."""
-        return not packet.is_discard and not (self._is_vp8 and not memoryview(packet)[0] >> 4 & 1)
 
     # Frames by time --------------------------------------------------------------------------------------------------
 
@@ -225,6 +226,26 @@ class Packets:
             if (known and self._dts >= known[0]) or not self._look():
                 return known[0] if known else None
 
+    def times_of(self, numbers: Sequence[int], slack: int = 0) -> list[int | None]:
+        """Return the pts of frames by their numbers, None for those after the last one; they may be off by some ticks.
+
+        Reads the whole file, unless the index shows that frames are decoded in the order in which they are shown, or
+        are shown at equal distances.
+        """
+        index, opening = self._index(), self.opening
+        if index is None:
+            times = self._all_times()
+        else:
+            stamps, _, shown = index
+            line = np.linspace(stamps[0], stamps[-1], len(stamps))
+            if opening.dts == opening.pts == stamps[0]:  # frames that are shown earlier would need an earlier dts
+                times = stamps[np.diff(shown) > 0]
+            elif np.abs(stamps - line).max() <= slack:
+                times = (self.time_of(0) or 0) - stamps[0] + line[: shown[-1]].round().astype(np.int64)
+            else:
+                times = self._all_times()
+        return [int(times[number]) if number < len(times) else None for number in numbers]
+
     def _number_landed(self, stamps: IntArray, shown: IntArray) -> int:
         """Return how many frames are shown before the group of frames at which the packets start."""
         return int(shown[np.searchsorted(stamps, self._landed.dts)]) if self._landed is not None else 0
@@ -241,7 +262,7 @@ class Packets:
             return None
         rows = [(one.timestamp, one.is_keyframe, not one.is_discard) for one in entries]
         stamps, keys, shown = np.array(rows, dtype=np.int64).T
-        if not keys.any() or not keys[0]:
+        if not keys[0] or (self._shows is not None and not _are_even(stamps)):
             return None
         self._listed = stamps, keys.astype(bool), np.concatenate([[0], np.cumsum(shown)])
         return self._listed
@@ -255,6 +276,12 @@ class Packets:
             self._times = np.array(self.ahead, dtype=np.int64)
             self.restart()
         return self._times
+
+
+def _are_even(stamps: IntArray) -> bool:
+    """Whether all frames last equally long, but for rounding: hidden frames in packets of their own lie in between."""
+    steps = np.diff(stamps)
+    return len(steps) == 0 or int(np.ptp(steps)) <= min(1, int(steps.min()) // 16)
 
 
 def _place(packet: Any) -> tuple[int | None, int]:
@@ -271,6 +298,11 @@ def _place(packet: Any) -> tuple[int | None, int]:
 
 _SKIPPABLE = ("h264", "hevc")
 """Codecs whose packets show, before decoding, whether other frames refer to them."""
+_X264 = re.compile(rb"x264 - core (\d+)")
+_FOREWORD = 2048
+"""Bytes of the first packet that are searched for the version of x264."""
+_X264_RIGHT, _X264_RIGHT_444 = 34, 151
+"""The first versions of x264 without a fault that decoders follow (h264_direct.c, h264_cabac.c of FFmpeg)."""
 
 
 class VideoReader:
@@ -278,12 +310,19 @@ class VideoReader:
 
     def __init__(self, media: Media) -> None:
         self._media = media
-        self.packets = Packets(media)
-        self.base = self.packets.stream.time_base
+        self.packets = packets = Packets(media)
+        self.base: Fraction = packets.stream.time_base
+        self.time_of, self.times_of, self.after = packets.time_of, packets.times_of, packets.after
+        self.length = packets.length
         self._ready: deque[Any] = deque()
-        self._labels: deque[int] = deque()
         self._last: Any = None
         self._landings = 0
+        self._primed: Any = None
+
+    @property
+    def count(self) -> int:
+        """Return the number of frames; reads the whole file if its index does not list them all."""
+        return self.packets.count
 
     def frame_at(self, time: int) -> int | None:
         """Return the pts of the frame shown at a time, or else of the first one; None if there are no frames."""
@@ -304,35 +343,52 @@ class VideoReader:
         if self._landings != self.packets.landings:
             self._landings = self.packets.landings
             self._ready.clear()
-            self._labels.clear()
             self._last = None
+            self._prime()
+
+    def _prime(self) -> None:
+        """Decode the first packet after a jump, once, where the decoder must know which x264 has encoded the file.
+
+        Streams of some of its versions have faults that FFmpeg's decoder follows if it has seen the version.
+        """
+        context = self.packets.stream.codec_context
+        if self._primed is context or context.name != "h264":
+            return
+        self._primed = context
+        version = _X264.search(memoryview(self.packets.opening)[:_FOREWORD])
+        if version and int(version[1]) < (_X264_RIGHT_444 if "444" in (context.pix_fmt or "") else _X264_RIGHT):
+            with self._media.refusing("cannot be decoded"):
+                context.decode(self.packets.opening)
+            context.flush_buffers()
 
     def frames(self, first: int) -> Iterator[Any]:
         """Yield the frames from the pts on that `frame_at` has just returned."""
+        expected: int | None = first
         if self._last is not None and self._last.pts == first:
             yield self._last
+            expected = self.packets.after(first)
         while (frame := self._next(first)) is not None:
-            if frame.pts >= first:
+            if frame.pts is None or frame.pts >= first:
+                if frame.pts != expected:
+                    raise PacketsDifferError
                 self._last = frame
                 yield frame
+                expected = self.packets.after(frame.pts)
+        if expected is not None:
+            raise PacketsDifferError
 
     def _next(self, first: int) -> Any:
         packets, context = self.packets, self.packets.stream.codec_context
-        skips = context.name in _SKIPPABLE and not packets.counted
+        skips = context.name in _SKIPPABLE
         while not self._ready:
             packet = packets.take()
             if packet is None:
                 return None
-            if packet.size and packets.counted:
-                self._labels.append(packet.pts)
-            elif skips and packet.size:
+            if skips and packet.size:
                 context.skip_frame = "NONREF" if packet.pts < first else "DEFAULT"
             with self._media.refusing("cannot be decoded"):
                 self._ready.extend(packet.decode())
-        frame = self._ready.popleft()
-        if packets.counted:
-            frame.pts = self._labels.popleft()
-        return frame
+        return self._ready.popleft()
 
     def end_of(self, frame: Any) -> int:
         """Return when a frame is no longer shown."""
@@ -343,6 +399,9 @@ class VideoReader:
         """Return the duration of the last frame of a file: its own, or else the mean frame duration."""
         rate = self.packets.stream.average_rate
         return int(frame.duration or (round(1 / rate / self.base) if rate else 0))
+
+
+Reader = VideoReader | WholeReader
 
 
 class Pixels:
@@ -368,7 +427,7 @@ def clip_of(frames: list[np.ndarray]) -> torch.Tensor:
     return tensor_of(stacked).permute(0, 3, 1, 2)
 
 
-def is_over(media: Media, reader: VideoReader, begin: Fraction, until: int) -> bool:
+def is_over(media: Media, reader: Reader, begin: Fraction, until: int) -> bool:
     """Return whether a video ends before a clip begins; `until` is the end of the last frame found.
 
     Headers may claim up to one frame more than there is; if more is missing, the file was cut off.
@@ -390,176 +449,3 @@ def beyond(media: Media, asked: str, there: str) -> DecodeError:
         f"{media.name}: a clip begins at {asked}, but the video ends after {there}{says}: check get_video_duration() "
         "before you choose clips; if the headers claim a longer video, the file is cut off"
     )
-
-
-# Sound ----------------------------------------------------------------------------------------------------------------
-#
-# Exact to the sample: sample n is the n-th that decoding the whole file yields. Audio decoders need preceding packets,
-# so reading starts a little early. If a container's timestamps are precise enough (MP4, WAV, FLAC, Ogg, MP3), they tell
-# which sample a decoded block begins with. Matroska's are too coarse; there, blocks are counted if the codec makes them
-# all the same length. Otherwise, reading starts at the beginning of the file.
-
-
-_PREROLL_SECONDS = Fraction(1, 2)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Blocks:
-    """Layout of a stream's decoded blocks: the pts of the second one, the length of the first and of the others."""
-
-    pts: int
-    first: int
-    length: int
-
-
-class AudioReader:
-    """Reads samples of the audio stream of an open file."""
-
-    def __init__(self, media: Media) -> None:
-        self._media = media
-        self._stream = media.stream("audio")
-        self.rate: int = self._stream.codec_context.sample_rate
-        if not self.rate:
-            raise DecodeError(f"{media.name} has sound without a sample rate: encode it again")
-        self._base: Fraction = self._stream.time_base
-        # The start of the file gives the time of the first sample, and the length of blocks.
-        heads = [(frame.pts, frame.samples) for frame, _ in zip(self._from_start(), range(4), strict=False)]
-        if not heads:
-            raise DecodeError(f"{media.name} has an audio stream without a single sample: leave the sample out")
-        self._first_pts = heads[0][0]
-        self.start = Fraction(0) if self._first_pts is None else self._first_pts * self._base
-        lengths = {length for _, length in heads[1:]}
-        alike = len(heads) > 2 and len(lengths) == 1 and heads[1][0] is not None
-        self._blocks = _Blocks(pts=heads[1][0], first=heads[0][1], length=heads[1][1]) if alike else None
-
-    def samples(self, first: int, last: int | None) -> np.ndarray:
-        """Return samples [first, last), or all from `first` on, as far as they exist: (channels, samples)."""
-        found = self._read_near(first, last)
-        if found is None:
-            found = self._collect(self._placed_from_start(), first, last)
-        return found if found is not None else np.empty((self._stream.codec_context.channels, 0), dtype=np.float32)
-
-    def count(self) -> int:
-        """Return the number of samples, by decoding all of them."""
-        return sum(frame.samples for frame in self._from_start())
-
-    # Reading ---------------------------------------------------------------------------------------------------------
-
-    def _from_start(self) -> Iterator[Any]:
-        self._media.rewind()
-        self._stream = self._media.stream("audio")
-        self._media.only(self._stream)
-        return self._decoded()
-
-    def _decoded(self, *, forgiving: bool = False) -> Iterator[Any]:
-        """Yield decoded blocks; `forgiving`: skip packets that cannot be decoded without earlier ones."""
-        packets = self._media.container.demux(self._stream)
-        while True:
-            with self._media.refusing("cannot be read"):
-                packet = next(packets, None)
-            if packet is None:
-                return
-            try:
-                blocks = packet.decode()
-            except import_av().FFmpegError as error:
-                if forgiving:
-                    continue
-                with self._media.refusing("cannot be decoded"):
-                    raise error
-            if blocks:
-                forgiving = False
-            yield from blocks
-
-    def _placed_from_start(self) -> Iterator[tuple[int, Any]]:
-        at = 0
-        for block in self._from_start():
-            yield at, block
-            at += block.samples
-
-    def _read_near(self, first: int, last: int | None) -> np.ndarray | None:
-        """Read from shortly before the first sample; None if that cannot be exact."""
-        preroll = int(_PREROLL_SECONDS * self.rate)
-        if first <= 2 * preroll or self._first_pts is None or not (self._exact or self._blocks):
-            return None
-        aim = int((self.start + Fraction(first - preroll, self.rate)) / self._base)
-        try:
-            self._media.container.seek(aim, stream=self._stream, backward=True)
-        except OSError:
-            return None
-        return self._collect(self._placed_near(first), first, last)
-
-    def _placed_near(self, first: int) -> Iterator[tuple[int, Any]]:
-        """Yield blocks with the number of their first sample; nothing if that is unknown."""
-        at: int | None = None
-        before = False
-        for block in self._decoded(forgiving=True):
-            if at is None or at < first:
-                at = self._place(block)
-                before = before or (at is not None and at + block.samples <= first)
-                if at is None or not before:
-                    return  # no room for the decoder to settle, or timestamps too coarse
-            yield at, block
-            at += block.samples
-
-    @property
-    def _exact(self) -> bool:
-        return self._base * self.rate <= 1
-
-    def _place(self, block: Any) -> int | None:
-        """Return the number of a block's first sample, from its timestamp."""
-        if block.pts is None:
-            return None
-        if self._exact:
-            return round((block.pts - self._first_pts) * self._base * self.rate)
-        blocks = self._blocks
-        if blocks is None or block.samples != blocks.length:
-            return None
-        since = (block.pts - blocks.pts) * self._base * self.rate
-        number = round(since / blocks.length)
-        if abs(since - number * blocks.length) > self._base * self.rate + 1:
-            return None  # a gap, or blocks of several lengths
-        return blocks.first + number * blocks.length
-
-    def _collect(self, placed: Iterator[tuple[int, Any]], first: int, last: int | None) -> np.ndarray | None:
-        pieces: list[np.ndarray] = []
-        for at, block in placed:
-            if last is not None and at >= last:
-                break
-            if at + block.samples > first:
-                stop = block.samples if last is None else min(block.samples, last - at)
-                pieces.append(_array(block)[:, max(0, first - at) : stop])
-        if len({len(piece) for piece in pieces}) > 1:
-            raise DecodeError(
-                f"{self._media.name} has sound whose number of channels changes: it may be damaged; encode it again"
-            )
-        return np.concatenate(pieces, axis=1) if pieces else None
-
-
-def _array(block: Any) -> np.ndarray:
-    """Return a block as (channels, samples)."""
-    array: np.ndarray = block.to_ndarray()
-    if block.format.is_planar:
-        return array
-    return array.reshape(block.samples, block.layout.nb_channels).T
-
-
-def as_floats(samples: np.ndarray) -> np.ndarray:
-    """Return samples as float32 in [-1, 1]: integers divided by the largest power of two that they reach."""
-    if samples.dtype.kind == "f":
-        return samples.astype(np.float32, copy=False)
-    scale = np.float32(1 / (1 << (8 * samples.dtype.itemsize - 1)))
-    if samples.dtype == np.uint8:
-        return (samples.astype(np.float32) - 128) * scale
-    return samples.astype(np.float32) * scale
-
-
-def resample(samples: np.ndarray, rate: int, to: int) -> np.ndarray:
-    """Return float32 samples at another rate, by libswresample."""
-    if rate == to or not samples.shape[1]:
-        return samples
-    av = import_av()
-    layout = {1: "mono", 2: "stereo"}.get(len(samples), f"{len(samples)} channels")
-    frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(samples), format="fltp", layout=layout)
-    frame.sample_rate = rate
-    resampler = av.AudioResampler(format="fltp", layout=layout, rate=to)
-    return np.concatenate([out.to_ndarray() for out in (*resampler.resample(frame), *resampler.resample(None))], axis=1)

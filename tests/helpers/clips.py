@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -35,6 +36,7 @@ def write_video(
     container: Mapping[str, str] | None = None,
     size: tuple[int, int] = (WIDTH, HEIGHT),
     sound: str = "",
+    pixels_as: str = "yuv420p",
 ) -> Path:
     """Write a video in which every frame differs from every other.
 
@@ -45,7 +47,7 @@ def write_video(
     base = Fraction(1, 1000) if varying else Fraction(1, rate)
     with av.open(str(path), "w", options=dict(container or {})) as out:
         stream: Any = out.add_stream(codec, rate=rate, options=dict(options or {}))
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.width, stream.height, stream.pix_fmt = width, height, pixels_as
         stream.codec_context.time_base = base
         tones: Any = out.add_stream(sound, rate=48000, layout="stereo") if sound else None
         at = first
@@ -55,6 +57,8 @@ def write_video(
             pixels[:, number % width, 2] = 255
             pixels[..., 1] = choose.integers(0, 256, (height, width))
             frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            if pixels_as != "yuv420p":
+                frame = frame.reformat(format=pixels_as)
             frame.pts, frame.time_base = at, base
             at += int(choose.integers(10, 90)) if varying else 1
             out.mux(stream.encode(frame))
@@ -105,8 +109,65 @@ def all_frames(path: Path) -> list[Frame]:
 
 
 def all_samples(path: Path) -> np.ndarray:
-    """Return every sample as float32 (channels, samples), by the plain loop of libav."""
+    """Return every sample as float32 (channels, samples), by the plain loop of libav.
+
+    Interleaved, since PyAV cannot read eight planes.
+    """
     with av.open(str(path)) as container:
-        resampler = av.AudioResampler(format="fltp")
+        channels = container.streams.audio[0].channels
+        resampler = av.AudioResampler(format="flt")
         blocks = [out for frame in container.decode(audio=0) for out in resampler.resample(frame)]
-        return np.concatenate([block.to_ndarray() for block in blocks], axis=1)
+        return np.concatenate([block.to_ndarray().reshape(-1, channels).T for block in blocks], axis=1)
+
+
+# Files as other programs write them -----------------------------------------------------------------------------------
+
+
+Retimed = Callable[[int, Any, bytes], Sequence[tuple[bytes, int, int]]]
+
+
+def rewrite(
+    source: Path, target: Path, packets: Retimed, *, codec: str = "", form: str | None = None, **options: str
+) -> Path:
+    """Write the packets of a file's only stream as others: `packets(number, packet, data)` gives (data, pts, dts).
+
+    A time base is a sixteenth of the source's; `codec`: its name, for streams that FFmpeg cannot encode.
+    """
+    with av.open(str(source), format=form) as old, av.open(str(target), "w", options=options) as new:
+        stream: Any = old.streams[0]
+        out: Any = (
+            new.add_mux_stream(codec, rate=25, width=64, height=64) if codec else new.add_stream_from_template(stream)
+        )
+        out.time_base = (stream.time_base if not form else Fraction(1, 25)) / 16
+        read = [packet for packet in old.demux(stream) if packet.size]
+        for number, packet in enumerate(read):
+            for place, (data, pts, dts) in enumerate(packets(number, packet, bytes(packet))):
+                made: Any = av.Packet(data)
+                made.pts, made.dts, made.time_base, made.stream = pts, dts, out.time_base, out
+                made.is_keyframe = packet.is_keyframe and place == 0
+                new.mux(made)
+    return target
+
+
+def with_edits(data: bytes, edits: Sequence[tuple[int, int]]) -> bytes:
+    """Return an MP4 of one track, its index at its end, with edits of (milliseconds, tick of the first frame)."""
+
+    def boxes(first: int, end: int) -> dict[bytes, bytes]:
+        found = {}
+        while first < end:
+            size = int.from_bytes(data[first : first + 4], "big")
+            found[data[first + 4 : first + 8]] = data[first : first + size]
+            first += size
+        return found
+
+    def box(kind: bytes, content: bytes) -> bytes:
+        return (8 + len(content)).to_bytes(4, "big") + kind + content
+
+    at = len(data) - len(boxes(0, len(data))[b"moov"])
+    moov = boxes(at + 8, len(data))
+    start = data.index(moov[b"trak"], at)
+    track = boxes(start + 8, start + len(moov[b"trak"])) | {b"edts": b""}
+    rows = b"".join(struct.pack(">iiI", *edit, 0x10000) for edit in edits)
+    elst = box(b"elst", struct.pack(">II", 0, len(edits)) + rows)
+    moov[b"trak"] = box(b"trak", track.pop(b"tkhd") + box(b"edts", elst) + b"".join(track.values()))
+    return data[:at] + box(b"moov", b"".join(moov.values()))

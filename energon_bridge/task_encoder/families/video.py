@@ -8,6 +8,8 @@ Qwen3-VL in transformers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
@@ -101,10 +103,14 @@ def frames_shape(frames: Any) -> tuple[int, int, int]:
 
 
 def _sampled(decoder: VideoDecoder, *, fps: float, least: int, most: int | None) -> VideoFrames:
-    found = decoder.get_metadata()
-    total, rate = found.video_num_frames, found.video_fps
-    if not total or not rate or not found.video_width or not found.video_height:
-        raise SampleError(f"{decoder!r} has no video with a known number of frames: {found}")
+    with decoder if isinstance(decoder, AVDecoder) else nullcontext():  # one opening for all that is asked
+        found = decoder.get_metadata(get_audio=False) if isinstance(decoder, AVDecoder) else decoder.get_metadata()
+        total, rate = found.video_num_frames, found.video_fps
+        if not total or not rate or not found.video_width or not found.video_height:
+            raise SampleError(f"{decoder!r} has no video with a known number of frames: {found}")
+        times = _times_of(decoder, range(total), rate)
+    if times is not None:
+        rate = (total - 1) / (times[-1] - times[0])
     wanted = max(int(total / rate * fps), least)
     count = min(wanted, total, most or total)
     numbers = np.linspace(0, total - 1, count).round().astype(int).tolist()
@@ -113,5 +119,18 @@ def _sampled(decoder: VideoDecoder, *, fps: float, least: int, most: int | None)
             decoder=decoder, numbers=tuple(numbers), height=int(found.video_height), width=int(found.video_width)
         ),
         fps=count / total * rate,
-        timestamps=tuple(number / rate for number in numbers),
+        timestamps=tuple(number / rate if times is None else times[number] - times[0] for number in numbers),
     )
+
+
+_ROUNDING_SECONDS = 0.002
+"""How far the times of frames at a constant rate may be from multiples of it, by the ticks of a container."""
+
+
+def _times_of(decoder: VideoDecoder, numbers: Sequence[int], rate: float) -> list[float] | None:
+    """Return when frames are shown; None if that follows from a constant rate, or the decoder does not tell."""
+    if not isinstance(decoder, AVDecoder):
+        return None
+    times = np.array(decoder.get_frame_times(numbers, precision=_ROUNDING_SECONDS / 2))
+    even = times[0] + np.array(numbers) / rate
+    return None if np.abs(times - even).max() <= _ROUNDING_SECONDS else times.tolist()
