@@ -20,6 +20,7 @@ from typing import Generic, TypeVar
 
 from energon_bridge.errors import EmptyDatasetError, FatalSampleError
 from energon_bridge.stream.draws import BatchRow
+from energon_bridge.stream.hook_values import shown
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.state import BufferedRefs, Counts, Stage
 
@@ -79,7 +80,7 @@ class Groups(Generic[T]):
 
     def __str__(self) -> str:
         """Say how many rows wait in which groups."""
-        some = ", ".join(f"{key!r:.50}" for key in islice(self._groups, 3))
+        some = ", ".join(shown(key) for key in islice(self._groups, 3))
         return f"{self.num_rows:,} rows in {len(self._groups):,} groups that are not full, such as {some}"
 
     @property
@@ -104,7 +105,7 @@ class Groups(Generic[T]):
             self._sizes[size] += 1
         if group.size != size:
             raise FatalSampleError(
-                f"batch_group_criterion returned batch size {size} for the group {key!r:.100}, but {group.size} "
+                f"batch_group_criterion returned batch size {size} for the group {shown(key)}, but {group.size} "
                 "before: return the same batch size for all samples of a group"
             )
         group.rows.append(row)
@@ -123,7 +124,7 @@ class Groups(Generic[T]):
         if size is None and self._batch_size is not None:
             return self._batch_size
         found = "both a batch_size and one from" if size is not None else "neither a batch_size nor one from"
-        raise FatalSampleError(f"the group {key!r:.100} has {found} batch_group_criterion: give exactly one of them")
+        raise FatalSampleError(f"the group {shown(key)} has {found} batch_group_criterion: give exactly one of them")
 
 
 def group_of(pipeline: Pipeline, row: BatchRow, counts: Counts) -> tuple[Hashable, int | None] | None:

@@ -22,6 +22,7 @@ import torch
 from energon_bridge.errors import FatalSampleError, SampleError
 
 _AS_THEY_ARE = frozenset({int, str, bytes, bool, NoneType})
+_EQUAL = tuple.__eq__
 _MOST_VALUES = 1024
 """Values of an array that is a group; every waiting row would keep more of them."""
 
@@ -41,12 +42,12 @@ def group_key(value: Any, hook: str) -> Hashable:
         return _plain(value)
     except _NotEqualToItselfError:
         raise SampleError(
-            f"{hook} returned the group {value!r:.100}: NaN is equal to no other group, so the sample would never be "
+            f"{hook} returned the group {shown(value)}: NaN is equal to no other group, so the sample would never be "
             "in a batch. Return a group of its own for such samples"
         ) from None
     except _NoValueError as error:
         raise FatalSampleError(
-            f"{hook} returned a {type(value).__name__} as the group ({value!r:.100}): {error}. Return what the samples "
+            f"{hook} returned a {type(value).__name__} as the group ({shown(value)}): {error}. Return what the samples "
             "of a batch share, as numbers, strings, or tuples of them"
         ) from error.__cause__
 
@@ -64,7 +65,7 @@ def _plain(value: Any) -> Hashable:
     # There is one object of each class and each member of an enumeration.
     if kind in _AS_THEY_ARE or isinstance(value, (type, Enum)):
         return value
-    if isinstance(value, list) or (isinstance(value, tuple) and "__eq__" not in vars(kind)):
+    if isinstance(value, list) or (isinstance(value, tuple) and vars(kind).get("__eq__", _EQUAL) == _EQUAL):
         return tuple([_plain(one) for one in value])
     if isinstance(value, Set):
         return frozenset([_plain(one) for one in value])
@@ -118,6 +119,11 @@ def _copied(value: Any) -> Any:
     if other is value:
         raise _NoValueError("it is equal only to itself, so no two samples would share a group")
     return other
+
+
+def shown(value: Any) -> str:
+    """Return the beginning of a value's text in one line, for messages."""
+    return " ".join(f"{value!r:.300}".split())[:100]
 
 
 def whole_number(value: Any) -> int | None:

@@ -467,6 +467,8 @@ class Pipeline:
         """
         now = self.code.now
         hook, given = hook or now.hook, now.sample
+        if not hook and isinstance(error, FatalSampleError):
+            raise error  # of one of several samples, and judged already
         now.rest()
         name = "skipped"
         if not isinstance(error, SkipSample):

@@ -32,7 +32,7 @@ from energon_bridge.errors import ConfigurationError, FatalSampleError, SampleEr
 from energon_bridge.rng import fold
 from energon_bridge.stores import CachePool
 from energon_bridge.stream.dataset_code import PendingSample
-from energon_bridge.stream.hook_values import group_key, selected_lists, whole_number
+from energon_bridge.stream.hook_values import group_key, selected_lists, shown, whole_number
 from energon_bridge.stream.watchdog import Activity, Words
 from energon_bridge.task_encoder.current import (
     BATCH,
@@ -212,6 +212,8 @@ class HookRunner:
             now.hook = "cook_crude_sample"
             seed_everything(fold(leaf_key, _COOK, index, epoch))
             sample = cook(sample)
+            if sample is None:
+                raise self._nothing()
         encoded = [sample]
         if self._pre:
             now.hook = self._first_name
@@ -290,7 +292,7 @@ class HookRunner:
         length = whole_number(found)
         if length is None:
             raise FatalSampleError(
-                f"{self._where} returned {type(found).__name__} {found!r:.100}: return the length of the sample, a "
+                f"{self._where} returned {type(found).__name__} {shown(found)}: return the length of the sample, a "
                 "whole number of tokens"
             )
         if length < 0:
@@ -314,7 +316,7 @@ class HookRunner:
         seed_everything(fold(leaf_key, _GROUP, index, epoch, output))
         found = self.encoder.batch_group_criterion(row)
         if not isinstance(found, tuple) or len(found) != 2:
-            got = "None" if found is None else f"{type(found).__name__} {found!r:.100}"
+            got = "None" if found is None else f"{type(found).__name__} {shown(found)}"
             raise FatalSampleError(
                 f"{self._where} returned {got}: return the group and its batch size (None: that of the loader), or "
                 "raise SkipSample"
@@ -323,7 +325,7 @@ class HookRunner:
         size = None if given is None else whole_number(given)
         if given is not None and (size is None or size < 1):
             raise FatalSampleError(
-                f"{self._where} returned batch size {given!r:.100} for the group {key!r:.100}; expected a whole number "
+                f"{self._where} returned batch size {shown(given)} for the group {shown(key)}; expected a whole number "
                 "of at least 1"
             )
         self.now.rest()
