@@ -321,6 +321,17 @@ def test_it_stops_at_the_same_microbatch_on_every_topology_and_after_every_stop(
         assert same == complaint
 
 
+def test_a_pass_says_how_many_rows_batch_drop_last_drops(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings: dict[str, Any] = {"batch_size": 3, "repeat": False}
+    (whole,) = loaders_of(train_dataset(data, task_encoder=Grouped(lambda n: n), **settings), 1, 0)
+    assert len(list(whole)) == SAMPLES
+    assert "batch_drop_last" not in caplog.text
+    spec = train_dataset(data, task_encoder=Grouped(lambda n: n), batch_drop_last=True, **settings)
+    (loader,) = loaders_of(spec, 1, 0)
+    assert not list(loader)
+    assert f"{data}: batch_drop_last drops 40 rows in 40 groups that are not full, such as" in caplog.text
+
+
 def test_many_groups_that_fill_may_wait(data: Path) -> None:
     """Each sample has a group of its own: a lane has each of them five times before the first group of six is full."""
     loader = loader_of(data, lambda n: n, batch_size=6)
