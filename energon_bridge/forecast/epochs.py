@@ -151,7 +151,7 @@ def forecast(run: Run, steps: int) -> Forecast:
         draws=int(counts.sum()),
         num_samples=spec.num_samples,
         leaves=tuple(leaves),
-        mix_epoch=float(_mix_epoch(run)) if spec.mode in ("repetitions", "concat") else None,
+        mix_epoch=float(sum(spec.epoch_samples)) if spec.mix.mode in ("repetitions", "concat") else None,
         schedule=_schedule(run, steps, int(counts.sum()), order),
         first_end=first_end,
         ends_first=tuple(place for place, number in enumerate(order) if ended[number]),
@@ -187,18 +187,14 @@ def _first_end(run: Run, sizes: IntArray) -> int | None:
     return high
 
 
-def _mix_epoch(run: Run) -> Fraction:
-    return sum((leaf.num_samples * leaf.share for leaf in run.spec.leaves), Fraction(0))
-
-
 def _shares(run: Run, global_draw: int) -> list[float]:
     """Return the part of the draws that each leaf gets, in order of identity."""
     spec = run.spec
     if spec.mode == "weights":
         weights = [float(weight) for weight in spec.weights.at(global_draw)]
         return [weight / math.fsum(weights) for weight in weights]
-    epoch = _mix_epoch(run)
-    return [float(leaf.num_samples * leaf.share / epoch) if spec.mode != "single" else 1.0 for leaf in spec.ordered]
+    epoch = sum(spec.epoch_samples)
+    return [float(samples / epoch) for samples in spec.epoch_samples]
 
 
 def share_curve(run: Run, steps: int, points: int = 64) -> tuple[SharePoint, ...]:

@@ -314,7 +314,7 @@ class Described:
         self.spec = spec
 
     def __len__(self) -> int:
-        return max(1, self.spec.num_samples)
+        return max(1, int(sum(self.spec.epoch_samples)))
 
 
 class EvalBatches:

@@ -56,6 +56,7 @@ _GROWING = {
 _GAUGES = {
     "epochs": "Epochs of the data so far.",
     "ready": "Microbatches made and not yet taken.",
+    "waiting_in_groups": "Samples drawn that wait in groups that are not full.",
     "wait_share": "Share of the time since the last update that the training loop waited for data.",
 }
 _OTHER = "As metrics() of the loader says."

@@ -220,12 +220,17 @@ class RunRecorder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetRow:
-    """What a rank delivered of one dataset; `planned` is its part of the draws in percent, None if nothing says it."""
+    """What a rank delivered of one dataset.
+
+    `planned` is its part of the draws in percent, None if nothing says it; `epoch_samples` are its samples in an epoch
+    of the mix.
+    """
 
     path: str
     split_part: str
     planned: float | None
     num_samples: int
+    epoch_samples: float
     draws: int
     counts: dict[str, int]
     identity: str = ""
@@ -316,7 +321,7 @@ def _datasets(loader: Any, spec: DatasetSpec) -> Iterator[DatasetRow]:
     rows = [row for row in loader.counters() if not row["parked"]]
     for row, planned in zip(rows, _planned(loader, spec, rows), strict=True):
         yield DatasetRow(
-            **{name: row[name] for name in ("path", "split_part", "num_samples")},
+            **{name: row[name] for name in ("path", "split_part", "num_samples", "epoch_samples")},
             planned=planned,
             draws=row["draws"] or 0,
             counts={name: row[name] for name in COUNTERS},

@@ -105,7 +105,7 @@ def _head(ranks: Sequence[RankSummary], recorder: RunRecorder) -> dict[str, obje
     found |= {"data-parallel ranks": ranks[0].ranks if ranks else 1}
     samples = sum(row.counts["samples"] for rank in ranks for row in rank.datasets)
     draws = sum(row.draws for rank in ranks for row in rank.datasets)
-    size = sum(row.num_samples for row in ranks[0].datasets) if ranks else 0
+    size = sum(row.epoch_samples for row in ranks[0].datasets) if ranks else 0
     if samples:
         found["samples delivered"] = f"{samples:,}"
     if draws and size:

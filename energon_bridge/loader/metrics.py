@@ -1,7 +1,7 @@
 """The metrics of a loader as plain numbers by name (`samples`, `epochs/NAME`, …), and the losses of its datasets.
 
 Everything is computed on request from what the loader keeps anyway; nothing is done per batch. The numbers are those of
-one rank: what it was restored with plus what it has delivered since.
+one rank: what it was restored with plus what it has delivered since. Only epochs are those of the run.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def flat_metrics(
 
     Returns:
         - the sums of the counters (`COUNTERS`: samples, skipped, errors, …);
-        - `draws` and `epochs` (draws divided by samples), if the stream has draws;
+        - if the stream has draws: `draws`, the `epochs` that the run has made with them if all ranks have drawn as much
+          (an epoch has each sample as often as repetitions say; `len(loader)` microbatches of each rank, if none is
+          skipped), and `waiting_in_groups`, the samples drawn that wait in groups that are not full;
         - `ready`: microbatches that workers have finished and the training loop has not taken;
         - `worker_restarts`: how often a dead worker was replaced;
         - `make_seconds` of all processes together, and of these `load_seconds` (waiting for samples to be read and
@@ -88,14 +90,15 @@ def flat_metrics(
     drawn = [row for row in present if row["draws"] is not None]
     if drawn:
         found["draws"] = sum(row["draws"] for row in drawn)
-        found["epochs"] = found["draws"] / sum(row["num_samples"] for row in drawn)
+        found["epochs"] = found["draws"] / sum(row["epoch_samples"] * row["of_lanes"] for row in drawn)
+        found["waiting_in_groups"] = sum(row["waiting_in_groups"] for row in drawn)
     if len(present) > 1:
         names = dataset_names([row["path"] for row in present], [row["split_part"] for row in present])
         for name, row in zip(names, present, strict=True):
             found[f"samples/{name}"] = row["samples"]
             found |= {f"{counter}/{name}": row[counter] for counter in ("errors", "skipped", "banned") if row[counter]}
             if row["epochs"] is not None:
-                found[f"epochs/{name}"] = row["epochs"]
+                found[f"epochs/{name}"] = row["epochs"] / row["of_lanes"]
     return found
 
 

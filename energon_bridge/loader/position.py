@@ -339,8 +339,9 @@ class Position:
         state, in the listing of a pass, or beyond `WorkerConfig.buffer_bytes`.
         """
         again = [row[-1] for row in self._counts] + [0] * len(self._parked)
-        rows = leaf_rows(self.saved())
-        return [row | {"encoded_again": number} for row, number in zip(rows, again, strict=True)]
+        samples = [float(number) for number in self._data.epoch_samples] + [0.0] * len(self._parked)
+        rows = zip(leaf_rows(self.saved()), again, samples, strict=True)
+        return [row | {"encoded_again": number, "epoch_samples": of_epoch} for row, number, of_epoch in rows]
 
     def document(self) -> doc.State:
         """Return the state of this rank."""

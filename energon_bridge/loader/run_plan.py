@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cached_property
 from types import GenericAlias
 from typing import Any, ClassVar, NoReturn
@@ -123,6 +124,15 @@ class Description:
         return sum(leaf.num_samples for leaf in self.leaves)
 
     @cached_property
+    def epoch_samples(self) -> tuple[Fraction, ...]:
+        """Samples of each leaf in an epoch of the data, in the order of the counters: as often as repetitions say.
+
+        If they are fractions, epochs differ, and this is the mean. Validation has each sample once.
+        """
+        repeats = self.mix.mode == "repetitions" and self.kind != "finite"
+        return tuple(leaf.num_samples * (leaf.share if repeats else Fraction(1)) for leaf in self.ordered)
+
+    @cached_property
     def grouped(self) -> bool:
         """Whether the encoder batches rows by groups."""
         selects = selection_of(self.packing_buffer_size, self.max_tokens_per_microbatch)
@@ -153,10 +163,8 @@ class Description:
 
     def epoch_length(self, world_size: int) -> int:
         """Return the microbatches of one rank in an epoch of an endless stream; at least 1."""
-        samples = self.num_samples
-        if self.as_energon and self.mode == "repetitions":
-            samples = sum(int(leaf.num_samples * leaf.share) for leaf in self.leaves)
-        return max(1, samples // (self.rows * world_size))
+        each = map(int, self.epoch_samples) if self.as_energon else self.epoch_samples  # it rounds, so as drop-in, too
+        return max(1, int(sum(each) // (self.rows * world_size)))
 
     @property
     def mode(self) -> str:
@@ -272,7 +280,7 @@ class RunPlan:
         if not self.data.shuffled:
             return InOrder(self.leaves)
         assert self.blend is None or isinstance(self.blend, EpochizedBlend)
-        return Shuffled(self.leaves, self.blend, epoch)
+        return Shuffled(self.leaves, self.blend, epoch, sum(self.data.epoch_samples))
 
     @property
     def dealt(self) -> Dealt | None:
@@ -431,8 +439,8 @@ class DatasetSpec(Description):
     """What `get_train_dataset` and `get_val_dataset` return, for `get_loader` and `get_savable_loader`.
 
     It is a description: before a loader is iterated, only the metadata of the datasets is read. `len()` is the number
-    of batches of a rank in a pass, or in an epoch of an endless stream, as for its loader. (Only the loader knows the
-    number for a packed or grouped pass; here each sample counts as a row.)
+    of batches of a rank in a pass, or in an epoch of an endless stream, as for its loader. (If samples are packed or
+    grouped, each counts as a row; only the loader of a pass knows the number.)
     """
 
     __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)  # annotations of energon users give it type arguments

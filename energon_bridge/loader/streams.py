@@ -203,6 +203,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+_NOTABLE = 0.05
+"""Share of the rows of a pass; a warning comes if more are dropped."""
 _BLOCK = 256
 """Rows that a rank holds in memory at a time while it asks for their groups."""
 
@@ -273,7 +275,10 @@ def _groups(pipeline: Pipeline, rows: DrawnRows | ListedRows, plan: RunPlan, eno
         if len(batches) >= enough:
             break
     else:
-        batches += [] if plan.data.batch_drop_last else groups.left()
+        drop = plan.data.batch_drop_last
+        batches += [] if drop else groups.left()
+        if drop and plan.facts.rank == 0 and groups.num_rows > _NOTABLE * rows.count:
+            logger.warning("%s: batch_drop_last drops %s, of %d of a pass", pipeline.paths, groups, rows.count)
     ends: list[int] = []
     for batch in batches:
         ends.append(len(batch) + (ends[-1] if ends else 0))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Protocol
 
 import numpy as np
@@ -88,13 +89,16 @@ class Shuffled:
         leaves: The leaves, cut for one lane.
         blend: How they are merged; None if there is one.
         epoch: Number of the pass.
+        samples: Samples of a pass, if there is one leaf; if they are a fraction, passes differ.
     """
 
-    def __init__(self, leaves: Sequence[Leaf], blend: EpochizedBlend | None, epoch: int) -> None:
+    def __init__(
+        self, leaves: Sequence[Leaf], blend: EpochizedBlend | None, epoch: int, samples: Fraction | int
+    ) -> None:
         self._leaves = leaves
         self._blend = blend
         if blend is None:
-            ends = [leaves[0].order.num_samples * number for number in (epoch, epoch + 1)]
+            ends = [int(samples * number) for number in (epoch, epoch + 1)]
         else:
             ends = [int(blend.drawn(0, number).sum()) for number in (epoch, epoch + 1)]
         self.first = ends[0]

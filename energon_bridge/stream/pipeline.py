@@ -105,6 +105,7 @@ class Pipeline:
         self.load_seconds = self.batch_seconds = 0.0
         self._asked: tuple[float, ...] = values_of(MADE)
         self.watchdog: Watchdog | None = None
+        self.warned_of_groups = False
         self.budget = Budget(settings.buffer_bytes, settings.lanes)
         self._sources: list[LeafSource | None] = [None] * len(leaves)
         self._cursors: OrderedDict[tuple[int, int], Cursor] = OrderedDict()
@@ -466,6 +467,8 @@ class Pipeline:
         """
         now = self.code.now
         hook, given = hook or now.hook, now.sample
+        if not hook and isinstance(error, FatalSampleError):
+            raise error  # of one of several samples, and judged already
         now.rest()
         name = "skipped"
         if not isinstance(error, SkipSample):

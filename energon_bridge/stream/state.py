@@ -80,6 +80,11 @@ class BufferedRefs:
             at += size
         return out
 
+    def samples(self, stage: Stage, leaves: int) -> IntArray:
+        """Return the samples of each leaf that wait in a stage, shape (leaves,)."""
+        waiting = self.members[np.repeat(self.rows[:, 0] == stage, self.rows[:, 1]), 0]
+        return np.bincount(waiting, minlength=leaves)
+
     def plain(self) -> tuple[bytes, ...]:
         """Return the rows as bytes: arrays would be views of the batch's shared memory and keep it in use."""
         return (self.rows.tobytes(), self.members.tobytes()) if len(self.rows) else ()

@@ -19,20 +19,20 @@ import os
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from operator import index as index_of
 from types import GeneratorType
-from typing import Any, Literal, SupportsIndex
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from energon_bridge.errors import ConfigurationError, FatalSampleError
+from energon_bridge.errors import ConfigurationError, FatalSampleError, SampleError
 from energon_bridge.rng import fold
 from energon_bridge.stores import CachePool
 from energon_bridge.stream.dataset_code import PendingSample
+from energon_bridge.stream.hook_values import group_key, selected_lists, shown, whole_number
 from energon_bridge.stream.watchdog import Activity, Words
 from energon_bridge.task_encoder.current import (
     BATCH,
@@ -212,6 +212,8 @@ class HookRunner:
             now.hook = "cook_crude_sample"
             seed_everything(fold(leaf_key, _COOK, index, epoch))
             sample = cook(sample)
+            if sample is None:
+                raise self._nothing()
         encoded = [sample]
         if self._pre:
             now.hook = self._first_name
@@ -274,10 +276,9 @@ class HookRunner:
         try:
             groups = self.encoder.select_samples_to_pack(samples)
             groups = list(groups) if isinstance(groups, GeneratorType) else groups
-            if groups is None or any(group is None for group in groups):
-                raise self._nothing("lists of its samples, one for each pack")
         finally:
             LAST.reset(token)
+        groups = selected_lists(groups, samples, self._where)
         self.now.rest()
         return groups
 
@@ -287,14 +288,17 @@ class HookRunner:
         self.now.hook, self.now.sample = "sample_length", sample
         if self._seeds_length:
             seed_everything(fold(leaf_key, _LENGTH, index, epoch, output))
-        length = self.encoder.sample_length(sample)
-        if isinstance(length, bool) or not isinstance(length, SupportsIndex):
+        found = self.encoder.sample_length(sample)
+        length = whole_number(found)
+        if length is None:
             raise FatalSampleError(
-                f"sample_length of {type(self.encoder).__name__} returned {type(length).__name__} {length!r}: return "
-                "the length of the sample, a whole number of tokens"
+                f"{self._where} returned {type(found).__name__} {shown(found)}: return the length of the sample, a "
+                "whole number of tokens"
             )
+        if length < 0:
+            raise SampleError(f"{self._where} returned the length {length}; expected at least 0")
         self.now.rest()
-        return max(1, index_of(length))
+        return max(1, length)
 
     def pack(self, samples: list[Any], leaf_key: int, index: int, epoch: int, output: int) -> list[Any]:
         """Return the rows of a pack; the key is that of its first sample."""
@@ -306,18 +310,24 @@ class HookRunner:
         self.now.rest()
         return rows
 
-    def group(self, row: Any, leaf_key: int, index: int, epoch: int, output: int) -> tuple[Any, int | None]:
-        """Return the group of a row and the batch size of the group, by `batch_group_criterion`."""
+    def group(self, row: Any, leaf_key: int, index: int, epoch: int, output: int) -> tuple[Hashable, int | None]:
+        """Return the group of a row, as a plain value, and the batch size of the group, by `batch_group_criterion`."""
         self.now.hook, self.now.sample = "batch_group_criterion", row
         seed_everything(fold(leaf_key, _GROUP, index, epoch, output))
         found = self.encoder.batch_group_criterion(row)
         if not isinstance(found, tuple) or len(found) != 2:
-            got = "None" if found is None else f"{type(found).__name__} {found!r}"
+            got = "None" if found is None else f"{type(found).__name__} {shown(found)}"
             raise FatalSampleError(
-                f"batch_group_criterion of {type(self.encoder).__name__} returned {got}: return the group and its "
-                "batch size (None: that of the loader), or raise SkipSample"
+                f"{self._where} returned {got}: return the group and its batch size (None: that of the loader), or "
+                "raise SkipSample"
             )
-        key, size = found
+        key, given = group_key(found[0], self._where), found[1]
+        size = None if given is None else whole_number(given)
+        if given is not None and (size is None or size < 1):
+            raise FatalSampleError(
+                f"{self._where} returned batch size {shown(given)} for the group {shown(key)}; expected a whole number "
+                "of at least 1"
+            )
         self.now.rest()
         return key, size
 
@@ -351,9 +361,12 @@ class HookRunner:
 
     def _nothing(self, wanted: str = "the sample", gave: str = "returned") -> FatalSampleError:
         verb = "return" if gave == "returned" else "yield"
-        return FatalSampleError(
-            f"{self.now.hook} of {type(self.encoder).__name__} {gave} None: {verb} {wanted}, or raise SkipSample"
-        )
+        return FatalSampleError(f"{self._where} {gave} None: {verb} {wanted}, or raise SkipSample")
+
+    @property
+    def _where(self) -> str:
+        """The running hook and its class, for messages."""
+        return f"{self.now.hook} of {type(self.encoder).__name__}"
 
 
 @contextlib.contextmanager

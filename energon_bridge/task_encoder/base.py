@@ -168,7 +168,11 @@ class TaskEncoder(Generic[SampleT, EncodedT, RawBatchT, BatchT]):
 
     @default_hook
     def batch_group_criterion(self, sample: EncodedT) -> tuple[Hashable, int | None]:
-        """Return the group of a row and the batch size of the group (None: the loader's). A full group is a batch."""
+        """Return the group of a row and the batch size of the group (None: the loader's). A full group is a batch.
+
+        A group is what the samples of a batch share, by value: numbers, strings, tensors or arrays of up to 1,024
+        numbers, lists and dicts of them, or whatever is equal to its copy.
+        """
         return None, None
 
     @default_hook

@@ -389,9 +389,15 @@ class LengthGrouper(Generic[T]):
     def group(self, sample: T) -> tuple[int, int | None]:
         """Return the group of a sample, named by its longest length, and the group's batch size.
 
-        Raises OverLongSampleError if the sample is longer than the last boundary.
+        Raises OverLongSampleError if the sample is longer than the last boundary, UnfitSampleError if its length is NaN
+        or negative.
         """
         length = self.length_of(sample)
+        if not length >= 0:
+            raise UnfitSampleError(
+                f"length_of of the LengthGrouper returned {length!r} for sample {getattr(sample, '__key__', '?')!r}; "
+                "expected a number of at least 0"
+            )
         at = bisect_left(self.boundaries, length)
         if at == len(self.boundaries):
             raise OverLongSampleError(

@@ -33,7 +33,7 @@ from typing import Any, Generic, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from energon_bridge.errors import ConfigurationError, OverLongSampleError, SkipSample
+from energon_bridge.errors import ConfigurationError, OverLongSampleError, SkipSample, UnfitSampleError
 from energon_bridge.task_encoder.current import count_over_long, current_buffer_is_last
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -407,7 +407,7 @@ class Packer(Generic[T]):
                 )
             size = {named[0]: size}
         try:
-            return [1 if name == SAMPLES and name not in size else int(size[name]) for name in self.limits]
+            return [1 if name == SAMPLES and name not in size else _whole(size[name], sample) for name in self.limits]
         except KeyError as error:
             raise ConfigurationError(
                 f"size_of returned no size under {error.args[0]!r} for sample {_key(sample)}, only {', '.join(size)}"
@@ -461,6 +461,20 @@ def cost_limit(lengths: npt.ArrayLike, costs: npt.ArrayLike, max_tokens: int, *,
             f"{slack=} and costs from {values.min()} to {values.max()}"
         )
     return max(1, ceil(max(values.max(), slack * max_tokens * values.sum() / tokens.sum())))
+
+
+def _whole(size: Any, sample: Any) -> int:
+    """Return a size as an integer; rounded down, packs would exceed their limits."""
+    try:
+        whole = int(size)
+        exact = bool(whole == size)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # NaN, or no number
+        exact = False
+    if not exact:
+        raise UnfitSampleError(
+            f"size_of returned {size!r:.100} for sample {_key(sample)}; expected a whole number: round sizes up"
+        )
+    return whole
 
 
 def _key(sample: Any) -> str:
