@@ -505,29 +505,26 @@ _CHATML = (
     "{%- macro called(message) -%}"
     "{%- for call in message.tool_calls or [] -%}{%- set function = call.function or call -%}"
     "{{ '' if loop.first and not message.content else '\n' }}"
-    "{{ '<tool_call>\n{\"name\": \"' + function.name + '\", \"arguments\": ' }}"
+    '{{ \'<tool_call>\n{"name": "\' + function.name + \'", "arguments": \' }}'
     "{{ function.arguments if function.arguments is string else function.arguments | default({}) | tojson }}"
     "{{ '}\n</tool_call>' }}{%- endfor -%}"
     "{%- endmacro -%}"
-    "{%- set begins_with_system = messages and messages[0].role == 'system' -%}"
-    "{%- if tools -%}"
-    "{{ '<|im_start|>system\n' + (parts(messages[0].content) + '\n\n' if begins_with_system else '') }}"
-    "{{ '# Tools\n\nYou may call one or more functions to assist with the user query.\n\n' }}"
-    "{{ 'You are provided with function signatures within <tools></tools> XML tags:\n<tools>' }}"
-    "{%- for tool in tools -%}{{ '\n' + (tool | tojson) }}{%- endfor -%}"
-    "{{ '\n</tools>\n\nFor each function call, return a json object with function name and arguments within ' }}"
-    "{{ '<tool_call></tool_call> XML tags:\n<tool_call>\n' }}"
-    "{{ '{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call><|im_end|>\n' }}"
-    "{%- endif -%}"
-    "{%- for message in messages -%}{%- if not (tools and begins_with_system and loop.first) -%}"
-    "{{ '<|im_start|>' + message.role + '\n' + parts(message.content) + called(message) + '<|im_end|>\n' }}"
-    "{%- endif -%}{%- endfor -%}"
+    "{%- macro listed(tools) -%}"
+    "{{ '<tools>' }}{%- for tool in tools -%}{{ '\n' + (tool | tojson) }}{%- endfor -%}{{ '\n</tools>' }}"
+    "{%- endmacro -%}"
+    "{%- if tools and (not messages or messages[0].role != 'system') -%}"
+    "{{ '<|im_start|>system\n' + listed(tools) + '<|im_end|>\n' }}{%- endif -%}"
+    "{%- for message in messages -%}"
+    "{{ '<|im_start|>' + message.role + '\n' + parts(message.content) + called(message) }}"
+    "{%- if tools and loop.first and message.role == 'system' -%}{{ '\n\n' + listed(tools) }}{%- endif -%}"
+    "{{ '<|im_end|>\n' }}"
+    "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
 )
 
 CHATML_TEMPLATE = _with_parts(_CHATML, "<image>", "<video>")
 """ChatML: `<|im_start|>role`, a line break, the text, `<|im_end|>`, a line break; `<image>` for an image.
-Tools, and calls of them, are written as Qwen3 writes them; what a tool says is a turn of its role."""
+Tools stand in the system prompt, in `<tools>`, and calls of them in answers, in `<tool_call>`."""
 
 QWEN_VL_TEMPLATE = _with_parts(
     _CHATML, "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
