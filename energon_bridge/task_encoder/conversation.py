@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from energon_bridge.errors import ConfigurationError, SampleError, UnfitSampleError
-from energon_bridge.task_encoder.templates import ChatTemplate
+from energon_bridge.task_encoder.templates import ChatTemplate, source_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,7 +193,7 @@ def render(content: Conversation | Document, config: MultiModalSampleConfig, tok
         raise SampleError("the conversation has no answer to learn")
     if template.system and turns[0].role != "system":
         turns.insert(0, Turn("system", template.system))
-    chat_template = template.chat_template or getattr(tokenizer, "chat_template", None)
+    chat_template = source_of(tokenizer, template.chat_template)
     if chat_template is None or template.layout is not None:
         layout = template.layout or TurnLayout()
         return Rendered(list(_lay_out(turns, layout, template)), layout.has_special_tokens)

@@ -26,7 +26,7 @@ from energon_bridge.errors import ConfigurationError, SampleError, UnfitSampleEr
 PROBE = "a text"
 _SHOWN = 200
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # transformers fills the first two from any of them
-_BEFORE_ALL = ("system", "developer")
+BEFORE_ALL = ("system", "developer")
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -89,7 +89,7 @@ class ChatTemplate:
             UnfitSampleError: It cannot be told which text the answers are.
         """
         find = self._marked if self.marks else self._compared
-        first = next(n for n, message in enumerate(messages) if message["role"] not in _BEFORE_ALL)
+        first = next(n for n, message in enumerate(messages) if message["role"] not in BEFORE_ALL)
         try:
             return find(messages, tools, numbers)
         except SampleError:
@@ -250,8 +250,8 @@ class ChatTemplate:
         user, assistant = self.roles
         turns = [{"role": role, "content": content}]
         if role != user:
-            turns.insert(role in _BEFORE_ALL, {"role": user, "content": self._said(user, "q")})
-        if role not in (user, assistant, *_BEFORE_ALL):
+            turns.insert(role in BEFORE_ALL, {"role": user, "content": self._said(user, "q")})
+        if role not in (user, assistant, *BEFORE_ALL):
             function = {"name": "probe", "arguments": {} if arguments is None else arguments}
             calls = [{"id": "call12345", "type": "function", "function": function}]
             turns.insert(1, {"role": assistant, "content": self._said(assistant, ""), "tool_calls": calls})
@@ -263,6 +263,12 @@ class ChatTemplate:
 
     def _said(self, role: str, text: str) -> Any:
         return [{"type": "text", "text": text}] if self.takes_parts(role) else text
+
+
+def source_of(tokenizer: Any, template: Any = None, kind: str = "default") -> Any:
+    """Return a template, or the tokenizer's own; of several, that of a kind, if there is one."""
+    source = template or getattr(tokenizer, "chat_template", None)
+    return source.get(kind) if isinstance(source, Mapping) else source
 
 
 def parsed(text: str | bytes, what: str) -> Any:

@@ -24,7 +24,7 @@ from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.task_encoder.conversation import Document
 from energon_bridge.task_encoder.families.chat import Chat, Message, Part, check_keys, keys_of, parts_of
 from energon_bridge.task_encoder.families.vision import IMAGE_TYPE, TEXT_TYPE, VIDEO_TYPE, Family, Kind, Plan
-from energon_bridge.task_encoder.templates import PROBE, ChatTemplate, Span
+from energon_bridge.task_encoder.templates import BEFORE_ALL, PROBE, ChatTemplate, Span, source_of
 from energon_bridge.task_encoder.texts import is_fast, tokens_of, tokens_with_offsets
 
 _logger = logging.getLogger(__name__)
@@ -226,8 +226,7 @@ class ChatRenderer:
 
 def _is_shaped(chat: Chat, template: ChatTemplate) -> bool:
     """Return whether more than the texts decides about the rendering, or the conversation begins with an answer."""
-    first = next((message for message in chat.messages if message.role != "system"), None)
-    if first is not None and first.role == "assistant":
+    if next(message.role for message in chat.messages if message.role not in BEFORE_ALL) == "assistant":
         return True
     return any(message.keys and any(map(template.uses, message.keys)) for message in chat.messages)
 
@@ -245,16 +244,15 @@ def renderer_of(
     Raises:
         ConfigurationError: There is no template.
     """
-    sources: Any = template or getattr(tokenizer, "chat_template", None)
-    source = sources.get("default") if isinstance(sources, Mapping) else sources
+    source = source_of(tokenizer, template)
     if not isinstance(source, str):
         raise ConfigurationError(
             f"{type(tokenizer).__name__} has no chat template (found: {type(source).__name__}): set "
             "ChatConfig(chat_template=...), for example to CHATML_TEMPLATE of energon_bridge.task_encoder.families"
         )
     made = ChatTemplate(tokenizer=tokenizer, source=source, options=options)
-    source = sources.get("tool_use") if isinstance(sources, Mapping) else None
-    with_tools = replace(made, source=source) if isinstance(source, str) else made
+    for_tools = source_of(tokenizer, template, "tool_use")
+    with_tools = replace(made, source=for_tools) if isinstance(for_tools, str) and for_tools != source else made
     return ChatRenderer(plain=made, with_tools=with_tools, family=family, learn=learn)
 
 
