@@ -237,7 +237,8 @@ def _render_chat(
 ) -> Iterator[Piece]:
     """Yield the text up to the last answer; which of it is learned, `templates` says."""
     names = {"system": "system", "user": template.roles[0], "assistant": template.roles[1]}
-    messages = [{"role": names[turn.role], "content": turn.text} for turn in turns]
+    last = max(number for number, turn in enumerate(turns) if turn.role == "assistant")
+    messages = [{"role": names[turn.role], "content": turn.text} for turn in turns[: last + 1]]
     rendering = ChatTemplate(tokenizer=tokenizer, source=chat_template, roles=template.roles)
     numbers = [number for number, turn in enumerate(turns) if turn.role == "assistant" and turn.learned]
     text, spans = rendering.answers(messages, None, numbers)
@@ -252,5 +253,5 @@ def _render_chat(
         yield Piece(text[done : span.start])
         yield Piece(text[slice(*span)], learned=True)
         done = span.end
-    if any(turn.role == "assistant" for turn in turns[numbers[-1] + 1 :]):
+    if numbers[-1] < last:
         yield Piece(text[done:])  # answers that are not learned, and the images of their questions

@@ -112,7 +112,7 @@ def test_a_turn_is_shown_with_what_stands_beside_its_content() -> None:
     calls = [{"function": {"name": "zoom"}}]
     turns = [{"role": "assistant", "content": content, "tool_calls": calls, "name": None} for content in (None, "a")]
     beside = Text("json", json.dumps({"tool_calls": calls}, indent=2))
-    assert items_of(turns) == [Turn("assistant", (beside,)), Turn("assistant", (Text("text", "a"), beside))]
+    assert list(items_of(turns)) == [Turn("assistant", (beside,)), Turn("assistant", (Text("text", "a"), beside))]
 
 
 def test_what_does_not_load_is_shown_with_its_error(tmp_path: Path) -> None:

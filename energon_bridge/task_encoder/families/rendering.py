@@ -131,9 +131,11 @@ class ChatRenderer:
         if "ends" in self.named:
             return
         self.named.add("ends")
-        special = getattr(self.plain.tokenizer, "all_special_tokens", ())
-        behind = next((token for token in special if spans and text.startswith(token, spans[-1].end)), None)
-        if behind is not None and behind not in placeholder_tokens(self.family):
+        own = (None, *placeholder_tokens(self.family))
+        special = tuple(token for token in getattr(self.plain.tokenizer, "all_special_tokens", ()) if token not in own)
+        end = spans[-1].end if spans else 0
+        behind = next((token for token in special if text.startswith(token, end)), None)
+        if behind is not None and not text[:end].rstrip().endswith(special):
             _logger.warning(
                 "the chat template ends what it marks before %r, so the model does not learn to end its answers: put "
                 "{%% endgeneration %%} behind that token",
