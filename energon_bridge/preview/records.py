@@ -32,6 +32,7 @@ _PLAYABLE: dict[str, Literal["video", "audio"]] = {
     **dict.fromkeys(("wav", "flac", "mp3", "ogg", "opus", "m4a"), "audio"),
 }
 _TURNS = ("messages", "conversations", "conversation")
+_OWN_KEYS = ("role", "from", "content", "value")
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 
 
@@ -222,9 +223,11 @@ def _turns(value: Any) -> list[Item]:
     found: list[Item] = []
     for turn in value[:_MOST_ITEMS]:
         role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-        if not isinstance(role, str) or content is None:
+        beside = {name: said for name, said in turn.items() if name not in _OWN_KEYS and said is not None}
+        if not isinstance(role, str) or (content is None and not beside):
             return []
-        found.append(Turn(_ROLES.get(role, role)[:40], tuple(_content(content))))
+        items = [*([] if content is None else _content(content)), *([_json(beside)] if beside else [])]
+        found.append(Turn(_ROLES.get(role, role)[:40], tuple(items)))
     if len(value) > _MOST_ITEMS:
         found.append(Turn("…", (Text("note", f"and {len(value) - _MOST_ITEMS:,} more turns"),)))
     return found

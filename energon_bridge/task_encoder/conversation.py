@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from energon_bridge.errors import ConfigurationError, SampleError, UnfitSampleError
+from energon_bridge.task_encoder.templates import ChatTemplate, source_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,10 +140,11 @@ class Turn(NamedTuple):
 
     role: Literal["system", "user", "assistant"]
     text: str
+    learned: bool = True  # of an answer
 
 
 class Piece(NamedTuple):
-    """A piece of text, tokenised separately: shown or learned; with `ends`, the end-of-sequence token follows it."""
+    """A piece of text, tokenised separately: shown or learned; with `ends`, the end-of-sequence token belongs to it."""
 
     text: str
     learned: bool = False
@@ -187,11 +189,11 @@ def render(content: Conversation | Document, config: MultiModalSampleConfig, tok
         last = pieces.pop().text if pieces[-1].learned else ""
         return Rendered([*pieces, _ended(last, template, has_special_tokens=False)], False)
     turns = list(content.turns)
-    if not any(turn.role == "assistant" for turn in turns):
+    if not any(turn.role == "assistant" and turn.learned for turn in turns):
         raise SampleError("the conversation has no answer to learn")
     if template.system and turns[0].role != "system":
         turns.insert(0, Turn("system", template.system))
-    chat_template = template.chat_template or getattr(tokenizer, "chat_template", None)
+    chat_template = source_of(tokenizer, template.chat_template)
     if chat_template is None or template.layout is not None:
         layout = template.layout or TurnLayout()
         return Rendered(list(_lay_out(turns, layout, template)), layout.has_special_tokens)
@@ -226,37 +228,30 @@ def _lay_out(turns: Sequence[Turn], layout: TurnLayout, template: ConversationTe
             continue
         yield Piece(shown + layout.prompt.format(**names))
         text = layout.answer.format(text=turn.text, **names) if turn.text else ""
-        yield _ended(text, template, has_special_tokens=layout.has_special_tokens)
+        yield _ended(text, template, has_special_tokens=layout.has_special_tokens)._replace(learned=turn.learned)
         shown = layout.between
 
 
 def _render_chat(
     turns: Sequence[Turn], chat_template: str, template: ConversationTemplateConfig, tokenizer: Any
 ) -> Iterator[Piece]:
-    """Find the text of each answer: what the template adds after the prompt for it."""
+    """Yield the text up to the last answer; which of it is learned, `templates` says."""
     names = {"system": "system", "user": template.roles[0], "assistant": template.roles[1]}
-    messages = [{"role": names[turn.role], "content": turn.text} for turn in turns]
-
-    def text_of(end: int, **options: Any) -> str:
-        text: str = tokenizer.apply_chat_template(
-            messages[:end], chat_template=chat_template, tokenize=False, **options
-        )
-        return text
-
-    done = ""
-    for number, turn in enumerate(turns):
-        if turn.role != "assistant":
-            continue
-        prompt = text_of(number, add_generation_prompt=True)
-        whole = text_of(number + 1)
-        # A template ends its turns with a line break, which is not part of the answer.
-        answer = whole[len(prompt) :].rstrip()
-        if not (prompt.startswith(done) and whole.startswith(prompt) and turn.text.strip() in answer):
+    last = max(number for number, turn in enumerate(turns) if turn.role == "assistant")
+    messages = [{"role": names[turn.role], "content": turn.text} for turn in turns[: last + 1]]
+    rendering = ChatTemplate(tokenizer=tokenizer, source=chat_template, roles=template.roles)
+    numbers = [number for number, turn in enumerate(turns) if turn.role == "assistant" and turn.learned]
+    text, spans = rendering.answers(messages, None, numbers)
+    for number, span in zip(numbers if not rendering.marks else (), spans, strict=False):
+        if turns[number].text.strip() not in text[slice(*span)]:
             raise UnfitSampleError(
-                "the chat template cannot be used for training: it must render a conversation up to an answer as the "
-                f"turns before it with add_generation_prompt=True, plus the answer. The turns before give {prompt!r}, "
-                f"but the conversation {whole!r}"
+                f"the chat template cannot be used for training: it writes {text[slice(*span)]!r} for the answer "
+                f"{turns[number].text!r}"
             )
-        yield Piece(prompt[len(done) :])
-        yield Piece(answer, learned=True)
-        done = prompt + answer
+    done = 0
+    for span in spans:
+        yield Piece(text[done : span.start])
+        yield Piece(text[slice(*span)], learned=True)
+        done = span.end
+    if numbers[-1] < last:
+        yield Piece(text[done:])  # answers that are not learned, and the images of their questions

@@ -265,7 +265,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
                     sequence.add(expanded, learned=False)
                 sequence.add(next(tokens), learned=piece.learned)
             if piece.ends and eos is not None:
-                sequence.add([eos], learned=True)
+                sequence.add([eos], learned=piece.learned)
         return visual
 
     def _image_tokens(self, visual: Mapping[str, Tensor]) -> list[int]:
@@ -323,7 +323,7 @@ def _key(sample: Any) -> Any:
 
 def _first_answer(content: Conversation | Document) -> str:
     if isinstance(content, Conversation):
-        return next(turn.text for turn in content.turns if turn.role == "assistant")
+        return next(turn.text for turn in content.turns if turn.role == "assistant" and turn.learned)
     return next(piece.text for piece in content.pieces if piece.learned)
 
 

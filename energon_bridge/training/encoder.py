@@ -28,7 +28,7 @@ from energon_bridge.task_encoder.families import (
     Family,
     QwenFamily,
 )
-from energon_bridge.task_encoder.families.chat import chat_of
+from energon_bridge.task_encoder.families.chat import chat_of, check_keys, keys_of
 from energon_bridge.task_encoder.families.vision import PreparedSample
 from energon_bridge.task_encoder.images import IMAGE_EXTENSIONS
 from energon_bridge.task_encoder.multimodal import MultiModalBatch, MultiModalSample, MultiModalTaskEncoder
@@ -177,7 +177,7 @@ def _sizes(sample: MultiModalSample | PreparedSample) -> dict[str, int]:
 #
 # In crude datasets that `python -m energon_bridge.training` reads without a custom cooker. A sample has a part `json`
 # (a line of a `.jsonl` file is one) with the turns as `messages` (`role`, `content`) or `conversations` (`from`,
-# `value`), and its images in one of these places, in the order of their placeholders:
+# `value`), `system` and `tools` beside them, and its images in one of these places, in the order of their placeholders:
 #
 #     {"image": NAME} or {"images": [NAME, …]}   in the auxiliary store `images` of the dataset, if it has one, else
 #                                                among the sample's own parts
@@ -210,27 +210,31 @@ def cook_conversation(sample: Mapping[str, Any], **stores: FileStore) -> ChatSam
         images = _own_images(sample)
     else:
         images = [_image(name, sample, stores) for name in ([named] if isinstance(named, str) else named)]
-    return ChatSample(**basic_sample_keys(sample), messages=turns, images=images)
+    tools, system = content.get("tools"), content.get("system")
+    return ChatSample(**basic_sample_keys(sample), messages=turns, images=images, tools=tools, system=system)
 
 
 COOKERS = (Cooker(cook_conversation),)
+_named: set[str] = set()
 
 
 def encode_chat(sample: ChatSample, config: MultiModalSampleConfig) -> Conversation:
     """Show the questions, learn the answers: for `MultiModalTaskEncoder`, which renders turns without a template.
 
     Raises:
-        SampleError: The sample has a video, or a turn of another role.
+        SampleError: The sample has a video, a turn of another role, or an answer that only calls tools.
     """
     chat = chat_of(sample)
     if chat.videos:
         raise SampleError("a conversation with videos needs a chat template: set data.chat_template")
+    if unused := keys_of(chat):
+        check_keys(chat, unused, _named, "only a chat template can use it; set data.chat_template")
     turns: list[Turn] = []
     for message in chat.messages:
         text = "".join(part.text if part.kind == "text" else config.image_token.token_str for part in message.parts)
         if message.role not in ("system", "user", "assistant"):
             raise SampleError(f"a turn of {message.role!r} needs a chat template with such turns")
-        turns.append(Turn(cast(Literal["system", "user", "assistant"], message.role), text))
+        turns.append(Turn(cast(Literal["system", "user", "assistant"], message.role), text, message.learned))
     return Conversation(turns=turns, images=chat.images)
 
 

@@ -108,6 +108,13 @@ def test_conversations_are_turns(tmp_path: Path) -> None:
     assert found[1].sizes()["turns"] == [3]
 
 
+def test_a_turn_is_shown_with_what_stands_beside_its_content() -> None:
+    calls = [{"function": {"name": "zoom"}}]
+    turns = [{"role": "assistant", "content": content, "tool_calls": calls, "name": None} for content in (None, "a")]
+    beside = Text("json", json.dumps({"tool_calls": calls}, indent=2))
+    assert list(items_of(turns)) == [Turn("assistant", (beside,)), Turn("assistant", (Text("text", "a"), beside))]
+
+
 def test_what_does_not_load_is_shown_with_its_error(tmp_path: Path) -> None:
     found = {one.key: one for one in records_of(previews.hostile_dataset(tmp_path / "hostile"))}
     assert len(found) == 5

@@ -127,8 +127,8 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str, list[str]]] = 
         {"chat_template": MARKED},
         ("<image>a", "b", "c", "d"),
         f"<|im_start|>user\n{_PIC}a<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n"
-        "<|im_start|>assistant\nd<|im_end|>",
-        ["b<|im_end|>", "d<|im_end|>"],
+        "<|im_start|>assistant\nd",
+        ["b", "d"],
     ),
     "llava": (
         "llava",
@@ -143,13 +143,6 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str, list[str]]] = 
         ("<image>a", ""),
         f"<s>be kind USER: {_SHOT}\na ASSISTANT: </s>",
         [" </s>"],
-    ),
-    "llava, of transformers": (
-        "llava",
-        {"chat_template": VICUNA},
-        ("a<image>", "b and e", "c", "d"),
-        f"USER: {_SHOT}\na ASSISTANT: b and e USER: c ASSISTANT: d",
-        ["b and e", "d"],
     ),
     "texts only": (
         "llava",
@@ -284,9 +277,14 @@ def test_tokens_are_those_of_the_whole_text() -> None:
     for template in (VICUNA, tokenizer_of("llava").chat_template):
         encoder = ChatTemplateTaskEncoder(tokenizer, None, ChatConfig(chat_template=template))
         sample = encoder.encode(chat("what is it?", "a cat", "sure?", "yes"))
-        assert [text.strip() for text in learned_of(encoder, sample)] == (
-            ["a cat", "yes"] if template == VICUNA else ["a cat</s>", "yes</s>"]
-        )
+        if template == VICUNA:  # its marks end with the blank in front of the next turn
+            out = tokenizer.apply_chat_template(
+                messages, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
+            )
+            expected = [token for token, yes in zip(out["input_ids"], out["assistant_masks"], strict=True) if yes]
+            assert sample.labels[sample.loss_mask.bool()].tolist() == expected
+        else:
+            assert [text.strip() for text in learned_of(encoder, sample)] == ["a cat</s>", "yes</s>"]
         whole = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
         expected = tokenizer(whole, add_special_tokens=False)["input_ids"]
         shown = [*sample.tokens.tolist(), int(sample.labels[-1])]

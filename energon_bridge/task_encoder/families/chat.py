@@ -5,14 +5,17 @@ part), and the types that `MultiModalTaskEncoder` encodes. A turn is `{"role": �
 "value": …}`; `human` and `gpt` mean `user` and `assistant`. Its content is a text with the placeholders `<image>` and
 `<video>`, or a list of parts `{"type": "text", "text": …}`, `{"type": "image"}`, `{"type": "video"}`. Images and videos
 come in order from the sample's own fields (`images`, `image`, `imgs`; `videos`, `video`), or from the parts.
+
+All other keys of a turn (`tool_calls`, `reasoning_content`, `name`, …) go to the chat template as they are. Those of
+`_FLAGS` also say whether an answer is learned. `system` and `tools` may stand beside the turns.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import Tensor
@@ -22,11 +25,22 @@ from energon_bridge.samples import Sample, VidQASample, edataclass
 from energon_bridge.task_encoder.conversation import Conversation
 from energon_bridge.task_encoder.families.vision import Kind
 from energon_bridge.task_encoder.sample_encoders import images_of
+from energon_bridge.task_encoder.templates import parsed
 
+_logger = logging.getLogger(__name__)
 IMAGE, VIDEO = "<image>", "<video>"
 _PLACEHOLDERS = re.compile(r"\n?(<image>|<video>)\n?")
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 _TURNS = ("messages", "conversations", "conversation")
+_OWN_KEYS = frozenset({"role", "from", "content", "value"})
+_FLAGS: Mapping[str, bool] = {
+    **dict.fromkeys(("weight", "loss", "loss_scale", "train", "training", "train_on_turn"), True),
+    **dict.fromkeys(("mask", "masked"), False),
+}
+"""Keys that say whether a turn is learned, and the value of those that are."""
+_DETAILS = ("train_detail", "training_detail")
+_SAYING = ("tool_calls", "function_call", "reasoning_content", "thinking", "reasoning")
+"""Keys that an assistant can say something with in place of a content."""
 _FIELDS: Mapping[Kind, Sequence[str]] = {"image": ("images", "image", "imgs"), "video": ("videos", "video")}
 
 
@@ -35,13 +49,14 @@ class ChatSample(Sample):
     """A conversation with its images and videos in the order of their placeholders.
 
     `messages` is a list of turns, or JSON of one; a video is a `VideoFrames`, frames alone, a list of images, or a
-    decoder of videos.
+    decoder of videos. `tools` is a list of JSON schemas, or JSON of one; `system` is the system prompt, if no turn is.
     """
 
     messages: Any
     images: Any = None
     videos: Any = None
     tools: Any = None
+    system: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +69,13 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """One turn of a conversation."""
+    """One turn of a conversation: whether it is learned if it is an answer, and its other keys."""
 
     role: str
     parts: tuple[Part, ...]
+    learned: bool = True
+    has_content: bool = True
+    keys: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
@@ -84,19 +102,23 @@ def chat_of(sample: Any, *, place_images: Literal["before", "after"] = "before")
     """Return the conversation of a sample that has turns.
 
     Raises:
-        SampleError: The turns have an unknown shape, or the numbers of images and videos differ from the placeholders.
+        SampleError: The turns have an unknown shape, a flag that cannot be honoured, or other numbers of placeholders
+            than there are images and videos.
     """
     holder = _turns_of(sample)
     name = next(name for name in _TURNS if _value(holder, name) is not None)
     turns = _value(holder, name)
     if isinstance(turns, str | bytes):
-        turns = _parsed(turns)
-    tools = _value(holder, "tools")
+        turns = parsed(turns, "turns")
+    tools, system = _value(holder, "tools"), _value(holder, "system")
     if isinstance(turns, Mapping):
         tools = turns.get("tools") if tools is None else tools
+        system = turns.get("system") if system is None else system
         turns = next((turns[name] for name in _TURNS if name in turns), None)
     if not isinstance(turns, Sequence) or not turns:
         raise SampleError(f"{name} must be a non-empty list of turns, got {turns!r}"[:500])
+    if system:
+        turns = _with_system(turns, system)
     payloads: dict[Kind, list[Any]] = {"image": [], "video": []}
     waiting = {kind: media_of(sample, kind) for kind in payloads}
     messages = [_message(turn, payloads, waiting) for turn in turns]
@@ -105,13 +127,13 @@ def chat_of(sample: Any, *, place_images: Literal["before", "after"] = "before")
         messages=tuple(placed),
         images=tuple(payloads["image"]),
         videos=tuple(payloads["video"]),
-        tools=tools or None,
+        tools=_tools_of(tools),
     )
 
 
 def chat_of_conversation(content: Conversation) -> Chat:
     """Return the conversation that a sample encoder made, with `<image>` for each image."""
-    messages = tuple(Message(role=turn.role, parts=parts_of(turn.text)) for turn in content.turns)
+    messages = tuple(Message(role=turn.role, parts=parts_of(turn.text), learned=turn.learned) for turn in content.turns)
     places = sum(part.kind == "image" for message in messages for part in message.parts)
     if places != len(content.images):
         raise SampleError(_mismatch("image", places, len(content.images)))
@@ -160,6 +182,12 @@ def _is_frame(value: Any) -> bool:
 def _message(turn: Any, payloads: dict[Kind, list[Any]], waiting: dict[Kind, list[Any]]) -> Message:
     role = turn.get("role", turn.get("from")) if isinstance(turn, Mapping) else None
     content = turn.get("content", turn.get("value")) if role is not None else None
+    keys: dict[str, Any] = {}
+    if isinstance(turn, Mapping):
+        keys = {name: value for name, value in turn.items() if value is not None and name not in _OWN_KEYS}
+    has_content = content is not None or not any(name in keys for name in _SAYING)
+    if not has_content:
+        content = ()
     if not isinstance(role, str) or not isinstance(content, str | list | tuple):
         raise SampleError(f"a turn must have role and content, or from and value, got {turn!r}"[:500])
     role = _ROLES.get(role, role)
@@ -171,7 +199,94 @@ def _message(turn: Any, payloads: dict[Kind, list[Any]], waiting: dict[Kind, lis
         if payload is None and waiting[part.kind]:
             payload = waiting[part.kind].pop(0)
         payloads[part.kind].append(payload)
-    return Message(role=role, parts=parts)
+    learned = not keys or _is_learned(role, keys)
+    return Message(role=role, parts=parts, learned=learned, has_content=has_content, keys=keys)
+
+
+def _is_learned(role: str, keys: Mapping[str, Any]) -> bool:
+    """Return whether the keys of a turn leave it to be learned. Raises SampleError for what cannot be honoured."""
+    if details := next((name for name in _DETAILS if keys.get(name)), None):
+        raise SampleError(f"a turn has {details}={keys[details]!r}, but turns are learned as a whole or not"[:500])
+    said: list[bool] = []
+    for name, meaning in _FLAGS.items():
+        value = keys.get(name)
+        if value is None:
+            continue
+        # Numbers are weights. For a mask, both 0 and 1 are in use for what is learned.
+        if not isinstance(value, bool) and (not meaning or value not in (0, 1)):
+            choices = "0 or 1, true or false" if meaning else "true (left out of the loss) or false"
+            raise SampleError(
+                f"a turn of {role!r} has {name}={value!r}, which cannot be honoured: give {choices}"[:500]
+            )
+        said.append(bool(value) is meaning)
+        if said[-1] and meaning and role != "assistant":
+            raise SampleError(
+                f"a turn of {role!r} has {name}={value!r}, but only answers are learned: give the key to turns of the "
+                "assistant only"
+            )
+    return all(said)
+
+
+def _with_system(turns: Sequence[Any], system: Any) -> list[Any]:
+    """Return turns that begin with a system prompt: their own, or the one beside them."""
+    first = turns[0]
+    own = None
+    if isinstance(first, Mapping) and first.get("role", first.get("from")) == "system":
+        own = first.get("content", first.get("value"))
+    if own is None:
+        return [{"role": "system", "content": system}, *turns]
+    if own != system:
+        _warn_once(
+            "system",
+            _named,
+            "a sample has a turn with a system prompt and another `system` beside its turns: the turn is used, and so "
+            "in all such samples",
+        )
+    return list(turns)
+
+
+def _tools_of(tools: Any) -> list[Any] | None:
+    """Return the tools of a sample: a list, or JSON of one or of each. Raises SampleError for anything else."""
+    if isinstance(tools, str | bytes):
+        tools = parsed(tools, "tools") if tools.strip() else None
+    if not tools:
+        return None
+    listed = [tools] if isinstance(tools, Mapping) else tools
+    if isinstance(listed, list | tuple):
+        found = [parsed(tool, "tools") if isinstance(tool, str | bytes) else tool for tool in listed]
+        if all(isinstance(tool, Mapping) or callable(tool) for tool in found):
+            return found
+    raise SampleError(f"tools must be a list of JSON schemas, or JSON of one, got {tools!r}"[:500])
+
+
+def keys_of(chat: Chat) -> list[str]:
+    """Return what only a template can use of a conversation: keys of its turns, and `tools`."""
+    names = dict.fromkeys(name for message in chat.messages for name in message.keys if name not in _FLAGS)
+    return [*names, *(["tools"] if chat.tools else [])]
+
+
+def check_keys(chat: Chat, unused: Sequence[str], named: set[str], why: str) -> None:
+    """Warn of unused keys, each once for a set of names.
+
+    Raises:
+        SampleError: An answer has no text but such keys: it would be learned as an empty one.
+    """
+    for name in unused:
+        _warn_once(name, named, f"`{name}` of the samples is not seen by the model: {why}")
+    for message in chat.messages:
+        saying = [name for name in _SAYING if message.keys.get(name)]
+        is_empty = message.role == "assistant" and message.learned and not message.text
+        if is_empty and saying and all(name in unused for name in saying):
+            raise SampleError(f"an answer has no text but {' and '.join(saying)}, not seen by the model: {why}")
+
+
+_named: set[str] = set()
+
+
+def _warn_once(name: str, named: set[str], message: str) -> None:
+    if name not in named:
+        named.add(name)
+        _logger.warning(message)
 
 
 def _part(part: Any) -> Part:
@@ -234,10 +349,3 @@ def _value(holder: Any, name: str) -> Any:
     if isinstance(holder, Mapping):
         return holder.get(name)
     return None if isinstance(holder, list | Tensor) else getattr(holder, name, None)
-
-
-def _parsed(text: str | bytes) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise SampleError(f"the turns are not valid JSON: {error}") from error

@@ -380,7 +380,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             system = Message(role="system", parts=(Part("text", self.config.system),))
             content = replace(content, messages=(system, *content.messages))
         segments = self._renderer.segments(content)
-        return segments, next(message.text for message in content.messages if message.role == "assistant")
+        return segments, next(one.text for one in content.messages if one.role == "assistant" and one.learned)
 
     def _videos(self, values: Sequence[Any]) -> list[VideoFrames]:
         config = self.config

@@ -1,55 +1,50 @@
 """Render conversations with a chat template, and find the text that is learned.
 
-If the template marks the answers (`{% generation %}`), the marked text is learned, with an end-of-sequence token right
-after it. Otherwise an answer is the text that the template adds after the prompt: the rendering up to the answer minus
-the rendering before it with `add_generation_prompt=True`, without trailing white space. Both renderings must be
-prefixes of the rendering of the whole conversation, so a template that writes earlier turns differently is an error,
-unless only the last answer is learned.
-
-That takes two renderings per answer. But conversations of one shape (the same roles, with texts, images and videos in
-the same places) have the same text around their own texts, so these renderings are made once per shape, with probe
-words as texts. A sample is then rendered once, and the probe gives the places of its answers, provided the rendering
-is exactly what the probe predicts. If it is not, because the template depends on the texts, all renderings are made.
+`task_encoder/templates.py` says what that is. Where the template does not mark it, that takes two renderings per
+answer. But conversations of one shape (the same roles, with texts, images and videos in the same places) have the same
+text around their own texts, so these renderings are made once per shape, with probe words as texts. A sample is then
+rendered once, and the probe gives the places of its answers, provided the rendering is exactly what the probe predicts.
+If it is not, because the template depends on the texts, all renderings are made.
 
 The result is a list of segments: prompts, learned text, and the placeholder of each image and video.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
-from energon_bridge.errors import ConfigurationError, SampleError, UnfitSampleError
+from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.task_encoder.conversation import Document
-from energon_bridge.task_encoder.families.chat import Chat, Message, Part, parts_of
+from energon_bridge.task_encoder.families.chat import Chat, Message, Part, check_keys, keys_of, parts_of
 from energon_bridge.task_encoder.families.vision import IMAGE_TYPE, TEXT_TYPE, VIDEO_TYPE, Family, Kind, Plan
+from energon_bridge.task_encoder.templates import BEFORE_ALL, PROBE, ChatTemplate, Span, source_of
 from energon_bridge.task_encoder.texts import is_fast, tokens_of, tokens_with_offsets
 
-_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_PROBE = "a text"
-_SHOWN = 200
+_logger = logging.getLogger(__name__)
 _MOST_OUTLINES = 4096
-
-
-class Span(NamedTuple):
-    """Characters from `start` to before `end`."""
-
-    start: int
-    end: int
+_UNUSED = (
+    "the chat template does not use it; set one that does (ChatConfig(chat_template=...), or data.chat_template of the "
+    "training script)"
+)
 
 
 class Segment(NamedTuple):
-    """A piece of text of one kind; with `media`, the placeholder of an image or video, whose plan has the text."""
+    """A piece of text of one kind; with `media`, the placeholder of an image or video, whose plan has the text.
+
+    Of a `marked` piece all tokens are learned that have any of its text; else, white space at its end is not learned.
+    """
 
     text: str
     learned: bool = False
     media: Kind | None = None
+    marked: bool = False
 
 
 class Outline(NamedTuple):
@@ -83,69 +78,88 @@ class ChatRenderer:
     """Renders conversations with a tokenizer's chat template.
 
     Args:
-        tokenizer: Has `apply_chat_template`.
-        template: The Jinja template.
+        plain: The chat template.
+        with_tools: That of conversations with tools.
         family: Has the placeholders of images and videos; None: there are none.
         learn: `all` answers, or the `last`.
-        options: Further arguments of the template.
     """
 
-    tokenizer: Any
-    template: str
+    plain: ChatTemplate
+    with_tools: ChatTemplate
     family: Family | None
     learn: Literal["all", "last"] = "all"
-    options: Mapping[str, Any]
-    takes_parts: bool
     outlines: dict[Any, Outline | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    named: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+
+    @property
+    def template(self) -> str:
+        """The Jinja template."""
+        return self.plain.source
 
     def segments(self, chat: Chat) -> list[Segment]:
         """Return the text of a conversation.
 
         Raises:
-            SampleError: It has no answer to learn.
+            SampleError: It has no answer to learn, or the template leaves out what one says.
             ConfigurationError: The chat template cannot be used for training.
         """
-        if not any(message.role == "assistant" for message in chat.messages):
-            raise SampleError("the conversation has no answer to learn")
-        text, spans = self._marked(chat) if _MARKS.search(self.template) else self._compared(chat)
+        answers = self._answers(chat)
+        template = self.with_tools if chat.tools else self.plain
+        if unused := [name for name in keys_of(chat) if not template.uses(name)]:
+            check_keys(chat, unused, self.named, _UNUSED)
+        messages = self._messages(chat.messages, template)
+        if template.marks:
+            text, spans = template.answers(messages, chat.tools, answers)
+            self._check_ends(text, spans)
+        else:
+            text, spans = self._compared(chat, messages, answers, template)
+        return split_at(text, spans, self.family, marked=template.marks)
+
+    def _answers(self, chat: Chat) -> list[int]:
+        """Return the numbers of the messages that are learned."""
+        said = [number for number, message in enumerate(chat.messages) if message.role == "assistant"]
+        answers = [number for number in said if chat.messages[number].learned]
         if self.learn == "last":
-            spans = spans[-1:]
-        return split_at(text, spans, self.family)
+            answers = [number for number in answers if number == said[-1]]
+        if not answers:
+            flagged = ": keys of its turns (weight, loss, train, …) leave out what would be learned" if said else ""
+            raise SampleError(f"the conversation has no answer to learn{flagged}")
+        return answers
 
-    def _marked(self, chat: Chat) -> tuple[str, list[Span]]:
-        """Return the text, and the answers that the template marks."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        with _template_errors():
-            (text,), (marks,) = render_jinja_template(
-                conversations=[self._messages(chat.messages)],
-                tools=chat.tools,
-                chat_template=self.template,
-                return_assistant_tokens_mask=True,
-                **{**getattr(self.tokenizer, "special_tokens_map", {}), **self.options},
+    def _check_ends(self, text: str, spans: Sequence[Span]) -> None:
+        """Warn, at the first sample, if the template does not mark the token that ends an answer."""
+        if "ends" in self.named:
+            return
+        self.named.add("ends")
+        own = (None, *placeholder_tokens(self.family))
+        special = tuple(token for token in getattr(self.plain.tokenizer, "all_special_tokens", ()) if token not in own)
+        end = spans[-1].end if spans else 0
+        behind = next((token for token in special if text.startswith(token, end)), None)
+        if behind is not None and not text[:end].rstrip().endswith(special):
+            _logger.warning(
+                "the chat template ends what it marks before %r, so the model does not learn to end its answers: put "
+                "{%% endgeneration %%} behind that token",
+                behind,
             )
-        if not marks:
-            raise SampleError("the chat template marks no answer in the conversation")
-        special = getattr(self.tokenizer, "all_special_tokens", ())
-        ends = [token for token in special if token not in self._placeholders()]
-        spans = []
-        for start, end in marks:
-            closing = next((token for token in ends if text.startswith(token, end)), "")
-            spans.append(Span(start, end + len(closing)))
-        return text, spans
 
-    def _compared(self, chat: Chat) -> tuple[str, list[Span]]:
-        """Return the text, and the answers found by comparing renderings."""
-        messages = self._messages(chat.messages)
-        whole = self._text(messages, chat.tools)
-        outline = None if chat.tools else self._outline(chat)
-        texts = [part.text for message in chat.messages for part in message.parts if part.kind == "text"]
-        spans = None if outline is None else outline.spans(whole, texts)
-        return whole, self._by_beginnings(chat, messages, whole) if spans is None else spans
+    def _compared(
+        self, chat: Chat, messages: list[dict[str, Any]], answers: Sequence[int], template: ChatTemplate
+    ) -> tuple[str, list[Span]]:
+        """Return the text, and the answers: by the outline of the conversation's shape, or else by all renderings."""
+        outline = None if chat.tools or _is_shaped(chat, template) else self._outline(chat)
+        if outline is not None:
+            whole = template.text(messages)
+            texts = [part.text for message in chat.messages for part in message.parts if part.kind == "text"]
+            spans = outline.spans(whole, texts)
+            if spans is not None:
+                return whole, spans
+        return template.answers(messages, chat.tools, answers)
 
     def _outline(self, chat: Chat) -> Outline | None:
         """Return the outline of conversations of this shape; None if the template changes their texts."""
-        shape = tuple((message.role, tuple(part.kind for part in message.parts)) for message in chat.messages)
+        shape = tuple(
+            (message.role, message.learned, tuple(part.kind for part in message.parts)) for message in chat.messages
+        )
         key = (shape, date.today())  # templates may write the date
         if key not in self.outlines:
             if len(self.outlines) >= _MOST_OUTLINES:
@@ -159,14 +173,13 @@ class ChatRenderer:
         def word(part: Part) -> Part:
             if part.kind != "text":
                 return part
-            words.append(f"word{len(words)}of{_PROBE.replace(' ', '')}")
+            words.append(f"word{len(words)}of{PROBE.replace(' ', '')}")
             return replace(part, text=words[-1])
 
         chat = replace(chat, messages=tuple(replace(one, parts=tuple(map(word, one.parts))) for one in chat.messages))
-        messages = self._messages(chat.messages)
+        messages = self._messages(chat.messages, self.plain)
         try:
-            whole = self._text(messages, None)
-            spans = self._by_beginnings(chat, messages, whole)
+            whole, spans = self.plain.answers(messages, None, self._answers(chat))
         except (ConfigurationError, SampleError):
             return None  # the sample itself raises the error
         around, rest = [], whole
@@ -190,42 +203,20 @@ class ChatRenderer:
             return None
         return Outline(tuple(around), tuple(answers))  # type: ignore[arg-type]
 
-    def _by_beginnings(self, chat: Chat, messages: list[dict[str, Any]], whole: str) -> list[Span]:
-        """Return the answers, with two renderings for each: up to its prompt, and up to its end."""
-        spans = []
-        answers = [number for number, message in enumerate(chat.messages) if message.role == "assistant"]
-        for number in answers if self.learn == "all" else answers[-1:]:
-            prompt = self._text(messages[:number], chat.tools, add_generation_prompt=True)
-            is_last = number + 1 == len(messages)
-            until = whole if is_last else self._text(messages[: number + 1], chat.tools)
-            until = until.rstrip()  # white space after a turn is not part of the answer
-            if not (until.startswith(prompt) and whole.startswith(until)):
-                raise UnfitSampleError(
-                    f"the chat template cannot be used for training on answer {answers.index(number) + 1} of "
-                    f"{len(answers)}: the rendering of a conversation must start with that of the turns up to the "
-                    "answer, and this with the prompt for it (add_generation_prompt=True). The prompt is "
-                    f"{_end_of(prompt)!r}, up to the answer {_end_of(until)!r}, the conversation {_end_of(whole)!r}. "
-                    "Mark the answers in the template with {% generation %}, or set ChatConfig(learn='last')"
-                )
-            spans.append(Span(len(prompt), len(until)))
-        return spans
+    def _messages(self, messages: Sequence[Message], template: ChatTemplate) -> list[dict[str, Any]]:
+        made: list[dict[str, Any]] = []
+        for message in messages:
+            turn = {"role": message.role, **message.keys}
+            if message.has_content:
+                turn["content"] = self._content(message, template)
+            if "tool_calls" in message.keys and template.uses("tool_calls"):
+                turn["tool_calls"] = template.called(message.keys["tool_calls"])
+            made.append(turn)
+        return made
 
-    def _text(self, messages: list[dict[str, Any]], tools: Any, **options: Any) -> str:
-        with _template_errors():
-            text: str = self.tokenizer.apply_chat_template(
-                messages,
-                chat_template=self.template,
-                tokenize=False,
-                **({"tools": tools} if tools else {}),
-                **{**self.options, **options},
-            )
-        return text
-
-    def _messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        return [{"role": message.role, "content": self._content(message.parts)} for message in messages]
-
-    def _content(self, parts: Sequence[Part]) -> Any:
-        if self.takes_parts:
+    def _content(self, message: Message, template: ChatTemplate) -> Any:
+        parts = message.parts
+        if template.takes_parts(message.role):
             return [{"type": "text", "text": p.text} if p.kind == "text" else {"type": p.kind} for p in parts]
         return "".join(part.text if part.kind == "text" else self._written(part.kind) for part in parts)
 
@@ -234,8 +225,12 @@ class ChatRenderer:
         # On a line of its own, as in conversations written as text.
         return text if text.startswith("<|") else f"{text}\n"
 
-    def _placeholders(self) -> tuple[str | None, ...]:
-        return (None, None) if self.family is None else (self.family.image_token, self.family.video_token)
+
+def _is_shaped(chat: Chat, template: ChatTemplate) -> bool:
+    """Return whether more than the texts decides about the rendering, or the conversation begins with an answer."""
+    if next(message.role for message in chat.messages if message.role not in BEFORE_ALL) == "assistant":
+        return True
+    return any(message.keys and any(map(template.uses, message.keys)) for message in chat.messages)
 
 
 def renderer_of(
@@ -251,26 +246,21 @@ def renderer_of(
     Raises:
         ConfigurationError: There is no template.
     """
-    template = template or getattr(tokenizer, "chat_template", None)
-    if isinstance(template, Mapping):
-        template = template.get("default")
-    if not isinstance(template, str):
+    source = source_of(tokenizer, template)
+    if not isinstance(source, str):
         raise ConfigurationError(
-            f"{type(tokenizer).__name__} has no chat template (found: {type(template).__name__}): set "
+            f"{type(tokenizer).__name__} has no chat template (found: {type(source).__name__}): set "
             "ChatConfig(chat_template=...), for example to CHATML_TEMPLATE of energon_bridge.task_encoder.families"
         )
-    draft = ChatRenderer(
-        tokenizer=tokenizer, template=template, family=family, learn=learn, options=options, takes_parts=True
-    )
-    question = Message(role="user", parts=(Part("text", _PROBE),))
-    try:
-        text = draft._text(draft._messages([question]), None, add_generation_prompt=True)
-    except Exception:  # a template that takes no lists may raise anything
-        text = ""
-    takes_parts = _PROBE in text and "'text'" not in text
-    return ChatRenderer(
-        tokenizer=tokenizer, template=template, family=family, learn=learn, options=options, takes_parts=takes_parts
-    )
+    made = ChatTemplate(tokenizer=tokenizer, source=source, options=options)
+    for_tools = source_of(tokenizer, template, "tool_use")
+    with_tools = replace(made, source=for_tools) if isinstance(for_tools, str) and for_tools != source else made
+    return ChatRenderer(plain=made, with_tools=with_tools, family=family, learn=learn)
+
+
+def placeholder_tokens(family: Family | None) -> tuple[str | None, ...]:
+    """Return the placeholder tokens of images and videos."""
+    return () if family is None else (family.image_token, family.video_token)
 
 
 def document_segments(document: Document, family: Family | None, *, eos: str) -> list[Segment]:
@@ -292,8 +282,8 @@ def document_segments(document: Document, family: Family | None, *, eos: str) ->
     return [*segments, Segment(eos, learned=True)]
 
 
-def split_at(text: str, spans: Sequence[Span], family: Family | None) -> list[Segment]:
-    """Split a text at the borders of learned text and at the placeholders of images and videos."""
+def split_at(text: str, spans: Sequence[Span], family: Family | None, *, marked: bool = False) -> list[Segment]:
+    """Split a text at the borders of learned text, by marks or not, and at the placeholders of images and videos."""
     places: dict[int, tuple[int, Kind]] = {}
     if family is not None:
         for kind, token in (("image", family.image_token), ("video", family.video_token)):
@@ -303,10 +293,10 @@ def split_at(text: str, spans: Sequence[Span], family: Family | None) -> list[Se
     segments: list[Segment] = []
     position = 0
     for start, (end, kind) in sorted(places.items()):
-        segments += _stretch(text, position, start, spans)
+        segments += _stretch(text, position, start, spans, marked)
         segments.append(Segment(text[start:end], media=kind))
         position = end
-    return segments + _stretch(text, position, len(text), spans)
+    return segments + _stretch(text, position, len(text), spans, marked)
 
 
 def media_text(family: Family | None, kind: Kind) -> str:
@@ -317,34 +307,17 @@ def media_text(family: Family | None, kind: Kind) -> str:
     return text
 
 
-def _stretch(text: str, start: int, end: int, spans: Sequence[Span]) -> list[Segment]:
+def _stretch(text: str, start: int, end: int, spans: Sequence[Span], marked: bool) -> list[Segment]:
     segments: list[Segment] = []
     for span in spans:
         if span.end <= start or span.start >= end:
             continue
         segments.append(Segment(text[start : max(start, span.start)]))
         learned = Span(max(start, span.start), min(end, span.end))
-        segments.append(Segment(text[learned.start : learned.end], learned=True))
+        segments.append(Segment(text[learned.start : learned.end], learned=True, marked=marked))
         start = learned.end
     segments.append(Segment(text[start:end]))
     return [segment for segment in segments if segment.text]
-
-
-def _end_of(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"…{text[-_SHOWN:]}"
-
-
-@contextmanager
-def _template_errors() -> Iterator[None]:
-    """Turn the errors of a template into ours."""
-    from jinja2 import TemplateError, TemplateSyntaxError
-
-    try:
-        yield
-    except TemplateSyntaxError as error:
-        raise ConfigurationError(f"the chat template has an error in line {error.lineno}: {error}") from error
-    except TemplateError as error:
-        raise SampleError(f"the chat template rejects the conversation: {error}") from error
 
 
 # Tokens ---------------------------------------------------------------------------------------------------------------
@@ -352,7 +325,7 @@ def _template_errors() -> Iterator[None]:
 # From segments of text to one token sequence, with images and videos in place. The text is tokenised as a whole, so
 # that the tokens equal those of the model's own processor. A token is learned if it lies in a learned segment, even if
 # it starts with white space before the segment; white space at the end of a segment is not learned. Tokenizers without
-# offsets (those that are not fast) tokenise segment by segment.
+# offsets (those that are not fast) tokenise segment by segment. Marked text is learned to the last of its characters.
 
 
 _TYPES = {"image": IMAGE_TYPE, "video": VIDEO_TYPE}
@@ -457,11 +430,16 @@ def _by_offsets(segments: Sequence[Segment], tokenizer: Any, stretches: Sequence
         end = start + len(segment.text)
         behind = len(tokens) if number == len(segments) else bisect_left(begins, end, first)
         if not (segment.learned and segment.text):
-            # A token with leading white space still belongs to the segment after it.
-            while behind > first and offsets[behind - 1][1] > end and text[begins[behind - 1] : end].isspace():
+            # A token with leading white space still belongs to the segment after it; to marked text, any token does.
+            is_marked = number < len(segments) and segments[number].marked
+            while behind > first and offsets[behind - 1][1] > end:
+                if not (is_marked or text[begins[behind - 1] : end].isspace()):
+                    break
                 behind -= 1
         stretch.tokens = tokens[first:behind]
-        if segment.learned:
+        if segment.marked:
+            stretch.learned = [True] * len(stretch.tokens)
+        elif segment.learned:
             content = bisect_left(begins, start + len(segment.text.rstrip()), first, behind)
             stretch.learned = [True] * (content - first) + [begin == end for begin, end in offsets[content:behind]]
         else:
@@ -471,7 +449,7 @@ def _by_offsets(segments: Sequence[Segment], tokenizer: Any, stretches: Sequence
 
 def _by_segment(segments: Sequence[Segment], tokenizer: Any, stretches: Sequence[Stretch]) -> None:
     for segment, stretch in zip(segments, stretches, strict=True):
-        content = segment.text.rstrip() if segment.learned else segment.text
+        content = segment.text.rstrip() if segment.learned and not segment.marked else segment.text
         parts = tokens_of(tokenizer, (content, segment.text[len(content) :]))
         for tokens, learned in zip(parts, (segment.learned, False), strict=True):
             stretch.tokens += tokens
@@ -524,14 +502,29 @@ def _with_parts(template: str, image: str, video: str) -> str:
 
 
 _CHATML = (
+    "{%- macro called(message) -%}"
+    "{%- for call in message.tool_calls or [] -%}{%- set function = call.function or call -%}"
+    "{{ '' if loop.first and not message.content else '\n' }}"
+    '{{ \'<tool_call>\n{"name": "\' + function.name + \'", "arguments": \' }}'
+    "{{ function.arguments if function.arguments is string else function.arguments | default({}) | tojson }}"
+    "{{ '}\n</tool_call>' }}{%- endfor -%}"
+    "{%- endmacro -%}"
+    "{%- macro listed(tools) -%}"
+    "{{ '<tools>' }}{%- for tool in tools -%}{{ '\n' + (tool | tojson) }}{%- endfor -%}{{ '\n</tools>' }}"
+    "{%- endmacro -%}"
+    "{%- if tools and (not messages or messages[0].role != 'system') -%}"
+    "{{ '<|im_start|>system\n' + listed(tools) + '<|im_end|>\n' }}{%- endif -%}"
     "{%- for message in messages -%}"
-    "{{ '<|im_start|>' + message.role + '\n' + parts(message.content) + '<|im_end|>\n' }}"
+    "{{ '<|im_start|>' + message.role + '\n' + parts(message.content) + called(message) }}"
+    "{%- if tools and loop.first and message.role == 'system' -%}{{ '\n\n' + listed(tools) }}{%- endif -%}"
+    "{{ '<|im_end|>\n' }}"
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
 )
 
 CHATML_TEMPLATE = _with_parts(_CHATML, "<image>", "<video>")
-"""ChatML: `<|im_start|>role`, a line break, the text, `<|im_end|>`, a line break; `<image>` for an image."""
+"""ChatML: `<|im_start|>role`, a line break, the text, `<|im_end|>`, a line break; `<image>` for an image.
+Tools stand in the system prompt, in `<tools>`, and calls of them in answers, in `<tool_call>`."""
 
 QWEN_VL_TEMPLATE = _with_parts(
     _CHATML, "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"

@@ -1,0 +1,306 @@
+"""What a chat template of transformers writes for a conversation, and which of its text are the answers.
+
+If the template marks text (`{% generation %}`), exactly that is learned, as `apply_chat_template` of transformers tells
+with `return_assistant_tokens_mask=True`. Otherwise an answer is what the template adds after the prompt: the rendering
+up to the answer minus the rendering before it with `add_generation_prompt=True`, without trailing white space. Both
+must be prefixes of the rendering of the whole conversation.
+
+A conversation may begin with an answer. Its prompt is what the template writes before any text of it; a template that
+refuses such conversations gets an empty question in front.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import groupby
+from os.path import commonprefix
+from typing import Any, NamedTuple
+
+from energon_bridge.errors import ConfigurationError, SampleError, UnfitSampleError
+
+PROBE = "a text"
+_SHOWN = 200
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # transformers fills the first two from any of them
+BEFORE_ALL = ("system", "developer")
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Span(NamedTuple):
+    """Characters from `start` to before `end`."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatTemplate:
+    """A chat template, rendered by a tokenizer's `apply_chat_template`.
+
+    Args:
+        tokenizer: Of the transformers interface.
+        source: The Jinja template.
+        options: Further arguments of it.
+        roles: The names of the roles of questions and answers.
+    """
+
+    tokenizer: Any
+    source: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    roles: tuple[str, str] = ("user", "assistant")
+    known: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def marks(self) -> bool:
+        """Whether the template marks what is learned."""
+        return _marks(self.source)
+
+    def uses(self, name: str) -> bool:
+        """Return whether the template mentions a key of messages, or an argument."""
+        return any(_mentions(self.source, one) for one in (_REASONING if name in _REASONING else (name,)))
+
+    def text(self, messages: Messages, tools: Any = None, **options: Any) -> str:
+        """Return the rendering. Raises SampleError if the template refuses the messages."""
+        with _template_errors():
+            text: str = self.tokenizer.apply_chat_template(
+                list(messages),
+                chat_template=self.source,
+                tokenize=False,
+                **({"tools": tools} if tools else {}),
+                **{**self.options, **options},
+            )
+        return text
+
+    def answers(self, messages: Messages, tools: Any, numbers: Sequence[int]) -> tuple[str, list[Span]]:
+        """Return the rendering, and what is learned of it.
+
+        Args:
+            messages: The conversation.
+            tools: For the template.
+            numbers: The messages to learn: all answers, or some.
+
+        Raises:
+            SampleError: The template refuses the conversation, or marks nothing.
+            UnfitSampleError: It cannot be told which text the answers are.
+        """
+        find = self._marked if self.marks else self._compared
+        first = next(n for n, message in enumerate(messages) if message["role"] not in BEFORE_ALL)
+        try:
+            return find(messages, tools, numbers)
+        except SampleError:
+            if messages[first]["role"] != self.roles[1]:
+                raise
+            question = {"role": self.roles[0], "content": self._said(self.roles[0], "")}
+            try:
+                return find(
+                    [*messages[:first], question, *messages[first:]],
+                    tools,
+                    [number + (number >= first) for number in numbers],
+                )
+            except SampleError:
+                pass  # the complaint about the conversation as it is says more
+            raise
+
+    # Marks ------------------------------------------------------------------------------------------------------------
+
+    def _marked(self, messages: Messages, tools: Any, numbers: Sequence[int]) -> tuple[str, list[Span]]:
+        text, spans = self._rendered_marks(messages, tools)
+        if not spans:
+            raise SampleError("the chat template marks no answer in the conversation")
+        answers = self._answers_in(messages)
+        if list(numbers) == answers:
+            return text, spans
+        kept: list[Span] = []
+        begin = 0
+        runs = [(wanted, list(run)) for wanted, run in groupby(answers, key=set(numbers).__contains__)]
+        for (wanted, _), following in zip(runs, [*runs[1:], None], strict=True):
+            end = len(spans)
+            if following is not None:
+                end = self._marks_before(messages, following[1][0], tools, text, spans)
+            kept += spans[begin:end] if wanted else []
+            begin = end
+        return text, kept
+
+    def _marks_before(self, messages: Messages, number: int, tools: Any, text: str, spans: list[Span]) -> int:
+        """Return the number of marks before an answer."""
+        before, marks = self._rendered_marks(messages[:number], tools)
+        end = marks[-1].end if marks else 0
+        if marks != spans[: len(marks)] or before[:end] != text[:end]:
+            raise UnfitSampleError(
+                f"the chat template writes the turns before message {number + 1} differently if more follow, so which "
+                "marks belong to which turn cannot be told: learn all answers of the conversation, or give it to a "
+                "template that writes a turn the same wherever it stands"
+            )
+        return len(marks)
+
+    def _rendered_marks(self, messages: Messages, tools: Any) -> tuple[str, list[Span]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        with _template_errors():
+            (text,), (marks,) = render_jinja_template(
+                conversations=[list(messages)],
+                tools=tools,
+                chat_template=self.source,
+                return_assistant_tokens_mask=True,
+                **{**getattr(self.tokenizer, "special_tokens_map", {}), **self.options},
+            )
+        return text, sorted(Span(*mark) for mark in marks)
+
+    # Beginnings -------------------------------------------------------------------------------------------------------
+
+    def _compared(self, messages: Messages, tools: Any, numbers: Sequence[int]) -> tuple[str, list[Span]]:
+        """Find answers with two renderings for each: up to its prompt, and up to its end."""
+        whole = self.text(messages, tools)
+        answers, spans = self._answers_in(messages), []
+        for number in numbers:
+            prompt = self._prompt(messages, number, tools)
+            is_last = number + 1 == len(messages)
+            until = whole if is_last else self.text(messages[: number + 1], tools)
+            until = until.rstrip()  # white space after a turn is not part of the answer
+            if not (until.startswith(prompt) and whole.startswith(until)):
+                raise UnfitSampleError(
+                    f"the chat template cannot be used for training on answer {answers.index(number) + 1} of "
+                    f"{len(answers)}: the rendering of a conversation must start with that of the turns up to the "
+                    "answer, and this with the prompt for it (add_generation_prompt=True). The prompt is "
+                    f"{_end_of(prompt)!r}, up to the answer {_end_of(until)!r}, the conversation {_end_of(whole)!r}. "
+                    "Mark the answers in the template with {% generation %}, or set ChatConfig(learn='last')"
+                )
+            spans.append(Span(len(prompt), len(until)))
+        return whole, spans
+
+    def _prompt(self, messages: Messages, number: int, tools: Any) -> str:
+        if number:
+            return self.text(messages[:number], tools, add_generation_prompt=True)
+        # Nothing stands before it, and templates do not render nothing: what they write before any first answer.
+        until = self.text(messages[:1], tools)
+        header = self.text(messages[:1], tools, add_generation_prompt=True)[len(until) :]
+        role = self.roles[1]
+        firsts = [[{"role": role, "content": self._said(role, text)}] for text in ("x", "y")]
+        opening = commonprefix([self.text(first, tools) for first in firsts])  # noqa: RUF071 by characters
+        if header not in opening:
+            raise UnfitSampleError(
+                "the chat template cannot be used for training on a conversation that begins with an answer: it writes "
+                f"{_end_of(opening)!r} in front of it, without the prompt for an answer, {header!r}"
+            )
+        return opening[: opening.rindex(header) + len(header)]
+
+    def _answers_in(self, messages: Messages) -> list[int]:
+        return [number for number, message in enumerate(messages) if message["role"] == self.roles[1]]
+
+    # Forms ------------------------------------------------------------------------------------------------------------
+    #
+    # A template may take texts or lists of parts, and the arguments of a call as an object or as its JSON. Which, a
+    # rendering of a probe tells, once for each process.
+
+    def takes_parts(self, role: str) -> bool:
+        """Return whether the content of a role may be a list of parts, rather than a text."""
+        if role not in self.known:
+            text = self._probed(role, [{"type": "text", "text": PROBE}])
+            self.known[role] = PROBE in text and "'text'" not in text and '"text"' not in text
+            if not self.known[role] and role != self.roles[0] and PROBE not in self._probed(role, PROBE):
+                self.known[role] = self.takes_parts(self.roles[0])  # it has no such turns: the probe tells nothing
+        return self.known[role]
+
+    def called(self, calls: Any) -> Any:
+        """Return the calls of a message, the arguments in a form that the template takes.
+
+        Raises:
+            SampleError: They are no calls, or their arguments no JSON where the template needs an object.
+        """
+        if isinstance(calls, str | bytes):
+            calls = parsed(calls, "tool_calls")
+        if isinstance(calls, Mapping):
+            calls = [calls]
+        if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
+            raise SampleError(f"tool_calls must be a list of calls, got {calls!r}"[:500])
+        return [self._with_arguments(call) for call in calls]
+
+    def _with_arguments(self, call: Mapping[str, Any]) -> Mapping[str, Any]:
+        function = call.get("function")
+        if isinstance(function, Mapping):
+            return {**call, "function": self._with_arguments(function)}
+        arguments = call.get("arguments")
+        if isinstance(arguments, str) and self._takes_arguments() == "object":
+            return {**call, "arguments": parsed(arguments or "{}", "arguments of a tool call")}
+        if isinstance(arguments, Mapping) and self._takes_arguments() == "text":
+            return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        return call
+
+    def _takes_arguments(self) -> str:
+        """Return the form of arguments that a template needs: an `object`, its `text`, or `any` of the two."""
+        key, text = "arguments of {}", '{"probe": "probed"}'
+        forms: dict[str, Any] = {"object": {"probe": "probed"}, "text": text}
+        for form, arguments in forms.items():
+            if key.format(form) not in self.known:
+                shown = self._probed("tool", PROBE, arguments)
+                # A text must stand there as it is, neither quoted again nor taken apart; no object as Python has it.
+                self.known[key.format(form)] = (
+                    text in shown if form == "text" else "probed" in shown and "{'" not in shown
+                )
+        takes = [form for form in forms if self.known[key.format(form)]]
+        return takes[0] if len(takes) == 1 else "any"
+
+    def _probed(self, role: str, content: Any, arguments: Any = None) -> str:
+        """Return a conversation with a turn of a role; an empty text if the template fails at it."""
+        user, assistant = self.roles
+        turns = [{"role": role, "content": content}]
+        if role != user:
+            turns.insert(role in BEFORE_ALL, {"role": user, "content": self._said(user, "q")})
+        if role not in (user, assistant, *BEFORE_ALL):
+            function = {"name": "probe", "arguments": {} if arguments is None else arguments}
+            calls = [{"id": "call12345", "type": "function", "function": function}]
+            turns.insert(1, {"role": assistant, "content": self._said(assistant, ""), "tool_calls": calls})
+            turns[-1] |= {"tool_call_id": "call12345", "name": "probe"}
+        try:
+            return self.text(turns, add_generation_prompt=True)
+        except Exception:  # a template that does not take this form may raise anything
+            return ""
+
+    def _said(self, role: str, text: str) -> Any:
+        return [{"type": "text", "text": text}] if self.takes_parts(role) else text
+
+
+def source_of(tokenizer: Any, template: Any = None, kind: str = "default") -> Any:
+    """Return a template, or the tokenizer's own; of several, that of a kind, if there is one."""
+    source = template or getattr(tokenizer, "chat_template", None)
+    return source.get(kind) if isinstance(source, Mapping) else source
+
+
+def parsed(text: str | bytes, what: str) -> Any:
+    """Return what JSON holds. Raises SampleError."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise SampleError(f"the {what} are not valid JSON: {error}: {text!r}"[:500]) from error
+
+
+@lru_cache(maxsize=64)
+def _marks(source: str) -> bool:
+    return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
+
+
+@lru_cache(maxsize=4096)
+def _mentions(source: str, name: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", source) is not None
+
+
+def _end_of(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"…{text[-_SHOWN:]}"
+
+
+@contextmanager
+def _template_errors() -> Iterator[None]:
+    """Turn the errors of a template into ours."""
+    from jinja2 import TemplateError, TemplateSyntaxError
+
+    try:
+        yield
+    except TemplateSyntaxError as error:
+        raise ConfigurationError(f"the chat template has an error in line {error.lineno}: {error}") from error
+    except (TemplateError, TypeError) as error:
+        raise SampleError(f"the chat template rejects the conversation: {error}") from error
