@@ -15,14 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from energon_bridge.errors import ConfigurationError, DatasetNotFoundError, DuplicateKeyError, EnergonError, SourceError
+from energon_bridge.errors import (
+    ConfigurationError,
+    CorruptShardError,
+    DatasetNotFoundError,
+    DuplicateKeyError,
+    EnergonError,
+    SourceError,
+)
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.documents import expect_mapping, read_document
 from energon_bridge.format.media import kind_by_name
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, INFO_JSON, INFO_YAML, meta_path, read_splits
 from energon_bridge.format.parallel import map_shards
-from energon_bridge.format.tar import parse_sample
-from energon_bridge.format.tar_index import ShardScan, scan_tar
+from energon_bridge.format.tar import Follow, parse_sample
+from energon_bridge.format.tar_index import ShardScan, other_parts, scan_tar
 from energon_bridge.prepare.split import find_shards
 from energon_bridge.rng import key_of
 from energon_bridge.rows.arrow import open_parquet, open_remote, open_saved
@@ -224,6 +231,7 @@ class TarSample:
     offset: int
     length: int
     fields: Mapping[str, str]
+    follow: Follow | None = None
 
     def sizes(self) -> list[tuple[str, int]]:
         """Return its parts with their sizes."""
@@ -242,9 +250,12 @@ class TarSample:
         return f"{self.key}\0{self.shard} {self.offset} {self.length} {changed}"
 
     def read(self) -> tuple[list[tuple[str, bytes]], Mapping[str, str]]:
-        """Return its parts unchanged."""
+        """Return its parts unchanged; raises SourceError for one that is no file, and one that is there twice."""
         data = self.store.read_range(self.shard, self.offset, self.length)
-        _, parts = parse_sample(data, where=self.where)
+        try:
+            _, parts = parse_sample(data, where=self.where, follow=self.follow)
+        except CorruptShardError as error:
+            raise SourceError(f"{error} To leave such samples out: --on-error skip.") from error
         return [(name, bytes(content)) for name, content in parts.items()], self.fields
 
 
@@ -266,6 +277,9 @@ class TarSource:
         self._shards: list[str] = []
         self._starts = [0]
         self._samples: list[tuple[list[str], array[int], array[int]]] = []
+        self._follow: list[Follow | None] = []
+        self._parts = array("q")  # the names of a sample's parts, as a number of `_lists`
+        self._lists: dict[tuple[str, ...], int] = {}
         counts = []
         for part, listed in groups:
             before = self._starts[-1]
@@ -274,11 +288,22 @@ class TarSource:
                 self._add(shard, scan, excluded)
             counts.append((part, self._starts[-1] - before))
         self.split_parts = tuple(counts) if self._prepared else ()
-        if not numbered:
-            check_keys((key for keys, _, _ in self._samples for key in keys), self.sample)
+        lists = [*self._lists]
+        for first, second in equal_keys(key for keys, _, _ in self._samples for key in keys):
+            there, here = self._place(first), self._place(second)
+            names = lists[self._parts[first]], lists[self._parts[second]]
+            if there[0] != here[0] and set(names[0]).isdisjoint(names[1]):
+                raise other_parts(*there, names[0], here[0], names[1])
+            if not numbered:
+                raise _key_twice(first, second, self.sample)
 
     def __len__(self) -> int:
         return self._starts[-1]
+
+    def _place(self, number: int) -> tuple[str, str]:
+        """Return path and key of a sample."""
+        at = bisect_right(self._starts, number) - 1
+        return self._store.url(self._shards[at]), self._samples[at][0][number - self._starts[at]]
 
     def row(self, number: int) -> Row:
         """Return a sample's parts as columns, for people to look at."""
@@ -297,6 +322,7 @@ class TarSource:
             offset=offsets[index],
             length=lengths[index],
             fields=layout.fields,
+            follow=self._follow[at],
         )
 
     def propose(self) -> Layout:
@@ -324,20 +350,24 @@ class TarSource:
                 array("q", [scan.offsets[n + 1] - scan.offsets[n] for n in kept]),
             )
         )
+        scan.check(DuplicateKeyError)
+        self._follow.append(scan.follow(self._store, shard))
+        self._parts.extend(self._lists.setdefault((*scan.parts_of(n),), len(self._lists)) for n in kept)
         self._shards.append(shard)
         self._starts.append(self._starts[-1] + len(kept))
 
 
-def check_keys(keys: Iterable[str], sample: Callable[[int, Layout], TarSample]) -> None:
-    """Raise DuplicateKeyError if a key occurs twice; `sample` returns a sample by its number."""
+def equal_keys(keys: Iterable[str]) -> Iterator[tuple[int, int]]:
+    """Yield the numbers of two samples with one key, for each key that occurs again."""
     hashes = np.array([key_of(key) for key in keys], np.uint64)
     order = np.argsort(hashes, kind="stable")
     same = np.flatnonzero(np.diff(hashes[order]) == 0)
-    if len(same):
-        first, second = (sample(int(order[same[0] + step]), Layout(sample_type="CrudeSample")) for step in (0, 1))
-        raise DuplicateKeyError(
-            f"{first.where} occurs again in {second.where}. Give the samples new keys with --keys number."
-        )
+    yield from zip(order[same].tolist(), order[same + 1].tolist(), strict=True)
+
+
+def _key_twice(first: int, second: int, sample: Callable[[int, Layout], TarSample]) -> DuplicateKeyError:
+    places = [sample(number, Layout(sample_type="CrudeSample")).where for number in (first, second)]
+    return DuplicateKeyError(f"{' occurs again in '.join(places)}. Give the samples new keys with --keys number.")
 
 
 # Mixes ----------------------------------------------------------------------------------------------------------------
@@ -375,7 +405,8 @@ class MixSource:
         self.split_parts = tuple(counts)
         self._starts = np.cumsum([0, *(numbers.size for _, numbers in self._parts)]).tolist()
         if not numbered:
-            check_keys([self.sample(n, Layout(sample_type="CrudeSample")).key for n in range(len(self))], self.sample)
+            for pair in equal_keys(self.sample(n, Layout(sample_type="CrudeSample")).key for n in range(len(self))):
+                raise _key_twice(*pair, self.sample)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -398,6 +429,7 @@ class MixSource:
             offset=scan.offsets[local],
             length=scan.offsets[local + 1] - scan.offsets[local],
             fields=layout.fields,
+            follow=_links(dataset.path, shard),
         )
 
     def propose(self) -> Layout:
@@ -447,7 +479,14 @@ def _named(dataset: PreparedDataset, number: int) -> tuple[str, str]:
 
 @lru_cache(maxsize=_SCANS)
 def _scan(root: str, shard: str) -> ShardScan:
-    return scan_tar(open_store(root), shard)
+    scan = scan_tar(open_store(root), shard)
+    scan.check(DuplicateKeyError)
+    return scan
+
+
+@lru_cache(maxsize=_SCANS)
+def _links(root: str, shard: str) -> Follow | None:
+    return _scan(root, shard).follow(open_store(root), shard)
 
 
 # The hub --------------------------------------------------------------------------------------------------------------
