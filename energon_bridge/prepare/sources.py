@@ -1,4 +1,4 @@
-"""Sources of `energon convert`: detect the kind of a source; read folders, WebDatasets, mixes and the hub."""
+"""Sources of `energon convert`: detect the kind of a source; read folders, WebDatasets and mixes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unicodedata import normalize
 
 import numpy as np
 
@@ -20,19 +20,18 @@ from energon_bridge.errors import (
     CorruptShardError,
     DatasetNotFoundError,
     DuplicateKeyError,
-    EnergonError,
     SourceError,
 )
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.documents import expect_mapping, read_document
-from energon_bridge.format.media import kind_by_name
+from energon_bridge.format.media import HEAD_BYTES, extension_by_head, kind_by_name
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, INFO_JSON, INFO_YAML, meta_path, read_splits
 from energon_bridge.format.parallel import map_shards
 from energon_bridge.format.tar import Follow, parse_sample
 from energon_bridge.format.tar_index import ShardScan, other_parts, scan_tar
 from energon_bridge.prepare.split import find_shards
 from energon_bridge.rng import key_of
-from energon_bridge.rows.arrow import open_parquet, open_remote, open_saved
+from energon_bridge.rows.arrow import open_parquet, open_saved
 from energon_bridge.rows.base import SPLIT_NAMES, SPLIT_ORDER, FileRef, Layout, Row, RowSample, Source, lay_out
 from energon_bridge.rows.lists import open_table
 from energon_bridge.samples import CrudeSample
@@ -134,11 +133,14 @@ class FolderSource:
         self.where = str(root)
         self._root = root
         files = sorted(_walk(root))
-        media = [name for name in files if kind_by_name(name) is not None]
+        self._found = {name: found for name in files if (found := _extension(root, name))}
+        media = [name for name in files if kind_by_name(f".{self._found.get(name)}") is not None]
         if not media:
             raise SourceError(f"{root}: no images, videos or sound below this folder, and no file that lists any.")
-        stems = {os.path.splitext(name) for name in files}
-        self._texts = {stem: suffix for suffix in reversed(_TEXTS) for stem, found in stems if found == suffix}
+        self._texts: dict[str, list[str]] = {}
+        for name in files:
+            if f".{self._found.get(name)}" in _TEXTS:
+                self._texts.setdefault(_stem(name), []).append(name)
         split = {name.partition("/")[0] if "/" in name else "" for name in media} <= SPLIT_NAMES.keys()
         if split:
             media.sort(key=lambda name: (SPLIT_ORDER.index(SPLIT_NAMES[name.partition("/")[0]]), name))
@@ -148,7 +150,7 @@ class FolderSource:
             self.split_parts = ()
         self._media = media
         self._depth = int(split)
-        has_texts = any(os.path.splitext(name)[0] in self._texts for name in media)
+        has_texts = any(_stem(name) in self._texts for name in media)
         nested = all(name.count("/") > self._depth for name in media)
         names = sorted({name.split("/")[self._depth] for name in media}) if nested else []
         if as_classes is None:
@@ -167,25 +169,36 @@ class FolderSource:
     def row(self, number: int) -> Row:
         """Return a file with its caption or class."""
         name = self._media[number]
-        stem, suffix = os.path.splitext(name)
+        stem, extension = os.path.splitext(name)[0], self._found[name]
         path = f"{self._root}/{name}"
-        files: dict[str, FileRef] = {"image": FileRef(path, suffix[1:].lower())}
+        files: dict[str, FileRef] = {"image": FileRef(path, extension)}
         values: dict[str, object] = {}
         if self._classes:
             label = name.split("/")[self._depth]
             values = {"label": self._classes[label], "label_name": label}
         elif self._has_texts:
-            text = self._texts.get(stem)
-            if text is None:
-                raise SourceError(
-                    f"{path}: no caption beside it ({Path(stem).name}.txt). Leave such files out with --on-error skip."
-                )
-            column = "json" if text == ".json" else "caption"
-            files[column] = FileRef(f"{self._root}/{stem}{text}", "json" if text == ".json" else "txt")
+            text = self._text_of(name)
+            kind = "json" if self._found[text] == "json" else "txt"
+            files["json" if kind == "json" else "caption"] = FileRef(f"{self._root}/{text}", kind)
         key = stem.replace(".", "_")
         if key in self._twice:
-            key += f"-{suffix[1:].lower()}-{number}"
+            key += f"-{extension}-{number}"
         return Row(where=path, values=values, files=dict(files), key=key)
+
+    def _text_of(self, name: str) -> str:
+        """Return the caption of a file: its own in the same Unicode form, else that in another; raises SourceError."""
+        stem = os.path.splitext(name)[0]
+        beside = self._texts.get(_stem(name), [])
+        same = [text for text in beside if os.path.splitext(text)[0] == stem] or beside
+        if not same:
+            raise SourceError(
+                f"{self._root}/{name}: no caption beside it ({Path(stem).name}.txt). Leave such files out with "
+                "--on-error skip."
+            )
+        same.sort(key=lambda text: _TEXTS.index(f".{self._found[text]}"))
+        if len(same) > 1 and self._found[same[0]] == self._found[same[1]]:
+            raise SourceError(f"{self._root}/{name}: has two captions, {same[0]} and {same[1]}. Move one of them away.")
+        return same[0]
 
     def sample(self, number: int, layout: Layout) -> RowSample:
         """Return a sample, not read yet."""
@@ -194,15 +207,33 @@ class FolderSource:
     def propose(self) -> Layout:
         """Propose a layout from the first files."""
         bare = frozenset(["image", "caption", "json"])
-        if any(kind_by_name(name) != "image" for name in self._media):
+        if any(kind_by_name(f".{self._found[name]}") != "image" for name in self._media):
             return Layout(sample_type="CrudeSample", bare=bare)
         if self._classes:
             fields = {"image": "image", "label": "label", "label_name": "label_name"}
             return Layout(sample_type="ImageClassificationSample", fields=fields, bare=bare)
         if self._has_texts:
-            caption = "json[caption]" if ".json" in set(self._texts.values()) else "caption"
+            is_json = any(all(self._found[text] == "json" for text in texts) for texts in self._texts.values())
+            caption = "json[caption]" if is_json else "caption"
             return Layout(sample_type="CaptioningSample", fields={"image": "image", "caption": caption}, bare=bare)
         return Layout(sample_type="ImageSample", fields={"image": "image"}, bare=bare)
+
+
+def _stem(name: str) -> str:
+    """Return the path of a file without its extension, in one Unicode form: systems write names in different ones."""
+    return normalize("NFC", os.path.splitext(name)[0])
+
+
+def _extension(root: Path, name: str) -> str:
+    """Return the extension of a file in lower case; of one without, that of its first bytes, "" for no media."""
+    found = os.path.splitext(name)[1][1:].lower()
+    if found:
+        return found
+    try:
+        with (root / name).open("rb") as file:
+            return extension_by_head(file.read(HEAD_BYTES)) or ""
+    except OSError:  # a broken link
+        return ""
 
 
 def _walk(root: Path) -> list[str]:
@@ -487,98 +518,3 @@ def _scan(root: str, shard: str) -> ShardScan:
 @lru_cache(maxsize=_SCANS)
 def _links(root: str, shard: str) -> Follow | None:
     return _scan(root, shard).follow(open_store(root), shard)
-
-
-# The hub --------------------------------------------------------------------------------------------------------------
-#
-# Datasets of the Hugging Face hub by name: `hf://OWNER/NAME`, `hf://OWNER/NAME/FOLDER`, with `@REVISION` at the end.
-# The files are downloaded to the hub's cache (HF_HOME), which resumes after a stop, and read there like any other
-# source. Parquet files can also be streamed: the processes that write the shards read them by ranges, row group by row
-# group.
-
-
-_PREFIX = "hf:/"  # what `Path` leaves of hf://
-
-
-def is_hub(source: str | Path) -> bool:
-    """Return whether a source names a dataset of the hub."""
-    return str(source).startswith(_PREFIX)
-
-
-@dataclass(frozen=True, slots=True)
-class _Name:
-    """What a source names: a repository (`OWNER/NAME`), a folder in it or "", a revision or None."""
-
-    repository: str
-    folder: str
-    revision: str | None
-    where: str
-
-
-def _parse(source: str | Path) -> _Name:
-    name, _, revision = str(source)[len(_PREFIX) :].strip("/").partition("@")
-    owner, _, rest = name.partition("/")
-    repository, _, folder = rest.partition("/")
-    where = f"hf://{name}"
-    if not owner or not repository:
-        raise ConfigurationError(f"{where}: expected hf://OWNER/NAME, or hf://OWNER/NAME/FOLDER for a part of it.")
-    return _Name(f"{owner}/{repository}", folder, revision or None, where)
-
-
-def download(source: str | Path) -> Path:
-    """Download the missing files of a dataset of the hub and return its folder; raises SourceError."""
-    name = _parse(source)
-    with _hub(name) as hub:
-        root = hub.snapshot_download(
-            name.repository,
-            repo_type="dataset",
-            revision=name.revision,
-            allow_patterns=f"{name.folder}/*" if name.folder else None,
-        )
-    found = Path(root) / name.folder
-    if not found.is_dir():
-        raise SourceError(f"{name.where}: the dataset {name.repository} has no folder {name.folder!r}.")
-    return found
-
-
-def stream(source: str | Path) -> Source:
-    """Open the parquet files of a dataset of the hub; only the rows requested are read. Raises SourceError.
-
-    All files are of one commit, the latest of the revision; their stamps are sizes and Git hashes.
-    """
-    name = _parse(source)
-    with _hub(name) as hub:
-        api = hub.HfApi()
-        commit = api.dataset_info(name.repository, revision=name.revision).sha
-        tree = api.list_repo_tree(
-            name.repository, name.folder or None, recursive=True, revision=commit, repo_type="dataset"
-        )
-        files = {file.path: (file.size, int(file.blob_id[:15], 16)) for file in tree if file.path.endswith(".parquet")}
-        if not files:
-            raise SourceError(
-                f"{name.where}: no parquet files, and others cannot be streamed: leave out --stream, or name "
-                "another revision (many datasets have a branch `refs/convert/parquet`)."
-            )
-        return open_remote(name.where, f"hf://datasets/{name.repository}@{commit}", files)
-
-
-@contextmanager
-def _hub(name: _Name) -> Iterator[Any]:
-    """Yield the hub's library; turn its errors into SourceError."""
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise ConfigurationError(
-            f"{name.where}: needs the hub's library: pip install huggingface_hub ({error})"
-        ) from error
-    try:
-        yield huggingface_hub
-    except EnergonError:
-        raise
-    except Exception as error:  # of the hub, of the network, of the disk: classes of several libraries
-        reason = str(error).strip().split("\n")[0]
-        raise SourceError(
-            f"{name.where}: cannot download: {type(error).__name__}: {reason} Check the name, the network "
-            f"(HF_HUB_OFFLINE, HF_ENDPOINT) and, for a gated dataset, `hf auth login`; or convert a copy: hf download "
-            f"{name.repository} --repo-type dataset --local-dir DIR"
-        ) from error
