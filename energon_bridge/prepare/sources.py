@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from array import array
 from bisect import bisect_right
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from energon_bridge.mix.leaves import OpenLeaf
 
 KINDS = ("table", "pairs", "classes", "parquet", "huggingface", "webdataset", "mix")
+_logger = logging.getLogger(__name__)
 _TABLES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv")
 _LISTS = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 
@@ -370,7 +372,14 @@ class TarSource:
         if not self._prepared:
             return [("train", shards)]
         splits = read_splits(self._store)
-        return [(part, splits.shards_of(part)) for part, listed in splits.parts.items() if listed]
+        groups = [(part, splits.shards_of(part)) for part, listed in splits.parts.items() if listed]
+        if left := sorted({*shards}.difference(*(listed for _, listed in groups))):
+            _logger.warning(
+                "%s: %d of %d tars are left out, such as %s: they are in no split part. If they were added after it was "
+                "prepared, prepare it again",
+                *(self.where, len(left), len(shards), left[0]),
+            )
+        return groups
 
     def _add(self, shard: str, scan: ShardScan, excluded: frozenset[tuple[str, str]]) -> None:
         kept = [n for n, key in enumerate(scan.keys) if (shard, key) not in excluded]

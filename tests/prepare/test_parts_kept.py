@@ -356,3 +356,33 @@ def test_sparse_members_are_named(tmp_path: Path) -> None:
             assert result.exit_code == 1
             assert "s.tar: the member '1.bin' at byte" in said(result)
             assert "is sparse, which cannot be read by range. Write the tar again without --sparse." in said(result)
+
+
+def test_overwriting_keeps_the_tars_of_others(tmp_path: Path) -> None:
+    """`--overwrite` is named as a remedy, so it must not cost a dataset that no conversion wrote."""
+    tar(tmp_path / "in/s.tar", ("1.txt", b"new"))
+    old = tar(tmp_path / "out/mine.tar", A, B)
+    assert energon("prepare", tmp_path / "out", *FLAGS).exit_code == 0
+    whole = old.read_bytes()
+    arguments = ["convert", tmp_path / "in", tmp_path / "out", "--no-progress", "--split-ratio", "0,1,0"]
+    assert "files of the same names are replaced, and so is .nv-meta" in said(energon(*arguments))
+    assert energon(*arguments, "--overwrite").exit_code == 0
+    assert (old.read_bytes(), loaded(tmp_path / "out")) == (whole, {"1.txt": b"new"})
+    tar(tmp_path / "in/s.tar", ("2.txt", b"newer"))
+    assert energon(*arguments[:-1], "1,0,0", "--overwrite").exit_code == 0  # its own tars go
+    assert sorted(path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.tar")) == [
+        "mine.tar",
+        "train/00000.tar",
+    ]
+
+
+def test_tars_of_a_source_in_no_split_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, entry in (("a/s.tar", A), ("b/s.tar", B)):
+        tar(tmp_path / "in" / name, entry)
+    flags = [*FLAGS[2:], "--split-parts", "val:a/.*"]
+    assert energon("prepare", tmp_path / "in", *flags).exit_code == 0
+    assert energon("convert", tmp_path / "in", tmp_path / "out", "--no-progress").exit_code == 0
+    assert "in: 1 of 2 tars are left out, such as b/s.tar: they are in no split part." in caplog.text
+    tar(tmp_path / "in/c.tar", ("3.txt", b"c"))
+    assert energon("convert", tmp_path / "in", tmp_path / "out2", "--no-progress").exit_code == 0
+    assert "in: 2 of 3 tars are left out, such as b/s.tar" in caplog.text
