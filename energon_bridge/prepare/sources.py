@@ -375,8 +375,8 @@ class TarSource:
         groups = [(part, splits.shards_of(part)) for part, listed in splits.parts.items() if listed]
         if left := sorted({*shards}.difference(*(listed for _, listed in groups))):
             _logger.warning(
-                "%s: %d of %d tars are left out, such as %s: they are in no split part. If they were added after it was "
-                "prepared, prepare it again",
+                "%s: %d of %d tars are left out, such as %s: they are in no split part. If they were added after it "
+                "was prepared, prepare it again",
                 *(self.where, len(left), len(shards), left[0]),
             )
         return groups
