@@ -326,7 +326,10 @@ def _path(name: str) -> str:
 def _find_faults(scan: ShardScan, store: Store, rel: str) -> None:
     """Note parts that are there twice with different content, and samples in pieces."""
     where = store.url(rel)
-    if len(set(zip(scan.part_samples, scan.part_names, strict=True))) < len(scan.part_names):
+    codes = {name: number for number, name in enumerate(set(scan.part_names))}
+    parts = np.fromiter(map(codes.__getitem__, scan.part_names), np.int64, len(scan.part_names))
+    parts += np.asarray(scan.part_samples) * len(codes)
+    if not np.diff(np.sort(parts)).all():
         seen: dict[tuple[int, str], tuple[int, int]] = {}
         for sample, part, *place in zip(
             scan.part_samples, scan.part_names, scan.part_offsets, scan.part_sizes, strict=True
