@@ -108,7 +108,7 @@ def parse_sample(
 
     `parts` limits what is returned to these part names. `where` names dataset, shard and sample in an error. `follow`
     finds the content of hard links. Raises CorruptShardError if the bytes are no tar members of one sample, for a part
-    that is no file, and for one that is there twice with different content.
+    that is not a file, and for one that is there twice with different content.
     """
     view = memoryview(data)
     if _tar is not None and (plain := _tar.split(view, parts)) is not None:

@@ -283,7 +283,7 @@ class TarSample:
         return f"{self.key}\0{self.shard} {self.offset} {self.length} {changed}"
 
     def read(self) -> tuple[list[tuple[str, bytes]], Mapping[str, str]]:
-        """Return its parts unchanged; raises SourceError for one that is no file, and one that is there twice."""
+        """Return its parts unchanged; raises SourceError for one that is not a file, or there twice."""
         data = self.store.read_range(self.shard, self.offset, self.length)
         try:
             _, parts = parse_sample(data, where=self.where, follow=self.follow)

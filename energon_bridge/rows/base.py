@@ -415,7 +415,9 @@ def _by_head(file: FileRef | StoredFile, name: str) -> str:
         return "bin"  # whoever reads it says what is wrong
     extension = extension_by_head(head)
     if extension is None:
-        raise SourceError(f"{name}: has no extension, and is no image, video or sound by its first bytes. Give it one.")
+        raise SourceError(
+            f"{name}: has no extension, and its first bytes are not those of an image, video or sound. Give it one."
+        )
     return extension
 
 

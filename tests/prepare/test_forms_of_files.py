@@ -104,7 +104,9 @@ def test_files_without_extension_in_lists(tmp_path: Path) -> None:
     assert members(converted(source, tmp_path / "out", *ALL))["000000000.0.jpg"] == picture(1)
     source.write_text(json.dumps([{"image": "two", "conversations": turns}]))
     message = refused(source, tmp_path / "out2")
-    assert "two: has no extension, and is no image, video or sound by its first bytes. Give it one." in message
+    assert (
+        "two: has no extension, and its first bytes are not those of an image, video or sound. Give it one." in message
+    )
 
 
 # --- JSONL --------------------------------------------------------------------------------------------------------
