@@ -133,8 +133,9 @@ class ShardScan:
         }
         return _Links(places, store.url(rel)) if places else None
 
-    def check(self, kind: type[DatasetError] = DatasetError) -> None:
-        """Raise the first fault of a kind."""
+    def check(self, *, unseen: bool = False) -> None:
+        """Raise the first fault; with `unseen`, of those that reading the samples one by one does not find."""
+        kind = (DuplicateKeyError, UnsupportedShardError) if unseen else DatasetError
         found = [error for _, error in self.faults if isinstance(error, kind)]
         if found:
             more = f" The tar has {len(found) - 1:,} more of such faults." if len(found) > 1 else ""
@@ -211,6 +212,12 @@ def _scan(store: Store, rel: str) -> ShardScan:
     if others.links:
         _follow(scan, others, where)
     _find_faults(scan, store, rel)
+    bare = {name for name, _, _ in others.files}.intersection(scan.keys) if others.files else ()
+    for name in sorted(bare):
+        message = (
+            f"{where}: {name!r} has no extension, so it is not a part of the sample {name!r}. Write the tar again "
+        )
+        scan.faults.append((scan.keys.index(name), UnsupportedShardError(f"{message}with one: {name}.jpg, say.")))
     return scan
 
 

@@ -390,7 +390,7 @@ class TarSource:
                 array("q", [scan.offsets[n + 1] - scan.offsets[n] for n in kept]),
             )
         )
-        scan.check(DuplicateKeyError)
+        scan.check(unseen=True)
         self._follow.append(scan.follow(self._store, shard))
         self._parts.extend(self._lists.setdefault((*scan.parts_of(n),), len(self._lists)) for n in kept)
         self._shards.append(shard)
@@ -520,7 +520,7 @@ def _named(dataset: PreparedDataset, number: int) -> tuple[str, str]:
 @lru_cache(maxsize=_SCANS)
 def _scan(root: str, shard: str) -> ShardScan:
     scan = scan_tar(open_store(root), shard)
-    scan.check(DuplicateKeyError)
+    scan.check(unseen=True)
     return scan
 
 

@@ -69,7 +69,7 @@ class Unread:
         """Return key and parts (a range instead of bytes if `keep` accepts one); CorruptShardError, StorageError."""
         key, found = open_sample(self.sample, parts=wanted, keep=keep, follow=follow)
         kept = sum(part.size for part in found.values() if isinstance(part, ByteRange))
-        self._length = self.sample.size - kept
+        self._length = max(0, self.sample.size - kept)  # the target of a link is outside of the sample
         self._reader.note_large(kept > 0)
         return key, found
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from clips import write_video
 from tar_builder import GNU, PAX, USTAR
 
 from energon_bridge import CrudeSample, DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset
@@ -24,6 +25,7 @@ from energon_bridge.prepare import parse_ratio, prepare_dataset, render_dataset_
 from energon_bridge.prepare.lint import lint_encoded
 from energon_bridge.storage import open_store
 from energon_bridge.stores import WebdatasetFileStore
+from energon_bridge.task_encoder import SampleDecoder
 
 LINK, HARD, PIPE, DEVICE = tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE
 FLAGS = ["--split-ratio", "0,1,0", "--sample-type", "CrudeWebdataset", "--no-progress", "--num-workers", "1"]
@@ -229,7 +231,7 @@ def test_what_cannot_be_a_part_is_refused_by_name_everywhere(
     (kept,) = read_info(open_store(tmp_path / "out")).shard_counts.values()
     assert kept == 1
     with monkeypatch.context() as patch:  # as other releases and megatron-energon prepare it
-        patch.setattr(ShardScan, "check", lambda self, kind=None: None)
+        patch.setattr(ShardScan, "check", lambda self: None)
         prepare_dataset(tmp_path / "in", split=parse_ratio("0,1,0"), dataset_yaml=CRUDE)
     result = energon("lint", tmp_path / "in", "--no-progress")
     assert result.exit_code == 1
@@ -269,10 +271,18 @@ def test_samples_in_pieces_are_refused_by_each_command(
             assert (result.exit_code, message in said(result)) == (1, True), result.output
     assert not (tmp_path / "out").exists()
     with monkeypatch.context() as patch:
-        patch.setattr(ShardScan, "check", lambda self, kind=None: None)
+        patch.setattr(ShardScan, "check", lambda self: None)
         prepare_dataset(tmp_path / "in", split=parse_ratio("0,1,0"), dataset_yaml=CRUDE, key_index=False)
     result = energon("lint", tmp_path / "in", "--no-progress")
     assert (result.exit_code, message.partition("They are")[0] in said(result)) == (1, True), result.output
+
+
+def test_a_member_without_extension_beside_a_sample_is_refused(tmp_path: Path) -> None:
+    path = tar(tmp_path / "in/s.tar", ("README", b"of all"), ("1", b"picture"), A, B)
+    message = "s.tar: '1' has no extension, so it is not a part of the sample '1'. Write the tar again with one: 1.jpg"
+    for arguments in (["prepare", tmp_path / "in", *FLAGS], ["convert", path, tmp_path / "out", "--on-error", "skip"]):
+        result = energon(*arguments)
+        assert (result.exit_code, message in said(result)) == (1, True), result.output
 
 
 def test_the_remedy_for_parts_apart_makes_whole_samples(tmp_path: Path) -> None:
@@ -386,3 +396,25 @@ def test_tars_of_a_source_in_no_split_are_named(tmp_path: Path, caplog: pytest.L
     tar(tmp_path / "in/c.tar", ("3.txt", b"c"))
     assert energon("convert", tmp_path / "in", tmp_path / "out2", "--no-progress").exit_code == 0
     assert "in: 2 of 3 tars are left out, such as b/s.tar" in caplog.text
+
+
+def test_a_linked_video_of_a_large_sample_is_decoded_where_it_is(tmp_path: Path) -> None:
+    """Samples of more than a mebibyte are read part by part; the target of a link is outside of its sample."""
+    video = write_video(tmp_path / "1.mp4", frames=5).read_bytes() + bytes(3 << 20)  # larger than the sample
+    big = b"x" * (1 << 20)
+    tar(tmp_path / "in/s.tar", ("1.bin", big), ("1.mp4", video), ("2.bin", big), ("2.mp4", HARD, "1.mp4"))
+    assert energon("prepare", tmp_path / "in", *FLAGS).exit_code == 0
+
+    class Frames(Raw):
+        decoder = SampleDecoder()
+
+    dataset = get_val_dataset(
+        *(tmp_path / "in",),
+        split_part="val",
+        batch_size=1,
+        task_encoder=Frames(),
+        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
+    )
+    one, two = (batch[0]["mp4"].get_frames().video_clips[0] for batch in get_loader(dataset))
+    assert one.shape[0] == 5
+    assert one.equal(two)
