@@ -32,7 +32,8 @@ from energon_bridge.prepare.convert import (
     convert_task,
     propose_samples_per_shard,
 )
-from energon_bridge.prepare.sources import KINDS, download, is_hub, open_source, stream
+from energon_bridge.prepare.hub import download, is_hub, stream
+from energon_bridge.prepare.sources import KINDS, open_source
 from energon_bridge.prepare.split import SplitRule, parse_ratio
 from energon_bridge.rows.base import Layout, Source, check_layout, first_rows
 from energon_bridge.rows.lists import CONVERSATIONS

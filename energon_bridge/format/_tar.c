@@ -65,7 +65,7 @@ static PyObject *piece(PyObject *view, Py_ssize_t from, Py_ssize_t to) {
 /* Add the parts in `data` to `found`. Return the length of the key, with `*key` where it is, 0 where the Python code has
    to look, or -1 with an error set. */
 static Py_ssize_t collect(const Py_buffer *data, PyObject *view, PyObject *wanted, PyObject *found, const char **key) {
-    Py_ssize_t prefix = 0, position = 0;
+    Py_ssize_t prefix = 0, position = 0, taken = 0;
     while (position + BLOCK <= data->len) {
         const char *header = (const char *)data->buf + position;
         Py_ssize_t size = size_of(header), content = position + BLOCK;
@@ -103,8 +103,9 @@ static Py_ssize_t collect(const Py_buffer *data, PyObject *view, PyObject *wante
         Py_DECREF(name);
         if (failed)
             return -1;
+        taken += takes;
     }
-    return prefix ? prefix - 1 : 0;
+    return prefix && PyDict_Size(found) == taken ? prefix - 1 : 0; /* not with a part twice */
 }
 
 static PyObject *split(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {

@@ -20,6 +20,9 @@ import yaml
 from energon_bridge.errors import MetadataError, did_you_mean
 from energon_bridge.storage import Store
 
+BOM = "\ufeff"
+UTF16 = (b"\xff\xfe", b"\xfe\xff")
+
 _MAX_DEPTH = 100
 _MAX_NODES = 20_000_000
 _COPIES, _COPIES_BY_CHARACTER = 200_000, 10  # aliases of aliases multiply: a short file must not take long
@@ -38,6 +41,13 @@ _SCALARS: dict[str, Callable[[str], Any]] = {
     f"{_TAG}null": lambda text: None,
     f"{_TAG}merge": str,
 }
+
+
+def utf16_remedy(head: bytes, name: str) -> str:
+    """Return what to do about a file that has to be UTF-8 and begins as UTF-16 does; "" if it does not."""
+    if not head.startswith(UTF16):
+        return ""
+    return f"is UTF-16, expected UTF-8. Write it as such: iconv -f UTF-16 -t UTF-8 {name} -o NEW"
 
 
 class _Parser(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc] # which base, the installation says

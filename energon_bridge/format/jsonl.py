@@ -2,7 +2,7 @@
 
 Beside `x.jsonl` is its index `x.jsonl.idx`, in the format of a `.tar.idx`: the offset of each sample, and the size of
 the file. Blank lines belong to the sample before them, those at the start to the first. There is no `.nv-meta` and no
-split; the key of a sample is its number.
+split; the key of a sample is its number. A byte-order mark in front of the first line is left out.
 
 A file without an index gets one when it is opened. A file that no longer fits its index raises an error, since samples
 might have changed their numbers during a run. The fingerprint hashes name, number of samples and size.
@@ -22,6 +22,7 @@ import numpy as np
 
 from energon_bridge.errors import CorruptShardError, DecodeError, EmptyDatasetError, NotPreparedError, StorageError
 from energon_bridge.format.dataset import PreparedDataset
+from energon_bridge.format.documents import BOM, utf16_remedy
 from energon_bridge.format.tar_index import encode_index, index_name
 from energon_bridge.samples import CrudeSample
 from energon_bridge.storage import OpenFiles, Store, open_store
@@ -103,7 +104,7 @@ def index_jsonl(path: str | os.PathLike[str]) -> int:
 def parse_line(data: bytes | memoryview) -> Any:
     """Return the object of a sample; raises DecodeError."""
     try:
-        return json.loads(str(data, "utf-8"))
+        return json.loads(str(data, "utf-8").removeprefix(BOM))
     except (ValueError, RecursionError) as error:
         raise DecodeError(f"not valid JSON: {error}") from error
 
@@ -138,8 +139,10 @@ def _offsets(store: Store, name: str) -> array[int]:
     offsets = array("Q")
     position = 0
     for number, line in enumerate(_lines(store, name), start=1):
-        text = line.strip()
+        text = line.strip() if number > 1 else line.removeprefix(BOM.encode()).strip()
         if text:
+            if number == 1 and (remedy := utf16_remedy(text, where)):
+                raise CorruptShardError(f"{where}: {remedy}")
             if not (text.startswith(b"{") and text.endswith(b"}")):
                 shown = text[:_SHOWN_BYTES].decode(errors="replace") + ("…" if len(text) > _SHOWN_BYTES else "")
                 raise CorruptShardError(

@@ -29,7 +29,7 @@ import numpy as np
 from energon_bridge.errors import DuplicateKeyError, KeyIndexError, ShardMissingError, StorageError
 from energon_bridge.format.media import create_media_tables, note_filter, write_media_rows
 from energon_bridge.format.nvmeta import INDEX_SQLITE, INDEX_UUID, INFO_JSON, meta_path, read_info
-from energon_bridge.format.tar_index import ShardScan
+from energon_bridge.format.tar_index import ShardScan, other_parts
 from energon_bridge.rng import IntArray
 from energon_bridge.storage import LocalStore, Store
 
@@ -526,11 +526,26 @@ class KeyIndexWriter:
             row = next(filter(None, rows), None)
             if row is not None or key in seen:
                 other = self._shards[row[0]] if row is not None else self._shards[shard]
+                there, here = self._parts_of(key), scan.parts_of(scan.keys.index(key))
+                if row is not None and there and there.isdisjoint(here):
+                    return other_parts(other, key, there, self._shards[shard], here)
                 return DuplicateKeyError(
-                    f"the sample key {key!r} is in {other!r} and again in {self._shards[shard]!r}. Keys must be "
-                    f"unique in a dataset, and the members of a sample must be adjacent. Rename keys with "
-                    f"--fix-duplicates, leave a shard out with --exclude, or prepare with --no-key-index if nothing "
-                    f"looks samples up by key."
+                    f"the sample key {key!r} is in {other!r} and again in {self._shards[shard]!r}. Keys must be unique "
+                    f"in a dataset. Rename keys with --fix-duplicates, leave a shard out with --exclude, or prepare "
+                    f"with --no-key-index if nothing looks samples up by key."
                 )
             seen.add(key)
         return DuplicateKeyError(f"a sample key of {self._shards[shard]!r} occurs twice in the dataset.")
+
+    def _parts_of(self, key: str) -> set[str]:
+        """Return the names of the parts of the earlier sample with a key."""
+        query = (
+            "SELECT part_name FROM {0}.sample_parts JOIN {0}.samples USING (tar_file_id, sample_index) "
+            "WHERE sample_key = ?"
+        )
+        found: set[str] = set()
+        for schema in ("main",) if self._base is None else ("base", "main"):
+            with suppress(sqlite3.Error):  # an index of another tool may lack the table
+                check_table(self._connection, schema, "sample_parts")
+                found |= {str(name) for (name,) in self._connection.execute(query.format(schema), (key,))}
+        return found

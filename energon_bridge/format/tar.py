@@ -25,11 +25,13 @@ from energon_bridge.storage.ranges import ByteRange
 #
 # The key is the folder plus the base name up to its first dot, the part is the rest: `a/b.c/x.seg.png` has key
 # `a/b.c/x` and part `seg.png`. Names without a dot in the base name belong to no sample, and neither do names that
-# start with a component like `__meta__`. The rules are those of Megatron Energon 7.4, whose pattern defines the format.
+# start with a component like `__meta__`. The rules are those of Megatron Energon 7.4, whose pattern defines the format,
+# but for what macOS adds to a folder: `._x` beside each `x`, and `.DS_Store`.
 
 
 _MEMBER = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 _IGNORED = re.compile(r"__[^/]*__($|/)")
+_OF_MACOS = ("._", ".DS_Store")
 
 
 def split_member_name(name: str) -> tuple[str, str] | None:
@@ -42,6 +44,8 @@ def split_member_name(name: str) -> tuple[str, str] | None:
         return None
     if dot > folder_end and "\n" not in name:
         return name[:dot], name[dot + 1 :]
+    if dot == folder_end and name.startswith(_OF_MACOS, dot):
+        return None
     match = _MEMBER.match(name)  # hidden files in folders and line ends: only the pattern itself says
     return (match.group(1), match.group(2)) if match else None
 
@@ -58,30 +62,53 @@ except ImportError:  # it was not compiled
 BLOCK = 512
 _REGULAR = b"0\x007"
 _NO_CONTENT = b"123456"
-_LONG_NAME = 76  # "L"
+_HARD_LINK = 49  # "1"
+_NO_PARTS = b"5DV"  # folders, and the label of a volume
+_OTHERS = {49: "a hard link", 50: "a symbolic link", 51: "a device", 52: "a device", 54: "a pipe"}
+_LONG_NAME, _LONG_TARGET = _LONG_NAMES = b"LK"
 _PAX_EXTENDED = (120, 88)  # "x", and "X" of old Solaris
 _SPARSE = 83  # "S"
 _NAME_ERRORS = "surrogateescape"
 
 
 class Member(NamedTuple):
-    """One member of a tar, long names resolved; offsets in bytes."""
+    """One member of a tar, long names resolved; offsets in bytes. `kind` is its type, `target` what a link links to."""
 
     name: str
+    kind: int
+    target: str
     regular: bool
     header: int  # of the first header block that belongs to the member
     content: int
     size: int
     end: int  # of the padded content: where the next member starts
 
+    @property
+    def is_hard_link(self) -> bool:
+        """Whether its content is that of a member in front of it."""
+        return self.kind == _HARD_LINK
+
+    def names(self) -> tuple[str, str] | None:
+        """Return key and part of a file, or of what is in the place of one; None if it belongs to no sample."""
+        return None if self.kind in _NO_PARTS else split_member_name(self.name)
+
+
+Follow = Callable[[Member], ByteRange]
+"""Finds the content of a hard link."""
+
 
 def parse_sample(
-    data: bytes | bytearray | memoryview, *, where: str = "", parts: frozenset[str] | None = None
+    data: bytes | bytearray | memoryview,
+    *,
+    where: str = "",
+    parts: frozenset[str] | None = None,
+    follow: Follow | None = None,
 ) -> tuple[str, dict[str, memoryview]]:
     """Split the bytes of one sample's range into its key and its parts (views of `data`, in the order of the tar).
 
-    `parts` limits what is returned to these part names. `where` names dataset, shard and sample in an error.
-    Raises CorruptShardError if the bytes are no tar members of one sample.
+    `parts` limits what is returned to these part names. `where` names dataset, shard and sample in an error. `follow`
+    finds the content of hard links. Raises CorruptShardError if the bytes are no tar members of one sample, for a part
+    that is not a file, and for one that is there twice with different content.
     """
     view = memoryview(data)
     if _tar is not None and (plain := _tar.split(view, parts)) is not None:
@@ -95,12 +122,10 @@ def parse_sample(
         if member is None:
             break
         position = member.end
-        if not member.regular:
-            continue
-        names = split_member_name(member.name)
+        names = member.names()
         if names is None:
             continue
-        if member.content + member.size > length:
+        if member.regular and member.content + member.size > length:
             raise _truncated(where, member.header, member.name, member.content + member.size, length)
         if not key:
             key = names[0]
@@ -110,13 +135,47 @@ def parse_sample(
                 f"Rebuild it with `energon prepare --tar-index-only`."
             )
         if parts is None or names[1] in parts:
-            found[names[1]] = view[member.content : member.content + member.size]
+            if member.regular:
+                content = view[member.content : member.content + member.size]
+            else:
+                content = memoryview(_linked(member, follow, where).read())
+            if found.setdefault(names[1], content) != content:
+                raise part_twice(where, member.name)
     if not key:
         raise CorruptShardError(
             f"{where}: no member of a sample in a range of {length} bytes: the index does not fit the tar. "
             f"Rebuild it with `energon prepare --tar-index-only`."
         )
     return key, found
+
+
+def _linked(member: Member, follow: Follow | None, where: str) -> ByteRange:
+    if follow is None or not member.is_hard_link:
+        raise not_a_file(member, where)
+    return follow(member)
+
+
+def not_a_file(member: Member, where: str, found: str = "") -> CorruptShardError:
+    """Return the error for a member in the place of a part that has no content of its own."""
+    what = _OTHERS.get(member.kind, f"of the type {chr(member.kind)!r}")
+    if not member.target:
+        return CorruptShardError(
+            f"{where}: {member.name!r} is {what}, not a file. Write the tar again without it, or with a file in its "
+            "place."
+        )
+    option = "--hard-dereference" if member.is_hard_link else "--dereference"
+    return CorruptShardError(
+        f"{where}: {member.name!r} is {what} to {member.target!r}{found}. Write the tar again with the files "
+        f"themselves: tar {option}."
+    )
+
+
+def part_twice(where: str, name: str) -> CorruptShardError:
+    """Return the error for a part that a sample has twice."""
+    return CorruptShardError(
+        f"{where}: {name!r} is there twice in a row, with different content. Which one belongs to the sample? "
+        f"Unpacking keeps the last: keep the right one, and write the tar again."
+    )
 
 
 def next_member(view: memoryview, position: int, *, where: str, base: int = 0, verify: bool = True) -> Member | None:
@@ -128,6 +187,7 @@ def next_member(view: memoryview, position: int, *, where: str, base: int = 0, v
     """
     start = position
     long_name: str | None = None
+    long_target: str | None = None
     pax: dict[str, str] = {}
     while True:
         content = position + BLOCK
@@ -145,25 +205,26 @@ def next_member(view: memoryview, position: int, *, where: str, base: int = 0, v
         kind = header[156]
         size = _number(header[124:136], where=where, offset=base + position)
         padded = size + 511 & -512
-        if kind == _LONG_NAME or kind in _PAX_EXTENDED:
+        if kind in _LONG_NAMES or kind in _PAX_EXTENDED:
             if content + size > len(view):
                 raise NeedMoreBytes(f"{where}: long name at byte {base + position} is cut off", needed=content + padded)
             body = bytes(view[content : content + size])
             if kind == _LONG_NAME:
                 long_name = _text(body)
+            elif kind == _LONG_TARGET:
+                long_target = _text(body)
             else:
                 pax.update(_pax_records(body, where=where, offset=base + position))
             position = content + padded
             continue
         if kind == _SPARSE or any(name.startswith("GNU.sparse.") for name in pax):
+            name = pax.get("GNU.sparse.name", pax.get("path", long_name or _text(header[:100])))
             raise CorruptShardError(
-                f"{where}: the member at byte {base + position} is sparse, which cannot be read by range. "
+                f"{where}: the member {name!r} at byte {base + position} is sparse, which cannot be read by range. "
                 f"Write the tar again without --sparse."
             )
-        if kind == 75 or kind == 103:  # "K", a long link target, and "g", global PAX records: not for regular members
-            if kind == 103:
-                start = content + padded  # tarfile counts it as a member of its own
-            position = content + padded
+        if kind == 103:  # "g", global PAX records: tarfile counts them as a member of its own
+            start = position = content + padded
             continue
         name = _text(header[:100])
         if kind == 0 and name.endswith("/"):
@@ -176,8 +237,11 @@ def next_member(view: memoryview, position: int, *, where: str, base: int = 0, v
         if long_name is not None:
             name = long_name
         name = pax.get("path", name)
+        target = "" if kind not in b"12" else pax.get("linkpath", long_target or _text(header[157:257]))
         return Member(
             name=name,
+            kind=kind,
+            target=target,
             regular=kind in _REGULAR,
             header=start,
             content=content,
@@ -260,12 +324,16 @@ def _pax_size(text: str, *, where: str, offset: int) -> int:
 
 
 def open_sample(
-    sample: ByteRange, *, parts: frozenset[str] | None = None, keep: Callable[[str], bool]
+    sample: ByteRange,
+    *,
+    parts: frozenset[str] | None = None,
+    keep: Callable[[str], bool],
+    follow: Follow | None = None,
 ) -> tuple[str, dict[str, bytes | ByteRange]]:
     """Return key and parts of a sample, in the order of the tar: bytes, or a range for parts that `keep(name)` accepts.
 
-    `parts` limits what is returned to these part names. Raises CorruptShardError if the range holds no tar members of
-    one sample, StorageError.
+    `parts` limits what is returned to these part names, `follow` finds hard links. Raises what `parse_sample` raises,
+    and StorageError.
     """
     found: dict[str, bytes | ByteRange] = {}
     key: str | None = None
@@ -275,17 +343,21 @@ def open_sample(
         if member is None:
             break
         content, position = position + member.content, position + member.end
-        names = split_member_name(member.name) if member.regular else None
+        names = member.names()
         if names is None:
             continue
         key = names[0] if key is None else key
-        if names[0] != key or content + member.size > sample.size:
+        if names[0] != key or (member.regular and content + member.size > sample.size):
             raise CorruptShardError(
                 f"{sample.url}: the range of sample {key!r} at byte {sample.offset} has {sample.size} bytes and does "
                 f"not fit its member {member.name!r}. Rebuild the index with `energon prepare --tar-index-only`."
             )
         if parts is None or names[1] in parts:
             part = ByteRange(store=sample.store, rel=sample.rel, offset=sample.offset + content, size=member.size)
+            if not member.regular:
+                part = _linked(member, follow, sample.url)
+            if names[1] in found and part.read() != _read(found[names[1]]):
+                raise part_twice(sample.url, member.name)
             found[names[1]] = part if keep(names[1]) else part.read()
     if key is None:
         raise CorruptShardError(
@@ -293,6 +365,10 @@ def open_sample(
             f"fit the tar. Rebuild it with `energon prepare --tar-index-only`."
         )
     return key, found
+
+
+def _read(part: bytes | ByteRange) -> bytes:
+    return part.read() if isinstance(part, ByteRange) else part
 
 
 def _member_at(sample: ByteRange, position: int) -> Member | None:

@@ -7,19 +7,39 @@ then the offset after the last member; n samples take 8 * (n + 1) bytes. Sample 
 from __future__ import annotations
 
 import logging
+import posixpath
 import re
 import sys
 import zlib
 from array import array
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from unicodedata import normalize
 
 import numpy as np
 
-from energon_bridge.errors import CorruptShardError, ShardMissingError, UnsupportedShardError
-from energon_bridge.format.tar import BLOCK, Member, NeedMoreBytes, next_member, split_member_name
+from energon_bridge.errors import (
+    CorruptShardError,
+    DatasetError,
+    DuplicateKeyError,
+    ShardMissingError,
+    UnsupportedShardError,
+)
+from energon_bridge.format.tar import (
+    BLOCK,
+    Follow,
+    Member,
+    NeedMoreBytes,
+    next_member,
+    not_a_file,
+    part_twice,
+    split_member_name,
+)
 from energon_bridge.storage import Store
+from energon_bridge.storage.ranges import ByteRange
 
+_NOT_IN_FRONT = ", which is not in front of it in this tar"
 _OFFSET = np.dtype("<u8")
 
 
@@ -89,7 +109,9 @@ def _integers() -> array[int]:
 class ShardScan:
     """The samples of one tar and their parts; columns of equal length for samples, and for parts.
 
-    The columns are arrays of 64-bit integers, because scans cross from worker processes to the writer.
+    The columns are arrays of 64-bit integers, because scans cross from worker processes to the writer. A part that is a
+    hard link has the place of its target; `linked` are the numbers of these parts. `faults` are samples that would lack
+    something if they were read: the number of each, and the error that says what.
     """
 
     keys: list[str] = field(default_factory=list)
@@ -98,12 +120,50 @@ class ShardScan:
     part_names: list[str] = field(default_factory=list)
     part_offsets: array[int] = field(default_factory=_integers)  # of the content
     part_sizes: array[int] = field(default_factory=_integers)
+    linked: array[int] = field(default_factory=_integers)
+    faults: list[tuple[int, DatasetError]] = field(default_factory=list)
+
+    def follow(self, store: Store, rel: str) -> Follow | None:
+        """Return what finds the content of hard links in the tar that was scanned; None if it has none."""
+        places = {
+            f"{self.keys[self.part_samples[number]]}.{self.part_names[number]}": ByteRange(
+                store=store, rel=rel, offset=self.part_offsets[number], size=self.part_sizes[number]
+            )
+            for number in self.linked
+        }
+        return _Links(places, store.url(rel)) if places else None
+
+    def check(self, *, unseen: bool = False) -> None:
+        """Raise the first fault; with `unseen`, of those that reading the samples one by one does not find."""
+        kind = (DuplicateKeyError, UnsupportedShardError) if unseen else DatasetError
+        found = [error for _, error in self.faults if isinstance(error, kind)]
+        if found:
+            more = f" The tar has {len(found) - 1:,} more of such faults." if len(found) > 1 else ""
+            raise type(found[0])(f"{found[0]}{more}")
+
+    def parts_of(self, sample: int) -> list[str]:
+        """Return the names of a sample's parts."""
+        return self.part_names[bisect_left(self.part_samples, sample) : bisect_right(self.part_samples, sample)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Links:
+    """Where the hard links of a tar lead, by the names of the links; goes to other processes."""
+
+    places: Mapping[str, ByteRange]
+    where: str
+
+    def __call__(self, member: Member) -> ByteRange:
+        if member.name not in self.places:
+            raise not_a_file(member, self.where, _NOT_IN_FRONT)
+        return self.places[member.name]
 
 
 def scan_tar(store: Store, rel: str) -> ShardScan:
     """Walk all headers of a tar; raises CorruptShardError naming the shard and the byte offset of the defect.
 
-    A tar without samples is an error, too. A compressed one is an UnsupportedShardError.
+    A tar without samples is an error, too. A compressed one is an UnsupportedShardError. What concerns single samples
+    is noted in `faults`.
     """
     try:
         return _scan(store, rel)
@@ -125,6 +185,7 @@ def _scan(store: Store, rel: str) -> ShardScan:
     where = store.url(rel)
     size = store.size(rel)
     scan = ShardScan()
+    others = _Others()
     base = 0
     window = _START_WINDOW
     needed = BLOCK
@@ -136,7 +197,7 @@ def _scan(store: Store, rel: str) -> ShardScan:
             raise CorruptShardError(f"{where}: cut off at byte {base}: {size - base} bytes are too few for a header.")
         buffer = store.read_range(rel, base, min(max(window, needed), size - base))
         before = len(scan.part_names)
-        position, needed = _scan_buffer(scan, buffer, base=base, size=size, where=where)
+        position, needed = _scan_buffer(scan, others, buffer, base=base, size=size, where=where)
         base += position
         if needed == 0:
             break
@@ -148,11 +209,35 @@ def _scan(store: Store, rel: str) -> ShardScan:
             f"'{re.escape(rel)}', or write it again."
         )
     scan.offsets.append(base)
+    if others.links:
+        _follow(scan, others, where)
+    _find_faults(scan, store, rel)
+    bare = {name for name, _, _ in others.files}.intersection(scan.keys) if others.files else ()
+    for name in sorted(bare):
+        message = (
+            f"{where}: {name!r} has no extension, so it is not a part of the sample {name!r}. Write the tar again "
+        )
+        scan.faults.append((scan.keys.index(name), UnsupportedShardError(f"{message}with one: {name}.jpg, say.")))
     return scan
 
 
-def _scan_buffer(scan: ShardScan, buffer: bytes, *, base: int, size: int, where: str) -> tuple[int, int]:
-    """Take the members that start in `buffer` into `scan`.
+@dataclass(slots=True)
+class _Others:
+    """What is in a tar besides the parts that are files.
+
+    Attributes:
+        files: Name, and offset and size of the content, of files that belong to no sample.
+        links: Of parts that are no files: number of the part, member, and its offset.
+    """
+
+    files: list[tuple[str, int, int]] = field(default_factory=list)
+    links: list[tuple[int, Member, int]] = field(default_factory=list)
+
+
+def _scan_buffer(
+    scan: ShardScan, others: _Others, buffer: bytes, *, base: int, size: int, where: str
+) -> tuple[int, int]:
+    """Take the members that start in `buffer` into `scan` and `others`.
 
     Returns the position (relative to the buffer, possibly after it) where the scan continues, and the number of bytes
     it needs there; 0 means the end of the archive.
@@ -193,13 +278,17 @@ def _scan_buffer(scan: ShardScan, buffer: bytes, *, base: int, size: int, where:
             start, content, position = member.header, member.content, member.end
             if base + position > size:
                 raise _cut_off(where, base + start, member.name, base + position, size)
-            if not member.regular:
-                continue
             name, content_size = member.name, member.size
+            if not member.regular:
+                if member.names() is None:
+                    continue
+                others.links.append((len(part_names), member, base + start))
+                content_size = 0
         if base + position > size:
             raise _cut_off(where, base + start, name, base + position, size)
         names = split_member_name(name)
         if names is None:
+            others.files.append((name, base + content, content_size))
             continue
         key, part = names
         if key != last_key:
@@ -212,6 +301,90 @@ def _scan_buffer(scan: ShardScan, buffer: bytes, *, base: int, size: int, where:
         part_offsets.append(base + content)
         part_sizes.append(content_size)
     return position, BLOCK
+
+
+def _follow(scan: ShardScan, others: _Others, where: str) -> None:
+    """Give hard links the places of their targets, which are in front of them; note all others as faults."""
+    places: dict[str, list[tuple[int, int]]] = {}
+    for name, offset, size in others.files:
+        places.setdefault(_path(name), []).append((offset, size))
+    links = {number: (member, start) for number, member, start in others.links}
+    lost: list[int] = []
+    for number, sample in enumerate(scan.part_samples):
+        name = f"{scan.keys[sample]}.{scan.part_names[number]}"
+        if number in links:
+            member, start = links[number]
+            found = [place for place in places.get(_path(member.target), ()) if place[0] <= start]
+            if not member.is_hard_link or not found:
+                scan.faults.append((sample, not_a_file(member, where, _NOT_IN_FRONT * member.is_hard_link)))
+                lost.append(number)
+                continue
+            scan.linked.append(number - len(lost))
+            scan.part_offsets[number], scan.part_sizes[number] = found[-1]
+        places.setdefault(_path(name), []).append((scan.part_offsets[number], scan.part_sizes[number]))
+    for number in reversed(lost):
+        del scan.part_samples[number], scan.part_names[number], scan.part_offsets[number], scan.part_sizes[number]
+
+
+def _path(name: str) -> str:
+    return posixpath.normpath(name).lstrip("/")
+
+
+def _find_faults(scan: ShardScan, store: Store, rel: str) -> None:
+    """Note parts that are there twice with different content, and samples in pieces."""
+    where = store.url(rel)
+    codes = {name: number for number, name in enumerate(set(scan.part_names))}
+    parts = np.fromiter(map(codes.__getitem__, scan.part_names), np.int64, len(scan.part_names))
+    parts += np.asarray(scan.part_samples) * len(codes)
+    if not np.diff(np.sort(parts)).all():
+        seen: dict[tuple[int, str], tuple[int, int]] = {}
+        for sample, part, *place in zip(
+            scan.part_samples, scan.part_names, scan.part_offsets, scan.part_sizes, strict=True
+        ):
+            first = seen.setdefault((sample, part), (place[0], place[1]))
+            if first[1] != place[1] or store.read_range(rel, *first) != store.read_range(rel, *place):
+                scan.faults.append((sample, part_twice(where, f"{scan.keys[sample]}.{part}")))
+    scan.faults += find_pieces(scan.keys, scan.parts_of, where)
+
+
+def find_pieces(
+    keys: Sequence[str], parts_of: Callable[[int], Collection[str]], where: str
+) -> Iterator[tuple[int, DuplicateKeyError]]:
+    """Yield the samples of a tar that are the rest of an earlier one: its key again, and other parts.
+
+    Keys that differ in their Unicode form alone are the same here: what one system wrote composed, another has written
+    decomposed.
+    """
+    if len(set(keys)) == len(keys) and all(map(str.isascii, keys)):
+        return
+    firsts: dict[str, int] = {}
+    for number, key in enumerate(keys):
+        first = firsts.setdefault(normalize("NFC", key), number)
+        here, there = parts_of(number), parts_of(first)
+        if first == number or not set(here).isdisjoint(there):
+            continue
+        if keys[first] == key:
+            remedy = "Write the tar again with its members sorted by name: tar --sort=name."
+            what = f"the parts of the sample {key!r} are not adjacent"
+        else:
+            remedy = "Write the tar again with names of one form (convmv --nfc renames files)."
+            what = f"the keys {keys[first]!a} and {key!a} are one name in two Unicode forms"
+        yield (
+            number,
+            DuplicateKeyError(
+                f"{where}: {what}: {', '.join(sorted(there))}, and after other samples {', '.join(sorted(here))}. They "
+                f"are one sample. {remedy}"
+            ),
+        )
+
+
+def other_parts(first: str, key: str, there: Collection[str], second: str, here: Collection[str]) -> DuplicateKeyError:
+    """Return the error for a key with these parts in one tar and others in a second one: one sample, or two?"""
+    return DuplicateKeyError(
+        f"the key {key!r} has the parts {', '.join(sorted(there))} in {first}, and {', '.join(sorted(here))} in "
+        f"{second}. Are they one sample? Put the tars with the same parts into a folder of their own, prepare each "
+        "folder, and join the datasets in a mix. Are they two? Then do so, and blend them."
+    )
 
 
 def _checksum_fits(header: bytes) -> bool:

@@ -37,6 +37,7 @@ from energon_bridge.prepare.lint import Problem, read_samples
 from energon_bridge.prepare.staging import Staging
 from energon_bridge.samples import CrudeSample
 from energon_bridge.storage import LocalStore, Store, open_store
+from energon_bridge.stores.base import follow_links
 
 Progress = Callable[[int, int], None]
 Value = int | float | bool | str
@@ -341,10 +342,11 @@ def _rows_of_shard(
 
         decode = (decoder or SampleDecoder(image_decode="rgb8")).decode
     rows: list[dict[str, Any] | None] = []
+    follow = follow_links(dataset.path)
     for index, data in read_samples(dataset, shard):
         where = f"{dataset.store.url(dataset.shard_names[shard])}, sample {index}"
         try:
-            key, parts = parse_sample(data, where=where)
+            key, parts = parse_sample(data, where=where, follow=follow)
             where = f"{dataset.store.url(dataset.shard_names[shard])}, key {key!r}"
             value = function(_sample(dataset, decode, index, key, parts))
             rows.append(dict(value) if isinstance(value, Mapping) else {name or "": value})
@@ -489,7 +491,8 @@ def sample_key(dataset: PreparedDataset, shard: int, index: int) -> str:
     offsets = read_index(dataset, shard)
     start, end = int(offsets[index]), int(offsets[index + 1])
     data = dataset.store.read_range(dataset.shard_names[shard], start, end - start)
-    return parse_sample(data, where=f"{dataset.store.url(dataset.shard_names[shard])}, sample {index}")[0]
+    where = f"{dataset.store.url(dataset.shard_names[shard])}, sample {index}"
+    return parse_sample(data, where=where, parts=frozenset())[0]
 
 
 def _places(datasets: Sequence[PreparedDataset]) -> list[_Place]:
@@ -519,10 +522,11 @@ def _hashes(datasets: Sequence[PreparedDataset], place: _Place) -> np.ndarray:
     dataset, shard = datasets[place[0]], place[1]
     where = dataset.store.url(dataset.shard_names[shard])
     values = []
+    follow = follow_links(dataset.path)
     for index, data in read_samples(dataset, shard):
         if isinstance(dataset, JsonlDataset):
             values.append(content_hash({"json": bytes(data).strip()}))
             continue
-        _, parts = parse_sample(data, where=f"{where}, sample {index}")
+        _, parts = parse_sample(data, where=f"{where}, sample {index}", follow=follow)
         values.append(content_hash({part: bytes(content) for part, content in parts.items()}))
     return np.array(values, dtype=np.int64)

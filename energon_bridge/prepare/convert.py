@@ -428,6 +428,7 @@ def _finish(
         split_parts |= {name: [] for name, _ in options.split.ratios if name not in split_parts}
     store = open_store(root)
     old = read_info(store).shard_counts if store.exists(meta_path(INFO_JSON)) else {}
+    written = {shard for shard in old if record_path(root / META_FOLDER / _RECORDS / shard).exists()}
 
     def load(shard: str) -> ShardRecord:
         record = records[shard]
@@ -449,7 +450,7 @@ def _finish(
             split_parts=split_parts,
             extra=extra,
         )
-        for gone in old.keys() - counts.keys():
+        for gone in written - counts.keys():  # not the tars of others, beside which --overwrite writes
             store.delete(gone)
             store.delete(index_name(gone))
             store.delete(meta_path(f"{_RECORDS}/{record_path(Path(gone)).as_posix()}"))
@@ -501,7 +502,7 @@ def _check_folder(parts: PartsFolder, told: bytes, *, overwrite: bool) -> None:
     if others:
         raise ConfigurationError(
             f"{root}: contains {others[0]}{' and more' * (len(others) > 1)}, which no conversion wrote. Use another "
-            "folder, or --overwrite to write into this one."
+            "folder, or --overwrite to write into this one; files of the same names are replaced, and so is .nv-meta."
         )
 
 

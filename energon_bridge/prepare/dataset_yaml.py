@@ -119,9 +119,10 @@ def _describe(samples: Sequence[FirstSample]) -> str:
 
 def read_first_samples(store: Store, shard: str) -> list[FirstSample]:
     """Read up to 50 samples from the start of a shard; raises CorruptShardError."""
-    offsets = scan_tar(store, shard).offsets[: _MAX_SAMPLES + 1]
+    scan = scan_tar(store, shard)
     samples = []
-    for start, end in pairwise(offsets):
-        key, parts = parse_sample(store.read_range(shard, start, end - start), where=store.url(shard))
+    for start, end in pairwise(scan.offsets[: _MAX_SAMPLES + 1]):
+        data = store.read_range(shard, start, end - start)
+        key, parts = parse_sample(data, where=store.url(shard), follow=scan.follow(store, shard))
         samples.append(FirstSample(key=key, parts={name: bytes(data) for name, data in parts.items()}))
     return samples

@@ -27,7 +27,7 @@ from energon_bridge.errors import ConfigurationError, DuplicateKeyError, Energon
 from energon_bridge.format.nvmeta import INDEX_SQLITE, meta_path, read_info
 from energon_bridge.format.parallel import Workers, map_shards
 from energon_bridge.format.tar import BLOCK, Member, NeedMoreBytes, next_member
-from energon_bridge.format.tar_index import ShardScan, scan_tar
+from energon_bridge.format.tar_index import other_parts, scan_tar
 from energon_bridge.prepare.split import find_shards
 from energon_bridge.prepare.staging import Staging
 from energon_bridge.storage import LocalStore, Store, open_store
@@ -124,18 +124,19 @@ def _plan(store: Store, shards: Sequence[str], *, num_workers: Workers) -> Itera
         if not samples.size:
             continue
         scan = scan_tar(store, shard)
-        parts = _parts_of(scan, samples)
+        scan.check()
         for sample in samples.tolist():
-            key, own = scan.keys[sample], parts[sample]
+            key, own = scan.keys[sample], frozenset(scan.parts_of(sample))
             if key not in seen:  # the first occurrence, or a hash collision
                 seen[key] = (shard, own)
                 continue
             first, there = seen[key]
-            if first == shard and own.isdisjoint(there):
+            if own.isdisjoint(there):
+                raise other_parts(store.url(first), key, there, store.url(shard), own)
+            if scan.linked:
                 raise DuplicateKeyError(
-                    f"{store.url(shard)}: the parts of the sample {key!r} are not adjacent: "
-                    f"{', '.join(sorted(there))}, and after other samples {', '.join(sorted(own))}. They are one "
-                    "sample, so it is not renamed. Write the tar again with its members sorted by name."
+                    f"{store.url(shard)}: has hard links, which name their targets, so {key!r} is not renamed. Write "
+                    "the dataset again with other keys: energon convert SOURCE OUT --keys number."
                 )
             new_key = next(
                 name
@@ -160,15 +161,6 @@ def _hash(key: str) -> int:
 def _holds(ordered: np.ndarray, value: int) -> bool:
     place = int(np.searchsorted(ordered, np.uint64(value)))
     return place < ordered.size and int(ordered[place]) == value
-
-
-def _parts_of(scan: ShardScan, samples: np.ndarray) -> dict[int, frozenset[str]]:
-    owners = np.asarray(scan.part_samples)
-    starts, ends = np.searchsorted(owners, samples), np.searchsorted(owners, samples, side="right")
-    return {
-        int(sample): frozenset(scan.part_names[start:end])
-        for sample, start, end in zip(samples, starts, ends, strict=True)
-    }
 
 
 def _changes(

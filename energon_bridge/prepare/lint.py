@@ -22,6 +22,7 @@ from energon_bridge.format.jsonl import PART, JsonlDataset, is_jsonl, open_jsonl
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG, read_info, read_splits
 from energon_bridge.format.parallel import Workers, map_shards
 from energon_bridge.format.tar import parse_sample
+from energon_bridge.format.tar_index import find_pieces
 from energon_bridge.prepare.engines import Task
 from energon_bridge.rows.dataset import (
     TableDataset,
@@ -33,6 +34,7 @@ from energon_bridge.rows.dataset import (
     table_parts,
 )
 from energon_bridge.storage import open_store
+from energon_bridge.stores.base import follow_links
 
 _READ_AHEAD = 8 << 20
 
@@ -231,6 +233,9 @@ def _check_shard(dataset: PreparedDataset, decode: Callable[[str, memoryview], A
         )
 
     checked = 0
+    follow = follow_links(dataset.path)
+    keys: list[str] = []
+    names: list[frozenset[str]] = []
     try:
         if isinstance(dataset, TableDataset):
             for sample in samples_of_tables(dataset, shard):
@@ -246,7 +251,8 @@ def _check_shard(dataset: PreparedDataset, decode: Callable[[str, memoryview], A
                     report(error, key=str(index), part=PART)
                 continue
             try:
-                key, parts = parse_sample(data, where=f"{dataset.store.url(name)}, sample {index}")
+                where = f"{dataset.store.url(name)}, sample {index}"
+                key, parts = parse_sample(data, where=where, follow=follow)
             except EnergonError as error:
                 checked += 1
                 report(error)
@@ -254,7 +260,11 @@ def _check_shard(dataset: PreparedDataset, decode: Callable[[str, memoryview], A
             if (name, key) in dataset.excluded:
                 continue
             checked += 1
+            keys.append(key)
+            names.append(frozenset(parts))
             _check_sample(dataset, decode, index, key, parts, partial(report, key=key))
+        for number, rest in find_pieces(keys, names.__getitem__, dataset.store.url(name)):
+            report(rest, key=keys[number])
     except EnergonError as error:  # the shard or its index as a whole
         report(error)
     return ShardReport(split_part=dataset.split_part, shard=name, num_checked=checked, problems=tuple(problems))

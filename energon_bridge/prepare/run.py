@@ -249,6 +249,11 @@ def _index(
             else:
                 if writer is not None:
                     writer.add(number, record.scan)
+                elif record.scan.linked:
+                    raise ConfigurationError(
+                        f"{store.url(shard)}: has {len(record.scan.linked):,} hard links, which are looked up in the "
+                        "key index. Leave out --no-key-index, or write files in their place: energon convert SOURCE OUT"
+                    )
                 staging.add(index_name(shard), encode_index(record.scan.offsets))
                 counts[shard] = len(record.scan.keys)
                 versions[shard] = record.made_of
@@ -280,7 +285,9 @@ def _scan(store: Store, keep: bool, find_only: bool, shard: str) -> ShardRecord 
                 return record
     if find_only:
         return None
-    record = ShardRecord(scan=scan_tar(store, shard), made_of=version)
+    scan = scan_tar(store, shard)
+    scan.check()
+    record = ShardRecord(scan=scan, made_of=version)
     if keep:
         store.write(name, record.encode())
     return record

@@ -96,6 +96,8 @@ class ShardRecord:
         scan = self.scan
         plain = {name: getattr(self, name) for name in ("media", "fields", "skipped", "size", "made_of")}
         plain |= {"keys": scan.keys, "part_names": scan.part_names}
+        if scan.linked:
+            plain["linked"] = list(scan.linked)
         columns = [np.asarray(getattr(scan, name), "<i8").tobytes() for name in _COLUMNS]
         return zlib.compress(json.dumps(plain, separators=(",", ":")).encode() + b"\0" + b"".join(columns), 1)
 
@@ -105,7 +107,8 @@ class ShardRecord:
         try:
             text, end, columns = zlib.decompress(data).partition(b"\0")
             plain = json.loads(text)
-            scan = ShardScan(keys=plain.pop("keys"), part_names=plain.pop("part_names"))
+            linked = array("q", plain.pop("linked", ()))
+            scan = ShardScan(keys=plain.pop("keys"), part_names=plain.pop("part_names"), linked=linked)
             record = cls(scan=scan, **plain)
         except (zlib.error, KeyError, TypeError) as error:
             raise ValueError(f"not a record of a shard: {error}") from error

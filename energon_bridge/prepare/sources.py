@@ -1,31 +1,38 @@
-"""Sources of `energon convert`: detect the kind of a source; read folders, WebDatasets, mixes and the hub."""
+"""Sources of `energon convert`: detect the kind of a source; read folders, WebDatasets and mixes."""
 
 from __future__ import annotations
 
+import logging
 import os
 from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unicodedata import normalize
 
 import numpy as np
 
-from energon_bridge.errors import ConfigurationError, DatasetNotFoundError, DuplicateKeyError, EnergonError, SourceError
+from energon_bridge.errors import (
+    ConfigurationError,
+    CorruptShardError,
+    DatasetNotFoundError,
+    DuplicateKeyError,
+    SourceError,
+)
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.documents import expect_mapping, read_document
-from energon_bridge.format.media import kind_by_name
+from energon_bridge.format.media import HEAD_BYTES, extension_by_head, kind_by_name
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, INFO_JSON, INFO_YAML, meta_path, read_splits
 from energon_bridge.format.parallel import map_shards
-from energon_bridge.format.tar import parse_sample
-from energon_bridge.format.tar_index import ShardScan, scan_tar
+from energon_bridge.format.tar import Follow, parse_sample
+from energon_bridge.format.tar_index import ShardScan, other_parts, scan_tar
 from energon_bridge.prepare.split import find_shards
 from energon_bridge.rng import key_of
-from energon_bridge.rows.arrow import open_parquet, open_remote, open_saved
+from energon_bridge.rows.arrow import open_parquet, open_saved
 from energon_bridge.rows.base import SPLIT_NAMES, SPLIT_ORDER, FileRef, Layout, Row, RowSample, Source, lay_out
 from energon_bridge.rows.lists import open_table
 from energon_bridge.samples import CrudeSample
@@ -35,6 +42,7 @@ if TYPE_CHECKING:
     from energon_bridge.mix.leaves import OpenLeaf
 
 KINDS = ("table", "pairs", "classes", "parquet", "huggingface", "webdataset", "mix")
+_logger = logging.getLogger(__name__)
 _TABLES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv")
 _LISTS = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 
@@ -127,11 +135,14 @@ class FolderSource:
         self.where = str(root)
         self._root = root
         files = sorted(_walk(root))
-        media = [name for name in files if kind_by_name(name) is not None]
+        self._found = {name: found for name in files if (found := _extension(root, name))}
+        media = [name for name in files if kind_by_name(f".{self._found.get(name)}") is not None]
         if not media:
             raise SourceError(f"{root}: no images, videos or sound below this folder, and no file that lists any.")
-        stems = {os.path.splitext(name) for name in files}
-        self._texts = {stem: suffix for suffix in reversed(_TEXTS) for stem, found in stems if found == suffix}
+        self._texts: dict[str, list[str]] = {}
+        for name in files:
+            if f".{self._found.get(name)}" in _TEXTS:
+                self._texts.setdefault(_stem(name), []).append(name)
         split = {name.partition("/")[0] if "/" in name else "" for name in media} <= SPLIT_NAMES.keys()
         if split:
             media.sort(key=lambda name: (SPLIT_ORDER.index(SPLIT_NAMES[name.partition("/")[0]]), name))
@@ -141,7 +152,7 @@ class FolderSource:
             self.split_parts = ()
         self._media = media
         self._depth = int(split)
-        has_texts = any(os.path.splitext(name)[0] in self._texts for name in media)
+        has_texts = any(_stem(name) in self._texts for name in media)
         nested = all(name.count("/") > self._depth for name in media)
         names = sorted({name.split("/")[self._depth] for name in media}) if nested else []
         if as_classes is None:
@@ -160,25 +171,36 @@ class FolderSource:
     def row(self, number: int) -> Row:
         """Return a file with its caption or class."""
         name = self._media[number]
-        stem, suffix = os.path.splitext(name)
+        stem, extension = os.path.splitext(name)[0], self._found[name]
         path = f"{self._root}/{name}"
-        files: dict[str, FileRef] = {"image": FileRef(path, suffix[1:].lower())}
+        files: dict[str, FileRef] = {"image": FileRef(path, extension)}
         values: dict[str, object] = {}
         if self._classes:
             label = name.split("/")[self._depth]
             values = {"label": self._classes[label], "label_name": label}
         elif self._has_texts:
-            text = self._texts.get(stem)
-            if text is None:
-                raise SourceError(
-                    f"{path}: no caption beside it ({Path(stem).name}.txt). Leave such files out with --on-error skip."
-                )
-            column = "json" if text == ".json" else "caption"
-            files[column] = FileRef(f"{self._root}/{stem}{text}", "json" if text == ".json" else "txt")
+            text = self._text_of(name)
+            kind = "json" if self._found[text] == "json" else "txt"
+            files["json" if kind == "json" else "caption"] = FileRef(f"{self._root}/{text}", kind)
         key = stem.replace(".", "_")
         if key in self._twice:
-            key += f"-{suffix[1:].lower()}-{number}"
+            key += f"-{extension}-{number}"
         return Row(where=path, values=values, files=dict(files), key=key)
+
+    def _text_of(self, name: str) -> str:
+        """Return the caption of a file: its own in the same Unicode form, else that in another; raises SourceError."""
+        stem = os.path.splitext(name)[0]
+        beside = self._texts.get(_stem(name), [])
+        same = [text for text in beside if os.path.splitext(text)[0] == stem] or beside
+        if not same:
+            raise SourceError(
+                f"{self._root}/{name}: no caption beside it ({Path(stem).name}.txt). Leave such files out with "
+                "--on-error skip."
+            )
+        same.sort(key=lambda text: _TEXTS.index(f".{self._found[text]}"))
+        if len(same) > 1 and self._found[same[0]] == self._found[same[1]]:
+            raise SourceError(f"{self._root}/{name}: has two captions, {same[0]} and {same[1]}. Move one of them away.")
+        return same[0]
 
     def sample(self, number: int, layout: Layout) -> RowSample:
         """Return a sample, not read yet."""
@@ -187,15 +209,33 @@ class FolderSource:
     def propose(self) -> Layout:
         """Propose a layout from the first files."""
         bare = frozenset(["image", "caption", "json"])
-        if any(kind_by_name(name) != "image" for name in self._media):
+        if any(kind_by_name(f".{self._found[name]}") != "image" for name in self._media):
             return Layout(sample_type="CrudeSample", bare=bare)
         if self._classes:
             fields = {"image": "image", "label": "label", "label_name": "label_name"}
             return Layout(sample_type="ImageClassificationSample", fields=fields, bare=bare)
         if self._has_texts:
-            caption = "json[caption]" if ".json" in set(self._texts.values()) else "caption"
+            is_json = any(all(self._found[text] == "json" for text in texts) for texts in self._texts.values())
+            caption = "json[caption]" if is_json else "caption"
             return Layout(sample_type="CaptioningSample", fields={"image": "image", "caption": caption}, bare=bare)
         return Layout(sample_type="ImageSample", fields={"image": "image"}, bare=bare)
+
+
+def _stem(name: str) -> str:
+    """Return the path of a file without its extension, in one Unicode form: systems write names in different ones."""
+    return normalize("NFC", os.path.splitext(name)[0])
+
+
+def _extension(root: Path, name: str) -> str:
+    """Return the extension of a file in lower case; of one without, that of its first bytes, "" for no media."""
+    found = os.path.splitext(name)[1][1:].lower()
+    if found:
+        return found
+    try:
+        with (root / name).open("rb") as file:
+            return extension_by_head(file.read(HEAD_BYTES)) or ""
+    except OSError:  # a broken link
+        return ""
 
 
 def _walk(root: Path) -> list[str]:
@@ -224,6 +264,7 @@ class TarSample:
     offset: int
     length: int
     fields: Mapping[str, str]
+    follow: Follow | None = None
 
     def sizes(self) -> list[tuple[str, int]]:
         """Return its parts with their sizes."""
@@ -242,9 +283,12 @@ class TarSample:
         return f"{self.key}\0{self.shard} {self.offset} {self.length} {changed}"
 
     def read(self) -> tuple[list[tuple[str, bytes]], Mapping[str, str]]:
-        """Return its parts unchanged."""
+        """Return its parts unchanged; raises SourceError for one that is not a file, or there twice."""
         data = self.store.read_range(self.shard, self.offset, self.length)
-        _, parts = parse_sample(data, where=self.where)
+        try:
+            _, parts = parse_sample(data, where=self.where, follow=self.follow)
+        except CorruptShardError as error:
+            raise SourceError(f"{error} To leave such samples out: --on-error skip.") from error
         return [(name, bytes(content)) for name, content in parts.items()], self.fields
 
 
@@ -266,6 +310,9 @@ class TarSource:
         self._shards: list[str] = []
         self._starts = [0]
         self._samples: list[tuple[list[str], array[int], array[int]]] = []
+        self._follow: list[Follow | None] = []
+        self._parts = array("q")  # the names of a sample's parts, as a number of `_lists`
+        self._lists: dict[tuple[str, ...], int] = {}
         counts = []
         for part, listed in groups:
             before = self._starts[-1]
@@ -274,11 +321,22 @@ class TarSource:
                 self._add(shard, scan, excluded)
             counts.append((part, self._starts[-1] - before))
         self.split_parts = tuple(counts) if self._prepared else ()
-        if not numbered:
-            check_keys((key for keys, _, _ in self._samples for key in keys), self.sample)
+        lists = [*self._lists]
+        for first, second in equal_keys(key for keys, _, _ in self._samples for key in keys):
+            there, here = self._place(first), self._place(second)
+            names = lists[self._parts[first]], lists[self._parts[second]]
+            if there[0] != here[0] and set(names[0]).isdisjoint(names[1]):
+                raise other_parts(*there, names[0], here[0], names[1])
+            if not numbered:
+                raise _key_twice(first, second, self.sample)
 
     def __len__(self) -> int:
         return self._starts[-1]
+
+    def _place(self, number: int) -> tuple[str, str]:
+        """Return path and key of a sample."""
+        at = bisect_right(self._starts, number) - 1
+        return self._store.url(self._shards[at]), self._samples[at][0][number - self._starts[at]]
 
     def row(self, number: int) -> Row:
         """Return a sample's parts as columns, for people to look at."""
@@ -297,6 +355,7 @@ class TarSource:
             offset=offsets[index],
             length=lengths[index],
             fields=layout.fields,
+            follow=self._follow[at],
         )
 
     def propose(self) -> Layout:
@@ -313,7 +372,14 @@ class TarSource:
         if not self._prepared:
             return [("train", shards)]
         splits = read_splits(self._store)
-        return [(part, splits.shards_of(part)) for part, listed in splits.parts.items() if listed]
+        groups = [(part, splits.shards_of(part)) for part, listed in splits.parts.items() if listed]
+        if left := sorted({*shards}.difference(*(listed for _, listed in groups))):
+            _logger.warning(
+                "%s: %d of %d tars are left out, such as %s: they are in no split part. If they were added after it "
+                "was prepared, prepare it again",
+                *(self.where, len(left), len(shards), left[0]),
+            )
+        return groups
 
     def _add(self, shard: str, scan: ShardScan, excluded: frozenset[tuple[str, str]]) -> None:
         kept = [n for n, key in enumerate(scan.keys) if (shard, key) not in excluded]
@@ -324,20 +390,24 @@ class TarSource:
                 array("q", [scan.offsets[n + 1] - scan.offsets[n] for n in kept]),
             )
         )
+        scan.check(unseen=True)
+        self._follow.append(scan.follow(self._store, shard))
+        self._parts.extend(self._lists.setdefault((*scan.parts_of(n),), len(self._lists)) for n in kept)
         self._shards.append(shard)
         self._starts.append(self._starts[-1] + len(kept))
 
 
-def check_keys(keys: Iterable[str], sample: Callable[[int, Layout], TarSample]) -> None:
-    """Raise DuplicateKeyError if a key occurs twice; `sample` returns a sample by its number."""
+def equal_keys(keys: Iterable[str]) -> Iterator[tuple[int, int]]:
+    """Yield the numbers of two samples with one key, for each key that occurs again."""
     hashes = np.array([key_of(key) for key in keys], np.uint64)
     order = np.argsort(hashes, kind="stable")
     same = np.flatnonzero(np.diff(hashes[order]) == 0)
-    if len(same):
-        first, second = (sample(int(order[same[0] + step]), Layout(sample_type="CrudeSample")) for step in (0, 1))
-        raise DuplicateKeyError(
-            f"{first.where} occurs again in {second.where}. Give the samples new keys with --keys number."
-        )
+    yield from zip(order[same].tolist(), order[same + 1].tolist(), strict=True)
+
+
+def _key_twice(first: int, second: int, sample: Callable[[int, Layout], TarSample]) -> DuplicateKeyError:
+    places = [sample(number, Layout(sample_type="CrudeSample")).where for number in (first, second)]
+    return DuplicateKeyError(f"{' occurs again in '.join(places)}. Give the samples new keys with --keys number.")
 
 
 # Mixes ----------------------------------------------------------------------------------------------------------------
@@ -375,7 +445,8 @@ class MixSource:
         self.split_parts = tuple(counts)
         self._starts = np.cumsum([0, *(numbers.size for _, numbers in self._parts)]).tolist()
         if not numbered:
-            check_keys([self.sample(n, Layout(sample_type="CrudeSample")).key for n in range(len(self))], self.sample)
+            for pair in equal_keys(self.sample(n, Layout(sample_type="CrudeSample")).key for n in range(len(self))):
+                raise _key_twice(*pair, self.sample)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -398,6 +469,7 @@ class MixSource:
             offset=scan.offsets[local],
             length=scan.offsets[local + 1] - scan.offsets[local],
             fields=layout.fields,
+            follow=_links(dataset.path, shard),
         )
 
     def propose(self) -> Layout:
@@ -447,99 +519,11 @@ def _named(dataset: PreparedDataset, number: int) -> tuple[str, str]:
 
 @lru_cache(maxsize=_SCANS)
 def _scan(root: str, shard: str) -> ShardScan:
-    return scan_tar(open_store(root), shard)
+    scan = scan_tar(open_store(root), shard)
+    scan.check(unseen=True)
+    return scan
 
 
-# The hub --------------------------------------------------------------------------------------------------------------
-#
-# Datasets of the Hugging Face hub by name: `hf://OWNER/NAME`, `hf://OWNER/NAME/FOLDER`, with `@REVISION` at the end.
-# The files are downloaded to the hub's cache (HF_HOME), which resumes after a stop, and read there like any other
-# source. Parquet files can also be streamed: the processes that write the shards read them by ranges, row group by row
-# group.
-
-
-_PREFIX = "hf:/"  # what `Path` leaves of hf://
-
-
-def is_hub(source: str | Path) -> bool:
-    """Return whether a source names a dataset of the hub."""
-    return str(source).startswith(_PREFIX)
-
-
-@dataclass(frozen=True, slots=True)
-class _Name:
-    """What a source names: a repository (`OWNER/NAME`), a folder in it or "", a revision or None."""
-
-    repository: str
-    folder: str
-    revision: str | None
-    where: str
-
-
-def _parse(source: str | Path) -> _Name:
-    name, _, revision = str(source)[len(_PREFIX) :].strip("/").partition("@")
-    owner, _, rest = name.partition("/")
-    repository, _, folder = rest.partition("/")
-    where = f"hf://{name}"
-    if not owner or not repository:
-        raise ConfigurationError(f"{where}: expected hf://OWNER/NAME, or hf://OWNER/NAME/FOLDER for a part of it.")
-    return _Name(f"{owner}/{repository}", folder, revision or None, where)
-
-
-def download(source: str | Path) -> Path:
-    """Download the missing files of a dataset of the hub and return its folder; raises SourceError."""
-    name = _parse(source)
-    with _hub(name) as hub:
-        root = hub.snapshot_download(
-            name.repository,
-            repo_type="dataset",
-            revision=name.revision,
-            allow_patterns=f"{name.folder}/*" if name.folder else None,
-        )
-    found = Path(root) / name.folder
-    if not found.is_dir():
-        raise SourceError(f"{name.where}: the dataset {name.repository} has no folder {name.folder!r}.")
-    return found
-
-
-def stream(source: str | Path) -> Source:
-    """Open the parquet files of a dataset of the hub; only the rows requested are read. Raises SourceError.
-
-    All files are of one commit, the latest of the revision; their stamps are sizes and Git hashes.
-    """
-    name = _parse(source)
-    with _hub(name) as hub:
-        api = hub.HfApi()
-        commit = api.dataset_info(name.repository, revision=name.revision).sha
-        tree = api.list_repo_tree(
-            name.repository, name.folder or None, recursive=True, revision=commit, repo_type="dataset"
-        )
-        files = {file.path: (file.size, int(file.blob_id[:15], 16)) for file in tree if file.path.endswith(".parquet")}
-        if not files:
-            raise SourceError(
-                f"{name.where}: no parquet files, and others cannot be streamed: leave out --stream, or name "
-                "another revision (many datasets have a branch `refs/convert/parquet`)."
-            )
-        return open_remote(name.where, f"hf://datasets/{name.repository}@{commit}", files)
-
-
-@contextmanager
-def _hub(name: _Name) -> Iterator[Any]:
-    """Yield the hub's library; turn its errors into SourceError."""
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise ConfigurationError(
-            f"{name.where}: needs the hub's library: pip install huggingface_hub ({error})"
-        ) from error
-    try:
-        yield huggingface_hub
-    except EnergonError:
-        raise
-    except Exception as error:  # of the hub, of the network, of the disk: classes of several libraries
-        reason = str(error).strip().split("\n")[0]
-        raise SourceError(
-            f"{name.where}: cannot download: {type(error).__name__}: {reason} Check the name, the network "
-            f"(HF_HUB_OFFLINE, HF_ENDPOINT) and, for a gated dataset, `hf auth login`; or convert a copy: hf download "
-            f"{name.repository} --repo-type dataset --local-dir DIR"
-        ) from error
+@lru_cache(maxsize=_SCANS)
+def _links(root: str, shard: str) -> Follow | None:
+    return _scan(root, shard).follow(open_store(root), shard)

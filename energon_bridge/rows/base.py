@@ -18,10 +18,10 @@ import json
 import os
 import posixpath
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from energon_bridge.errors import (
     ConfigurationError,
@@ -31,7 +31,7 @@ from energon_bridge.errors import (
     SourceError,
 )
 from energon_bridge.format.field_map import FieldMap, describe_fields, parse_access
-from energon_bridge.format.media import kind_by_name
+from energon_bridge.format.media import HEAD_BYTES, extension_by_head, kind_by_name
 from energon_bridge.samples import CrudeSample, sample_type_by_name
 from energon_bridge.storage import Store
 
@@ -45,6 +45,14 @@ class FileRef:
 
     path: str
     extension: str
+
+    def head(self) -> bytes:
+        """Return its first bytes; raises SourceError."""
+        try:
+            with open(self.path, "rb") as file:
+                return file.read(HEAD_BYTES)
+        except OSError as error:
+            raise self._unreadable(error) from error
 
     def read(self) -> bytes:
         """Return its bytes; raises SourceError."""
@@ -102,6 +110,7 @@ class Blob:
         return self.data.hex()
 
 
+_Value = TypeVar("_Value")
 _MISSING = (ShardMissingError, DatasetNotFoundError)
 
 
@@ -115,15 +124,19 @@ class StoredFile:
 
     def read(self) -> bytes:
         """Return its bytes; raises SourceError."""
-        try:
-            return self.store.read(self.rel)
-        except _MISSING as error:
-            raise SourceError(f"{self.store.url(self.rel)} is not there: {error}") from error
+        return self._found(lambda: self.store.read(self.rel))
+
+    def head(self) -> bytes:
+        """Return its first bytes; raises SourceError."""
+        return self._found(lambda: self.store.read_range(self.rel, 0, min(HEAD_BYTES, self.store.size(self.rel))))
 
     def size(self) -> int:
         """Return its size; raises SourceError."""
+        return self._found(lambda: self.store.size(self.rel))
+
+    def _found(self, read: Callable[[], _Value]) -> _Value:
         try:
-            return self.store.size(self.rel)
+            return read()
         except _MISSING as error:
             raise SourceError(f"{self.store.url(self.rel)} is not there: {error}") from error
 
@@ -386,11 +399,26 @@ def media_file(text: str, root: MediaRoot) -> FileRef | StoredFile:
         rel = posixpath.normpath(text)
         if rel.startswith(("/", "..")):
             raise SourceError(f"the path {text!r} leads out of {root.root}.")
-        return StoredFile(root, rel, Path(rel).suffix[1:].lower() or "bin")
+        extension = Path(rel).suffix[1:].lower() or _by_head(StoredFile(root, rel, ""), rel)
+        return StoredFile(root, rel, extension)
     path = os.path.normpath(os.path.join(root, text))
     if not path.startswith(f"{os.path.normpath(root)}{os.sep}") and str(root) != os.sep:
         raise SourceError(f"the path {text!r} leads out of {root}. Give the folder that contains all files: --media.")
-    return FileRef(path, Path(path).suffix[1:].lower() or "bin")
+    return FileRef(path, Path(path).suffix[1:].lower() or _by_head(FileRef(path, ""), path))
+
+
+def _by_head(file: FileRef | StoredFile, name: str) -> str:
+    """Return the extension of a file without one, by its first bytes; raises SourceError for another kind of file."""
+    try:
+        head = file.head()
+    except SourceError:
+        return "bin"  # whoever reads it says what is wrong
+    extension = extension_by_head(head)
+    if extension is None:
+        raise SourceError(
+            f"{name}: has no extension, and its first bytes are not those of an image, video or sound. Give it one."
+        )
+    return extension
 
 
 def is_media_path(value: Any) -> bool:

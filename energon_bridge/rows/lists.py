@@ -9,8 +9,10 @@ from __future__ import annotations
 import base64
 import binascii
 import csv
+import io
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from energon_bridge.errors import SourceError
+from energon_bridge.format.documents import UTF16, utf16_remedy
 from energon_bridge.format.media import HEAD_BYTES, extension_by_head, kind_by_name
 from energon_bridge.rows.base import (
     Blob,
@@ -224,6 +227,8 @@ class LineEntries(Entries):
             borders = np.concatenate([np.zeros(1, np.int64), *ends])
             if borders[-1] != size:
                 borders = np.append(borders, size)
+        if remedy := utf16_remedy(bytes(text[:2]), str(path)):
+            raise SourceError(f"{path}: {remedy}")
         filled = np.flatnonzero(np.diff(borders) > 2)  # `{}` and a line end: anything shorter is not an entry
         self._starts, self._ends, self._lines = borders[:-1][filled], borders[1:][filled], filled + 1
 
@@ -254,7 +259,7 @@ def open_table(path: Path, media: Path | None) -> TableSource | CocoSource:
     if suffix in (".jsonl", ".ndjson"):
         return TableSource(path, LineEntries(path), media, "JSON lines")
     if suffix in (".csv", ".tsv"):
-        return TableSource(path, _read_csv(path, "," if suffix == ".csv" else "\t"), media, suffix[1:].upper())
+        return _open_csv(path, media)
     try:
         content = json.loads(path.read_bytes())
     except ValueError as error:
@@ -276,21 +281,51 @@ def open_table(path: Path, media: Path | None) -> TableSource | CocoSource:
     return TableSource(path, ListedEntries(path, content), media, "JSON list")
 
 
-def _read_csv(path: Path, delimiter: str) -> ListedEntries:
+def _open_csv(path: Path, media: Path | None) -> TableSource:
+    """Open a .csv or .tsv file, with whichever of the usual separators its header has."""
     csv.field_size_limit(1 << 30)
+    suffix = path.suffix[1:].lower()
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, delimiter=delimiter, restkey="")
-            rows = list(reader)
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise SourceError(f"{path}: cannot be read as UTF-8 {delimiter!r}-separated text: {error}.") from error
-    for number, row in enumerate(rows):
-        if "" in row or None in row.values():
+        data = path.read_bytes()
+        text = data.decode("utf-16" if data.startswith(UTF16) else "utf-8-sig").lstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise SourceError(f"{path}: is not UTF-8: {error}. Write it as such (iconv -t UTF-8).") from error
+    if "\0" in text:
+        raise SourceError(f"{path}: has zero bytes. Is it UTF-16? Write it as UTF-8: iconv -f UTF-16LE -t UTF-8.")
+    usual = "," if suffix == "csv" else "\t"
+    header = text[: 1 << 20]
+    found = [mark for mark in ",;\t|" if len(next(csv.reader(io.StringIO(header, ""), delimiter=mark), ())) > 1]
+    delimiter = usual if usual in found or not found else found[0]
+    if delimiter != usual and len(found) > 1:
+        raise SourceError(
+            f"{path}: the header has no {usual!r}, but {' and '.join(map(repr, found))}. Write the table with "
+            f"{usual!r} between the fields."
+        )
+    kind = suffix.upper() + (f" with {delimiter!r} between fields" if delimiter != usual else "")
+    return TableSource(path, _read_csv(path, text, delimiter), media, kind)
+
+
+def _read_csv(path: Path, text: str, delimiter: str) -> ListedEntries:
+    reader = csv.reader(io.StringIO(text, ""), delimiter=delimiter, strict=True)
+    try:
+        header, *rows = [row for row in reader if row] or [[]]
+    except csv.Error as error:
+        raise SourceError(
+            f"{path}, line {reader.line_num}: cannot be read as {delimiter!r}-separated text: {error}. A field with a "
+            'quote is between quotes, and has the quote twice: "a ""b"" c".'
+        ) from error
+    header = [name.strip() for name in header]
+    twice = [name for name, count in Counter(header).items() if count > 1]
+    if twice:
+        raise SourceError(f"{path}: the header has the column {twice[0]!r} twice. Give one of them another name.")
+    for number, row in enumerate(rows, start=2):
+        if len(row) != len(header):
             raise SourceError(
-                f"{path}, row {number + 2}: has {'more' if '' in row else 'fewer'} fields than the "
-                f"{len(reader.fieldnames or ())} columns of the header ({', '.join(reader.fieldnames or ())})."
+                f"{path}, row {number}: has {'more' if len(row) > len(header) else 'fewer'} fields than the "
+                f"{len(header)} columns of the header ({', '.join(header)})."
             )
-    return ListedEntries(path, rows, unit="row", first=2)
+    entries = [dict(zip(header, row, strict=True)) for row in rows]
+    return ListedEntries(path, entries, unit="row", first=2)
 
 
 class CocoSource:

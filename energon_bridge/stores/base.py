@@ -6,6 +6,7 @@ A custom store derives from `FileStore` and overrides `read`, `get_path` and, if
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import sqlite3
@@ -13,10 +14,18 @@ import struct
 import tempfile
 import threading
 from collections.abc import Sequence
+from functools import cache
 from types import GenericAlias
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from energon_bridge.errors import DecodeError, FileNotInStoreError, KeyIndexError, MediaMetadataError, ShardMissingError
+from energon_bridge.errors import (
+    CorruptShardError,
+    DecodeError,
+    FileNotInStoreError,
+    KeyIndexError,
+    MediaMetadataError,
+    ShardMissingError,
+)
 from energon_bridge.format.jsonl import PART, JsonlDataset, open_jsonl
 from energon_bridge.format.key_index import (
     KeyIndex,
@@ -28,7 +37,7 @@ from energon_bridge.format.key_index import (
 )
 from energon_bridge.format.media import MediaMetadata, read_metadata
 from energon_bridge.format.nvmeta import INDEX_SQLITE, meta_path, read_info
-from energon_bridge.format.tar import parse_sample, split_member_name
+from energon_bridge.format.tar import Follow, Member, parse_sample, split_member_name
 from energon_bridge.format.tar_index import index_name
 from energon_bridge.samples import SourceInfo, add_source_info
 from energon_bridge.storage import LocalStore, Store, open_store
@@ -529,6 +538,25 @@ class WebdatasetFileStore(FileStore):
                 f"{len(self._shards)}. Rebuild it with `energon prepare --tar-index-only {self._store.root}`."
             )
         return self._shards[number]
+
+
+def follow_links(path: str | os.PathLike[str]) -> Follow:
+    """Return what finds the content of hard links in the tars of a prepared dataset, in its key index.
+
+    Nothing is opened before the first one. It raises CorruptShardError for a link that the index does not have.
+    """
+    opened = cache(lambda: WebdatasetFileStore(path))
+
+    def follow(member: Member) -> ByteRange:
+        with contextlib.suppress(FileNotInStoreError):
+            if (found := opened().locate(member.name)) is not None:
+                return found[0]
+        raise CorruptShardError(
+            f"{path}: {member.name!r} is a hard link to {member.target!r}, and the key index does not have it. Write "
+            f"the index again: energon prepare --tar-index-only {path}"
+        )
+
+    return follow
 
 
 def known_media(metadata: MediaMetadata | None, path: str, key: str) -> MediaMetadata:

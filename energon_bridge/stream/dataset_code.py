@@ -88,7 +88,7 @@ class CodeValues(SampleParser):
         key, hook, parts = "", "read", NO_PARTS
         name = dataset.shard_names[shard]
         try:
-            key, parts = parse_sample(raw, parts=self._parts)
+            key, parts = parse_sample(raw, parts=self._parts, follow=self._follow)
             if dataset.excluded and (name, key) in dataset.excluded:
                 return EXCLUDED
             if self._accept is not None:

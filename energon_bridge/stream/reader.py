@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from energon_bridge.errors import CorruptShardError, ShardMissingError, ShortReadError
 from energon_bridge.format.dataset import PreparedDataset, read_index
-from energon_bridge.format.tar import open_sample
+from energon_bridge.format.tar import Follow, open_sample
 from energon_bridge.plan.bans import LeafBans
 from energon_bridge.plan.leaf import LeafOrder, Round
 from energon_bridge.rng import IntArray, UIntArray
@@ -63,11 +63,13 @@ class Unread:
     def __len__(self) -> int:
         return self._length
 
-    def parts(self, wanted: frozenset[str] | None, keep: Callable[[str], bool]) -> tuple[str, dict[str, Any]]:
+    def parts(
+        self, wanted: frozenset[str] | None, keep: Callable[[str], bool], follow: Follow
+    ) -> tuple[str, dict[str, Any]]:
         """Return key and parts (a range instead of bytes if `keep` accepts one); CorruptShardError, StorageError."""
-        key, found = open_sample(self.sample, parts=wanted, keep=keep)
+        key, found = open_sample(self.sample, parts=wanted, keep=keep, follow=follow)
         kept = sum(part.size for part in found.values() if isinstance(part, ByteRange))
-        self._length = self.sample.size - kept
+        self._length = max(0, self.sample.size - kept)  # the target of a link is outside of the sample
         self._reader.note_large(kept > 0)
         return key, found
 

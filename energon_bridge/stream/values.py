@@ -19,6 +19,7 @@ from energon_bridge.errors import (
 from energon_bridge.format.tar import parse_sample
 from energon_bridge.samples import CrudeSample, SourceInfo
 from energon_bridge.samples.stacking import Slab
+from energon_bridge.stores.base import follow_links
 from energon_bridge.stream.reader import RoundBuffer, Unread, Unreadable
 from energon_bridge.stream.report import SamplePlace
 from energon_bridge.stream.watchdog import INDEX, Activities
@@ -98,6 +99,7 @@ class SampleParser:
         self._decode_into = getattr(decoder, "decode_into", None)
         self._keeps: Any = getattr(decoder, "keeps_unread", None)
         self._parts = dataset.part_filter if isinstance(dataset.part_filter, frozenset) else None
+        self._follow = follow_links(dataset.path)
         self.barred = Barred()
 
     def load(self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool, into: Rows | None = None) -> Columns:
@@ -179,7 +181,11 @@ class SampleParser:
         """Return a parsing error with the name of the file added."""
         if isinstance(error, CorruptShardError) and not isinstance(raw, Unread):
             try:
-                parse_sample(raw, where=f"{self._dataset.store.url(shard)}, in the bytes of sample {index}")
+                parse_sample(
+                    raw,
+                    where=f"{self._dataset.store.url(shard)}, in the bytes of sample {index}",
+                    follow=self._follow,
+                )
             except CorruptShardError as located:
                 return located
         return error
@@ -221,8 +227,8 @@ class SampleParser:
     def _parse(self, raw: Any, wanted: frozenset[str] | None) -> tuple[str, dict[str, Any]]:
         """Return key and parts of a sample; videos and sound of an unread sample stay unread."""
         if type(raw) is Unread:
-            return raw.parts(wanted, self._keeps)
-        return parse_sample(raw, parts=wanted)
+            return raw.parts(wanted, self._keeps, self._follow)
+        return parse_sample(raw, parts=wanted, follow=self._follow)
 
     def _sample(self, key: str, restore_key: RestoreKey, source: SourceInfo, values: dict[str, Any]) -> Any:
         dataset = self._dataset

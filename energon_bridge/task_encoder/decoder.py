@@ -1,20 +1,21 @@
 """Decodes the raw parts of a sample by the extension of each part's name.
 
     .gz                          unpacked first, up to `max_part_bytes`; then the rest of the name decides
-    image extensions             decode_image (upper or lower case)
-    txt text transcript          str (UTF-8)
+    image extensions             decode_image
+    txt text transcript          str (UTF-8; a byte-order mark is left out)
     cls cls2 id index inx        int
     json jsn                     json.loads
     npy, npz                     an array, a dict of arrays
     pth                          torch.load(weights_only=True)
     ten tb                       a list of arrays (webdataset's tenbin)
     mp msg, cbor                 msgpack, cbor2 or cbor, if that package is installed
-    AV_EXTENSIONS                an AVDecoder, or as `av_decode` says (upper or lower case)
+    AV_EXTENSIONS                an AVDecoder, or as `av_decode` says
     anything else                the bytes
 
-The extension follows the last dot of the part's name. Pickles (`pkl`, `pickle`, `pyd`) stay bytes, since reading one
-can run code; with `read_pickles`, pickles of plain values, arrays and tensors are read, and any other is a DecodeError
-(`pickled`). A decoder keeps no state and may be used from many threads; image codecs release the GIL.
+The extension follows the last dot of the part's name, in upper or lower case. Pickles (`pkl`, `pickle`, `pyd`) stay
+bytes, since reading one can run code; with `read_pickles`, pickles of plain values, arrays and tensors are read, and
+any other is a DecodeError (`pickled`). A decoder keeps no state and may be used from many threads; image codecs release
+the GIL.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ import torch
 
 from energon_bridge.av import AV_EXTENSIONS, AVDecoder
 from energon_bridge.errors import ConfigurationError, DecodeError
+from energon_bridge.format.documents import BOM
 from energon_bridge.format.media import HEAD_BYTES, kind_by_head
 from energon_bridge.samples.stacking import Slab
 from energon_bridge.storage.ranges import ByteRange
@@ -161,7 +163,7 @@ class SampleDecoder:
         kind = _kind_of(part_name)
         if kind.zipped:
             raw = _run("gz", partial(_gunzip, most=self.max_part_bytes), part_name, raw)
-        heic = self.image_backend != "auto" and kind.extension.lower() in HEIC_EXTENSIONS
+        heic = self.image_backend != "auto" and kind.extension in HEIC_EXTENSIONS
         if kind.is_image or heic or (self.guess_content and guess_image_extension(raw)):
             if self._form is None:
                 return bytes(raw)
@@ -248,7 +250,7 @@ def _run(kind: str, codec: Callable[[Any], Any], part: str, data: bytes | bytear
 
 
 def _text(data: bytes) -> str:
-    return data.decode("utf-8")
+    return data.decode("utf-8").removeprefix(BOM)
 
 
 def _gunzip(data: bytes | bytearray | memoryview, most: int | None) -> bytes:
@@ -379,7 +381,7 @@ class _Kind(NamedTuple):
 
 @lru_cache(maxsize=4096)  # the same few names for every sample
 def _kind_of(part_name: str) -> _Kind:
-    name = part_name.removesuffix(".gz")
+    lower = part_name.lower()
+    name = lower.removesuffix(".gz")
     extension = name.rpartition(".")[2]
-    of_media = extension.lower()
-    return _Kind(name != part_name, extension, of_media in IMAGE_EXTENSIONS, of_media in AV_EXTENSIONS)
+    return _Kind(name != lower, extension, extension in IMAGE_EXTENSIONS, extension in AV_EXTENSIONS)

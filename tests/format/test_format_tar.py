@@ -22,7 +22,9 @@ from energon_bridge.storage import open_store
 
 # The naming rule of the format, as the reference gives it.
 NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
-SKIPPED = re.compile(r"__[^/]*__($|/)")
+SKIPPED = re.compile(
+    r"__[^/]*__($|/)|(.*/)?(\._|\.DS_Store)[^/]*$", re.DOTALL
+)  # the second: what macOS adds to a folder
 
 names = st.text(st.sampled_from("ab._/é\n "), min_size=1, max_size=12)
 long_names = st.builds(lambda folder, name: folder * 60 + name, st.sampled_from(["ab/", "a.b/", "é/"]), names)
@@ -78,7 +80,8 @@ def test_names_split_as_the_format_says(name: str):
 )
 def test_any_tar_reads_like_tarfile(tmp_path_factory, members, tar_format, end_marker):
     contents = [
-        (name, bytes([number + 1]) * (0 if name.endswith("/") else size)) for number, (name, size) in enumerate(members)
+        (name, bytes([number + 1]) * (0 if name.endswith("/") else size))
+        for number, (name, size) in enumerate(dict(members).items())
     ]
     try:
         data = tar_bytes(contents, tar_format=tar_format, end_marker=end_marker)
@@ -98,9 +101,7 @@ def test_any_tar_reads_like_tarfile(tmp_path_factory, members, tar_format, end_m
     for sample, name, offset, size in zip(
         scan.part_samples, scan.part_names, scan.part_offsets, scan.part_sizes, strict=True
     ):
-        last_of_name = expected[sample][1][name]
-        assert len(data[offset : offset + size]) == size
-        assert data[offset : offset + size] == last_of_name or scan.part_names.count(name) > 1
+        assert data[offset : offset + size] == expected[sample][1][name]
 
 
 @pytest.mark.parametrize("tar_format", [USTAR, GNU, PAX])
@@ -133,21 +134,20 @@ def test_only_the_parts_asked_for_come_back():
     assert parse_sample(data, parts=frozenset()) == ("k", {})
 
 
-def test_folders_links_and_ignored_members_inside_a_range_are_skipped():
+def test_folders_and_ignored_members_inside_a_range_are_skipped():
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=USTAR) as tar:
         for name, kind in [
             ("k.a", b"0"),
             ("d/", b"5"),
-            ("k.link", b"2"),
             ("__meta__/k.x", b"0"),
+            ("d/._k.b", b"0"),
             ("nodot", b"0"),
             ("k.b", b"0"),
         ]:
             info = tarfile.TarInfo(name)
             info.type = kind
             info.size = 2 if kind == b"0" else 0
-            info.linkname = "k.a" if kind == b"2" else ""
             tar.addfile(info, io.BytesIO(b"xy") if kind == b"0" else None)
         end = tar.offset
     key, parts = parse_sample(buffer.getvalue()[:end])

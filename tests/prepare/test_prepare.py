@@ -180,7 +180,7 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], type[EnergonError], str]] =
     "empty": (lambda path: path.write_bytes(b""), CorruptShardError, r"a/s_4\.tar: cut off at byte 0"),
     "no samples": (lambda path: path.write_bytes(bytes(1024)), CorruptShardError, r"a/s_4\.tar: no samples"),
     "duplicate": (repeat_a_key, DuplicateKeyError, r"'0-1' is in 'a/s_0\.tar' and again in 'a/s_4\.tar'"),
-    "torn": (repeat_a_key_inside, DuplicateKeyError, r"'k' is in 'a/s_4\.tar' and again in 'a/s_4\.tar'"),
+    "torn": (repeat_a_key_inside, DuplicateKeyError, r"s_4\.tar: the parts of the sample 'k' are not adjacent"),
 }
 
 

@@ -15,6 +15,7 @@ from tar_builder import GNU, PAX, USTAR, write_tar
 
 from energon_bridge.cli.main import main
 from energon_bridge.format import open_dataset, parse_sample, read_index
+from energon_bridge.stores.base import follow_links
 
 pytestmark = [pytest.mark.rival, pytest.mark.slow]
 
@@ -95,7 +96,8 @@ def read_with_ours(root: Path, part: str) -> list[dict[str, Any]]:
     for number, shard in enumerate(dataset.shard_names):
         for start, end in pairwise(read_index(dataset, number).tolist()):
             wanted = dataset.part_filter if isinstance(dataset.part_filter, frozenset) else None
-            key, views = parse_sample(dataset.store.read_range(shard, start, end - start), parts=wanted)
+            data = dataset.store.read_range(shard, start, end - start)
+            key, views = parse_sample(data, parts=wanted, follow=follow_links(root))
             if (shard, key) in dataset.excluded:
                 continue
             parts = {name: bytes(view).decode("latin-1") for name, view in views.items()}
