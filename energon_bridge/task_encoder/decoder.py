@@ -29,11 +29,12 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from importlib import import_module
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -49,6 +50,7 @@ from energon_bridge.task_encoder.images import (
     HEIC_EXTENSIONS,
     IMAGE_EXTENSIONS,
     MAX_PIXELS,
+    Alpha,
     Backend,
     ImageForm,
     decode_image,
@@ -117,6 +119,14 @@ class SampleDecoder:
     def keeps_unread(self, part_name: str) -> bool:
         """Return whether a part is decoded straight from storage, without being read first."""
         return self.av_decode == "AVDecoder" and part_name.rpartition(".")[2].lower() in AV_EXTENSIONS
+
+    def with_alpha(self, alpha: Alpha) -> Self:
+        """Return this decoder with another rule for transparency in forms without alpha."""
+        if self._form is None or self._form.alpha == alpha:
+            return self
+        made = copy(self)
+        object.__setattr__(made, "_form", replace(self._form, alpha=alpha))
+        return made
 
     def __post_init__(self) -> None:
         for name in ("max_pixels", "max_part_bytes"):

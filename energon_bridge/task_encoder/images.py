@@ -9,6 +9,9 @@ anything else.
 Shapes: grey (height, width); colour (height, width, channels) in numpy, (channels, height, width) in torch. The colour
 tensor is a view over the memory of the decoder, because a contiguous copy would cost a quarter of the decode.
 
+Forms without alpha drop it, as Pillow's `convert` does; `alpha` of a form says otherwise. Encoders for models set it,
+so that a model gets what its image processor makes of the file: white behind what is transparent.
+
 A form may have a target size: a JPEG is then decoded at 1/2, 1/4 or 1/8 of its size, by computing fewer pixels from its
 DCT blocks, as long as neither side falls below that of the target. A form may choose torchcodec instead, which gives
 other pixels for some images (it applies the EXIF orientation, and keeps the range of 16 bits), and decodes HEIC with
@@ -30,16 +33,23 @@ from typing import Any, Literal, get_args
 import numpy as np
 import simplejpeg
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageFile, UnidentifiedImageError
 
 from energon_bridge.errors import ConfigurationError, DecodeError, did_you_mean
+from energon_bridge.format.media import plain_jpeg
 from energon_bridge.samples import streaming
 from energon_bridge.samples.stacking import UNALIGNED, Slab
 
 logger = logging.getLogger(__name__)
 
+_ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)
+"""The tag of EXIF that says how an image is turned, and its values with which width and height change places."""
+
 Mode = Literal["L", "RGB", "RGBA"]
 Backend = Literal["auto", "torchcodec"]
+Alpha = Literal["drop", "white", "white, no key", "keep"]
+"""What becomes of transparency where a form has no alpha: it is dropped; replaced by white, also where one colour of an
+RGB image counts as transparent (its key), or not there; or a Pillow image keeps it, as RGBA or as the key of RGB."""
 
 MAX_PIXELS = 89_478_485
 """Default of `SampleDecoder(max_pixels=...)`: Pillow's own limit for its warning; as floats, so many take 1.1 GB."""
@@ -55,6 +65,7 @@ class ImageForm:
     target: tuple[int, int] | None = None  # height and width that are enough
     backend: Backend = "auto"
     max_pixels: int = MAX_PIXELS
+    alpha: Alpha = "drop"
 
 
 def _forms() -> dict[str, ImageForm]:
@@ -187,16 +198,61 @@ def decode_image(data: bytes | bytearray | memoryview, form: ImageForm, *, part:
             pixels = np.array(_pillow_image(data, form, part))
     except (MemoryError, ConfigurationError):
         raise
-    except UnidentifiedImageError as error:
-        heic = "; HEIC needs pillow-heif: pip install 'energon-bridge[heic]'" if is_heic(data) and not _HEIF else ""
-        raise _refusal(part, data, f"the content is none of {', '.join(_PILLOW_FORMATS)}{heic}") from error
     except Exception as error:  # the codecs raise OSError, ValueError, SyntaxError, struct.error, zlib.error, …
-        raise _refusal(part, data, str(error) or type(error).__name__) from error
+        raise _refusal(part, data, error) from error
     return _in_form(pixels, form)
 
 
-def _refusal(part: str, data: bytes | bytearray | memoryview, reason: str) -> DecodeError:
-    return DecodeError(f"part {part!r} ({len(data)} bytes) cannot be decoded as an image: {reason}")
+def image_size(data: bytes | bytearray | memoryview, form: ImageForm, *, part: str) -> tuple[int, int]:
+    """Return width and height of an image in its file, turned if the backend turns it.
+
+    Raises DecodeError for what `decode_image` refuses by its header: a format, a size.
+    """
+    found = plain_jpeg(bytes(data)) if form.backend == "auto" else None
+    if found is not None and found.width * found.height <= _most_pixels(form):
+        return found.width, found.height
+    try:
+        if form.backend == "torchcodec":
+            _torchcodec_kind(data)
+        with io.BytesIO(data) as stream, _opened(stream, data, form) as image:
+            turned = form.backend == "torchcodec" and image.getexif().get(_ORIENTATION, 1) in _ON_ITS_SIDE
+            return image.size[::-1] if turned else image.size
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise _refusal(part, data, error, "has no readable image size") from error
+
+
+def _refusal(
+    part: str, data: bytes | bytearray | memoryview, error: Exception, what: str = "cannot be decoded as an image"
+) -> DecodeError:
+    reason = str(error) or type(error).__name__
+    if isinstance(error, UnidentifiedImageError):
+        heic = "; HEIC needs pillow-heif: pip install 'energon-bridge[heic]'" if is_heic(data) and not _HEIF else ""
+        reason = f"the content is none of {', '.join(_PILLOW_FORMATS)}{heic}"
+    return DecodeError(f"part {part!r} ({len(data)} bytes) {what}: {reason}")
+
+
+def is_transparent(image: Image.Image, *, keys: bool = True) -> bool:
+    """Return whether transformers' processors find transparency in an image; without `keys`, but for a key of RGB."""
+    if "A" in image.getbands():
+        return True
+    return image.info.get("transparency") is not None and (keys or image.mode != "RGB")
+
+
+def on_white(image: Image.Image) -> Image.Image:
+    """Return a transparent image as RGB with white behind it. Source: `convert_to_rgb` of transformers."""
+    front = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", front.size, (255, 255, 255, 255)), front).convert("RGB")
+
+
+def as_alpha_says(image: Image.Image, alpha: Alpha) -> Image.Image:
+    """Return an image in RGB, with what `alpha` says of its transparency."""
+    if alpha == "drop" or not is_transparent(image, keys=alpha != "white, no key"):
+        return image if image.mode == "RGB" else image.convert("RGB")
+    if alpha == "keep":
+        return image if image.mode in ("RGB", "RGBA") else image.convert("RGBA")
+    return on_white(image)
 
 
 def _turbo_header(data: bytes | bytearray | memoryview, form: ImageForm) -> tuple[dict[str, int], str] | None:
@@ -208,11 +264,14 @@ def _turbo_header(data: bytes | bytearray | memoryview, form: ImageForm) -> tupl
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:
         return None
-    # Pillow warns about or rejects decompression bombs, by our limit and by the user's limit in Pillow.
-    most = min(form.max_pixels, Image.MAX_IMAGE_PIXELS or form.max_pixels)
-    if colorspace not in _TURBO_COLORSPACES or height * width > most:
+    if colorspace not in _TURBO_COLORSPACES or height * width > _most_pixels(form):
         return None
     return _scaled(height, width, form.target), colorspace
+
+
+def _most_pixels(form: ImageForm) -> int:
+    """Return how many pixels need no look of Pillow, which warns about or rejects decompression bombs, by its limit."""
+    return min(form.max_pixels, Image.MAX_IMAGE_PIXELS or form.max_pixels)
 
 
 def decode_rows(
@@ -302,17 +361,31 @@ def _scaled(height: int, width: int, target: tuple[int, int] | None) -> dict[str
 
 
 def _pillow_image(data: bytes | bytearray | memoryview, form: ImageForm, part: str) -> Image.Image:
-    if _HEIF and is_heic(data):
-        open_heic()
-    with io.BytesIO(data) as stream, Image.open(stream, formats=_PILLOW_FORMATS) as image:
-        _check_size(image.size, form)
+    with io.BytesIO(data) as stream, _opened(stream, data, form) as image:
         if form.target is not None and image.format == "JPEG":
             image.draft(None, form.target[::-1])
-        if form.mode != "RGBA" and isinstance(image.info.get("transparency"), bytes):
+        if form.mode == "RGBA" or not is_transparent(image):
+            return image.convert(form.mode)
+        if form.alpha != "drop":
+            keeps = form.alpha == "keep" and form.mode == "RGB" and form.container in ("pil", "fast")
+            made = as_alpha_says(image, "white" if form.alpha == "keep" and not keeps else form.alpha)
+            return made.copy() if keeps else made.convert(form.mode)
+        alpha = image if "A" in image.getbands() else image.convert("RGBA")
+        if alpha.getchannel("A").getextrema()[0] != 255:
+            _say_transparent(part)
+        if isinstance(image.info.get("transparency"), bytes):
             # Pillow drops it too, with a warning for each image that does not name the image.
             del image.info["transparency"]
-            _say_transparent(part)
         return image.convert(form.mode)
+
+
+def _opened(stream: io.BytesIO, data: bytes | bytearray | memoryview, form: ImageForm) -> ImageFile.ImageFile:
+    """Open an image of a format and size that are decoded."""
+    if _HEIF and is_heic(data):
+        open_heic()
+    image = Image.open(stream, formats=_PILLOW_FORMATS)
+    _check_size(image.size, form)
+    return image
 
 
 def _check_size(size: tuple[int, int], form: ImageForm) -> None:
@@ -351,23 +424,32 @@ _TORCHCODEC_MODES = {"L": "GRAY", "RGB": "RGB", "RGBA": "RGB_ALPHA"}
 _TORCHCODEC_FORMATS = ("jpg", "png", "webp", "gif", "avif", "heic")
 
 
-def _torchcodec_pixels(data: bytes | bytearray | memoryview, form: ImageForm) -> np.ndarray:
+def _torchcodec_kind(data: bytes | bytearray | memoryview) -> str:
     kind = "heic" if is_heic(data) else guess_image_extension(data)
     if kind not in _TORCHCODEC_FORMATS:
         raise ValueError(
             f"torchcodec decodes JPEG, PNG, WebP, GIF, AVIF and HEIC, but this is {kind or 'none of them'}: leave out "
             "image_backend='torchcodec' for such data"
         )
+    return kind
+
+
+def _torchcodec_pixels(data: bytes | bytearray | memoryview, form: ImageForm) -> np.ndarray:
+    kind = _torchcodec_kind(data)
     if kind != "heic" or _HEIF:  # a few bytes can ask for any amount of memory
         if kind == "heic":
             open_heic()
         with Image.open(io.BytesIO(data)) as image:
             _check_size(image.size, form)
-    found = _torchcodec()(bytes(data), mode=_TORCHCODEC_MODES[form.mode])
+    flattens = form.alpha != "drop" and form.mode != "RGBA" and kind != "jpg"
+    found = _torchcodec()(bytes(data), mode=_TORCHCODEC_MODES["RGBA" if flattens else form.mode])
     if found.ndim == 4:  # an animation: take the first frame
         found = found[0]
     pixels: np.ndarray = found.permute(1, 2, 0).numpy()
     _check_size((pixels.shape[1], pixels.shape[0]), form)
+    if flattens:
+        image = on_white(Image.fromarray(pixels))
+        return np.array(image if form.mode == "RGB" else image.convert("L"))
     return pixels[..., 0] if form.mode == "L" else pixels
 
 
@@ -375,8 +457,8 @@ def _torchcodec_pixels(data: bytes | bytearray | memoryview, form: ImageForm) ->
 def _say_transparent(part: str) -> None:
     """Warn once per process and part name."""
     logger.warning(
-        "images in part %r have a palette with transparency, which is dropped: transparent pixels get the colour of "
-        "their palette. If that matters, decode with an alpha channel, image_decode='torchrgba' or 'pilrgba'",
+        "images in part %r are transparent, which is dropped: transparent pixels get the colour that lies in the file, "
+        "often black. If that matters, decode with an alpha channel, image_decode='torchrgba' or 'pilrgba'",
         part,
     )
 
