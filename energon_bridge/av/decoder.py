@@ -29,6 +29,7 @@ from energon_bridge.av.streams import (
     resample,
 )
 from energon_bridge.errors import ConfigurationError, DecodeError, UnfitSampleError
+from energon_bridge.format.kinds import extensions_of
 from energon_bridge.format.media import AVMetadata
 from energon_bridge.storage import open_store
 from energon_bridge.storage.ranges import ByteRange, RangeReader
@@ -42,12 +43,7 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-AV_EXTENSIONS = frozenset(
-    (
-        *("mp4", "m4v", "mov", "mkv", "webm", "avi", "flv"),
-        *("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac"),
-    )
-)
+AV_EXTENSIONS = extensions_of("av")
 
 Clips: TypeAlias = "tuple[list[torch.Tensor], list[tuple[float, float]]]"
 Ranges = Sequence[tuple[float, float]]

@@ -18,7 +18,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -85,6 +85,7 @@ class ConvertOptions:
 class Converted:
     """Samples by shard and shards by split part, what was skipped, and how many shards were reused.
 
+    `left_out` counts the files of a folder that were not taken, with the reason.
     `num_unread` media files seem to be damaged: nothing could be found out about them.
     """
 
@@ -93,6 +94,7 @@ class Converted:
     skipped: tuple[str, ...]
     num_reused: int
     num_unread: int
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,8 @@ def convert(
             )
         if len(skipped) == len(source):
             raise SourceError(f"{source.where}: all {len(source):,} samples fail; the first: {skipped[0]}")
-        return _finish(parts, plan, options, told, tuple(skipped), reused)
+        done = _finish(parts, plan, options, told, tuple(skipped), reused)
+        return replace(done, left_out=source.left_out)
 
 
 def convert_task(

@@ -61,6 +61,10 @@ def open_source(
     source = readers[kind]()
     if len(source) == 0:
         raise SourceError(f"{path}: has no samples ({source.kind}).")
+    if isinstance(source, TarSource) and path.is_dir():
+        source.left_out = _left_out(
+            _walk(path)[0], lambda name: "" if name.endswith((".tar", ".tar.idx")) else "no tar"
+        )
     return source
 
 
@@ -126,10 +130,15 @@ class FolderSource:
     def __init__(self, root: Path, *, as_classes: bool | None = None) -> None:
         self.where = str(root)
         self._root = root
-        files = sorted(_walk(root))
+        files, hidden = _walk(root)
+        self._stems: set[str] = set()
         media = [name for name in files if kind_by_name(name) is not None]
         if not media:
-            raise SourceError(f"{root}: no images, videos or sound below this folder, and no file that lists any.")
+            left_out = _left_out(files, self._why_not, hidden)
+            also = f" There are {', '.join(left_out)}." if left_out else ""
+            raise SourceError(
+                f"{root}: no images, videos or sound below this folder, and no file that lists any.{also}"
+            )
         stems = {os.path.splitext(name) for name in files}
         self._texts = {stem: suffix for suffix in reversed(_TEXTS) for stem, found in stems if found == suffix}
         split = {name.partition("/")[0] if "/" in name else "" for name in media} <= SPLIT_NAMES.keys()
@@ -153,6 +162,20 @@ class FolderSource:
         self.kind = "folder of classes" if as_classes else "folder of pairs" if has_texts else "folder of media"
         stems_seen = Counter(os.path.splitext(name)[0].replace(".", "_") for name in media)
         self._twice = {stem for stem, count in stems_seen.items() if count > 1}
+        self._stems = {os.path.splitext(name)[0] for name in media}
+        self.left_out = _left_out(files, self._why_not, hidden)
+
+    def _why_not(self, name: str) -> str:
+        stem, suffix = os.path.splitext(name)
+        if kind_by_name(name) is not None:
+            return ""
+        if suffix not in _TEXTS:
+            return "neither media nor a caption"
+        if stem not in self._stems:
+            return "no media beside it"
+        if not self._has_texts:
+            return "a folder of classes has no captions"
+        return "" if self._texts[stem] == suffix else f"{self._texts[stem]} beside it is taken"
 
     def __len__(self) -> int:
         return len(self._media)
@@ -198,14 +221,23 @@ class FolderSource:
         return Layout(sample_type="ImageSample", fields={"image": "image"}, bare=bare)
 
 
-def _walk(root: Path) -> list[str]:
-    found = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+def _walk(root: Path) -> tuple[list[str], int]:
+    """Return the files below a folder, sorted, and the number of hidden ones."""
+    found, hidden = [], 0
+    for folder, _, names in os.walk(root):
         inside = os.path.relpath(folder, root).replace(os.sep, "/")
         before = "" if inside == "." else f"{inside}/"
-        found += [before + name for name in names if not name.startswith(".")]
-    return found
+        shown = [before + name for name in names if not f"/{before}{name}".count("/.")]
+        found += shown
+        hidden += len(names) - len(shown)
+    return sorted(found), hidden
+
+
+def _left_out(files: Iterable[str], why: Callable[[str], str], hidden: int = 0) -> tuple[str, ...]:
+    """Return how many files of a folder are not taken, by extension and reason; no reason: the file is taken."""
+    counts = Counter((os.path.splitext(name)[1] or "without an extension", why(name)) for name in files)
+    found = [f"{count:,} {suffix} ({reason})" for (suffix, reason), count in sorted(counts.items()) if reason]
+    return (*found, f"{hidden:,} hidden") if hidden else tuple(found)
 
 
 # WebDatasets ----------------------------------------------------------------------------------------------------------
@@ -252,6 +284,7 @@ class TarSource:
     """The samples of all tars below a folder, or of one tar, in the order of the tars."""
 
     kind = "WebDataset"
+    left_out: tuple[str, ...] = ()
 
     def __init__(self, path: Path, *, numbered: bool, num_workers: int) -> None:
         self.where = str(path)
@@ -354,6 +387,7 @@ class MixSource:
     """The samples of the datasets of a mix, split by split, dataset by dataset."""
 
     kind = "mix"
+    left_out: tuple[str, ...] = ()
 
     def __init__(self, path: Path, *, numbered: bool) -> None:
         from energon_bridge.mix import MixIndex, load_mix  # only mixes need to wait for it

@@ -47,7 +47,6 @@ from energon_bridge.storage.ranges import ByteRange
 from energon_bridge.task_encoder.current import DELIVERING
 from energon_bridge.task_encoder.deferred import DeferredImage
 from energon_bridge.task_encoder.images import (
-    HEIC_EXTENSIONS,
     IMAGE_EXTENSIONS,
     MAX_PIXELS,
     Alpha,
@@ -171,7 +170,7 @@ class SampleDecoder:
         kind = _kind_of(part_name)
         if kind.zipped:
             raw = _run("gz", partial(_gunzip, most=self.max_part_bytes), part_name, raw)
-        heic = self.image_backend != "auto" and kind.extension.lower() in HEIC_EXTENSIONS
+        heic = self.image_backend != "auto" and kind.extension.lower() in _HEIC
         if kind.is_image or heic or (self.guess_content and guess_image_extension(raw)):
             if self._form is None:
                 return bytes(raw)
@@ -233,6 +232,8 @@ class SampleDecoder:
         }
 
 
+_HEIC = ("heic", "heif")
+"""Images that torchcodec decodes without pillow-heif."""
 _PICKLES = ("pkl", "pickle", "pyd")
 _ARCHIVES = ("npz", "pth")
 _PIECE = 1 << 20

@@ -36,6 +36,16 @@ import torch
 from PIL import Image, ImageFile, UnidentifiedImageError
 
 from energon_bridge.errors import ConfigurationError, DecodeError, did_you_mean
+from energon_bridge.format.kinds import (
+    BY_EXTENSION,
+    FORMATS,
+    HAS_HEIF,
+    HEAD_BYTES,
+    MediaFormat,
+    extensions_of,
+    format_by_head,
+    open_heic,
+)
 from energon_bridge.format.media import plain_jpeg
 from energon_bridge.samples import streaming
 from energon_bridge.samples.stacking import UNALIGNED, Slab
@@ -83,25 +93,15 @@ def _forms() -> dict[str, ImageForm]:
 
 IMAGE_FORMS: dict[str, ImageForm] = _forms()
 
-_HEIF = find_spec("pillow_heif") is not None
-HEIC_EXTENSIONS = ("heic", "heif")
-"""Images that Pillow decodes if pillow-heif is installed; without it, parts of these names stay bytes."""
-
-IMAGE_EXTENSIONS = frozenset(
-    (
-        *(HEIC_EXTENSIONS if _HEIF else ()),
-        *("jpg", "jpeg", "jpe", "jfif"),
-        *("png", "apng", "gif", "bmp", "dib", "webp", "avif", "tif", "tiff"),
-        *("ppm", "pgm", "pbm", "pnm"),
-        *("jp2", "j2k", "j2c", "jpc", "jpf", "jpx"),
-    )
-)
+IMAGE_EXTENSIONS = extensions_of("image")
 
 # Only these: Pillow would also run Ghostscript for anything with an EPS header, whatever its name. Its built-in formats
 # come first, since any other makes it load all of its plugins (90 ms, once).
-_PILLOW_FORMATS = ["JPEG", "PNG", "GIF", "BMP", "PPM", "DIB", "WEBP", "TIFF", "JPEG2000"]
-if find_spec("PIL.AvifImagePlugin"):  # Pillow 11.3 and later
-    _PILLOW_FORMATS.append("AVIF")
+_PILLOW_FORMATS = [
+    one
+    for one in dict.fromkeys(one.codec for one in FORMATS if one.codec and not one.is_named)
+    if (one != "AVIF" or find_spec("PIL.AvifImagePlugin")) and (one != "HEIF" or HAS_HEIF)  # AVIF: Pillow 11.3 or later
+]
 
 _MOST_SCRATCH = 1 << 19
 """Images up to this many bytes are decoded into warm memory, which leaves room in the caches."""
@@ -150,36 +150,18 @@ def _size(target: int | tuple[int, int]) -> tuple[int, int]:
 
 def guess_image_extension(data: bytes | bytearray | memoryview) -> str | None:
     """Return the extension of an image from its first bytes; None if it is not an image."""
-    head = bytes(data[:16])
-    if head.startswith(b"BM") and head[6:10] == bytes(4):  # two letters alone would match plain text
-        return "bmp"
-    if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
-        return "webp"
-    if head[4:8] == b"ftyp" and head[8:12] in (b"avif", b"avis"):
-        return "avif"
-    if _HEIF and is_heic(head):
-        return "heic"
-    return next((extension for magic, extension in _MAGIC if head.startswith(magic)), None)
+    found = _format_of(data)
+    return None if found is None or not IMAGE_EXTENSIONS.issuperset(found.extensions) else found.extensions[0]
 
 
 def is_heic(data: bytes | bytearray | memoryview) -> bool:
     """Return whether the data starts like a HEIC image."""
-    head = bytes(data[:16])
-    return head[4:8] == b"ftyp" and head[8:12] in _HEIC_BRANDS
+    found = _format_of(data)
+    return found is not None and found.codec == "HEIF"
 
 
-_HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
-
-_MAGIC = (
-    (b"\xff\xd8\xff", "jpg"),
-    (b"\x89PNG\r\n\x1a\n", "png"),
-    (b"GIF87a", "gif"),
-    (b"GIF89a", "gif"),
-    (b"II*\0", "tif"),
-    (b"MM\0*", "tif"),
-    (b"\0\0\0\x0cjP  \r\n\x87\n", "jp2"),
-    (b"\xff\x4f\xff\x51", "j2k"),
-)
+def _format_of(data: bytes | bytearray | memoryview) -> MediaFormat | None:
+    return format_by_head(bytes(data[:HEAD_BYTES]))
 
 
 def decode_image(data: bytes | bytearray | memoryview, form: ImageForm, *, part: str) -> Any:
@@ -214,7 +196,7 @@ def image_size(data: bytes | bytearray | memoryview, form: ImageForm, *, part: s
     try:
         if form.backend == "torchcodec":
             _torchcodec_kind(data)
-        with io.BytesIO(data) as stream, _opened(stream, data, form) as image:
+        with io.BytesIO(data) as stream, _opened(stream, data, form, part) as image:
             turned = form.backend == "torchcodec" and image.getexif().get(_ORIENTATION, 1) in _ON_ITS_SIDE
             return image.size[::-1] if turned else image.size
     except MemoryError:
@@ -228,7 +210,7 @@ def _refusal(
 ) -> DecodeError:
     reason = str(error) or type(error).__name__
     if isinstance(error, UnidentifiedImageError):
-        heic = "; HEIC needs pillow-heif: pip install 'energon-bridge[heic]'" if is_heic(data) and not _HEIF else ""
+        heic = "; HEIC needs pillow-heif: pip install 'energon-bridge[heic]'" if is_heic(data) and not HAS_HEIF else ""
         reason = f"the content is none of {', '.join(_PILLOW_FORMATS)}{heic}"
     return DecodeError(f"part {part!r} ({len(data)} bytes) {what}: {reason}")
 
@@ -361,7 +343,7 @@ def _scaled(height: int, width: int, target: tuple[int, int] | None) -> dict[str
 
 
 def _pillow_image(data: bytes | bytearray | memoryview, form: ImageForm, part: str) -> Image.Image:
-    with io.BytesIO(data) as stream, _opened(stream, data, form) as image:
+    with io.BytesIO(data) as stream, _opened(stream, data, form, part) as image:
         if form.target is not None and image.format == "JPEG":
             image.draft(None, form.target[::-1])
         if form.mode == "RGBA" or not is_transparent(image):
@@ -379,11 +361,15 @@ def _pillow_image(data: bytes | bytearray | memoryview, form: ImageForm, part: s
         return image.convert(form.mode)
 
 
-def _opened(stream: io.BytesIO, data: bytes | bytearray | memoryview, form: ImageForm) -> ImageFile.ImageFile:
+def _opened(
+    stream: io.BytesIO, data: bytes | bytearray | memoryview, form: ImageForm, part: str
+) -> ImageFile.ImageFile:
     """Open an image of a format and size that are decoded."""
-    if _HEIF and is_heic(data):
+    if HAS_HEIF and is_heic(data):
         open_heic()
-    image = Image.open(stream, formats=_PILLOW_FORMATS)
+    of_name = BY_EXTENSION.get(part.removesuffix(".gz").rpartition(".")[2].lower())
+    more = [one.codec for one in (_format_of(data), of_name) if one is not None and one.is_named]
+    image = Image.open(stream, formats=[*_PILLOW_FORMATS, *more])
     _check_size(image.size, form)
     return image
 
@@ -394,15 +380,6 @@ def _check_size(size: tuple[int, int], form: ImageForm) -> None:
             f"it has {size[0]} x {size[1]} pixels, more than the limit of {form.max_pixels:,}; raise it with "
             "SampleDecoder(max_pixels=...)"
         )
-
-
-@cache
-def open_heic() -> None:
-    """Register pillow-heif, so that Pillow opens HEIC images."""
-    from pillow_heif import register_heif_opener
-
-    register_heif_opener()
-    _PILLOW_FORMATS.append("HEIF")
 
 
 @cache
@@ -436,7 +413,7 @@ def _torchcodec_kind(data: bytes | bytearray | memoryview) -> str:
 
 def _torchcodec_pixels(data: bytes | bytearray | memoryview, form: ImageForm) -> np.ndarray:
     kind = _torchcodec_kind(data)
-    if kind != "heic" or _HEIF:  # a few bytes can ask for any amount of memory
+    if kind != "heic" or HAS_HEIF:  # a few bytes can ask for any amount of memory
         if kind == "heic":
             open_heic()
         with Image.open(io.BytesIO(data)) as image:
@@ -448,8 +425,7 @@ def _torchcodec_pixels(data: bytes | bytearray | memoryview, form: ImageForm) ->
     pixels: np.ndarray = found.permute(1, 2, 0).numpy()
     _check_size((pixels.shape[1], pixels.shape[0]), form)
     if flattens:
-        image = on_white(Image.fromarray(pixels))
-        return np.array(image if form.mode == "RGB" else image.convert("L"))
+        return np.array(on_white(Image.fromarray(pixels)).convert(form.mode))
     return pixels[..., 0] if form.mode == "L" else pixels
 
 
