@@ -27,7 +27,8 @@ from typing import Any, overload
 import numpy as np
 
 from energon_bridge.errors import ConfigurationError, SampleError, SourceError
-from energon_bridge.format.media import HEAD_BYTES, MediaFilter
+from energon_bridge.format.kinds import HAS_HEIF, open_heic
+from energon_bridge.format.media import HEAD_BYTES, MediaFilter, extension_by_head
 from energon_bridge.format.nvmeta import INFO_JSON, META_FOLDER, meta_path, read_info
 from energon_bridge.format.parallel import Workers, map_shards
 from energon_bridge.format.tar_index import index_name
@@ -527,6 +528,8 @@ def reencoded(part: str, data: bytes, options: ConvertOptions) -> bytes:
         return data
     from PIL import Image  # the command line starts without it
 
+    if HAS_HEIF and extension_by_head(data[:HEAD_BYTES]) == "heic":
+        open_heic()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # large images are expected here, not decompression bombs

@@ -31,7 +31,7 @@ from energon_bridge.errors import (
     SourceError,
 )
 from energon_bridge.format.field_map import FieldMap, describe_fields, parse_access
-from energon_bridge.format.media import kind_by_name
+from energon_bridge.format.media import HEAD_BYTES, extension_by_head, kind_by_name
 from energon_bridge.samples import CrudeSample, sample_type_by_name
 from energon_bridge.storage import Store
 
@@ -394,7 +394,15 @@ def media_file(text: str, root: MediaRoot) -> FileRef | StoredFile:
     path = os.path.normpath(os.path.join(root, text))
     if not path.startswith(f"{os.path.normpath(root)}{os.sep}") and str(root) != os.sep:
         raise SourceError(f"the path {text!r} leads out of {root}. Give the folder that contains all files: --media.")
-    return FileRef(path, Path(path).suffix[1:].lower() or "bin")
+    return FileRef(path, Path(path).suffix[1:].lower() or _by_content(path) or "bin")
+
+
+def _by_content(path: str) -> str | None:
+    try:
+        with open(path, "rb") as file:
+            return extension_by_head(file.read(HEAD_BYTES))
+    except OSError:
+        return None  # reading it says why
 
 
 def is_media_path(value: Any) -> bool:
@@ -408,7 +416,8 @@ def is_file_of(value: Any, column: str, root: MediaRoot) -> bool:
         return all(is_file_of(one, column, root) for one in value)
     if not _is_path(value) or "://" in value:
         return False
-    if column.lower() in _MEDIA_COLUMNS and value.rpartition(".")[2].isalnum() and len(value.rpartition(".")[2]) < 6:
+    extension = value.rpartition(".")[2]
+    if column.lower() in _MEDIA_COLUMNS and len(extension) < len(value) and extension.isalnum() and len(extension) < 6:
         return True
     return isinstance(root, Path) and "\0" not in value and os.path.isfile(os.path.join(root, value))
 
@@ -421,7 +430,7 @@ _MEDIA_COLUMNS = frozenset(
 
 
 def _is_path(value: Any) -> bool:
-    return isinstance(value, str) and len(value) < 4096 and "\n" not in value and "." in value[1:]
+    return isinstance(value, str) and len(value) < 4096 and "\n" not in value and ("." in value[1:] or "/" in value)
 
 
 def first_rows(source: Source, count: int = 100) -> list[Row]:

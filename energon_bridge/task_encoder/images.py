@@ -211,7 +211,7 @@ def _refusal(
     reason = str(error) or type(error).__name__
     if isinstance(error, UnidentifiedImageError):
         heic = "; HEIC needs pillow-heif: pip install 'energon-bridge[heic]'" if is_heic(data) and not HAS_HEIF else ""
-        reason = f"the content is none of {', '.join(_PILLOW_FORMATS)}{heic}"
+        reason = f"the content is none of {', '.join(_formats_for(data, part))}{heic}"
     return DecodeError(f"part {part!r} ({len(data)} bytes) {what}: {reason}")
 
 
@@ -367,11 +367,15 @@ def _opened(
     """Open an image of a format and size that are decoded."""
     if HAS_HEIF and is_heic(data):
         open_heic()
-    of_name = BY_EXTENSION.get(part.removesuffix(".gz").rpartition(".")[2].lower())
-    more = [one.codec for one in (_format_of(data), of_name) if one is not None and one.is_named]
-    image = Image.open(stream, formats=[*_PILLOW_FORMATS, *more])
+    image = Image.open(stream, formats=_formats_for(data, part))
     _check_size(image.size, form)
     return image
+
+
+def _formats_for(data: bytes | bytearray | memoryview, part: str) -> list[str]:
+    of_name = BY_EXTENSION.get(part.removesuffix(".gz").rpartition(".")[2].lower())
+    named = (one.codec for one in (_format_of(data), of_name) if one is not None and one.is_named)
+    return [*_PILLOW_FORMATS, *dict.fromkeys(named)]
 
 
 def _check_size(size: tuple[int, int], form: ImageForm) -> None:
