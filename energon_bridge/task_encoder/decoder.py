@@ -1,7 +1,7 @@
 """Decodes the raw parts of a sample by the extension of each part's name.
 
     .gz                          unpacked first, up to `max_part_bytes`; then the rest of the name decides
-    image extensions             decode_image (upper or lower case)
+    IMAGE_EXTENSIONS             decode_image (upper or lower case)
     txt text transcript          str (UTF-8)
     cls cls2 id index inx        int
     json jsn                     json.loads
@@ -12,9 +12,10 @@
     AV_EXTENSIONS                an AVDecoder, or as `av_decode` says (upper or lower case)
     anything else                the bytes
 
-The extension follows the last dot of the part's name. Pickles (`pkl`, `pickle`, `pyd`) stay bytes, since reading one
-can run code; with `read_pickles`, pickles of plain values, arrays and tensors are read, and any other is a DecodeError
-(`pickled`). A decoder keeps no state and may be used from many threads; image codecs release the GIL.
+The extension follows the last dot of the part's name; `format/kinds.py` has those of media. Pickles (`pkl`, `pickle`,
+`pyd`) stay bytes, since reading one can run code; with `read_pickles`, pickles of plain values, arrays and tensors are
+read, and any other is a DecodeError (`pickled`). A decoder keeps no state and may be used from many threads; image
+codecs release the GIL.
 """
 
 from __future__ import annotations
