@@ -23,11 +23,12 @@ from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, INFO_JSON, INFO
 from energon_bridge.format.parallel import map_shards
 from energon_bridge.format.tar import parse_sample
 from energon_bridge.format.tar_index import ShardScan, scan_tar
+from energon_bridge.prepare.left_out import TEXTS, beside_list, beside_media, beside_tars, files_below, only
 from energon_bridge.prepare.split import find_shards
 from energon_bridge.rng import key_of
 from energon_bridge.rows.arrow import open_parquet, open_remote, open_saved
 from energon_bridge.rows.base import SPLIT_NAMES, SPLIT_ORDER, FileRef, Layout, Row, RowSample, Source, lay_out
-from energon_bridge.rows.lists import open_table
+from energon_bridge.rows.lists import TableSource, open_table
 from energon_bridge.samples import CrudeSample
 from energon_bridge.storage import LocalStore, Store, open_store
 
@@ -47,6 +48,7 @@ def open_source(
         return _far(path, kind, media)
     if media is not None and not media.is_dir():
         raise ConfigurationError(f"--media {media}: no such folder.")
+    folder = path
     kind, path = (kind, path) if kind is not None else _look(path)
     readers: dict[str, Callable[[], Source]] = {
         "table": lambda: open_table(path, media),
@@ -61,10 +63,10 @@ def open_source(
     source = readers[kind]()
     if len(source) == 0:
         raise SourceError(f"{path}: has no samples ({source.kind}).")
-    if isinstance(source, TarSource) and path.is_dir():
-        source.left_out = _left_out(
-            _walk(path)[0], lambda name: "" if name.endswith((".tar", ".tar.idx")) else "no tar"
-        )
+    if folder.is_dir() and isinstance(source, TarSource):
+        source.left_out = beside_tars(folder)
+    elif folder.is_dir() and isinstance(source, TableSource):
+        source.left_out = beside_list(folder, path.name, source)
     return source
 
 
@@ -121,26 +123,21 @@ def _look(path: Path) -> tuple[str, Path]:
 # `test` folders is a split. Keys are paths below the folder, without the extension.
 
 
-_TEXTS = (".txt", ".caption", ".json")
-
-
 class FolderSource:
     """The media files below a folder, in the order of their paths."""
 
     def __init__(self, root: Path, *, as_classes: bool | None = None) -> None:
         self.where = str(root)
         self._root = root
-        files, hidden = _walk(root)
-        self._stems: set[str] = set()
+        files, hidden = files_below(root)
         media = [name for name in files if kind_by_name(name) is not None]
         if not media:
-            left_out = _left_out(files, self._why_not, hidden)
-            also = f" There are {', '.join(left_out)}." if left_out else ""
+            there = only(files, hidden)
             raise SourceError(
-                f"{root}: no images, videos or sound below this folder, and no file that lists any.{also}"
+                f"{root}: no images, videos or sound below this folder, and no file that lists any.{there}"
             )
         stems = {os.path.splitext(name) for name in files}
-        self._texts = {stem: suffix for suffix in reversed(_TEXTS) for stem, found in stems if found == suffix}
+        self._texts = {stem: suffix for suffix in reversed(TEXTS) for stem, found in stems if found == suffix}
         split = {name.partition("/")[0] if "/" in name else "" for name in media} <= SPLIT_NAMES.keys()
         if split:
             media.sort(key=lambda name: (SPLIT_ORDER.index(SPLIT_NAMES[name.partition("/")[0]]), name))
@@ -162,20 +159,7 @@ class FolderSource:
         self.kind = "folder of classes" if as_classes else "folder of pairs" if has_texts else "folder of media"
         stems_seen = Counter(os.path.splitext(name)[0].replace(".", "_") for name in media)
         self._twice = {stem for stem, count in stems_seen.items() if count > 1}
-        self._stems = {os.path.splitext(name)[0] for name in media}
-        self.left_out = _left_out(files, self._why_not, hidden)
-
-    def _why_not(self, name: str) -> str:
-        stem, suffix = os.path.splitext(name)
-        if kind_by_name(name) is not None:
-            return ""
-        if suffix not in _TEXTS:
-            return "neither media nor a caption"
-        if stem not in self._stems:
-            return "no media beside it"
-        if not self._has_texts:
-            return "a folder of classes has no captions"
-        return "" if self._texts[stem] == suffix else f"{self._texts[stem]} beside it is taken"
+        self.left_out = beside_media(files, hidden, self._texts if self._has_texts else {})
 
     def __len__(self) -> int:
         return len(self._media)
@@ -219,25 +203,6 @@ class FolderSource:
             caption = "json[caption]" if ".json" in set(self._texts.values()) else "caption"
             return Layout(sample_type="CaptioningSample", fields={"image": "image", "caption": caption}, bare=bare)
         return Layout(sample_type="ImageSample", fields={"image": "image"}, bare=bare)
-
-
-def _walk(root: Path) -> tuple[list[str], int]:
-    """Return the files below a folder, sorted, and the number of hidden ones."""
-    found, hidden = [], 0
-    for folder, _, names in os.walk(root):
-        inside = os.path.relpath(folder, root).replace(os.sep, "/")
-        before = "" if inside == "." else f"{inside}/"
-        shown = [before + name for name in names if not f"/{before}{name}".count("/.")]
-        found += shown
-        hidden += len(names) - len(shown)
-    return sorted(found), hidden
-
-
-def _left_out(files: Iterable[str], why: Callable[[str], str], hidden: int = 0) -> tuple[str, ...]:
-    """Return how many files of a folder are not taken, by extension and reason; no reason: the file is taken."""
-    counts = Counter((os.path.splitext(name)[1] or "without an extension", why(name)) for name in files)
-    found = [f"{count:,} {suffix} ({reason})" for (suffix, reason), count in sorted(counts.items()) if reason]
-    return (*found, f"{hidden:,} hidden") if hidden else tuple(found)
 
 
 # WebDatasets ----------------------------------------------------------------------------------------------------------

@@ -264,6 +264,16 @@ def test_captions_in_folders_of_classes_and_files_beside_tars_are_counted(tmp_pa
     assert "1 .jpg (no tar)" in convert(tmp_path / "tars", tmp_path / "out2", *ALL).output
 
 
+def test_files_of_a_folder_that_its_list_does_not_name_are_counted(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name in ("a.jpg", "b.jpg", "c.avif", "d.jpg"):
+        (folder / name).write_bytes(picture("AVIF" if name.endswith("avif") else "JPEG"))
+    as_csv(folder / "metadata.csv", [{"file_name": name, "caption": "x"} for name in ("a.jpg", "b.jpg")])
+    said = convert(folder, tmp_path / "out", *ALL).output
+    assert "Files that are left out: 1 .avif (not named in metadata.csv), 1 .jpg (not named in metadata.csv)." in said
+
+
 def test_a_folder_without_media_says_what_it_has(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in/a.dng").write_bytes(b"raw")
