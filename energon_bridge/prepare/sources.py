@@ -132,10 +132,8 @@ class FolderSource:
         files, hidden = files_below(root)
         media = [name for name in files if kind_by_name(name) is not None]
         if not media:
-            there = only(files, hidden)
-            raise SourceError(
-                f"{root}: no images, videos or sound below this folder, and no file that lists any.{there}"
-            )
+            there = f"no file that lists any.{only(files, hidden)}"
+            raise SourceError(f"{root}: no images, videos or sound below this folder, and {there}")
         stems = {os.path.splitext(name) for name in files}
         self._texts = {stem: suffix for suffix in reversed(TEXTS) for stem, found in stems if found == suffix}
         split = {name.partition("/")[0] if "/" in name else "" for name in media} <= SPLIT_NAMES.keys()
