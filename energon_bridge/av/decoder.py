@@ -23,6 +23,7 @@ from energon_bridge.av.sound import AudioReader, as_floats, resample
 from energon_bridge.av.streams import PacketsDifferError, Pixels, Reader, VideoReader, beyond, clip_of, is_over
 from energon_bridge.av.whole import WholeReader
 from energon_bridge.errors import ConfigurationError, DecodeError, UnfitSampleError
+from energon_bridge.format.kinds import extensions_of
 from energon_bridge.format.media import AVMetadata
 from energon_bridge.rng import IntArray
 from energon_bridge.storage import open_store
@@ -37,12 +38,7 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-AV_EXTENSIONS = frozenset(
-    (
-        *("mp4", "m4v", "mov", "mkv", "webm", "avi", "flv"),
-        *("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac"),
-    )
-)
+AV_EXTENSIONS = extensions_of("av")
 
 Clips: TypeAlias = "tuple[list[torch.Tensor], list[tuple[float, float]]]"
 Ranges = Sequence[tuple[float, float]]

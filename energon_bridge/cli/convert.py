@@ -133,6 +133,8 @@ def command(
     asking = (_is_terminal() and not task and not finish) if ask is None else ask
     shown = opened.where if "://" in opened.where else source  # `Path` leaves one slash
     click.echo(f"{shown}: {opened.kind}, {count_of(len(opened), 'sample')}.")
+    if opened.left_out:
+        click.echo(f"Files that are left out: {', '.join(opened.left_out)}.")
     check_first_files(opened)
     layout = _layout(opened, sample_type, fields, asking=asking)
     check_layout(layout)

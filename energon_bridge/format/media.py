@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
 from energon_bridge.errors import ConfigurationError, MediaMetadataError
+from energon_bridge.format.kinds import BY_EXTENSION, HEAD_BYTES as HEAD_BYTES, MediaKind as MediaKind, format_by_head
 
 _TABLES = (
     """CREATE TABLE IF NOT EXISTS media_metadata (
@@ -117,41 +118,10 @@ def note_filter(
 # ---------------------------------------------------------------------------------------------------------------------
 # Which files are media: by the extensions of their names, by patterns, or by their first bytes.
 #
-# The extensions are those of Megatron Energon (reference section 1.9).
+# `format/kinds.py` has the table.
 
 
-MediaKind = Literal["image", "av"]
 Strategy = Literal["EXTENSION", "HEADER", "GLOB"]
-
-HEAD_BYTES = 64
-"""The first bytes of a file needed to find out its kind."""
-
-_IMAGES = frozenset(["bmp", "gif", "ico", "j2k", "jp2", "jpx", "jpeg", "jpg", "png", "tif", "tiff", "webp"])
-_AV = frozenset(["aac", "avi", "flac", "m4a", "m4v", "mkv", "mov", "mp3", "mp4", "ogg", "wav", "webm"])
-
-_MAGIC: tuple[tuple[int, bytes, MediaKind], ...] = (
-    (0, b"\xff\xd8\xff", "image"),
-    (0, b"\x89PNG\r\n\x1a\n", "image"),
-    (0, b"GIF8", "image"),
-    (0, b"II*\0", "image"),
-    (0, b"MM\0*", "image"),
-    (0, b"\0\0\1\0", "image"),
-    (0, b"\0\0\0\x0cjP  ", "image"),
-    (0, b"\xff\x4f\xff\x51", "image"),
-    (8, b"WEBP", "image"),
-    (4, b"ftypavif", "image"),
-    (4, b"ftyphei", "image"),
-    (4, b"ftypmif1", "image"),
-    (4, b"ftyp", "av"),
-    (0, b"\x1aE\xdf\xa3", "av"),
-    (8, b"AVI ", "av"),
-    (8, b"WAVE", "av"),
-    (0, b"ID3", "av"),
-    (0, b"fLaC", "av"),
-    (0, b"OggS", "av"),
-    (0, b"\0\0\1\xba", "av"),
-)
-_AUDIO_FRAMES = (0xF1, 0xF2, 0xF3, 0xF9, 0xFA, 0xFB)  # the second byte, after 0xFF
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,45 +165,20 @@ class MediaFilter:
 
 def kind_by_name(name: str) -> MediaKind | None:
     """Return the kind of a file by the extension of its name."""
-    extension = name.rpartition(".")[2].lower()
-    return "image" if extension in _IMAGES else "av" if extension in _AV else None
+    found = BY_EXTENSION.get(name.rpartition(".")[2].lower())
+    return None if found is None else found.kind
 
 
 def kind_by_head(head: bytes) -> MediaKind | None:
     """Return the kind of a file by its first bytes."""
-    for offset, magic, kind in _MAGIC:
-        if head.startswith(magic, offset) and (offset != 8 or head.startswith(b"RIFF")):
-            return kind
-    if head.startswith(b"BM") and head[6:10] == bytes(4):
-        return "image"
-    return "av" if len(head) > 1 and head[0] == 0xFF and head[1] in _AUDIO_FRAMES else None
-
-
-_EXTENSIONS: tuple[tuple[int, bytes, str], ...] = (
-    (0, b"\xff\xd8\xff", "jpg"),
-    (0, b"\x89PNG\r\n\x1a\n", "png"),
-    (0, b"GIF8", "gif"),
-    (0, b"II*\0", "tif"),
-    (0, b"MM\0*", "tif"),
-    (0, b"BM", "bmp"),
-    (8, b"WEBP", "webp"),
-    (8, b"WAVE", "wav"),
-    (8, b"AVI ", "avi"),
-    (0, b"fLaC", "flac"),
-    (0, b"OggS", "ogg"),
-    (0, b"ID3", "mp3"),
-    (0, b"\x1aE\xdf\xa3", "mkv"),
-    (4, b"ftypavif", "avif"),
-    (4, b"ftyp", "mp4"),
-)
+    found = format_by_head(head)
+    return None if found is None else found.kind
 
 
 def extension_by_head(head: bytes) -> str | None:
     """Return the usual extension of a file by its first bytes; None if unknown."""
-    for offset, magic, extension in _EXTENSIONS:
-        if head.startswith(magic, offset):
-            return extension
-    return "mp3" if kind_by_head(head) == "av" and head[:1] == b"\xff" else None
+    found = format_by_head(head)
+    return None if found is None else found.extensions[0]
 
 
 # Headers of plain JPEGs ----------------------------------------------------------------------------------------------

@@ -29,11 +29,13 @@ from energon_bridge.format.columns import COLUMNS_INDEX, Column, column_path, en
 from energon_bridge.format.dataset import PreparedDataset, prepared, read_index
 from energon_bridge.format.dataset_config import DatasetConfigs
 from energon_bridge.format.jsonl import JsonlDataset
+from energon_bridge.format.media import kind_by_name
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, read_info
 from energon_bridge.format.parallel import Workers, map_shards
 from energon_bridge.format.tar import parse_sample
 from energon_bridge.prepare.engines import Task
 from energon_bridge.prepare.lint import Problem, read_samples
+from energon_bridge.prepare.media import read_image
 from energon_bridge.prepare.staging import Staging
 from energon_bridge.samples import CrudeSample
 from energon_bridge.storage import LocalStore, Store, open_store
@@ -49,7 +51,6 @@ _MOST_VALUES = 1 << 20
 _PIECES = ".nv-meta.columns"
 _MANY = 64
 """From this many shards on, each is kept until the column is complete."""
-_IMAGES = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "avif", "ppm"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,12 +250,10 @@ def remove_column(path: str | os.PathLike[str], name: str) -> None:
 
 def image_size(parts: Mapping[str, Any]) -> dict[str, int]:
     """Return `width` and `height` of a sample's first image, read from its header; for `raw=True`."""
-    from PIL import Image
-
     for part, data in parts.items():
-        if part.rpartition(".")[2].lower() in _IMAGES:
-            with Image.open(io.BytesIO(data)) as image:
-                return {"width": image.width, "height": image.height}
+        if kind_by_name(part) == "image":
+            found = read_image(data)
+            return {"width": found.width, "height": found.height}
     raise ValueError(f"no image among the parts {', '.join(key for key in parts if key != '__key__')}")
 
 

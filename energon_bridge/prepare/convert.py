@@ -18,7 +18,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,8 @@ from typing import Any, overload
 import numpy as np
 
 from energon_bridge.errors import ConfigurationError, SampleError, SourceError
-from energon_bridge.format.media import HEAD_BYTES, MediaFilter
+from energon_bridge.format.kinds import HAS_HEIF, open_heic
+from energon_bridge.format.media import HEAD_BYTES, MediaFilter, extension_by_head
 from energon_bridge.format.nvmeta import INFO_JSON, META_FOLDER, meta_path, read_info
 from energon_bridge.format.parallel import Workers, map_shards
 from energon_bridge.format.tar_index import index_name
@@ -85,6 +86,7 @@ class ConvertOptions:
 class Converted:
     """Samples by shard and shards by split part, what was skipped, and how many shards were reused.
 
+    `left_out` counts the files of a folder that were not taken, with the reason.
     `num_unread` media files seem to be damaged: nothing could be found out about them.
     """
 
@@ -93,6 +95,7 @@ class Converted:
     skipped: tuple[str, ...]
     num_reused: int
     num_unread: int
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +160,8 @@ def convert(
             )
         if len(skipped) == len(source):
             raise SourceError(f"{source.where}: all {len(source):,} samples fail; the first: {skipped[0]}")
-        return _finish(parts, plan, options, told, tuple(skipped), reused)
+        done = _finish(parts, plan, options, told, tuple(skipped), reused)
+        return replace(done, left_out=source.left_out)
 
 
 def convert_task(
@@ -525,6 +529,8 @@ def reencoded(part: str, data: bytes, options: ConvertOptions) -> bytes:
         return data
     from PIL import Image  # the command line starts without it
 
+    if HAS_HEIF and extension_by_head(data[:HEAD_BYTES]) == "heic":
+        open_heic()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # large images are expected here, not decompression bombs

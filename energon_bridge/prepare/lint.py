@@ -210,7 +210,7 @@ def lint_dataset(
     """
     from energon_bridge.task_encoder.decoder import SampleDecoder  # imports torch, which other commands do not need
 
-    check = partial(_check_shard, dataset, SampleDecoder(image_decode="rgb8").decode)
+    check = partial(_check_shard, dataset, SampleDecoder(image_decode="rgba8").decode)
     shards = range(len(dataset.shard_names))
     with closing(map_shards(check, shards if task is None else task.of(shards), num_workers=num_workers)) as reports:
         yield from reports

@@ -35,6 +35,7 @@ from energon_bridge.errors import (
     StorageError,
 )
 from energon_bridge.format.key_index import copy_key_index, find_supplement, remove_supplements, sqlite_uri
+from energon_bridge.format.kinds import HAS_HEIF, format_by_head, open_heic
 from energon_bridge.format.media import (
     HEAD_BYTES,
     ImageMetadata,
@@ -366,21 +367,27 @@ def read_media(kind: MediaKind, content: ByteRange | bytes) -> MediaMetadata:
     if kind == "av":
         return AVDecoder(content).get_metadata(get_audio_num_samples=True)
     if isinstance(content, bytes):
-        return _read_image(content)
+        return read_image(content)
     if content.size > _FIRST_BYTES:
         try:
-            return _read_image(content.read(_FIRST_BYTES))
+            return read_image(content.read(_FIRST_BYTES))
         except DecodeError:
             pass  # some formats have their header at the end, or a large preview before it
-    return _read_image(content.read())
+    return read_image(content.read())
 
 
-def _read_image(data: bytes) -> ImageMetadata:
+def read_image(data: bytes) -> ImageMetadata:
+    """Return the metadata of an image; raises DecodeError."""
     found = plain_jpeg(data)
     if found is not None:
         return found
     from PIL import Image  # the command line starts without it
 
+    known = format_by_head(data[:HEAD_BYTES])
+    if known is not None and known.codec == "HEIF":
+        if not HAS_HEIF:
+            raise DecodeError("HEIC needs pillow-heif: pip install 'energon-bridge[heic]'")
+        open_heic()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of images so large that they may be decompression bombs

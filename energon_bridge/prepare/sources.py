@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unicodedata import normalize
 
 import numpy as np
 
@@ -25,16 +24,26 @@ from energon_bridge.errors import (
 )
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.documents import expect_mapping, read_document
-from energon_bridge.format.media import HEAD_BYTES, extension_by_head, kind_by_name
+from energon_bridge.format.media import kind_by_name
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, INFO_JSON, INFO_YAML, meta_path, read_splits
 from energon_bridge.format.parallel import map_shards
 from energon_bridge.format.tar import Follow, parse_sample
 from energon_bridge.format.tar_index import ShardScan, other_parts, scan_tar
+from energon_bridge.prepare.left_out import (
+    TEXTS,
+    beside_list,
+    beside_media,
+    beside_tars,
+    extension_of,
+    files_below,
+    only,
+    stem_of,
+)
 from energon_bridge.prepare.split import find_shards
 from energon_bridge.rng import key_of
 from energon_bridge.rows.arrow import open_parquet, open_saved
 from energon_bridge.rows.base import SPLIT_NAMES, SPLIT_ORDER, FileRef, Layout, Row, RowSample, Source, lay_out
-from energon_bridge.rows.lists import open_table
+from energon_bridge.rows.lists import TableSource, open_table
 from energon_bridge.samples import CrudeSample
 from energon_bridge.storage import LocalStore, Store, open_store
 
@@ -55,6 +64,7 @@ def open_source(
         return _far(path, kind, media)
     if media is not None and not media.is_dir():
         raise ConfigurationError(f"--media {media}: no such folder.")
+    folder = path
     kind, path = (kind, path) if kind is not None else _look(path)
     readers: dict[str, Callable[[], Source]] = {
         "table": lambda: open_table(path, media),
@@ -69,6 +79,10 @@ def open_source(
     source = readers[kind]()
     if len(source) == 0:
         raise SourceError(f"{path}: has no samples ({source.kind}).")
+    if folder.is_dir() and isinstance(source, TarSource):
+        source.left_out = beside_tars(folder)
+    elif folder.is_dir() and isinstance(source, TableSource):
+        source.left_out = beside_list(folder, path.name, source)
     return source
 
 
@@ -125,24 +139,22 @@ def _look(path: Path) -> tuple[str, Path]:
 # `test` folders is a split. Keys are paths below the folder, without the extension.
 
 
-_TEXTS = (".txt", ".caption", ".json")
-
-
 class FolderSource:
     """The media files below a folder, in the order of their paths."""
 
     def __init__(self, root: Path, *, as_classes: bool | None = None) -> None:
         self.where = str(root)
         self._root = root
-        files = sorted(_walk(root))
-        self._found = {name: found for name in files if (found := _extension(root, name))}
+        files, hidden = files_below(root)
+        self._found = {name: found for name in files if (found := extension_of(root, name))}
         media = [name for name in files if kind_by_name(f".{self._found.get(name)}") is not None]
         if not media:
-            raise SourceError(f"{root}: no images, videos or sound below this folder, and no file that lists any.")
+            there = f"no file that lists any.{only(files, hidden, self._found)}"
+            raise SourceError(f"{root}: no images, videos or sound below this folder, and {there}")
         self._texts: dict[str, list[str]] = {}
         for name in files:
-            if f".{self._found.get(name)}" in _TEXTS:
-                self._texts.setdefault(_stem(name), []).append(name)
+            if f".{self._found.get(name)}" in TEXTS:
+                self._texts.setdefault(stem_of(name), []).append(name)
         split = {name.partition("/")[0] if "/" in name else "" for name in media} <= SPLIT_NAMES.keys()
         if split:
             media.sort(key=lambda name: (SPLIT_ORDER.index(SPLIT_NAMES[name.partition("/")[0]]), name))
@@ -152,7 +164,7 @@ class FolderSource:
             self.split_parts = ()
         self._media = media
         self._depth = int(split)
-        has_texts = any(_stem(name) in self._texts for name in media)
+        has_texts = any(stem_of(name) in self._texts for name in media)
         nested = all(name.count("/") > self._depth for name in media)
         names = sorted({name.split("/")[self._depth] for name in media}) if nested else []
         if as_classes is None:
@@ -164,6 +176,7 @@ class FolderSource:
         self.kind = "folder of classes" if as_classes else "folder of pairs" if has_texts else "folder of media"
         stems_seen = Counter(os.path.splitext(name)[0].replace(".", "_") for name in media)
         self._twice = {stem for stem, count in stems_seen.items() if count > 1}
+        self.left_out = beside_media(files, hidden, self._found, self._texts if self._has_texts else {})
 
     def __len__(self) -> int:
         return len(self._media)
@@ -190,14 +203,14 @@ class FolderSource:
     def _text_of(self, name: str) -> str:
         """Return the caption of a file: its own in the same Unicode form, else that in another; raises SourceError."""
         stem = os.path.splitext(name)[0]
-        beside = self._texts.get(_stem(name), [])
+        beside = self._texts.get(stem_of(name), [])
         same = [text for text in beside if os.path.splitext(text)[0] == stem] or beside
         if not same:
             raise SourceError(
                 f"{self._root}/{name}: no caption beside it ({Path(stem).name}.txt). Leave such files out with "
                 "--on-error skip."
             )
-        same.sort(key=lambda text: _TEXTS.index(f".{self._found[text]}"))
+        same.sort(key=lambda text: TEXTS.index(f".{self._found[text]}"))
         if len(same) > 1 and self._found[same[0]] == self._found[same[1]]:
             raise SourceError(f"{self._root}/{name}: has two captions, {same[0]} and {same[1]}. Move one of them away.")
         return same[0]
@@ -219,33 +232,6 @@ class FolderSource:
             caption = "json[caption]" if is_json else "caption"
             return Layout(sample_type="CaptioningSample", fields={"image": "image", "caption": caption}, bare=bare)
         return Layout(sample_type="ImageSample", fields={"image": "image"}, bare=bare)
-
-
-def _stem(name: str) -> str:
-    """Return the path of a file without its extension, in one Unicode form: systems write names in different ones."""
-    return normalize("NFC", os.path.splitext(name)[0])
-
-
-def _extension(root: Path, name: str) -> str:
-    """Return the extension of a file in lower case; of one without, that of its first bytes, "" for no media."""
-    found = os.path.splitext(name)[1][1:].lower()
-    if found:
-        return found
-    try:
-        with (root / name).open("rb") as file:
-            return extension_by_head(file.read(HEAD_BYTES)) or ""
-    except OSError:  # a broken link
-        return ""
-
-
-def _walk(root: Path) -> list[str]:
-    found = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        inside = os.path.relpath(folder, root).replace(os.sep, "/")
-        before = "" if inside == "." else f"{inside}/"
-        found += [before + name for name in names if not name.startswith(".")]
-    return found
 
 
 # WebDatasets ----------------------------------------------------------------------------------------------------------
@@ -296,6 +282,7 @@ class TarSource:
     """The samples of all tars below a folder, or of one tar, in the order of the tars."""
 
     kind = "WebDataset"
+    left_out: tuple[str, ...] = ()
 
     def __init__(self, path: Path, *, numbered: bool, num_workers: int) -> None:
         self.where = str(path)
@@ -424,6 +411,7 @@ class MixSource:
     """The samples of the datasets of a mix, split by split, dataset by dataset."""
 
     kind = "mix"
+    left_out: tuple[str, ...] = ()
 
     def __init__(self, path: Path, *, numbered: bool) -> None:
         from energon_bridge.mix import MixIndex, load_mix  # only mixes need to wait for it

@@ -39,7 +39,7 @@ _AT_A_TIME = 64
 class _AsTheyAre(DefaultTaskEncoder[Any, Any, Any, Any]):
     """Leaves samples as they are; images are decoded when they are shown, at a fraction of their size if possible."""
 
-    decoder = SampleDecoder(image_decode="pilrgb", defer_images=True, image_target=320)
+    decoder = SampleDecoder(image_decode="pilrgb", defer_images=True, image_target=320).with_alpha("white")
 
 
 class _ForCode(DefaultTaskEncoder[Any, Any, Any, Any]):

@@ -23,7 +23,7 @@ from typing import Any
 
 from energon_bridge.errors import ConfigurationError, SourceError
 from energon_bridge.rows.base import SPLIT_NAMES, SPLIT_ORDER, Layout, MediaRoot, Row, first_rows, lay_out, located
-from energon_bridge.rows.lists import CONVERSATIONS, as_files, conversation_row, holds_media, propose_layout
+from energon_bridge.rows.lists import CONVERSATIONS, as_files, conversation_row, file_columns, propose_layout
 from energon_bridge.storage import Store, as_far, open_store
 from energon_bridge.storage.ranges import ByteRange, RangeReader
 
@@ -120,6 +120,8 @@ def row_of(
 class ArrowSource:
     """The rows of some files, in their order."""
 
+    left_out: tuple[str, ...] = ()
+
     def __init__(
         self, root: Path | str, files: Sequence[tuple[str, Sequence[Group]]], media: MediaRoot | None, kind: str
     ) -> None:
@@ -168,12 +170,7 @@ class ArrowSource:
     @cached_property
     def columns(self) -> tuple[str, ...]:
         """Return the columns with media, judging by the first rows."""
-        seen: dict[str, list[bool]] = {}
-        for values in self._first:
-            for name, value in values.items():
-                if value:
-                    seen.setdefault(name, []).append(holds_media(value))
-        return tuple(name for name, found in seen.items() if sum(found) * 2 > len(found))
+        return file_columns(self._first, self._media, self.where)
 
     @cached_property
     def _first(self) -> list[dict[str, Any]]:

@@ -208,11 +208,15 @@ class SourceSample(Protocol):
 
 
 class Source(Protocol):
-    """Rows by number. If the source has its own splits, `split_parts` are (name, rows) in their order."""
+    """Rows by number. If the source has its own splits, `split_parts` are (name, rows) in their order.
+
+    `left_out` counts the files of a folder that are not taken, with the reason.
+    """
 
     kind: str
     where: str
     split_parts: tuple[tuple[str, int], ...]
+    left_out: tuple[str, ...]
 
     def __len__(self) -> int: ...
 
@@ -423,7 +427,30 @@ def _by_head(file: FileRef | StoredFile, name: str) -> str:
 
 def is_media_path(value: Any) -> bool:
     """Whether a value looks like the path of a media file."""
-    return isinstance(value, str) and len(value) < 4096 and "\n" not in value and kind_by_name(value) is not None
+    return _is_path(value) and kind_by_name(value) is not None
+
+
+def is_file_of(value: Any, column: str, root: MediaRoot) -> bool:
+    """Whether a value names a file of whatever kind: one that is there, or that the name of its column speaks of."""
+    if isinstance(value, list):
+        return all(is_file_of(one, column, root) for one in value)
+    if not _is_path(value) or "://" in value:
+        return False
+    extension = value.rpartition(".")[2]
+    if column.lower() in _MEDIA_COLUMNS and len(extension) < len(value) and extension.isalnum() and len(extension) < 6:
+        return True
+    return isinstance(root, Path) and "\0" not in value and os.path.isfile(os.path.join(root, value))
+
+
+_MEDIA_COLUMNS = frozenset(
+    name + ending
+    for name in ("image", "images", "img", "picture", "photo", "video", "videos", "audio", "audios", "sound")
+    for ending in ("", "_path", "_file", "_name", "_filename", "path", "file", "name")
+)
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str) and len(value) < 4096 and "\n" not in value and ("." in value[1:] or "/" in value)
 
 
 def first_rows(source: Source, count: int = 100) -> list[Row]:

@@ -14,6 +14,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from energon_bridge.rows.base import (
     Row,
     RowSample,
     first_rows,
+    is_file_of,
     is_media_path,
     lay_out,
     located,
@@ -52,6 +54,7 @@ class TableSource:
     """Entries by number, each a mapping of columns; columns with media paths become files."""
 
     split_parts: tuple[tuple[str, int], ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def __init__(self, path: Path, entries: Entries, media: Path | None, kind: str) -> None:
         self.kind = kind
@@ -96,16 +99,38 @@ class TableSource:
     @cached_property
     def _columns(self) -> tuple[str, ...]:
         """Return the columns with media, judging by the first entries."""
-        seen: dict[str, list[bool]] = {}
+        first: list[Mapping[str, Any]] = []
         for number in range(min(_LOOKED_AT, len(self))):
-            try:
-                entry = self._entries.entry(number)[0]
-            except SourceError:
-                continue
-            for name, value in entry.items():
-                if value is not None and value != "" and value != []:
-                    seen.setdefault(name, []).append(holds_media(value))
-        return tuple(name for name, found in seen.items() if sum(found) * 2 > len(found))
+            with suppress(SourceError):
+                first.append(self._entries.entry(number)[0])
+        return file_columns(first, self._media, self.where)
+
+
+def file_columns(rows: Iterable[Mapping[str, Any]], media: MediaRoot, where: str) -> tuple[str, ...]:
+    """Return the columns with files, judging by the first rows; raises SourceError for one where few values name any.
+
+    A column of other files than media has files, too: it is no text.
+    """
+    seen: dict[str, list[tuple[bool, Any]]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if value is not None and value not in ("", [], b""):
+                found = holds_media(value) or is_file_of(value, name, media)
+                seen.setdefault(name, []).append((found, value))
+    columns = []
+    for name, values in seen.items():
+        files = [value for found, value in values if found]
+        if len(files) * 2 > len(values):
+            columns.append(name)
+            continue
+        there = next((one for one in files if is_media_path(one) and is_file_of(one, "", media)), None)
+        if there is not None:
+            other = next(value for found, value in values if not found)
+            raise SourceError(
+                f"{where}: the column `{name}` names files ({there!r}) in {len(files)} of its first {len(values)} "
+                f"rows, but also has {str(other)[:60]!r}. Leave it empty where there is no file."
+            )
+    return tuple(columns)
 
 
 def holds_media(value: Any) -> bool:
@@ -333,6 +358,7 @@ class CocoSource:
 
     kind = "COCO captions"
     split_parts: tuple[tuple[str, int], ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def __init__(self, path: Path, content: Mapping[str, Any], media: Path | None) -> None:
         self.where = str(path)

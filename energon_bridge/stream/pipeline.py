@@ -33,6 +33,7 @@ from energon_bridge.stream.state import COUNTERS, Counts
 from energon_bridge.stream.user_code import BegunDraw, HookRunner, running_hooks, selection_of
 from energon_bridge.stream.values import BANNED, Columns, FailedSample, RestoreKey
 from energon_bridge.stream.watchdog import Activities, Watchdog, WatchdogSettings
+from energon_bridge.task_encoder.base import decoder_of
 from energon_bridge.task_encoder.current import BATCH, FAILED, NUMBER, UNKNOWN
 from energon_bridge.task_encoder.deferred import decode_deferred
 
@@ -99,7 +100,8 @@ class Pipeline:
         selects = selection_of(settings.packing_buffer_size, settings.max_tokens_per_microbatch)
         words = settings.words
         self.code = HookRunner(settings.encoder, selects=selects, makes=makes, words=words[0] if words else None)
-        self._stores = StorePool(settings.encoder.decoder)
+        self._decoder = decoder_of(settings.encoder)
+        self._stores = StorePool(self._decoder)
         self.judge = FailureTracker(settings.policy, settings.encoder, self.code.hooks, settings.delivered)
         self.activities = Activities(words[1:])
         self.load_seconds = self.batch_seconds = 0.0
@@ -145,7 +147,7 @@ class Pipeline:
             cook = cook_of(encoder, of.dataset, of.aux, self._stores, self.settings.cache)
             tolerant = self.settings.policy.damaged_shards == "skip"
             barred = self.settings.barred
-            source = LeafSource(of, encoder.decoder, self.activities, cook=cook, tolerant=tolerant, barred=barred)
+            source = LeafSource(of, self._decoder, self.activities, cook=cook, tolerant=tolerant, barred=barred)
             self._sources[leaf] = source
         return source
 

@@ -25,6 +25,7 @@ from energon_bridge.task_encoder.collate import (
 )
 from energon_bridge.task_encoder.cooking import Cooker, cook_sample
 from energon_bridge.task_encoder.decoder import SampleDecoder
+from energon_bridge.task_encoder.images import Alpha
 
 SampleT = TypeVar("SampleT")
 EncodedT = TypeVar("EncodedT")
@@ -93,6 +94,11 @@ class TaskEncoder(Generic[SampleT, EncodedT, RawBatchT, BatchT]):
     def pixel_settings(self) -> Mapping[str, str]:
         """Settings by name that change the encoder's pixels; they are part of the state. None by default."""
         return {}
+
+    @property
+    def image_alpha(self) -> Alpha:
+        """What becomes of transparency where images are decoded without alpha. By default it is dropped."""
+        return "drop"
 
     @property
     def current_sample_index(self) -> int:
@@ -290,6 +296,13 @@ class _Inner:
         return self if encoder is None else getattr(encoder.task_encoder, self._name)
 
 
+def decoder_of(encoder: Any) -> Any:
+    """Return the decoder of an encoder, with the encoder's rule for transparency."""
+    decoder = encoder.decoder
+    alpha: Alpha = getattr(encoder, "image_alpha", "drop")
+    return decoder.with_alpha(alpha) if isinstance(decoder, SampleDecoder) else decoder
+
+
 class AugmentTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     """Wraps a task encoder: override the hooks that should do more, and call `super()` for the inner encoder's.
 
@@ -313,6 +326,7 @@ class AugmentTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     cookers: Any = _Inner()
     decoder: Any = _Inner()
     pixel_settings: Any = _Inner()
+    image_alpha: Any = _Inner()
     __default_failure_tolerance__: Any = _Inner()
     cook_crude_sample: Any = _Inner()
     encode_sample: Any = _Inner()

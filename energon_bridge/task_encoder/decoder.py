@@ -1,7 +1,7 @@
 """Decodes the raw parts of a sample by the extension of each part's name.
 
     .gz                          unpacked first, up to `max_part_bytes`; then the rest of the name decides
-    image extensions             decode_image
+    IMAGE_EXTENSIONS             decode_image
     txt text transcript          str (UTF-8; a byte-order mark is left out)
     cls cls2 id index inx        int
     json jsn                     json.loads
@@ -12,10 +12,10 @@
     AV_EXTENSIONS                an AVDecoder, or as `av_decode` says
     anything else                the bytes
 
-The extension follows the last dot of the part's name, in upper or lower case. Pickles (`pkl`, `pickle`, `pyd`) stay
-bytes, since reading one can run code; with `read_pickles`, pickles of plain values, arrays and tensors are read, and
-any other is a DecodeError (`pickled`). A decoder keeps no state and may be used from many threads; image codecs release
-the GIL.
+The extension follows the last dot of the part's name, in upper or lower case; `format/kinds.py` has those of media.
+Pickles (`pkl`, `pickle`, `pyd`) stay bytes, since reading one can run code; with `read_pickles`, pickles of plain
+values, arrays and tensors are read, and any other is a DecodeError (`pickled`). A decoder keeps no state and may be
+used from many threads; image codecs release the GIL.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from importlib import import_module
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -48,9 +49,9 @@ from energon_bridge.storage.ranges import ByteRange
 from energon_bridge.task_encoder.current import DELIVERING
 from energon_bridge.task_encoder.deferred import DeferredImage
 from energon_bridge.task_encoder.images import (
-    HEIC_EXTENSIONS,
     IMAGE_EXTENSIONS,
     MAX_PIXELS,
+    Alpha,
     Backend,
     ImageForm,
     decode_image,
@@ -120,6 +121,14 @@ class SampleDecoder:
         """Return whether a part is decoded straight from storage, without being read first."""
         return self.av_decode == "AVDecoder" and part_name.rpartition(".")[2].lower() in AV_EXTENSIONS
 
+    def with_alpha(self, alpha: Alpha) -> Self:
+        """Return this decoder with another rule for transparency in forms without alpha."""
+        if self._form is None or self._form.alpha == alpha:
+            return self
+        made = copy(self)
+        object.__setattr__(made, "_form", replace(self._form, alpha=alpha))
+        return made
+
     def __post_init__(self) -> None:
         for name in ("max_pixels", "max_part_bytes"):
             limit = getattr(self, name)
@@ -163,7 +172,7 @@ class SampleDecoder:
         kind = _kind_of(part_name)
         if kind.zipped:
             raw = _run("gz", partial(_gunzip, most=self.max_part_bytes), part_name, raw)
-        heic = self.image_backend != "auto" and kind.extension in HEIC_EXTENSIONS
+        heic = self.image_backend != "auto" and kind.extension in _HEIC
         if kind.is_image or heic or (self.guess_content and guess_image_extension(raw)):
             if self._form is None:
                 return bytes(raw)
@@ -225,6 +234,8 @@ class SampleDecoder:
         }
 
 
+_HEIC = ("heic", "heif")
+"""Images that torchcodec decodes without pillow-heif."""
 _PICKLES = ("pkl", "pickle", "pyd")
 _ARCHIVES = ("npz", "pth")
 _PIECE = 1 << 20

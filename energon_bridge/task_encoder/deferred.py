@@ -11,7 +11,6 @@ model (`room`). Those of a microbatch share one piece of memory, and `made` writ
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
@@ -19,16 +18,10 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
 
-from energon_bridge.errors import DecodeError
-from energon_bridge.format.media import plain_jpeg
 from energon_bridge.samples.base import field_names
 from energon_bridge.task_encoder.current import DELIVERING
-from energon_bridge.task_encoder.images import ImageForm, decode_image, guess_image_extension, open_heic
-
-_ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)
-"""The tag of EXIF that says how an image is turned, and its values with which width and height change places."""
+from energon_bridge.task_encoder.images import ImageForm, decode_image, image_size
 
 _WORTHWHILE = 1 << 16
 """Bytes of pixels from which memory in one piece costs less than joining them."""
@@ -68,20 +61,9 @@ class DeferredImage(Deferred):
         """Width and height in pixels, read from the header.
 
         Raises:
-            DecodeError: The header cannot be read.
+            DecodeError: The header cannot be read, or has a format or size that `get` refuses.
         """
-        if self.form.backend != "torchcodec" and (found := plain_jpeg(self.data)) is not None:
-            return found.width, found.height
-        try:
-            if guess_image_extension(self.data) == "heic":
-                open_heic()
-            with Image.open(io.BytesIO(self.data)) as image:
-                turned = self.form.backend == "torchcodec" and image.getexif().get(_ORIENTATION, 1) in _ON_ITS_SIDE
-                return image.size[::-1] if turned else image.size
-        except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
-            raise DecodeError(
-                f"part {self.part!r} ({len(self.data)} bytes) has no readable image size: {error}"
-            ) from error
+        return image_size(self.data, self.form, part=self.part)
 
     def get(self) -> Any:
         """Decode and return the pixels; each call decodes again. Raises DecodeError."""

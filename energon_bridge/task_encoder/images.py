@@ -9,6 +9,9 @@ anything else.
 Shapes: grey (height, width); colour (height, width, channels) in numpy, (channels, height, width) in torch. The colour
 tensor is a view over the memory of the decoder, because a contiguous copy would cost a quarter of the decode.
 
+Forms without alpha drop it, as Pillow's `convert` does; `alpha` of a form says otherwise. Encoders for models set it,
+so that a model gets what its image processor makes of the file: white behind what is transparent.
+
 A form may have a target size: a JPEG is then decoded at 1/2, 1/4 or 1/8 of its size, by computing fewer pixels from its
 DCT blocks, as long as neither side falls below that of the target. A form may choose torchcodec instead, which gives
 other pixels for some images (it applies the EXIF orientation, and keeps the range of 16 bits), and decodes HEIC with
@@ -30,16 +33,33 @@ from typing import Any, Literal, get_args
 import numpy as np
 import simplejpeg
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageFile, UnidentifiedImageError
 
 from energon_bridge.errors import ConfigurationError, DecodeError, did_you_mean
+from energon_bridge.format.kinds import (
+    BY_EXTENSION,
+    FORMATS,
+    HAS_HEIF,
+    HEAD_BYTES,
+    MediaFormat,
+    extensions_of,
+    format_by_head,
+    open_heic,
+)
+from energon_bridge.format.media import plain_jpeg
 from energon_bridge.samples import streaming
 from energon_bridge.samples.stacking import UNALIGNED, Slab
 
 logger = logging.getLogger(__name__)
 
+_ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)
+"""The tag of EXIF that says how an image is turned, and its values with which width and height change places."""
+
 Mode = Literal["L", "RGB", "RGBA"]
 Backend = Literal["auto", "torchcodec"]
+Alpha = Literal["drop", "white", "white, no key", "keep"]
+"""What becomes of transparency where a form has no alpha: it is dropped; replaced by white, also where one colour of an
+RGB image counts as transparent (its key), or not there; or a Pillow image keeps it, as RGBA or as the key of RGB."""
 
 MAX_PIXELS = 89_478_485
 """Default of `SampleDecoder(max_pixels=...)`: Pillow's own limit for its warning; as floats, so many take 1.1 GB."""
@@ -55,6 +75,7 @@ class ImageForm:
     target: tuple[int, int] | None = None  # height and width that are enough
     backend: Backend = "auto"
     max_pixels: int = MAX_PIXELS
+    alpha: Alpha = "drop"
 
 
 def _forms() -> dict[str, ImageForm]:
@@ -72,25 +93,15 @@ def _forms() -> dict[str, ImageForm]:
 
 IMAGE_FORMS: dict[str, ImageForm] = _forms()
 
-_HEIF = find_spec("pillow_heif") is not None
-HEIC_EXTENSIONS = ("heic", "heif")
-"""Images that Pillow decodes if pillow-heif is installed; without it, parts of these names stay bytes."""
-
-IMAGE_EXTENSIONS = frozenset(
-    (
-        *(HEIC_EXTENSIONS if _HEIF else ()),
-        *("jpg", "jpeg", "jpe", "jfif"),
-        *("png", "apng", "gif", "bmp", "dib", "webp", "avif", "tif", "tiff"),
-        *("ppm", "pgm", "pbm", "pnm"),
-        *("jp2", "j2k", "j2c", "jpc", "jpf", "jpx"),
-    )
-)
+IMAGE_EXTENSIONS = extensions_of("image")
 
 # Only these: Pillow would also run Ghostscript for anything with an EPS header, whatever its name. Its built-in formats
 # come first, since any other makes it load all of its plugins (90 ms, once).
-_PILLOW_FORMATS = ["JPEG", "PNG", "GIF", "BMP", "PPM", "DIB", "WEBP", "TIFF", "JPEG2000"]
-if find_spec("PIL.AvifImagePlugin"):  # Pillow 11.3 and later
-    _PILLOW_FORMATS.append("AVIF")
+_PILLOW_FORMATS = [
+    one
+    for one in dict.fromkeys(one.codec for one in FORMATS if one.codec and not one.is_named)
+    if (one != "AVIF" or find_spec("PIL.AvifImagePlugin")) and (one != "HEIF" or HAS_HEIF)  # AVIF: Pillow 11.3 or later
+]
 
 _MOST_SCRATCH = 1 << 19
 """Images up to this many bytes are decoded into warm memory, which leaves room in the caches."""
@@ -139,36 +150,18 @@ def _size(target: int | tuple[int, int]) -> tuple[int, int]:
 
 def guess_image_extension(data: bytes | bytearray | memoryview) -> str | None:
     """Return the extension of an image from its first bytes; None if it is not an image."""
-    head = bytes(data[:16])
-    if head.startswith(b"BM") and head[6:10] == bytes(4):  # two letters alone would match plain text
-        return "bmp"
-    if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
-        return "webp"
-    if head[4:8] == b"ftyp" and head[8:12] in (b"avif", b"avis"):
-        return "avif"
-    if _HEIF and is_heic(head):
-        return "heic"
-    return next((extension for magic, extension in _MAGIC if head.startswith(magic)), None)
+    found = _format_of(data)
+    return None if found is None or not IMAGE_EXTENSIONS.issuperset(found.extensions) else found.extensions[0]
 
 
 def is_heic(data: bytes | bytearray | memoryview) -> bool:
     """Return whether the data starts like a HEIC image."""
-    head = bytes(data[:16])
-    return head[4:8] == b"ftyp" and head[8:12] in _HEIC_BRANDS
+    found = _format_of(data)
+    return found is not None and found.codec == "HEIF"
 
 
-_HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
-
-_MAGIC = (
-    (b"\xff\xd8\xff", "jpg"),
-    (b"\x89PNG\r\n\x1a\n", "png"),
-    (b"GIF87a", "gif"),
-    (b"GIF89a", "gif"),
-    (b"II*\0", "tif"),
-    (b"MM\0*", "tif"),
-    (b"\0\0\0\x0cjP  \r\n\x87\n", "jp2"),
-    (b"\xff\x4f\xff\x51", "j2k"),
-)
+def _format_of(data: bytes | bytearray | memoryview) -> MediaFormat | None:
+    return format_by_head(bytes(data[:HEAD_BYTES]))
 
 
 def decode_image(data: bytes | bytearray | memoryview, form: ImageForm, *, part: str) -> Any:
@@ -187,16 +180,61 @@ def decode_image(data: bytes | bytearray | memoryview, form: ImageForm, *, part:
             pixels = np.array(_pillow_image(data, form, part))
     except (MemoryError, ConfigurationError):
         raise
-    except UnidentifiedImageError as error:
-        heic = "; HEIC needs pillow-heif: pip install 'energon-bridge[heic]'" if is_heic(data) and not _HEIF else ""
-        raise _refusal(part, data, f"the content is none of {', '.join(_PILLOW_FORMATS)}{heic}") from error
     except Exception as error:  # the codecs raise OSError, ValueError, SyntaxError, struct.error, zlib.error, …
-        raise _refusal(part, data, str(error) or type(error).__name__) from error
+        raise _refusal(part, data, error) from error
     return _in_form(pixels, form)
 
 
-def _refusal(part: str, data: bytes | bytearray | memoryview, reason: str) -> DecodeError:
-    return DecodeError(f"part {part!r} ({len(data)} bytes) cannot be decoded as an image: {reason}")
+def image_size(data: bytes | bytearray | memoryview, form: ImageForm, *, part: str) -> tuple[int, int]:
+    """Return width and height of an image in its file, turned if the backend turns it.
+
+    Raises DecodeError for what `decode_image` refuses by its header: a format, a size.
+    """
+    found = plain_jpeg(bytes(data)) if form.backend == "auto" else None
+    if found is not None and found.width * found.height <= _most_pixels(form):
+        return found.width, found.height
+    try:
+        if form.backend == "torchcodec":
+            _torchcodec_kind(data)
+        with io.BytesIO(data) as stream, _opened(stream, data, form, part) as image:
+            turned = form.backend == "torchcodec" and image.getexif().get(_ORIENTATION, 1) in _ON_ITS_SIDE
+            return image.size[::-1] if turned else image.size
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise _refusal(part, data, error, "has no readable image size") from error
+
+
+def _refusal(
+    part: str, data: bytes | bytearray | memoryview, error: Exception, what: str = "cannot be decoded as an image"
+) -> DecodeError:
+    reason = str(error) or type(error).__name__
+    if isinstance(error, UnidentifiedImageError):
+        heic = "; HEIC needs pillow-heif: pip install 'energon-bridge[heic]'" if is_heic(data) and not HAS_HEIF else ""
+        reason = f"the content is none of {', '.join(_formats_for(data, part))}{heic}"
+    return DecodeError(f"part {part!r} ({len(data)} bytes) {what}: {reason}")
+
+
+def is_transparent(image: Image.Image, *, keys: bool = True) -> bool:
+    """Return whether transformers' processors find transparency in an image; without `keys`, but for a key of RGB."""
+    if "A" in image.getbands():
+        return True
+    return image.info.get("transparency") is not None and (keys or image.mode != "RGB")
+
+
+def on_white(image: Image.Image) -> Image.Image:
+    """Return a transparent image as RGB with white behind it. Source: `convert_to_rgb` of transformers."""
+    front = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", front.size, (255, 255, 255, 255)), front).convert("RGB")
+
+
+def as_alpha_says(image: Image.Image, alpha: Alpha) -> Image.Image:
+    """Return an image in RGB, with what `alpha` says of its transparency."""
+    if alpha == "drop" or not is_transparent(image, keys=alpha != "white, no key"):
+        return image if image.mode == "RGB" else image.convert("RGB")
+    if alpha == "keep":
+        return image if image.mode in ("RGB", "RGBA") else image.convert("RGBA")
+    return on_white(image)
 
 
 def _turbo_header(data: bytes | bytearray | memoryview, form: ImageForm) -> tuple[dict[str, int], str] | None:
@@ -208,11 +246,14 @@ def _turbo_header(data: bytes | bytearray | memoryview, form: ImageForm) -> tupl
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:
         return None
-    # Pillow warns about or rejects decompression bombs, by our limit and by the user's limit in Pillow.
-    most = min(form.max_pixels, Image.MAX_IMAGE_PIXELS or form.max_pixels)
-    if colorspace not in _TURBO_COLORSPACES or height * width > most:
+    if colorspace not in _TURBO_COLORSPACES or height * width > _most_pixels(form):
         return None
     return _scaled(height, width, form.target), colorspace
+
+
+def _most_pixels(form: ImageForm) -> int:
+    """Return how many pixels need no look of Pillow, which warns about or rejects decompression bombs, by its limit."""
+    return min(form.max_pixels, Image.MAX_IMAGE_PIXELS or form.max_pixels)
 
 
 def decode_rows(
@@ -302,17 +343,39 @@ def _scaled(height: int, width: int, target: tuple[int, int] | None) -> dict[str
 
 
 def _pillow_image(data: bytes | bytearray | memoryview, form: ImageForm, part: str) -> Image.Image:
-    if _HEIF and is_heic(data):
-        open_heic()
-    with io.BytesIO(data) as stream, Image.open(stream, formats=_PILLOW_FORMATS) as image:
-        _check_size(image.size, form)
+    with io.BytesIO(data) as stream, _opened(stream, data, form, part) as image:
         if form.target is not None and image.format == "JPEG":
             image.draft(None, form.target[::-1])
-        if form.mode != "RGBA" and isinstance(image.info.get("transparency"), bytes):
+        if form.mode == "RGBA" or not is_transparent(image):
+            return image.convert(form.mode)
+        if form.alpha != "drop":
+            keeps = form.alpha == "keep" and form.mode == "RGB" and form.container in ("pil", "fast")
+            made = as_alpha_says(image, "white" if form.alpha == "keep" and not keeps else form.alpha)
+            return made.copy() if keeps else made.convert(form.mode)
+        alpha = image if "A" in image.getbands() else image.convert("RGBA")
+        if alpha.getchannel("A").getextrema()[0] != 255:
+            _say_transparent(part)
+        if isinstance(image.info.get("transparency"), bytes):
             # Pillow drops it too, with a warning for each image that does not name the image.
             del image.info["transparency"]
-            _say_transparent(part)
         return image.convert(form.mode)
+
+
+def _opened(
+    stream: io.BytesIO, data: bytes | bytearray | memoryview, form: ImageForm, part: str
+) -> ImageFile.ImageFile:
+    """Open an image of a format and size that are decoded."""
+    if HAS_HEIF and is_heic(data):
+        open_heic()
+    image = Image.open(stream, formats=_formats_for(data, part))
+    _check_size(image.size, form)
+    return image
+
+
+def _formats_for(data: bytes | bytearray | memoryview, part: str) -> list[str]:
+    of_name = BY_EXTENSION.get(part.removesuffix(".gz").rpartition(".")[2].lower())
+    named = (one.codec for one in (_format_of(data), of_name) if one is not None and one.is_named)
+    return [*_PILLOW_FORMATS, *dict.fromkeys(named)]
 
 
 def _check_size(size: tuple[int, int], form: ImageForm) -> None:
@@ -321,15 +384,6 @@ def _check_size(size: tuple[int, int], form: ImageForm) -> None:
             f"it has {size[0]} x {size[1]} pixels, more than the limit of {form.max_pixels:,}; raise it with "
             "SampleDecoder(max_pixels=...)"
         )
-
-
-@cache
-def open_heic() -> None:
-    """Register pillow-heif, so that Pillow opens HEIC images."""
-    from pillow_heif import register_heif_opener
-
-    register_heif_opener()
-    _PILLOW_FORMATS.append("HEIF")
 
 
 @cache
@@ -351,23 +405,31 @@ _TORCHCODEC_MODES = {"L": "GRAY", "RGB": "RGB", "RGBA": "RGB_ALPHA"}
 _TORCHCODEC_FORMATS = ("jpg", "png", "webp", "gif", "avif", "heic")
 
 
-def _torchcodec_pixels(data: bytes | bytearray | memoryview, form: ImageForm) -> np.ndarray:
+def _torchcodec_kind(data: bytes | bytearray | memoryview) -> str:
     kind = "heic" if is_heic(data) else guess_image_extension(data)
     if kind not in _TORCHCODEC_FORMATS:
         raise ValueError(
             f"torchcodec decodes JPEG, PNG, WebP, GIF, AVIF and HEIC, but this is {kind or 'none of them'}: leave out "
             "image_backend='torchcodec' for such data"
         )
-    if kind != "heic" or _HEIF:  # a few bytes can ask for any amount of memory
+    return kind
+
+
+def _torchcodec_pixels(data: bytes | bytearray | memoryview, form: ImageForm) -> np.ndarray:
+    kind = _torchcodec_kind(data)
+    if kind != "heic" or HAS_HEIF:  # a few bytes can ask for any amount of memory
         if kind == "heic":
             open_heic()
         with Image.open(io.BytesIO(data)) as image:
             _check_size(image.size, form)
-    found = _torchcodec()(bytes(data), mode=_TORCHCODEC_MODES[form.mode])
+    flattens = form.alpha != "drop" and form.mode != "RGBA" and kind != "jpg"
+    found = _torchcodec()(bytes(data), mode=_TORCHCODEC_MODES["RGBA" if flattens else form.mode])
     if found.ndim == 4:  # an animation: take the first frame
         found = found[0]
     pixels: np.ndarray = found.permute(1, 2, 0).numpy()
     _check_size((pixels.shape[1], pixels.shape[0]), form)
+    if flattens:
+        return np.array(on_white(Image.fromarray(pixels)).convert(form.mode))
     return pixels[..., 0] if form.mode == "L" else pixels
 
 
@@ -375,8 +437,8 @@ def _torchcodec_pixels(data: bytes | bytearray | memoryview, form: ImageForm) ->
 def _say_transparent(part: str) -> None:
     """Warn once per process and part name."""
     logger.warning(
-        "images in part %r have a palette with transparency, which is dropped: transparent pixels get the colour of "
-        "their palette. If that matters, decode with an alpha channel, image_decode='torchrgba' or 'pilrgba'",
+        "images in part %r are transparent, which is dropped: transparent pixels get the colour that lies in the file, "
+        "often black. If that matters, decode with an alpha channel, image_decode='torchrgba' or 'pilrgba'",
         part,
     )
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError, SampleError
-from energon_bridge.task_encoder.base import TaskEncoder, default_hook
+from energon_bridge.task_encoder.base import TaskEncoder, decoder_of, default_hook
 from energon_bridge.task_encoder.conversation import (
     Conversation,
     Document,
@@ -29,9 +29,10 @@ from energon_bridge.task_encoder.conversation import (
     render,
 )
 from energon_bridge.task_encoder.decoder import SampleDecoder
+from energon_bridge.task_encoder.images import Alpha
 from energon_bridge.task_encoder.packed_sequences import MultiModalPack, batch_packs, pack_sequences
 from energon_bridge.task_encoder.packing import Packer
-from energon_bridge.task_encoder.pixels import PixelDtype, Profile, pixel_path, pixel_settings, process_image
+from energon_bridge.task_encoder.pixels import PixelDtype, Profile, alpha_for, pixel_path, pixel_settings, process_image
 from energon_bridge.task_encoder.sample_encoders import SAMPLE_ENCODERS, SampleEncoder
 from energon_bridge.task_encoder.sequences import (
     Grid,
@@ -112,6 +113,8 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         self._path = pixel_path(image_processor, pixels, pixels_dtype)
         if self._path is not None and type(self).decoder is MultiModalTaskEncoder.decoder:
             self.decoder = SampleDecoder(image_decode="fastrgb")  # bytes for the native path, without Pillow's copies
+        if isinstance(type(self).decoder, SampleDecoder):
+            self.decoder = decoder_of(self)
         self.config = multimodal_sample_config or MultiModalSampleConfig()
         self.seq_length = seq_length
         self.image_tokens_per_image = image_tokens_per_image
@@ -182,6 +185,11 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
     def pixel_settings(self) -> dict[str, str]:
         """The settings of pixels in the state of a run."""
         return pixel_settings(self.image_processor, self._path, self.pixels_dtype)
+
+    @property
+    def image_alpha(self) -> Alpha:
+        """What becomes of transparency: what the image processor makes of it."""
+        return alpha_for(self.image_processor, self._path)
 
     def padded_length(self, sample: MultiModalSample) -> int:
         """Return the number of tokens of a sample in a pack."""

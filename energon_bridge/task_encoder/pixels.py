@@ -41,6 +41,7 @@ from energon_bridge.samples.pixels import (
     values_in,
 )
 from energon_bridge.task_encoder.deferred import DeferredImage
+from energon_bridge.task_encoder.images import Alpha
 from energon_bridge.task_encoder.resize import best_resolution, fitted, smart_resize
 from energon_bridge.task_encoder.visual import as_pil, as_rgb
 
@@ -89,7 +90,7 @@ class PixelPath:
         patch: Side of a patch.
         merge: Patches along each side of a group.
         times: Frames of a patch.
-        white: Whether the transparent colour of a Pillow image becomes white.
+        alpha: What becomes of transparency: white, but for the key of an RGB image if the processor does not convert.
         most_patches: The number of patches that SigLIP2 pads to.
         tiles: How an image is cut into tiles.
     """
@@ -106,7 +107,7 @@ class PixelPath:
     patch: int = 0
     merge: int = 1
     times: int = 1
-    white: bool = False
+    alpha: Alpha = "white"
     most_patches: int = 0
     tiles: Tiles | None = None
 
@@ -183,7 +184,7 @@ class PixelPath:
 
     def rgb(self, image: Any) -> np.ndarray:
         """Return an image as bytes, uint8 (height, width, 3). Raises SampleError if it is not an image."""
-        return as_rgb(image, white=self.white)
+        return as_rgb(image, self.alpha)
 
     def scaled(self, pixels: np.ndarray, size: Size) -> np.ndarray:
         """Return an image in another size, uint8 (height, width, 3) both."""
@@ -312,13 +313,25 @@ def pixel_path(image_processor: Any, profile: Profile | None = None, dtype: Pixe
 def process_image(
     image_processor: Any, image: Any, path: PixelPath | None = None, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """Return the tensors of an image, from the native path or from the processor, which gets a PIL image in RGB."""
+    """Return the tensors of an image, from the native path or from the processor."""
     if isinstance(image, MadePixels):
         return image.visual
     if path is not None:
         return path.image(image)
-    output: Mapping[str, Any] = image_processor(images=[as_pil(image)], return_tensors="pt")
+    image = as_pil(image, alpha_for(image_processor, None))
+    output: Mapping[str, Any] = image_processor(images=[image], return_tensors="pt")
     return in_dtype({name: value for name, value in output.items() if isinstance(value, Tensor)}, dtype)
+
+
+def alpha_for(image_processor: Any, path: PixelPath | None) -> Alpha:
+    """Return what becomes of transparency in images that a processor is called with, or that the native path gets.
+
+    A processor that converts images to RGB does so with transparency by its own rule, which the native path computes,
+    too. One that does not would fail on an alpha channel, so it gets white behind it.
+    """
+    if path is not None:
+        return path.alpha
+    return "keep" if getattr(image_processor, "do_convert_rgb", False) else "white, no key"
 
 
 def in_dtype(visual: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -443,7 +456,7 @@ def _read(processor: Any, profile: str | None, dtype: PixelDtype) -> PixelPath |
         by=by,
         crop=crop,
         background=background,
-        white=bool(has("do_convert_rgb")),
+        alpha="white" if has("do_convert_rgb") else "white, no key",
         patch=int(has("patch_size") or 0) if kind in ("qwen", "siglip2") else 0,
         merge=int(has("merge_size")) if kind == "qwen" else 1,
         times=int(has("temporal_patch_size")) if kind == "qwen" else 1,

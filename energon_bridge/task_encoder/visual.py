@@ -1,7 +1,8 @@
 """Convert decoded images for image processors of transformers.
 
-Whatever the form of a decoded image, the processor gets a PIL image in RGB: a float tensor in [0, 1] would be rescaled
-a second time, and for a CHW array with few rows, a processor has to guess which axis has the channels.
+Whatever the form of a decoded image, the processor gets a PIL image in RGB, or RGBA if it is transparent: a float
+tensor in [0, 1] would be rescaled a second time, and for a CHW array with few rows, a processor has to guess which axis
+has the channels.
 """
 
 from __future__ import annotations
@@ -17,40 +18,45 @@ from torch import Tensor
 from energon_bridge.errors import SampleError
 from energon_bridge.samples.stacking import concat_pad
 from energon_bridge.task_encoder.deferred import DeferredImage
+from energon_bridge.task_encoder.images import Alpha, as_alpha_says
 
 
-def as_pil(image: Any) -> Image.Image:
-    """Return an image as PIL RGB.
+def as_pil(image: Any, alpha: Alpha = "white") -> Image.Image:
+    """Return an image as PIL RGB, with white behind what is transparent, or as `alpha` says.
 
-    Takes PIL images and torch or numpy arrays, CHW for torch and HWC for numpy, uint8 or float in [0, 1].
+    Takes PIL images and torch or numpy arrays, CHW for torch and HWC for numpy, uint8 or float in [0, 1]. Arrays have
+    one channel, three, or alpha besides.
 
     Raises:
         SampleError: The value is not an image in one of these forms.
     """
     if isinstance(image, Image.Image):
-        return image if image.mode == "RGB" else image.convert("RGB")
+        return as_alpha_says(image, alpha)
     if isinstance(image, Tensor) and image.ndim == 3:
         pixels = image.permute(1, 2, 0).cpu().numpy()
     elif isinstance(image, np.ndarray) and image.ndim == 3:
         pixels = image
     else:
+        pixels = np.empty(0)
+    if pixels.ndim != 3 or pixels.shape[2] not in _MODES:
         shape = getattr(image, "shape", None)
         raise SampleError(
-            f"an image must be a PIL image, a CHW tensor or an HWC array, got {type(image).__name__} of shape {shape}; "
-            "choose another form with the task encoder's decoder or image_decode"
+            "an image must be a PIL image, a CHW tensor or an HWC array of 1 to 4 channels, got "
+            f"{type(image).__name__} of shape {shape}; choose another form with the task encoder's decoder or "
+            "image_decode"
         )
     if np.issubdtype(pixels.dtype, np.floating):
         pixels = np.rint(pixels.clip(0.0, 1.0) * 255.0)
-    pixels = pixels.astype(np.uint8)[..., :3]
-    if pixels.shape[-1] < 3:
-        pixels = pixels[..., :1].repeat(3, axis=-1)
-    return Image.fromarray(np.ascontiguousarray(pixels))
+    pixels = np.ascontiguousarray(pixels.astype(np.uint8))
+    made = Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels, _MODES[pixels.shape[2]])
+    return as_alpha_says(made, alpha)
 
 
-def as_rgb(image: Any, *, white: bool = False) -> np.ndarray:
+_MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
+
+
+def as_rgb(image: Any, alpha: Alpha = "white") -> np.ndarray:
     """Return an image as contiguous RGB bytes of shape (height, width, 3): as `as_pil`, without a copy if possible.
-
-    `white`: replace the transparent colour of a Pillow image by white, as processors do.
 
     Raises:
         SampleError: The value is not an image in one of its forms.
@@ -62,11 +68,7 @@ def as_rgb(image: Any, *, white: bool = False) -> np.ndarray:
         pixels = image
     if pixels is not None:
         return np.ascontiguousarray(pixels)
-    made = as_pil(image)
-    if white and made.info.get("transparency") is not None:
-        made = made.convert("RGBA")
-        made = Image.alpha_composite(Image.new("RGBA", made.size, (255, 255, 255, 255)), made).convert("RGB")
-    return np.array(made)  # Pillow's memory is read-only, which torch would warn about
+    return np.array(as_pil(image, alpha))  # Pillow's memory is read-only, which torch would warn about
 
 
 def size_of(image: Any) -> tuple[int, int]:

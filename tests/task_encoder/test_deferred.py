@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
+import zlib
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -206,3 +207,63 @@ def test_images_are_the_same_from_fields_caches_and_stores(
                 pool.close()
     assert len(set(found[0])) > 12
     assert found == [found[0]] * 4
+
+
+def pictured(form: str, size: tuple[int, int] = (9, 7)) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, "red").save(buffer, form)
+    return buffer.getvalue()
+
+
+def bomb(width: int, height: int) -> bytes:
+    """Return the start of a JPEG that claims a size."""
+    data = bytearray(pictured("JPEG"))
+    at = data.index(b"\xff\xc0") + 5
+    data[at : at + 4] = height.to_bytes(2, "big") + width.to_bytes(2, "big")
+    return bytes(data)
+
+
+PNG_BOMB = bytearray(pictured("PNG"))
+PNG_BOMB[16:24] = (20_000).to_bytes(4, "big") * 2
+PNG_BOMB[29:33] = zlib.crc32(PNG_BOMB[12:29]).to_bytes(4, "big")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(pictured(form) for form in ("TGA", "PCX", "EPS", "SGI", "PDF")),
+        bytes(PNG_BOMB),
+        bomb(15_000, 15_000),
+        bomb(9_000, 10_000),  # under Pillow's limit, over ours
+        pictured("PNG")[:20],
+        pictured("TIFF")[:40],
+        pictured("GIF")[:8],
+        b"\x89PNG\r\n\x1a\n\0\0\0\4IHDR\0\0\0\1\0\0\0\0",
+        b"",
+    ],
+    ids=[*("TGA", "ICO", "PCX", "EPS", "SGI", "PNG bomb", "JPEG bomb", "large", "PNG", "TIFF", "GIF", "IHDR", "empty")],
+)
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_a_size_is_refused_where_decoding_is(data: bytes) -> None:
+    deferred = SampleDecoder(image_decode="pilrgb", defer_images=True, max_pixels=80_000_000).decode("png", data)
+    with pytest.raises(DecodeError, match="part 'png'"):
+        deferred.get()
+    with pytest.raises(DecodeError, match=r"part 'png' \(\d+ bytes\) has no readable image size"):
+        _ = deferred.size
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000", "AVIF"])
+def test_a_size_is_that_of_the_decoded_image(form: str) -> None:
+    deferred = SampleDecoder(image_decode="pilrgb", defer_images=True).decode("png", pictured(form, (33, 21)))
+    assert deferred.size == deferred.get().size == (33, 21)
+
+
+def test_an_image_over_the_limit_is_no_part_of_a_plan(tmp_path: Path) -> None:
+    create_captioning_test_dataset(tmp_path / "d", num_train=6, num_val=0, image_size=8)
+
+    class Small(ByWidth):
+        decoder = SampleDecoder(image_decode="torchrgb8", defer_images=True, max_pixels=63)
+
+    loader = get_savable_loader(packed(tmp_path / "d", Small()))
+    with pytest.raises(Exception, match=r"it has 8 x 8 pixels, more than the limit of 63"):
+        next(iter(loader))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError, OverLongSampleError, SampleError, SkipSample
 from energon_bridge.samples import VidQASample
-from energon_bridge.task_encoder.base import TaskEncoder, default_hook
+from energon_bridge.task_encoder.base import TaskEncoder, decoder_of, default_hook
 from energon_bridge.task_encoder.conversation import Document, ImageToken, MultiModalSampleConfig
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.deferred import Deferred, DeferredImage
@@ -46,9 +46,10 @@ from energon_bridge.task_encoder.families.rendering import (
 )
 from energon_bridge.task_encoder.families.video import decoded, video_of
 from energon_bridge.task_encoder.families.vision import Family, Plan, PreparedSample, VideoFrames, positions_of
+from energon_bridge.task_encoder.images import Alpha
 from energon_bridge.task_encoder.packed_sequences import MultiModalPack, batch_packs, pack_sequences
 from energon_bridge.task_encoder.packing import OverLong, Packer
-from energon_bridge.task_encoder.pixels import PixelDtype, PixelPath, Profile, pixel_settings
+from energon_bridge.task_encoder.pixels import PixelDtype, PixelPath, Profile, alpha_for, pixel_settings
 from energon_bridge.task_encoder.sample_encoders import SAMPLE_ENCODERS
 from energon_bridge.task_encoder.sequences import (
     MultiModalBatch,
@@ -176,6 +177,8 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         self.family = family = _with_pixels(family, self.config)
         if _path_of(family) is not None and type(self).decoder is ChatTemplateTaskEncoder.decoder:
             self.decoder = SampleDecoder(image_decode="fastrgb", defer_images=True)
+        if isinstance(type(self).decoder, SampleDecoder):
+            self.decoder = decoder_of(self)
         self.counts: Counter[str] = Counter()
         self._renderer = renderer_of(
             tokenizer,
@@ -285,6 +288,11 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         """The settings of pixels that the state of a run records."""
         processor = getattr(self.family, "image_processor", None)
         return pixel_settings(processor, _path_of(self.family), getattr(self.family, "pixels_dtype", "float32"))
+
+    @property
+    def image_alpha(self) -> Alpha:
+        """What becomes of transparency: what the family's image processor makes of it."""
+        return alpha_for(getattr(self.family, "image_processor", None), _path_of(self.family))
 
     def padded_length(self, sample: PreparedSample | MultiModalSample) -> int:
         """Return the number of tokens that a sample takes in a pack."""

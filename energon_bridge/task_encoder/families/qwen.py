@@ -35,6 +35,7 @@ from energon_bridge.task_encoder.pixels import (
     PixelDtype,
     PixelPath,
     Profile,
+    alpha_for,
     in_dtype,
     pixel_path,
     process_image,
@@ -177,7 +178,8 @@ class QwenFamily:
             return visual, [tuple(grid) for grid in visual["image_grid_thw"].tolist()]
         least, largest = self.area
         size = {"shortest_edge": least, "longest_edge": largest}
-        rows = [dict(self._run([as_pil(image)], size=size)) for image in images]
+        alpha = alpha_for(self.image_processor, None)
+        rows = [dict(self._run([as_pil(image, alpha)], size=size)) for image in images]
         visual = concat_visual([{name: row[name] for name in ("pixel_values", "image_grid_thw")} for row in rows])
         return visual, [tuple(row["image_grid_thw"][0].tolist()) for row in rows]
 

@@ -1,0 +1,117 @@
+"""The files of a folder that `energon convert` does not take: how many of each extension, and why."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from unicodedata import normalize
+
+from energon_bridge.errors import SourceError
+from energon_bridge.format.media import HEAD_BYTES, extension_by_head, kind_by_name
+from energon_bridge.rows.base import Row, Source, contents_of
+
+TEXTS = (".txt", ".caption", ".json")
+"""What captions beside media end in; the first that is there is taken."""
+_TARS = (".tar", ".tar.idx")
+
+
+def files_below(root: Path) -> tuple[list[str], int]:
+    """Return the files below a folder, sorted, and the number of hidden ones."""
+    found, hidden = [], 0
+    for folder, _, names in os.walk(root):
+        inside = os.path.relpath(folder, root).replace(os.sep, "/")
+        before = "" if inside == "." else f"{inside}/"
+        shown = [before + name for name in names if "/." not in f"/{before}{name}"]
+        found += shown
+        hidden += len(names) - len(shown)
+    return sorted(found), hidden
+
+
+def stem_of(name: str) -> str:
+    """Return the path of a file without its extension, in one Unicode form: systems write names in different ones."""
+    return normalize("NFC", os.path.splitext(name)[0])
+
+
+def extension_of(root: Path, name: str) -> str:
+    """Return the extension of a file in lower case; of one without, that of its first bytes, "" for no media."""
+    found = os.path.splitext(name)[1][1:].lower()
+    if found:
+        return found
+    try:
+        with (root / name).open("rb") as file:
+            return extension_by_head(file.read(HEAD_BYTES)) or ""
+    except OSError:  # a broken link
+        return ""
+
+
+def beside_media(
+    files: Iterable[str], hidden: int, extensions: Mapping[str, str], texts: Mapping[str, Sequence[str]]
+) -> tuple[str, ...]:
+    """Return what is left out of a folder of media.
+
+    Args:
+        files: Those below the folder.
+        hidden: The number of hidden ones.
+        extensions: By file, as `extension_of` gives them.
+        texts: The captions by the stem of their files, if captions are taken.
+    """
+
+    def is_media(name: str) -> bool:
+        return kind_by_name(f".{extensions.get(name)}") is not None
+
+    files = list(files)
+    stems = {stem_of(name) for name in files if is_media(name)}
+
+    def why(name: str) -> str:
+        suffix = f".{extensions.get(name)}"
+        if is_media(name):
+            return ""
+        if suffix not in TEXTS:
+            return "neither media nor a caption"
+        if stem_of(name) not in stems:
+            return "no media beside it"
+        if not texts:
+            return "a folder of classes has no captions"
+        stem = os.path.splitext(name)[0]
+        beside = [f".{extensions[one]}" for one in texts[stem_of(name)] if os.path.splitext(one)[0] == stem]
+        taken = min(beside, key=TEXTS.index)
+        return "" if taken == suffix else f"{taken} beside it is taken"
+
+    return _counted(files, why, hidden)
+
+
+def only(files: Iterable[str], hidden: int, extensions: Mapping[str, str]) -> str:
+    """Return a sentence on what is in a folder without media."""
+    found = beside_media(files, hidden, extensions, {})
+    return f" There are {', '.join(found)}." if found else ""
+
+
+def beside_tars(root: Path) -> tuple[str, ...]:
+    """Return what is left out of a folder of tars."""
+    return _counted(files_below(root)[0], lambda name: "" if name.endswith(_TARS) else "no tar")
+
+
+def beside_list(root: Path, name: str, source: Source) -> tuple[str, ...]:
+    """Return what is left out of a folder in which a list of that name says what is taken."""
+    taken = {os.path.abspath(root / name)}
+    for number in range(len(source)):
+        row = _row(source, number)
+        taken.update(str(getattr(one, "path", "")) for one in (contents_of(row) if row is not None else ()))
+    reason = f"not named in {name}"
+    return _counted(files_below(root)[0], lambda file: "" if os.path.abspath(root / file) in taken else reason)
+
+
+def _row(source: Source, number: int) -> Row | None:
+    try:
+        return source.row(number)
+    except SourceError:
+        return None  # named when it is converted
+
+
+def _counted(files: Iterable[str], why: Callable[[str], str], hidden: int = 0) -> tuple[str, ...]:
+    """Return the number of files by extension and reason; without a reason, a file is taken."""
+    counts = Counter((os.path.splitext(name)[1] or "without an extension", why(name)) for name in files)
+    found = [f"{count:,} {suffix} ({reason})" for (suffix, reason), count in sorted(counts.items()) if reason]
+    return (*found, f"{hidden:,} hidden") if hidden else tuple(found)
