@@ -26,7 +26,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from energon_bridge.errors import ConfigurationError, SampleError, SourceError
+from energon_bridge.errors import ConfigurationError, SampleError, SkipSample, SourceError
 from energon_bridge.format.media import HEAD_BYTES, MediaFilter
 from energon_bridge.format.nvmeta import INFO_JSON, META_FOLDER, meta_path, read_info
 from energon_bridge.format.parallel import Workers, map_shards
@@ -97,20 +97,20 @@ class Converted:
 
 @dataclass(frozen=True, slots=True)
 class _FailedSample:
-    """A sample that could not even be named; it fails when it is read."""
+    """A sample that could not even be named; it fails when it is read, or is left out then."""
 
     where: str
-    error: str
+    error: SourceError | SkipSample
     key: str = ""
 
     def sizes(self) -> list[tuple[str, int]]:
-        raise SourceError(self.error)
+        raise SourceError(str(self.error))
 
     def mark(self) -> str:
-        return self.error
+        return str(self.error)
 
     def read(self) -> tuple[list[tuple[str, bytes]], Mapping[str, str]]:
-        raise SourceError(self.error)
+        raise self.error
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,7 @@ def propose_samples_per_shard(source: Source, layout: Layout) -> int:
     for number in range(min(20, len(source))):
         try:
             sizes.append(sum(size for _, size in source.sample(number, layout).sizes()))
-        except (SourceError, SampleError):
+        except (SourceError, SampleError, SkipSample):
             continue
     wanted = min(_MOST_PER_SHARD, max(1, _PROPOSED_BYTES * len(sizes) // max(1, sum(sizes)))) if sizes else 1000
     power = 10 ** int(math.log10(wanted))
@@ -302,7 +302,7 @@ def _cut(source: Source, numbers: np.ndarray, options: ConvertOptions) -> Iterat
         sample = _sample(source, options.layout, number)
         try:
             more = sum(member_size(f"{sample.key}.{part}", length) for part, length in sample.sizes())
-        except (SourceError, SampleError):
+        except (SourceError, SampleError, SkipSample):
             more = 0  # it fails, or is skipped, when it is read
         full = options.samples_per_shard is not None and at - start >= options.samples_per_shard
         if at > start and (full or size + more > options.bytes_per_shard):
@@ -336,8 +336,8 @@ class _Jobs(Sequence[_Job]):
 def _sample(source: Source, layout: Layout, number: int) -> SourceSample:
     try:
         return source.sample(number, layout)
-    except SourceError as error:
-        return _FailedSample(f"{source.where}, sample {number}", str(error))
+    except (SourceError, SkipSample) as error:
+        return _FailedSample(f"{source.where}, sample {number}", error)
 
 
 def _make_shard(root: Path, options: ConvertOptions, find_only: bool, job: _Job) -> tuple[bool, list[str]] | None:
@@ -363,9 +363,9 @@ def _make_shard(root: Path, options: ConvertOptions, find_only: bool, job: _Job)
                 if options.reencodes:
                     content = [(part, reencoded(part, data, options)) for part, data in content]
                 shard.add(sample.key, content)
-            except (SourceError, SampleError) as error:
+            except (SourceError, SampleError, SkipSample) as error:
                 message = str(error) if str(error).startswith(sample.where) else f"{sample.where}: {error}"
-                if not options.skip_errors:
+                if not options.skip_errors and not isinstance(error, SkipSample):
                     raise SourceError(message) from error
                 shard.record.skipped.append(message)
                 continue
@@ -386,7 +386,7 @@ def _key(options: ConvertOptions) -> bytes:
 
 
 def _plain_layout(layout: Layout) -> list[Any]:
-    return [layout.sample_type, dict(layout.fields), sorted(layout.bare)]
+    return [layout.sample_type, dict(layout.fields), sorted(layout.bare), *["preferred"] * layout.preferred]
 
 
 def _load(root: Path, shard: str) -> ShardRecord | None:

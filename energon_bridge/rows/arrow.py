@@ -23,7 +23,16 @@ from typing import Any
 
 from energon_bridge.errors import ConfigurationError, SourceError
 from energon_bridge.rows.base import SPLIT_NAMES, SPLIT_ORDER, Layout, MediaRoot, Row, first_rows, lay_out, located
-from energon_bridge.rows.lists import CONVERSATIONS, as_files, conversation_row, holds_media, propose_layout
+from energon_bridge.rows.lists import (
+    as_files,
+    conversation_row,
+    holds_media,
+    is_conversation,
+    learnable,
+    only_preferred,
+    propose_layout,
+)
+from energon_bridge.rows.turns import CONVERSATIONS
 from energon_bridge.storage import Store, as_far, open_store
 from energon_bridge.storage.ranges import ByteRange, RangeReader
 
@@ -72,6 +81,7 @@ class ArrowSample:
     media: MediaRoot
     columns: tuple[str, ...]
     layout: Layout
+    is_chat: bool
 
     def sizes(self) -> list[tuple[str, int]]:
         """Return its parts with their sizes; reads the row."""
@@ -84,14 +94,16 @@ class ArrowSample:
 
     def read(self) -> tuple[list[tuple[str, bytes]], Mapping[str, str]]:
         """Return its parts, and the accesses of its fields."""
-        row = read_row(self.group, self.at, self.where, self.media, self.columns)
-        return lay_out(row, self.layout, self.number).read()
+        with located(self.where):
+            values = only_preferred(values_at(self.group, self.at), self.layout)
+            row = row_of(dict(values), self.where, self.media, self.columns, self.group.labels)
+            return lay_out(learnable(row, self.layout, self.is_chat), self.layout, self.number).read()
 
 
-def read_row(group: Group, at: int, where: str, media: MediaRoot, columns: tuple[str, ...]) -> Row:
-    """Return a row; raises SourceError."""
+def values_at(group: Group, at: int) -> dict[str, Any]:
+    """Return the values of a row by column."""
     values: dict[str, Any] = table_of(group).slice(at, 1).to_pylist()[0]
-    return row_of(values, where, media, columns, group.labels)
+    return values
 
 
 def row_of(
@@ -143,9 +155,8 @@ class ArrowSource:
     def row(self, number: int) -> Row:
         """Return a row."""
         group, at, where = self._place(number)
-        if number < len(self._first):
-            return row_of(dict(self._first[number]), where, self._media, self.columns, group.labels)
-        return read_row(group, at, where, self._media, self.columns)
+        values = dict(self._first[number]) if number < len(self._first) else values_at(group, at)
+        return row_of(values, where, self._media, self.columns, group.labels)
 
     def sample(self, number: int, layout: Layout) -> ArrowSample:
         """Return a sample, not read yet."""
@@ -159,6 +170,7 @@ class ArrowSource:
             media=self._media,
             columns=self.columns,
             layout=layout,
+            is_chat=self._is_chat,
         )
 
     def propose(self) -> Layout:
@@ -176,10 +188,14 @@ class ArrowSource:
         return tuple(name for name, found in seen.items() if sum(found) * 2 > len(found))
 
     @cached_property
+    def _is_chat(self) -> bool:
+        return any(is_conversation(values) for values in self._first)
+
+    @cached_property
     def _first(self) -> list[dict[str, Any]]:
         """Return the values of the first rows, which are looked at again and again."""
         places = [self._place(number) for number in range(min(_LOOKED_AT, len(self)))]
-        return [table_of(group).slice(at, 1).to_pylist()[0] for group, at, _ in places]
+        return [values_at(group, at) for group, at, _ in places]
 
     def _place(self, number: int) -> tuple[Group, int, str]:
         place = bisect_right(self._starts, number) - 1

@@ -155,12 +155,13 @@ class Layout:
     """How rows become samples: the type, and the column (`captions[0]`) of each of its fields.
 
     Crude samples have no fields and keep all columns. Parts of `bare` columns are named after their format alone
-    (`jpg`), others after column and format.
+    (`jpg`), others after column and format. With `preferred`, only the preferred answers of an entry are taken.
     """
 
     sample_type: str
     fields: Mapping[str, str] = field(default_factory=dict)
     bare: frozenset[str] = frozenset()
+    preferred: bool = False
 
     @property
     def is_crude(self) -> bool:
@@ -380,6 +381,7 @@ def check_layout(layout: Layout) -> None:
 
 def media_file(text: str, root: MediaRoot) -> FileRef | StoredFile:
     """Return the file of a path below `root`; raises SourceError for a URL and for a path that leads out."""
+    text = text.removeprefix("file://")
     if "://" in text:
         raise SourceError(f"{text[:100]!r} is a URL. Download the files first (img2dataset does), then give --media.")
     if not isinstance(root, Path):
