@@ -138,10 +138,8 @@ def command(
     check_first_files(opened)
     layout = replace(_layout(opened, sample_type, fields, asking=asking), preferred=preferred)
     check_layout(layout)
-    if preferred and (not layout.is_crude or opened.kind in _KEPT):
-        raise ConfigurationError(
-            "--preferred is for lists of conversations with `chosen`, `rejected`, `kto_tag` or `label`."
-        )
+    if preferred and opened.kind in _KEPT:
+        raise ConfigurationError(f"--preferred is for lists and tables, but {shown} is a {opened.kind}: leave it out.")
     rule = _rule(opened, split_ratio, asking=asking)
     if samples_per_shard is None and limit is None:
         samples_per_shard = propose_samples_per_shard(opened, layout)
@@ -308,7 +306,7 @@ def _report(out: Path, done: Converted, options: ConvertOptions) -> None:
         if share and not done.split_parts.get(part):
             click.echo(f"{part}: no samples, because its share is too small. Set a larger one with --split-ratio.")
     if options.layout.preferred:
-        click.echo("Of samples with a chosen and a rejected answer, the rejected one is left out.")
+        click.echo(f"Left out {count_of(done.num_rejected, 'rejected answer')} of samples with a preferred one.")
     if done.num_reused:
         click.echo(f"Unchanged: {count_of(done.num_reused, 'shard')}.")
     if done.skipped:

@@ -85,7 +85,8 @@ class ConvertOptions:
 class Converted:
     """Samples by shard and shards by split part, what was skipped, and how many shards were reused.
 
-    `num_unread` media files seem to be damaged: nothing could be found out about them.
+    `num_unread` media files seem to be damaged: nothing could be found out about them. `num_rejected` answers were left
+    out of samples that also have a preferred one.
     """
 
     shard_counts: dict[str, int]
@@ -93,6 +94,7 @@ class Converted:
     skipped: tuple[str, ...]
     num_reused: int
     num_unread: int
+    num_rejected: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ class _FailedSample:
     where: str
     error: SourceError | SkipSample
     key: str = ""
+    num_rejected: int = 0
 
     def sizes(self) -> list[tuple[str, int]]:
         raise SourceError(str(self.error))
@@ -369,6 +372,7 @@ def _make_shard(root: Path, options: ConvertOptions, find_only: bool, job: _Job)
                     raise SourceError(message) from error
                 shard.record.skipped.append(message)
                 continue
+            shard.record.num_rejected += sample.num_rejected
             for name, access in fields.items():
                 used = shard.record.fields.setdefault(name, [])
                 if access not in used:
@@ -455,7 +459,12 @@ def _finish(
             store.delete(meta_path(f"{_RECORDS}/{record_path(Path(gone)).as_posix()}"))
     parts.remove()
     return Converted(
-        shard_counts=counts, split_parts=split_parts, skipped=skipped, num_reused=reused, num_unread=unread
+        shard_counts=counts,
+        split_parts=split_parts,
+        skipped=skipped,
+        num_reused=reused,
+        num_unread=unread,
+        num_rejected=sum(load(shard).num_rejected for shard in shards),
     )
 
 

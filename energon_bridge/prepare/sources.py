@@ -224,6 +224,7 @@ class TarSample:
     offset: int
     length: int
     fields: Mapping[str, str]
+    num_rejected: int = 0
 
     def sizes(self) -> list[tuple[str, int]]:
         """Return its parts with their sizes."""

@@ -83,6 +83,11 @@ class ArrowSample:
     layout: Layout
     is_chat: bool
 
+    @property
+    def num_rejected(self) -> int:
+        """Return how many answers are left out; reads the row if any may be."""
+        return only_preferred(values_at(self.group, self.at), self.layout)[1] if self.layout.preferred else 0
+
     def sizes(self) -> list[tuple[str, int]]:
         """Return its parts with their sizes; reads the row."""
         return [(name, len(data)) for name, data in self.read()[0]]
@@ -95,7 +100,7 @@ class ArrowSample:
     def read(self) -> tuple[list[tuple[str, bytes]], Mapping[str, str]]:
         """Return its parts, and the accesses of its fields."""
         with located(self.where):
-            values = only_preferred(values_at(self.group, self.at), self.layout)
+            values, _ = only_preferred(values_at(self.group, self.at), self.layout)
             row = row_of(dict(values), self.where, self.media, self.columns, self.group.labels)
             return lay_out(learnable(row, self.layout, self.is_chat), self.layout, self.number).read()
 

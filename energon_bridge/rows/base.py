@@ -182,6 +182,11 @@ class SourceSample(Protocol):
         """Return its place in the source, for errors."""
         ...
 
+    @property
+    def num_rejected(self) -> int:
+        """Return how many answers were left out of it, because others are preferred."""
+        ...
+
     def sizes(self) -> list[tuple[str, int]]:
         """Return its parts with their sizes in bytes; raises SourceError."""
         ...
@@ -225,6 +230,7 @@ class RowSample:
     where: str
     parts: tuple[tuple[str, Content], ...]
     fields: Mapping[str, str]
+    num_rejected: int = 0
 
     def sizes(self) -> list[tuple[str, int]]:
         """Return its parts with their sizes."""

@@ -40,9 +40,11 @@ from energon_bridge.rows.turns import (
     CONVERSATIONS,
     Medium,
     check_places,
+    check_sound,
     check_turns,
     has_preferences,
     medium_of,
+    num_rejected,
     pair_of,
     part_kind,
     part_payload,
@@ -92,8 +94,9 @@ class TableSource:
         """Return a sample to be read; raises SkipSample for one that is not preferred."""
         entry, where = self._entries.entry(number)
         with located(where):
-            row = self._row(only_preferred(entry, layout), where)
-            return lay_out(learnable(row, layout, self._is_chat), layout, number)
+            kept, rejected = only_preferred(entry, layout)
+            sample = lay_out(learnable(self._row(kept, where), layout, self._is_chat), layout, number)
+            return replace(sample, num_rejected=rejected) if rejected else sample
 
     def propose(self) -> Layout:
         """Propose a layout from the first rows."""
@@ -195,7 +198,7 @@ def conversation_row(entry: Mapping[str, Any], where: str, media: MediaRoot) -> 
             try:
                 values[name] = [_without_media(turn, take) for turn in value]
             except SampleError as error:
-                raise SourceError(f"`{name}`: {error}") from error
+                raise SourceError(f"`{name}`: {error}. {_REMEDY}") from error
         else:
             values[name] = value
     if named:
@@ -214,6 +217,7 @@ def _check_no_media(values: Mapping[str, Any]) -> None:
             )
 
 
+_REMEDY = "Change the list, or leave such samples out with --on-error skip."
 _NAMES = ("id", "key", "uid", "name", "source")  # may look like paths
 
 
@@ -234,6 +238,7 @@ def _stored(piece: Any, take: Callable[[str, Any, str], None]) -> Any:
         return {"type": "text", "text": text}
     if kind is None or kind == "text":
         raise SampleError(f"a part of a message is not understood: {str(piece)[:200]}")
+    check_sound(kind == "audio")
     payload = part_payload(piece, kind)
     if payload is not None:
         take(f"{kind}s", _content_of(payload), "messages")
@@ -264,12 +269,15 @@ def is_conversation(values: Mapping[str, Any]) -> bool:
     return any(name in values for name in CONVERSATIONS) or pair_of(values) is not None or has_preferences(values)
 
 
-def only_preferred(entry: Mapping[str, Any], layout: Layout) -> Mapping[str, Any]:
-    """Return an entry without answers that are not preferred, if the layout says so; raises SourceError, SkipSample."""
+def only_preferred(entry: Mapping[str, Any], layout: Layout) -> tuple[Mapping[str, Any], int]:
+    """Return an entry without answers that are not preferred, if the layout says so, and how many are left out.
+
+    Raises SourceError, and SkipSample if none is preferred.
+    """
     if not layout.preferred:
-        return entry
+        return entry, 0
     try:
-        return preferred(entry)
+        return preferred(entry), num_rejected(entry)
     except SampleError as error:
         raise SourceError(str(error)) from error
 
@@ -279,9 +287,11 @@ def learnable(row: Row, layout: Layout, is_chat: bool) -> Row:
 
     A row that is no conversation passes, unless the first rows are (`is_chat`).
     """
-    if not layout.is_crude:
-        return row
     try:
+        if not layout.is_crude:
+            if has_preferences(row.values, tags_only=True):
+                turns_of(row.values)  # says so
+            return row
         turns = turns_of(row.values)
         if turns is None:
             if is_chat:
@@ -293,7 +303,7 @@ def learnable(row: Row, layout: Layout, is_chat: bool) -> Row:
         files = {name: _of_known_kind(name, content) for name, content in row.files.items()}
         check_places(turns, Counter(_medium(name, one) for name, of in files.items() for one in _several(of)))
     except SampleError as error:
-        raise SourceError(f"{error}. Mend it, or leave such samples out with --on-error skip.") from error
+        raise SourceError(f"{error}. {_REMEDY}") from error
     return replace(row, files=files)
 
 

@@ -58,6 +58,7 @@ PARTS: Mapping[str, Literal["text"] | Medium] = MappingProxyType(
 )
 """What the types of a message's parts mean."""
 
+_SAYING = ("tool_calls", "reasoning_content", "thinking", "reasoning")  # in place of a content
 _PAYLOADS = ("url", "path", "src", "value", "source", "data", "bytes")
 _HINTS = ("type", "detail", "format", "media_type", "mime_type", "cache_control")
 _PLACES = re.compile(r"<(image|video|audio)>")
@@ -83,8 +84,8 @@ def turns_of(entry: Mapping[str, Any]) -> list[Turn] | None:
 
 
 def pair_of(entry: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the names of an entry's question and answer, if it is a known pair of texts."""
-    return next((p for p in PAIRS if isinstance(entry.get(p[0]), str) and isinstance(entry.get(p[1]), str)), None)
+    """Return the names of an entry's question and answer, texts or turns, if it is a known pair."""
+    return next((pair for pair in PAIRS if all(_is_said(entry.get(name)) for name in pair)), None)
 
 
 def known_turns(turns: Sequence[Any]) -> list[Turn]:
@@ -120,6 +121,16 @@ def _named(entry: Mapping[str, Any]) -> str | None:
     return next((name for name in CONVERSATIONS if entry.get(name) is not None), None)
 
 
+def _is_said(value: Any) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, list) and bool(value) and all(_role_name(turn) is not None for turn in value)
+    )
+
+
+def _as_turns(value: Any, role: str) -> list[Turn]:
+    return known_turns(value) if isinstance(value, list) else [{"role": role, "content": value}]
+
+
 def _listed(entry: Mapping[str, Any], name: str) -> Sequence[Any]:
     turns = _parsed(entry[name], f"`{name}`")
     if isinstance(turns, Mapping):
@@ -132,7 +143,7 @@ def _listed(entry: Mapping[str, Any], name: str) -> Sequence[Any]:
 def _turns_of_pair(entry: Mapping[str, Any], pair: tuple[str, str]) -> list[Turn]:
     asked = entry[pair[0]]
     more = entry.get("input")
-    if isinstance(more, str) and more and pair[0] != "input":
+    if isinstance(more, str) and more and pair[0] != "input" and isinstance(asked, str):
         asked = f"{asked}\n{more}" if asked else more
     turns: list[Turn] = []
     if isinstance(entry.get("system"), str) and entry["system"]:
@@ -145,7 +156,7 @@ def _turns_of_pair(entry: Mapping[str, Any], pair: tuple[str, str]) -> list[Turn
         if len(found) != 2 and _role_name(earlier) is None:
             raise SampleError(f"`history`: expected pairs of texts, found {_short(earlier)}")
         turns += found
-    return [*turns, {"role": "user", "content": asked}, {"role": "assistant", "content": entry[pair[1]]}]
+    return [*turns, *_as_turns(asked, "user"), *_as_turns(entry[pair[1]], "assistant")]
 
 
 def _pair_turn(turn: Any) -> list[Turn]:
@@ -204,9 +215,9 @@ def _short(value: Any) -> str:
 # texts would teach the rejected ones, so only what is preferred can be taken, and only on request.
 
 
-def has_preferences(entry: Mapping[str, Any]) -> bool:
-    """Return whether an entry says which of its answers are preferred, or whether its answer is."""
-    return bool(_preferences(entry))
+def has_preferences(entry: Mapping[str, Any], *, tags_only: bool = False) -> bool:
+    """Return whether an entry says which of its answers are preferred, or with a tag whether its answer is."""
+    return any(name in _TAGS or not tags_only for name in _preferences(entry))
 
 
 def preferred(entry: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -217,32 +228,29 @@ def preferred(entry: Mapping[str, Any]) -> Mapping[str, Any]:
         SampleError: Its preferred answer is not understood.
     """
     names = _preferences(entry)
-    tags = [name for name in names if name in _TAGS]
-    if any(not _flag(name, entry[name]) for name in tags):
-        raise SkipSample(f"left out by --preferred: `{tags[0]}` is {entry[tags[0]]!r}")
+    tag = next((name for name in names if name in _TAGS), None)
+    if tag is not None and not _flag(tag, entry[tag]):
+        raise SkipSample(f"left out by --preferred: `{tag}` is {entry[tag]!r}")
     kept = _without(entry, *names)
-    chosen = entry.get("chosen") if "chosen" in names else None
+    chosen = entry["chosen"] if "chosen" in names else None
     if chosen is None:
-        if names and not tags and _named(kept) is None and pair_of(kept) is None:
-            raise SampleError(f"there is no `chosen` answer beside {', '.join(names)}")
-        return kept
-    asked = next((pair for pair in PAIRS if isinstance(kept.get(pair[0]), str)), None)
-    if isinstance(chosen, Mapping):
-        chosen = [chosen]
-    if isinstance(chosen, list) and chosen and ROLES.get(_role_name(chosen[0]) or "") in ("user", "system"):
-        return {**_without(kept, *CONVERSATIONS, *(asked or ())), "messages": chosen}  # the question is in it
-    if isinstance(chosen, str) and (name := _named(kept)) is None and asked is not None:
-        return {**kept, asked[1]: chosen}
-    answer = [{"role": "assistant", "content": chosen}] if isinstance(chosen, str) else chosen
-    if isinstance(answer, list) and answer:
-        if (name := _named(kept)) is not None:
-            return {**kept, name: [*_listed(kept, name), *answer]}
-        if asked is not None:
-            turns = _turns_of_pair({**kept, asked[1]: ""}, asked)[:-1]
-            return {**_without(kept, *asked, *BESIDE_PAIRS[:-1]), "messages": [*turns, *answer]}
-        if isinstance(kept.get("prompt"), list):
-            return {**_without(kept, "prompt"), "messages": [*kept["prompt"], *answer]}
-    raise SampleError(f"the question of the `chosen` answer is not found in {', '.join(map(str, kept)) or 'nothing'}")
+        return kept  # without tags, or rejected answers
+    answer = _as_turns([chosen] if isinstance(chosen, Mapping) else chosen, "assistant")
+    asked, name = next((pair for pair in PAIRS if _is_said(kept.get(pair[0]))), None), _named(kept)
+    if ROLES.get(_role_name(answer[0]) or "") in ("user", "system"):  # the question is in it
+        turns = answer
+    elif name is not None:
+        turns = [*known_turns(_listed(kept, name)), *answer]
+    elif asked is not None:
+        turns = _turns_of_pair({**kept, asked[1]: answer}, asked)
+    else:
+        raise SampleError(f"the question of the `chosen` answer is not found in {', '.join(kept) or 'nothing'}")
+    return {**_without(kept, *CONVERSATIONS, *(asked or ()), *BESIDE_PAIRS[: 3 * (name is None)]), "messages": turns}
+
+
+def num_rejected(entry: Mapping[str, Any]) -> int:
+    """Return how many rejected answers `preferred` leaves out of an entry."""
+    return sum(name in ("rejected", "rejected_response", "rejected_messages") for name in _preferences(entry))
 
 
 _TAGS = ("kto_tag", "label")
@@ -253,7 +261,7 @@ def _preferences(entry: Mapping[str, Any]) -> list[str]:
     found = [name for name in _CHOICES if isinstance(value := entry.get(name), str | list | tuple | Mapping) and value]
     if _named(entry) is not None or pair_of(entry) is not None:
         return found + [name for name in _TAGS if _flag(name, entry.get(name)) is not None]
-    is_asked = len(found) > 1 or any(isinstance(entry.get(asked), str) for asked, _ in PAIRS)
+    is_asked = len(found) > 1 or any(_is_said(entry.get(asked)) for asked, _ in PAIRS)
     return found if "chosen" in found and is_asked else []
 
 
@@ -324,8 +332,7 @@ def placed(turns: Sequence[Turn], there: Mapping[Medium, int]) -> list[Turn]:
         SampleError: There is sound, or a text may or may not be a place.
     """
     places, literal, answered = _counted(turns)
-    if places["audio"] or there.get("audio"):
-        raise SampleError(_SOUND)
+    check_sound(places["audio"] or there.get("audio"))
     if not places["video"] and not there.get("image") and 0 < places["image"] == there.get("video"):
         turns = [_as_videos(turn) for turn in turns]
         places, literal, answered = _counted(turns)
@@ -343,10 +350,10 @@ def placed(turns: Sequence[Turn], there: Mapping[Medium, int]) -> list[Turn]:
     return list(turns)
 
 
-_SOUND = (
-    "has sound, which is not trained on yet. For an encoder of your own, write such samples with ShardWriter, or leave "
-    "them out with --on-error skip"
-)
+def check_sound(has_sound: object) -> None:
+    """Raise SampleError if there is sound, which would be left out in silence."""
+    if has_sound:
+        raise SampleError("has sound, which is not trained on yet (ShardWriter writes it for encoders of your own)")
 
 
 def check_turns(turns: Sequence[Turn]) -> None:
@@ -358,7 +365,8 @@ def check_turns(turns: Sequence[Turn]) -> None:
     for turn in turns:
         name = _role_name(turn)
         content = None if name is None else _content(turn)
-        if not isinstance(content, str | list | tuple) and not (name and turn.get("tool_calls")):
+        says = name is not None and any(turn.get(key) for key in _SAYING)
+        if not isinstance(content, str | list | tuple) and not (content is None and says):
             raise SampleError(f"a turn must have role and content, or from and value, got {_short(turn)}")
         if name not in ROLES:
             raise SampleError(f"the role {name!r} of a turn is not known: write {', '.join(_KNOWN)}")

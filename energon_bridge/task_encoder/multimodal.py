@@ -355,9 +355,7 @@ def _reserved(tokenizer: Any, image_token_id: int) -> dict[int, str]:
     named = [getattr(tokenizer, f"{kind}_token", None) for kind in ("image", "video", "audio")]
     names = [name for name in (*_MEDIA_TOKENS, *named) if isinstance(name, str) and name in special]
     reserved = {int(tokenizer.convert_tokens_to_ids(name)): name for name in names}
-    if image_token_id not in reserved and image_token_id >= 0:
-        reserved[image_token_id] = str(tokenizer.decode([image_token_id]))
-    return reserved
+    return {image_token_id: f"the token {image_token_id}", **reserved}
 
 
 def _first_id(tokenizer: Any, *names: str) -> int | None:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal, cast
 
 from energon_bridge.errors import ConfigurationError, SampleError
-from energon_bridge.rows.turns import CONVERSATIONS, PAIRS, Medium, check_places, check_turns, turns_of
+from energon_bridge.rows.turns import CONVERSATIONS, PAIRS, Medium, check_sound, check_turns, turns_of
 from energon_bridge.stores import FileStore
 from energon_bridge.task_encoder.conversation import Conversation, MultiModalSampleConfig, Turn
 from energon_bridge.task_encoder.cooking import Cooker, basic_sample_keys
@@ -53,7 +53,7 @@ ENCODER_SETTINGS = (
 """Fields of `DataConfig` that are for the encoder, not for the data module."""
 
 _CHAT_ONLY = ("system", "min_pixels", "max_pixels", "max_num_images", "max_num_frames")
-_FRAMES = ChatConfig().max_num_frames
+_MOST_FRAMES = 768
 
 
 class _ShuffledImages:
@@ -142,7 +142,7 @@ def _chat_encoder(
             chat_template=template,
             system=config.system,
             max_num_images=config.max_num_images,
-            max_num_frames=config.max_num_frames or _FRAMES,
+            max_num_frames=config.max_num_frames or _MOST_FRAMES,
         ),
         packer=_packer(config),
     )
@@ -160,7 +160,7 @@ def _bounded(family: Family, config: DataConfig) -> Family:
             f"data.{name}={getattr(config, name)} has no effect: all images of this model have the size of its image "
             f"processor. Set data.{name}=null"
         )
-    frames = config.max_num_frames or _FRAMES or 1 if family.video_timestamps else 1  # bounded together
+    frames = (config.max_num_frames or _MOST_FRAMES) if family.video_timestamps else 1  # bounded together
     return replace(
         family,
         min_pixels=config.min_pixels,
@@ -211,8 +211,7 @@ def cook_conversation(sample: Mapping[str, Any], **stores: FileStore) -> ChatSam
     assert isinstance(content, Mapping)
     check_turns(turns)
     images, videos, sounds = (_media(kind, sample, content, stores) for kind in ("image", "video", "audio"))
-    if sounds:
-        check_places(turns, {"audio": len(sounds)})
+    check_sound(sounds)
     return ChatSample(**basic_sample_keys(sample), messages=turns, images=images, videos=videos or None)
 
 
