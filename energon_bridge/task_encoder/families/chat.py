@@ -127,8 +127,8 @@ def chat_of(sample: Any, *, place_images: Literal["before", "after"] = "before")
 
 def chat_of_conversation(content: Conversation) -> Chat:
     """Return the conversation that a sample encoder made, with `<image>` for each image."""
-    turns = placed([{"role": role, "content": text} for role, text in content.turns], {"image": len(content.images)})
-    messages = tuple(Message(role=turn["role"], parts=parts_of(turn["content"], turn["role"])) for turn in turns)
+    placed([{"role": turn.role, "content": turn.text} for turn in content.turns], {"image": len(content.images)})
+    messages = tuple(Message(role=turn.role, parts=parts_of(turn.text, turn.role)) for turn in content.turns)
     places = sum(part.kind == "image" for message in messages for part in message.parts)
     if places != len(content.images):
         raise SampleError(mismatch("image", places, len(content.images)))
