@@ -316,7 +316,7 @@ def _medium(column: str, content: Content) -> Medium:
     if found is None:
         found = "image" if kind_by_head(content.read()[:HEAD_BYTES]) == "image" else None
     if found is None or (found == "image" and column in ("video", "videos")):
-        what = "an image" if found else "no image or video that is known"
+        what = "an image" if found else "not an image or video of a known format"
         raise SampleError(f"`{column}`: {getattr(content, 'path', content.extension)} is {what}")
     return found
 
