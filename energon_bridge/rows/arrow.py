@@ -29,6 +29,7 @@ from energon_bridge.rows.lists import (
     holds_media,
     is_conversation,
     learnable,
+    media_columns,
     only_preferred,
     propose_layout,
 )
@@ -123,7 +124,7 @@ def row_of(
         if any(name in values for name in CONVERSATIONS):
             return conversation_row(values, where, media)
         files = {}
-        for column in columns:
+        for column in list(media_columns(values, columns)):
             value = values.pop(column, None)
             if value:
                 files[column] = as_files(value, media, column)

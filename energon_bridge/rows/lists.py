@@ -84,7 +84,7 @@ class TableSource:
             if any(name in entry for name in CONVERSATIONS):
                 return conversation_row(entry, where, self._media)
             values, files = dict(entry), {}
-            for column in self._columns:
+            for column in media_columns(entry, self._columns):
                 value = values.pop(column, None)
                 if value is not None and value != "":
                     files[column] = as_files(value, self._media, column)
@@ -129,6 +129,13 @@ class TableSource:
                 if value is not None and value != "" and value != []:
                     seen.setdefault(name, []).append(holds_media(value))
         return tuple(name for name, found in seen.items() if sum(found) * 2 > len(found))
+
+
+def media_columns(entry: Mapping[str, Any], columns: Sequence[str]) -> Iterable[str]:
+    """Return the columns of an entry with media: those of the first rows, and those that a question calls so."""
+    if pair_of(entry) is None:
+        return columns
+    return dict.fromkeys((*columns, *(name for name in _MEDIA_KEYS if entry.get(name) and holds_media(entry[name]))))
 
 
 def holds_media(value: Any) -> bool:
@@ -210,7 +217,9 @@ def conversation_row(entry: Mapping[str, Any], where: str, media: MediaRoot) -> 
 
 def _check_no_media(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
-        if value and name.lower() not in _NAMES and name not in CONVERSATIONS and holds_media(value):
+        if not value or name.lower() in _NAMES or name in CONVERSATIONS:
+            continue
+        if holds_media(value) or (isinstance(value, str) and "://" in value and is_media_path(value.partition("?")[0])):
             raise SourceError(
                 f"`{name}` seems to name media ({str(value)[:60]}), but those of a conversation are taken from "
                 "`image`, `images`, `video` and `videos`: call it so."
@@ -300,6 +309,8 @@ def learnable(row: Row, layout: Layout, is_chat: bool) -> Row:
                 )
             return row
         check_turns(turns)
+        if not row.files:
+            _check_no_media(row.values)
         files = {name: _of_known_kind(name, content) for name, content in row.files.items()}
         check_places(turns, Counter(_medium(name, one) for name, of in files.items() for one in _several(of)))
     except SampleError as error:

@@ -42,7 +42,7 @@ ROLES: Mapping[str, str] = MappingProxyType(
     {
         **{name: name for name in _KNOWN},
         **{"developer": "system", "human": "user"},
-        **dict.fromkeys(("gpt", "chatgpt", "bot", "model", *_CALLS), "assistant"),
+        **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "bot", "model", *_CALLS), "assistant"),
         **dict.fromkeys(_RESULTS, "tool"),
     }
 )
@@ -78,7 +78,7 @@ def turns_of(entry: Mapping[str, Any]) -> list[Turn] | None:
     if has_preferences(entry):
         raise SampleError(
             f"has preferences ({', '.join(_preferences(entry))}), which are not learned: to learn only the preferred "
-            "answers, convert the list with --preferred"
+            "answers, convert the list with --preferred; a column that means something else needs another name"
         )
     return known_turns(_listed(entry, name)) if name is not None else _turns_of_pair(entry, pair)  # type: ignore[arg-type]
 
@@ -163,7 +163,7 @@ def _pair_turn(turn: Any) -> list[Turn]:
     """Return the two turns of a pair; anything else as it is."""
     if isinstance(turn, Mapping) and (pair := pair_of(turn)) is not None:
         return _turns_of_pair(turn, pair)
-    if isinstance(turn, Sequence) and len(turn) == 2 and all(isinstance(text, str) for text in turn):
+    if isinstance(turn, list | tuple) and len(turn) == 2 and all(isinstance(text, str) for text in turn):
         return [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
     return [turn]
 
@@ -282,10 +282,13 @@ def _flag(name: str, value: Any) -> bool | None:
 def medium_of(name: str) -> Medium | None:
     """Return what the file of a part is, by its name: `0.jpg`, `videos.0.mp4`, `audios.0.mp4`."""
     kind = kind_by_name(name)
-    if kind == "av":
-        first, _, rest = name.lower().partition(".")
-        return "audio" if first in ("audio", "audios") or (rest or first).rpartition(".")[2] in _SOUNDS else "video"
-    return kind
+    return medium_of_av(name) if kind == "av" else kind
+
+
+def medium_of_av(name: str) -> Medium:
+    """Return what the file of a part is, by its name, if it is a video or sound."""
+    first, _, rest = name.lower().partition(".")
+    return "audio" if first in ("audio", "audios") or (rest or first).rpartition(".")[2] in _SOUNDS else "video"
 
 
 def part_kind(part: Any) -> Literal["text"] | Medium | None:
@@ -301,7 +304,7 @@ def part_kind(part: Any) -> Literal["text"] | Medium | None:
 
 def part_text(part: Any) -> str | None:
     """Return the text of a part that is one."""
-    found = part if isinstance(part, str) else part.get("text", part.get("value"))
+    found = part if isinstance(part, str) else part["text"] if part.get("text") is not None else part.get("value")
     return found if isinstance(found, str) else None
 
 

@@ -190,6 +190,7 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     (asked(TEXT, images=[["red.png"]]), "`images`: expected a list of files, found a list in it"),
     (asked(TEXT, image_path="red.png"), "`image_path` seems to name media (red.png)"),
+    (asked(TEXT, picture="https://host/red.png?size=3"), "`picture` seems to name media (https://host/red.png"),
     (asked({"type": "image"}, TEXT), "the text has 1 image placeholders '<image>' but the sample has 0 images"),
     (asked(TEXT, audios=["film.mp3"]), "has sound, which is not trained on yet"),
     (asked({"type": "text", "text": "<audio>?"}, audio="film.mp4"), "has sound, which is not trained on yet"),

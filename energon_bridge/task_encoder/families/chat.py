@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from energon_bridge.av import AV_EXTENSIONS
 from energon_bridge.errors import SampleError
 from energon_bridge.rows.turns import (
     CONVERSATIONS as _TURNS,
@@ -26,6 +27,7 @@ from energon_bridge.rows.turns import (
     has_own,
     known_turns,
     medium_of,
+    medium_of_av,
     mismatch,
     part_kind,
     part_text,
@@ -181,7 +183,10 @@ def own_media(sample: Mapping[str, Any], kind: Medium) -> list[Any]:
 
 
 def _medium(name: str) -> Medium | None:
-    return "image" if name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS else medium_of(name)
+    extension = name.rpartition(".")[2].lower()
+    if extension in IMAGE_EXTENSIONS:
+        return "image"
+    return medium_of_av(name) if extension in AV_EXTENSIONS else medium_of(name)
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
