@@ -229,6 +229,15 @@ def test_what_would_not_be_learned_is_refused_with_its_place(
     assert "Done: 1 sample " in result.output
 
 
+def test_images_that_only_late_entries_have_are_files_too(tmp_path: Path, media: Path) -> None:
+    plain = {"instruction": "a", "input": "", "output": "b", "images": []}
+    source = listed(tmp_path, [*[plain] * 120, {**plain, "images": ["red.png", "blue.png"]}])
+    stored = members(converted(source, tmp_path / "out", "--media", media, *ALL_TRAIN))
+    names = ["red.png", "blue.png"]
+    assert [stored[f"000000120.images.{n}.png"] for n in (0, 1)] == [(media / name).read_bytes() for name in names]
+    assert json.loads(stored["000000120.json"]) == {"instruction": "a", "input": "", "output": "b"}
+
+
 def test_frames_as_videos_are_refused_by_name(tmp_path: Path, media: Path) -> None:
     source = listed(tmp_path, {**VIDEOS["LLaVA"], "video": "red.png"})
     assert f"`videos`: {media}/red.png is an image" in refused(source, tmp_path / "out", "--media", media)
