@@ -19,7 +19,7 @@ import numpy as np
 from energon_bridge.cli.assistant import shorten
 from energon_bridge.cli.output import count_of, format_bytes, json_option
 from energon_bridge.cli.prepare_options import engine_options, shard_progress, task_of, task_options, workers_of
-from energon_bridge.errors import ConfigurationError, SourceError
+from energon_bridge.errors import ConfigurationError, SampleError, SkipSample, SourceError
 from energon_bridge.format.field_map import describe_fields
 from energon_bridge.format.parallel import available_cores
 from energon_bridge.format.tar import parse_sample
@@ -36,11 +36,12 @@ from energon_bridge.prepare.hub import download, is_hub, stream
 from energon_bridge.prepare.sources import KINDS, open_source
 from energon_bridge.prepare.split import SplitRule, parse_ratio
 from energon_bridge.rows.base import Layout, Source, check_layout, first_rows
-from energon_bridge.rows.lists import CONVERSATIONS
+from energon_bridge.rows.turns import turns_of
 from energon_bridge.samples import CrudeSample, sample_type_by_name
 from energon_bridge.storage import open_store
 
 _SHOWN = 3
+_KEPT = ("WebDataset", "mix")  # whose samples stay as they are
 _TRAINED = ("CaptioningSample", "ImageClassificationSample", "VQASample")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -65,6 +66,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 @click.option("--quality", type=click.IntRange(1, 100), default=None, help="Encode JPEG and WebP images again.")
 @click.option("--keys", type=click.Choice(["keep", "number"]), default="keep", help="Keys of a WebDataset's samples.")
 @click.option("--on-error", type=click.Choice(["stop", "skip"]), default="stop", help="What samples that fail do.")
+@click.option("--preferred", is_flag=True, help="Of lists of preferences (DPO, KTO), take the preferred answers only.")
 @click.option("--media-metadata/--no-media-metadata", default=True, help="Write down sizes and lengths of media.")
 @click.option("--dry-run", is_flag=True, help="Show the first samples, and write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace what is in OUT.")
@@ -90,6 +92,7 @@ def command(
     quality: int | None,
     keys: str,
     on_error: str,
+    preferred: bool,
     media_metadata: bool,
     dry_run: bool,
     overwrite: bool,
@@ -136,8 +139,10 @@ def command(
     if opened.left_out:
         click.echo(f"Files that are left out: {', '.join(opened.left_out)}.")
     check_first_files(opened)
-    layout = _layout(opened, sample_type, fields, asking=asking)
+    layout = replace(_layout(opened, sample_type, fields, asking=asking), preferred=preferred)
     check_layout(layout)
+    if preferred and opened.kind in _KEPT:
+        raise ConfigurationError(f"--preferred is for lists and tables, but {shown} is a {opened.kind}: leave it out.")
     rule = _rule(opened, split_ratio, asking=asking)
     if samples_per_shard is None and limit is None:
         samples_per_shard = propose_samples_per_shard(opened, layout)
@@ -223,7 +228,7 @@ def _layout(source: Source, sample_type: str | None, fields: tuple[str, ...], *,
             label = f"Column of {field} ({kind})"
             chosen[field] = click.prompt(label, default=chosen.get(field), type=str)
     wanted = {column.partition("[")[0] for column in chosen.values()}
-    if source.kind not in ("WebDataset", "mix"):  # whose fields name parts
+    if source.kind not in _KEPT:  # whose fields name parts
         columns = {*files, *(column for row in rows for column in row.values)}
         for field, column in chosen.items():
             if column.partition("[")[0] not in columns:
@@ -284,8 +289,8 @@ def _show(source: Source, options: ConvertOptions) -> None:
         try:
             sample = source.sample(number, layout)
             parts = ", ".join(f"{name} ({format_bytes(size)})" for name, size in sample.sizes())
-        except SourceError as error:
-            if not options.skip_errors:
+        except (SourceError, SkipSample) as error:
+            if not options.skip_errors and isinstance(error, SourceError):
                 raise
             click.echo(f"Sample {number} is skipped: {error}")
             continue
@@ -303,6 +308,8 @@ def _report(out: Path, done: Converted, options: ConvertOptions) -> None:
     for part, share in options.split.ratios if options.split is not None else ():
         if share and not done.split_parts.get(part):
             click.echo(f"{part}: no samples, because its share is too small. Set a larger one with --split-ratio.")
+    if options.layout.preferred:
+        click.echo(f"Left out {count_of(done.num_rejected, 'rejected answer')} of samples with a preferred one.")
     if done.num_reused:
         click.echo(f"Unchanged: {count_of(done.num_reused, 'shard')}.")
     if done.skipped:
@@ -330,9 +337,9 @@ def _has_turns(out: Path, shard: str) -> bool:
     _, parts = parse_sample(store.read_range(shard, start, end - start), where=store.url(shard))
     try:
         values = json.loads(bytes(parts.get("json", b"")))
-    except ValueError:
+        return isinstance(values, dict) and turns_of(values) is not None
+    except (ValueError, SampleError):
         return False
-    return isinstance(values, dict) and any(name in values for name in CONVERSATIONS)
 
 
 def train_line(out: Path) -> str:

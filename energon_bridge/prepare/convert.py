@@ -26,7 +26,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from energon_bridge.errors import ConfigurationError, SampleError, SourceError
+from energon_bridge.errors import ConfigurationError, SampleError, SkipSample, SourceError
 from energon_bridge.format.kinds import HAS_HEIF, open_heic
 from energon_bridge.format.media import HEAD_BYTES, MediaFilter, extension_by_head
 from energon_bridge.format.nvmeta import INFO_JSON, META_FOLDER, meta_path, read_info
@@ -87,7 +87,8 @@ class Converted:
     """Samples by shard and shards by split part, what was skipped, and how many shards were reused.
 
     `left_out` counts the files of a folder that were not taken, with the reason.
-    `num_unread` media files seem to be damaged: nothing could be found out about them.
+    `num_unread` media files seem to be damaged: nothing could be found out about them. `num_rejected` answers were left
+    out of samples that also have a preferred one.
     """
 
     shard_counts: dict[str, int]
@@ -96,24 +97,26 @@ class Converted:
     num_reused: int
     num_unread: int
     left_out: tuple[str, ...] = ()
+    num_rejected: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _FailedSample:
-    """A sample that could not even be named; it fails when it is read."""
+    """A sample that could not even be named; it fails when it is read, or is left out then."""
 
     where: str
-    error: str
+    error: SourceError | SkipSample
     key: str = ""
+    num_rejected: int = 0
 
     def sizes(self) -> list[tuple[str, int]]:
-        raise SourceError(self.error)
+        raise SourceError(str(self.error))
 
     def mark(self) -> str:
-        return self.error
+        return str(self.error)
 
     def read(self) -> tuple[list[tuple[str, bytes]], Mapping[str, str]]:
-        raise SourceError(self.error)
+        raise self.error
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +232,7 @@ def propose_samples_per_shard(source: Source, layout: Layout) -> int:
     for number in range(min(20, len(source))):
         try:
             sizes.append(sum(size for _, size in source.sample(number, layout).sizes()))
-        except (SourceError, SampleError):
+        except (SourceError, SampleError, SkipSample):
             continue
     wanted = min(_MOST_PER_SHARD, max(1, _PROPOSED_BYTES * len(sizes) // max(1, sum(sizes)))) if sizes else 1000
     power = 10 ** int(math.log10(wanted))
@@ -306,7 +309,7 @@ def _cut(source: Source, numbers: np.ndarray, options: ConvertOptions) -> Iterat
         sample = _sample(source, options.layout, number)
         try:
             more = sum(member_size(f"{sample.key}.{part}", length) for part, length in sample.sizes())
-        except (SourceError, SampleError):
+        except (SourceError, SampleError, SkipSample):
             more = 0  # it fails, or is skipped, when it is read
         full = options.samples_per_shard is not None and at - start >= options.samples_per_shard
         if at > start and (full or size + more > options.bytes_per_shard):
@@ -340,8 +343,8 @@ class _Jobs(Sequence[_Job]):
 def _sample(source: Source, layout: Layout, number: int) -> SourceSample:
     try:
         return source.sample(number, layout)
-    except SourceError as error:
-        return _FailedSample(f"{source.where}, sample {number}", str(error))
+    except (SourceError, SkipSample) as error:
+        return _FailedSample(f"{source.where}, sample {number}", error)
 
 
 def _make_shard(root: Path, options: ConvertOptions, find_only: bool, job: _Job) -> tuple[bool, list[str]] | None:
@@ -367,12 +370,13 @@ def _make_shard(root: Path, options: ConvertOptions, find_only: bool, job: _Job)
                 if options.reencodes:
                     content = [(part, reencoded(part, data, options)) for part, data in content]
                 shard.add(sample.key, content)
-            except (SourceError, SampleError) as error:
+            except (SourceError, SampleError, SkipSample) as error:
                 message = str(error) if str(error).startswith(sample.where) else f"{sample.where}: {error}"
-                if not options.skip_errors:
+                if not options.skip_errors and not isinstance(error, SkipSample):
                     raise SourceError(message) from error
                 shard.record.skipped.append(message)
                 continue
+            shard.record.num_rejected += sample.num_rejected
             for name, access in fields.items():
                 used = shard.record.fields.setdefault(name, [])
                 if access not in used:
@@ -390,7 +394,7 @@ def _key(options: ConvertOptions) -> bytes:
 
 
 def _plain_layout(layout: Layout) -> list[Any]:
-    return [layout.sample_type, dict(layout.fields), sorted(layout.bare)]
+    return [layout.sample_type, dict(layout.fields), sorted(layout.bare), *["preferred"] * layout.preferred]
 
 
 def _load(root: Path, shard: str) -> ShardRecord | None:
@@ -460,7 +464,12 @@ def _finish(
             store.delete(meta_path(f"{_RECORDS}/{record_path(Path(gone)).as_posix()}"))
     parts.remove()
     return Converted(
-        shard_counts=counts, split_parts=split_parts, skipped=skipped, num_reused=reused, num_unread=unread
+        shard_counts=counts,
+        split_parts=split_parts,
+        skipped=skipped,
+        num_reused=reused,
+        num_unread=unread,
+        num_rejected=sum(load(shard).num_rejected for shard in shards),
     )
 
 

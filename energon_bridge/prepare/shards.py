@@ -81,7 +81,8 @@ _logger = logging.getLogger(__name__)
 class ShardRecord:
     """What the indexes need to know about one shard, and what it was made of.
 
-    `fields` gives each field of the sample type the accesses that its samples used; `made_of` identifies the input.
+    `fields` gives each field of the sample type the accesses that its samples used; `made_of` identifies the input;
+    `num_rejected` counts answers that were left out because others are preferred.
     """
 
     scan: ShardScan = field(default_factory=ShardScan)
@@ -90,11 +91,13 @@ class ShardRecord:
     skipped: list[str] = field(default_factory=list)
     size: int = 0
     made_of: str = ""
+    num_rejected: int = 0
 
     def encode(self) -> bytes:
         """Write the record: JSON, a zero byte, and the integers of the scan, each column 64 bits little-endian."""
         scan = self.scan
         plain = {name: getattr(self, name) for name in ("media", "fields", "skipped", "size", "made_of")}
+        plain |= {"num_rejected": self.num_rejected} if self.num_rejected else {}  # few conversions have any
         plain |= {"keys": scan.keys, "part_names": scan.part_names}
         if scan.linked:
             plain["linked"] = list(scan.linked)

@@ -251,6 +251,7 @@ class TarSample:
     length: int
     fields: Mapping[str, str]
     follow: Follow | None = None
+    num_rejected: int = 0
 
     def sizes(self) -> list[tuple[str, int]]:
         """Return its parts with their sizes."""

@@ -23,7 +23,17 @@ from typing import Any
 
 from energon_bridge.errors import ConfigurationError, SourceError
 from energon_bridge.rows.base import SPLIT_NAMES, SPLIT_ORDER, Layout, MediaRoot, Row, first_rows, lay_out, located
-from energon_bridge.rows.lists import CONVERSATIONS, as_files, conversation_row, file_columns, propose_layout
+from energon_bridge.rows.lists import (
+    as_files,
+    conversation_row,
+    file_columns,
+    is_conversation,
+    learnable,
+    media_columns,
+    only_preferred,
+    propose_layout,
+)
+from energon_bridge.rows.turns import CONVERSATIONS
 from energon_bridge.storage import Store, as_far, open_store
 from energon_bridge.storage.ranges import ByteRange, RangeReader
 
@@ -72,6 +82,12 @@ class ArrowSample:
     media: MediaRoot
     columns: tuple[str, ...]
     layout: Layout
+    is_chat: bool
+
+    @property
+    def num_rejected(self) -> int:
+        """Return how many answers are left out; reads the row if any may be."""
+        return only_preferred(values_at(self.group, self.at), self.layout)[1] if self.layout.preferred else 0
 
     def sizes(self) -> list[tuple[str, int]]:
         """Return its parts with their sizes; reads the row."""
@@ -84,14 +100,16 @@ class ArrowSample:
 
     def read(self) -> tuple[list[tuple[str, bytes]], Mapping[str, str]]:
         """Return its parts, and the accesses of its fields."""
-        row = read_row(self.group, self.at, self.where, self.media, self.columns)
-        return lay_out(row, self.layout, self.number).read()
+        with located(self.where):
+            values, _ = only_preferred(values_at(self.group, self.at), self.layout)
+            row = row_of(dict(values), self.where, self.media, self.columns, self.group.labels)
+            return lay_out(learnable(row, self.layout, self.is_chat), self.layout, self.number).read()
 
 
-def read_row(group: Group, at: int, where: str, media: MediaRoot, columns: tuple[str, ...]) -> Row:
-    """Return a row; raises SourceError."""
+def values_at(group: Group, at: int) -> dict[str, Any]:
+    """Return the values of a row by column."""
     values: dict[str, Any] = table_of(group).slice(at, 1).to_pylist()[0]
-    return row_of(values, where, media, columns, group.labels)
+    return values
 
 
 def row_of(
@@ -106,7 +124,7 @@ def row_of(
         if any(name in values for name in CONVERSATIONS):
             return conversation_row(values, where, media)
         files = {}
-        for column in columns:
+        for column in list(media_columns(values, columns)):
             value = values.pop(column, None)
             if value:
                 files[column] = as_files(value, media, column)
@@ -145,9 +163,8 @@ class ArrowSource:
     def row(self, number: int) -> Row:
         """Return a row."""
         group, at, where = self._place(number)
-        if number < len(self._first):
-            return row_of(dict(self._first[number]), where, self._media, self.columns, group.labels)
-        return read_row(group, at, where, self._media, self.columns)
+        values = dict(self._first[number]) if number < len(self._first) else values_at(group, at)
+        return row_of(values, where, self._media, self.columns, group.labels)
 
     def sample(self, number: int, layout: Layout) -> ArrowSample:
         """Return a sample, not read yet."""
@@ -161,6 +178,7 @@ class ArrowSource:
             media=self._media,
             columns=self.columns,
             layout=layout,
+            is_chat=self._is_chat,
         )
 
     def propose(self) -> Layout:
@@ -173,10 +191,14 @@ class ArrowSource:
         return file_columns(self._first, self._media, self.where)
 
     @cached_property
+    def _is_chat(self) -> bool:
+        return any(is_conversation(values) for values in self._first)
+
+    @cached_property
     def _first(self) -> list[dict[str, Any]]:
         """Return the values of the first rows, which are looked at again and again."""
         places = [self._place(number) for number in range(min(_LOOKED_AT, len(self)))]
-        return [table_of(group).slice(at, 1).to_pylist()[0] for group, at, _ in places]
+        return [values_at(group, at) for group, at, _ in places]
 
     def _place(self, number: int) -> tuple[Group, int, str]:
         place = bisect_right(self._starts, number) - 1

@@ -168,12 +168,13 @@ class Layout:
     """How rows become samples: the type, and the column (`captions[0]`) of each of its fields.
 
     Crude samples have no fields and keep all columns. Parts of `bare` columns are named after their format alone
-    (`jpg`), others after column and format.
+    (`jpg`), others after column and format. With `preferred`, only the preferred answers of an entry are taken.
     """
 
     sample_type: str
     fields: Mapping[str, str] = field(default_factory=dict)
     bare: frozenset[str] = frozenset()
+    preferred: bool = False
 
     @property
     def is_crude(self) -> bool:
@@ -192,6 +193,11 @@ class SourceSample(Protocol):
     @property
     def where(self) -> str:
         """Return its place in the source, for errors."""
+        ...
+
+    @property
+    def num_rejected(self) -> int:
+        """Return how many answers were left out of it, because others are preferred."""
         ...
 
     def sizes(self) -> list[tuple[str, int]]:
@@ -241,6 +247,7 @@ class RowSample:
     where: str
     parts: tuple[tuple[str, Content], ...]
     fields: Mapping[str, str]
+    num_rejected: int = 0
 
     def sizes(self) -> list[tuple[str, int]]:
         """Return its parts with their sizes."""
@@ -397,6 +404,7 @@ def check_layout(layout: Layout) -> None:
 
 def media_file(text: str, root: MediaRoot) -> FileRef | StoredFile:
     """Return the file of a path below `root`; raises SourceError for a URL and for a path that leads out."""
+    text = text.removeprefix("file://")
     if "://" in text:
         raise SourceError(f"{text[:100]!r} is a URL. Download the files first (img2dataset does), then give --media.")
     if not isinstance(root, Path):

@@ -69,7 +69,7 @@ from energon_bridge.rows.arrow import (
     table_of,
 )
 from energon_bridge.rows.base import Layout, MediaRoot, check_layout, lay_out
-from energon_bridge.rows.lists import CONVERSATIONS
+from energon_bridge.rows.turns import CONVERSATIONS
 from energon_bridge.samples import sample_type_by_name
 from energon_bridge.storage import OpenFiles, Store, open_store
 

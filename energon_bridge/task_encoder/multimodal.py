@@ -127,6 +127,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         self.packer = packer or Packer(limits={"tokens": self._row_length}, size_of=self.padded_length)
         self._encoders: dict[type, SampleEncoder] = dict(SAMPLE_ENCODERS)
         self._image_token_id = _image_token_id(tokenizer, self.config)
+        self._reserved = _reserved(tokenizer, self._image_token_id)
         pad_id = _first_id(tokenizer, "pad_token_id", "eos_token_id") or 0
         self._filling = PaddingValues(pad_id=pad_id, ignore=self.config.ignore_place_holder)
         if isinstance(image_tokens_per_image, int) and image_tokens_per_image >= seq_length:
@@ -271,7 +272,14 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
                         return visual
                     visual.append(image)
                     sequence.add(expanded, learned=False)
-                sequence.add(next(tokens), learned=piece.learned)
+                text = next(tokens)
+                if not self._reserved.keys().isdisjoint(text):
+                    found = next(self._reserved[one] for one in text if one in self._reserved)
+                    raise SampleError(
+                        f"a text of the sample contains {found!r}, the token reserved for an image or video; write "
+                        f"images as {token.token_str!r} in questions"
+                    )
+                sequence.add(text, learned=piece.learned)
             if piece.ends and eos is not None:
                 sequence.add([eos], learned=piece.learned)
         return visual
@@ -346,6 +354,18 @@ def _image_token_id(tokenizer: Any, config: MultiModalSampleConfig) -> int:
             "ImageToken(token_id=...) to the id that the model expects"
         )
     return int(found)
+
+
+_MEDIA_TOKENS = ("<image>", "<video>", "<|image_pad|>", "<|video_pad|>")
+
+
+def _reserved(tokenizer: Any, image_token_id: int) -> dict[int, str]:
+    """Return the tokens that stand for media: the encoder's own, and special ones that models know by these names."""
+    special = set(getattr(tokenizer, "all_special_tokens", ()))
+    named = [getattr(tokenizer, f"{kind}_token", None) for kind in ("image", "video", "audio")]
+    names = [name for name in (*_MEDIA_TOKENS, *named) if isinstance(name, str) and name in special]
+    reserved = {int(tokenizer.convert_tokens_to_ids(name)): name for name in names}
+    return {image_token_id: f"the token {image_token_id}", **reserved}
 
 
 def _first_id(tokenizer: Any, *names: str) -> int | None:

@@ -157,8 +157,9 @@ class DataConfig:
         system: System prompt for conversations without one of their own.
         min_pixels: Smaller images are enlarged to this area, if image tokens depend on the image; null: as the image
             processor does.
-        max_pixels: Larger images are shrunk to this area, in the same way.
-        max_num_images: Maximum images per sample; samples with more are skipped and counted. null: no limit.
+        max_pixels: Larger images are shrunk to this area, in the same way. Both hold for the frames of videos, too.
+        max_num_images: Maximum images and videos per sample; samples with more are skipped and counted. null: no limit.
+        max_num_frames: Maximum frames of a video, which has two for each second otherwise; null: 768.
     """
 
     path: str = "data/digits"
@@ -189,6 +190,7 @@ class DataConfig:
     min_pixels: int | None = None
     max_pixels: int | None = None
     max_num_images: int | None = None
+    max_num_frames: int | None = None
 
     @property
     def packs(self) -> bool:
@@ -374,6 +376,7 @@ class RunConfig:
             "data.min_pixels": self.data.min_pixels,
             "data.max_pixels": self.data.max_pixels,
             "data.max_num_images": self.data.max_num_images,
+            "data.max_num_frames": self.data.max_num_frames,
             "train.max_steps": self.train.max_steps,
             "train.log_interval": self.train.log_interval,
             "validation.max_new_tokens": self.validation.max_new_tokens,

@@ -7,7 +7,6 @@ rendered by it (`ChatTemplateTaskEncoder`); any other model on plain sequences o
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal, cast
 
 from energon_bridge.errors import ConfigurationError, SampleError
+from energon_bridge.rows.turns import CONVERSATIONS, PAIRS, Medium, check_sound, check_turns, turns_of
 from energon_bridge.stores import FileStore
 from energon_bridge.task_encoder.conversation import Conversation, MultiModalSampleConfig, Turn
 from energon_bridge.task_encoder.cooking import Cooker, basic_sample_keys
@@ -28,9 +28,8 @@ from energon_bridge.task_encoder.families import (
     Family,
     QwenFamily,
 )
-from energon_bridge.task_encoder.families.chat import chat_of, check_keys, keys_of
+from energon_bridge.task_encoder.families.chat import chat_of, check_keys, keys_of, own_media
 from energon_bridge.task_encoder.families.vision import PreparedSample
-from energon_bridge.task_encoder.images import IMAGE_EXTENSIONS
 from energon_bridge.task_encoder.multimodal import MultiModalBatch, MultiModalSample, MultiModalTaskEncoder
 from energon_bridge.task_encoder.packing import SAMPLES, Packer
 from energon_bridge.training.config import DataConfig
@@ -49,10 +48,12 @@ ENCODER_SETTINGS = (
     "min_pixels",
     "max_pixels",
     "max_num_images",
+    "max_num_frames",
 )
 """Fields of `DataConfig` that are for the encoder, not for the data module."""
 
-_CHAT_ONLY = ("system", "min_pixels", "max_pixels", "max_num_images")
+_CHAT_ONLY = ("system", "min_pixels", "max_pixels", "max_num_images", "max_num_frames")
+_MOST_FRAMES = 768
 
 
 class _ShuffledImages:
@@ -141,6 +142,7 @@ def _chat_encoder(
             chat_template=template,
             system=config.system,
             max_num_images=config.max_num_images,
+            max_num_frames=config.max_num_frames or _MOST_FRAMES,
         ),
         packer=_packer(config),
     )
@@ -149,7 +151,7 @@ def _chat_encoder(
 
 
 def _bounded(family: Family, config: DataConfig) -> Family:
-    """Return a family with the configured bounds for its images."""
+    """Return a family with the configured bounds for its images, and for the frames of its videos."""
     if config.min_pixels is None and config.max_pixels is None:
         return family
     if not isinstance(family, QwenFamily):
@@ -158,7 +160,14 @@ def _bounded(family: Family, config: DataConfig) -> Family:
             f"data.{name}={getattr(config, name)} has no effect: all images of this model have the size of its image "
             f"processor. Set data.{name}=null"
         )
-    return replace(family, min_pixels=config.min_pixels, max_pixels=config.max_pixels)
+    frames = (config.max_num_frames or _MOST_FRAMES) if family.video_timestamps else 1  # bounded together
+    return replace(
+        family,
+        min_pixels=config.min_pixels,
+        max_pixels=config.max_pixels,
+        video_min_pixels=config.min_pixels or family.video_min_pixels,
+        video_max_pixels=(config.max_pixels or 0) * frames or family.video_max_pixels,
+    )
 
 
 def _packer(config: DataConfig) -> Packer[Any] | None:
@@ -176,42 +185,41 @@ def _sizes(sample: MultiModalSample | PreparedSample) -> dict[str, int]:
 # Conversations --------------------------------------------------------------------------------------------------------
 #
 # In crude datasets that `python -m energon_bridge.training` reads without a custom cooker. A sample has a part `json`
-# (a line of a `.jsonl` file is one) with the turns as `messages` (`role`, `content`) or `conversations` (`from`,
-# `value`), `system` and `tools` beside them, and its images in one of these places, in the order of their placeholders:
+# (a line of a `.jsonl` file is one) with the turns, in any of the forms that `rows.turns` knows, `system` and `tools`
+# beside them, and its images and videos in one of these places, in the order of their placeholders:
 #
 #     {"image": NAME} or {"images": [NAME, …]}   in the auxiliary store `images` of the dataset, if it has one, else
-#                                                among the sample's own parts
-#     nothing of the kind                        all image parts of the sample, `0.jpg`, `1.jpg`, …, `10.jpg`
-
-
-_TURNS = ("messages", "conversations", "conversation")
-IMAGE_STORE = "images"
+#     {"video": NAME} or {"videos": [NAME, …]}   among the sample's own parts; likewise `videos`
+#     nothing of the kind                        all image parts of the sample, `0.jpg`, `1.jpg`, …, `10.jpg`, and all
+#                                                videos
 
 
 def cook_conversation(sample: Mapping[str, Any], **stores: FileStore) -> ChatSample:
     """Make a `ChatSample` from a crude sample.
 
     Raises:
-        SampleError: There are no turns, or a named image cannot be found.
+        SampleError: There are no turns, they are not understood, or a named image or video cannot be found.
     """
     content = sample.get("json")
-    turns = None
-    if isinstance(content, Mapping):
-        turns = next((content[name] for name in _TURNS if content.get(name)), None)
+    turns = turns_of(content) if isinstance(content, Mapping) else None
     if turns is None:
         parts = ", ".join(name for name in sample if not name.startswith("__"))
         raise SampleError(
-            f"a crude sample must have a part 'json' with turns as {' or '.join(_TURNS)}; this one has the parts "
-            f"{parts or 'none'}"
+            f"a crude sample must have a part 'json' with turns as {' or '.join(CONVERSATIONS)}, or a question and its "
+            f"answer as {' and '.join(PAIRS[0])}, …; this one has the parts {parts or 'none'}"
         )
     assert isinstance(content, Mapping)
-    named = content.get("images", content.get("image"))
-    if named is None or named == []:
-        images = _own_images(sample)
-    else:
-        images = [_image(name, sample, stores) for name in ([named] if isinstance(named, str) else named)]
-    tools, system = content.get("tools"), content.get("system")
-    return ChatSample(**basic_sample_keys(sample), messages=turns, images=images, tools=tools, system=system)
+    check_turns(turns)
+    images, videos, sounds = (_media(kind, sample, content, stores) for kind in ("image", "video", "audio"))
+    check_sound(sounds)
+    return ChatSample(
+        **basic_sample_keys(sample),
+        messages=turns,
+        images=images,
+        videos=videos or None,
+        tools=content.get("tools"),
+        system=content.get("system"),
+    )
 
 
 COOKERS = (Cooker(cook_conversation),)
@@ -238,23 +246,21 @@ def encode_chat(sample: ChatSample, config: MultiModalSampleConfig) -> Conversat
     return Conversation(turns=turns, images=chat.images)
 
 
-def _image(name: str, sample: Mapping[str, Any], stores: Mapping[str, FileStore]) -> Any:
-    store = stores.get(IMAGE_STORE)
-    if store is not None:
+def _media(kind: Medium, sample: Mapping[str, Any], content: Any, stores: Mapping[str, FileStore]) -> Any:
+    """Return the media that the JSON of a sample names, or those among the sample's own parts."""
+    named = content.get(f"{kind}s") or content.get(kind)
+    if not named:
+        return own_media(sample, kind)
+    return [_found(kind, name, sample, stores) for name in (named if isinstance(named, list) else [named])]
+
+
+def _found(kind: Medium, name: Any, sample: Mapping[str, Any], stores: Mapping[str, FileStore]) -> Any:
+    store = stores.get(f"{kind}s")
+    if store is not None and kind != "audio":
         return store.get(name, sample)
     if name not in sample:
         raise SampleError(
-            f"the image {name!r} is not a part of the sample, and the dataset has no auxiliary store {IMAGE_STORE!r} "
-            f"to look it up in: add aux: {{{IMAGE_STORE}: …}} to the mix"
+            f"the {kind} {name!r} is not a part of the sample, and the dataset has no auxiliary store '{kind}s' to "
+            f"look it up in: add aux: {{{kind}s: …}} to the mix"
         )
     return sample[name]
-
-
-def _own_images(sample: Mapping[str, Any]) -> list[Any]:
-    names = [name for name in sample if name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS]
-    return [sample[name] for name in sorted(names, key=_by_number)]
-
-
-def _by_number(name: str) -> list[tuple[int, str]]:
-    """Sort 10.jpg after 2.jpg."""
-    return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", name)]

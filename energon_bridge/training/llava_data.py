@@ -4,8 +4,8 @@ Both come as one JSON list of `{"id": …, "image": PATH, "conversations": [{"fr
 with a folder of images:
 
     blip_laion_cc_sbu_558k.json   -> train/*.tar and val/*.tar of an image (`jpg`) and its caption (`txt`) each
-    llava_v1_5_mix665k.json       -> one `.jsonl` file for each top folder of the images, text.jsonl for conversations
-                                     without one, and val.jsonl
+    llava_v1_5_mix665k.json       -> one `.jsonl` file for each top folder of the images (or videos), text.jsonl for
+                                     conversations without one, and val.jsonl
 
 Every n-th entry goes to validation, so the choice is the same each time.
 
@@ -64,7 +64,7 @@ def write_conversations(source: Path, folder: Path, *, val_every: int = 500) -> 
         files: dict[str, TextIO] = {}
         for part, chosen in _parted(entries, val_every):
             for entry in chosen:
-                name = "val" if part == "val" else str(entry.get("image", "text")).partition("/")[0]
+                name = "val" if part == "val" else _folder_of(entry)
                 if name not in files:
                     files[name] = stack.enter_context((folder / f"{name}.jsonl").open("w", encoding="utf-8"))
                 files[name].write(json.dumps(entry, ensure_ascii=False) + "\n")
@@ -89,6 +89,12 @@ def _entries(source: Path, folder: Path) -> Sequence[Mapping[str, Any]]:
 def _parted(entries: Sequence[Mapping[str, Any]], val_every: int) -> Iterator[tuple[str, Sequence[Mapping[str, Any]]]]:
     yield "train", [entry for number, entry in enumerate(entries) if number % val_every]
     yield "val", entries[::val_every]
+
+
+def _folder_of(entry: Mapping[str, Any]) -> str:
+    """Return the top folder of an entry's first image or video; `text` without one."""
+    named = entry.get("images") or entry.get("image") or entry.get("videos") or entry.get("video") or "text"
+    return str(named[0] if isinstance(named, list) else named).partition("/")[0]
 
 
 def _caption(entry: Mapping[str, Any]) -> str:

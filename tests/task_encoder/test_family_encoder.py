@@ -101,6 +101,27 @@ def test_samples_of_other_types_are_encoded(sample: Any, whole: str) -> None:
     assert short(encoder, encoder.encode(sample)) == whole
 
 
+def test_a_placeholder_is_text_where_all_images_have_places() -> None:
+    encoder = encoder_of("qwen2_vl")
+    assert short(encoder, encoder.encode(chat("<image>a<image>", "<image>b", images=TWO))) == TALK.replace(
+        "b<|im_end|>", "<image>b<|im_end|>"
+    )
+    parts = [{"type": "image"}, {"type": "text", "text": "a<image>"}, {"type": "image"}]
+    sample = chat(parts, "b", images=TWO)  # type: ignore[arg-type]
+    assert short(encoder, encoder.encode(sample)) == TALK.replace("a<", "a<image><", 1)
+    with pytest.raises(SampleError, match="must write each image and video once"):  # its token is reserved there
+        encoder_of("llava").encode(chat("<image>a", "<image>b", images=TWO[:1]))
+
+
+def test_images_of_a_crude_sample_are_its_own_parts() -> None:
+    encoder = encoder_of("qwen2_vl")
+    crude = CrudeSample(__key__="q", json={"conversations": SAID}, **{"10.jpg": TWO[1], "2.png": TWO[0], "txt": "x"})
+    sample = encoder.encode(crude)
+    assert short(encoder, sample) == TALK
+    expected = image_processor_of("qwen2_vl")(images=TWO, return_tensors="pt")["pixel_values"]
+    assert torch.equal(sample.visual["pixel_values"], expected)
+
+
 def test_images_without_a_place_can_follow_the_question() -> None:
     encoder = encoder_of("qwen2_vl", ChatConfig(place_images="after"))
     assert short(encoder, encoder.encode(chat("a", "b", images=TWO[:1]))) == TALK.replace(f"{PIC}a", "a")
@@ -113,6 +134,14 @@ def test_images_without_a_place_can_follow_the_question() -> None:
         (chat("<image>a", "b", images=TWO), "1 image placeholders '<image>' but the sample has 2 images"),
         (chat("<image>a<image>", "b", images=TWO[:1]), "2 image placeholders '<image>' but the sample has 1 images"),
         (chat("<video>", "b"), "1 video placeholders '<video>' but the sample has 0 videos"),
+        (chat("a", "<image>b", images=TWO[:1]), "an answer contains the placeholder '<image>'"),
+        (chat("<image>a", "<image>b", images=TWO), "an answer contains the placeholder '<image>'"),
+        (chat("a", "<video>"), "an answer contains the placeholder '<video>'"),
+        (chat("a", [{"type": "text", "text": "<image>"}], images=TWO[:1]), "a text part contains the placeholder"),  # type: ignore[arg-type]
+        (VQASample(__key__="q", image=TWO, context="<image>", answers=["<image>"]), "an answer contains the pl"),  # type: ignore[arg-type]
+        (chat("<audio>a", "b"), "has sound, which is not trained on yet"),
+        (CrudeSample(__key__="q", json={"messages": SAID}, **{"0.wav": b""}), "has sound, which is not trained on yet"),
+        (CrudeSample(__key__="q", json={"messages": SAID, "label": False}), "has preferences"),
         (chat("<|image_pad|>", "b"), "the sample has nothing: the chat template must write each image"),
         (ChatSample(__key__="q", messages="[{"), "the turns are not valid JSON"),
         (ChatSample(__key__="q", messages=[]), "must be a non-empty list of turns"),

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import image_processor_of, tokenizer_of
 from multimodal import (
     BOS,
     EOS,
@@ -25,7 +26,7 @@ from multimodal import (
 from PIL import Image
 
 from energon_bridge.errors import ConfigurationError, SampleError
-from energon_bridge.samples import CaptioningSample, InterleavedSample, VidQASample
+from energon_bridge.samples import CaptioningSample, InterleavedSample, VidQASample, VQASample
 from energon_bridge.task_encoder.conversation import (
     Conversation,
     ConversationTemplateConfig,
@@ -289,6 +290,23 @@ def test_a_row_without_loss_is_all_prompt() -> None:
     length = int(batch.attention_mask[0].sum())
     assert tokens[0].tolist() == batch.tokens[0, :length].tolist()
     assert mask.sum(dim=1).tolist() == [length, 3]
+
+
+@pytest.mark.parametrize("token", ["<|image_pad|>", "<|video_pad|>"])
+@pytest.mark.parametrize("wanted", ["<|image_pad|>", None])
+def test_texts_with_the_tokens_of_media_are_refused(token: str, wanted: str | None) -> None:
+    tokenizer = tokenizer_of("qwen2_vl")
+    image = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    config = MultiModalSampleConfig(image_token=ImageToken(token_str=wanted or "<image>", token_id=image))
+    encoder = MultiModalTaskEncoder(tokenizer, image_processor_of("qwen2_vl"), config, 64)
+    for said in ((f"a {token} b", "c"), ("a", f"b {token}")):
+        for shown in ((), (Image.new("RGB", (16, 16)),)):
+            sample = VQASample(__key__="q", image=list(shown), context=said[0], answers=[said[1]])  # type: ignore[arg-type]
+            if (token, said[1], len(shown)) == (wanted, "c", 1):
+                assert encoder.encode_sample(sample).tokens.tolist().count(image) == 4  # it is the placeholder
+                continue
+            with pytest.raises(SampleError, match=r"contains|placeholders"):
+                encoder.encode_sample(sample)
 
 
 def test_a_question_keeps_its_own_placeholder() -> None:

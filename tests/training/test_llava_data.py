@@ -77,6 +77,14 @@ def test_conversations_are_cut_by_the_folder_of_their_images(tmp_path: Path) -> 
     assert lines["text"] == [listed[5]]
 
 
+def test_videos_and_lists_of_images_have_folders_too(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    named = [{}, {"video": "films/a.mp4"}, {"images": ["coco/a.jpg", "vg/b.jpg"]}, {"image": ["coco/a.jpg"]}]
+    listed = [{"id": number, **media, "conversations": turns} for number, media in enumerate(named)]
+    (tmp_path / "list.json").write_text(json.dumps(listed))
+    assert write_conversations(tmp_path / "list.json", tmp_path / "data") == {"films": 1, "coco": 2, "val": 1}
+
+
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [

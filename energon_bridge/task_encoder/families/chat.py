@@ -2,9 +2,10 @@
 
 A `ChatSample`, any sample or crude sample with `messages`, `conversations` or `conversation` (also inside a `json`
 part), and the types that `MultiModalTaskEncoder` encodes. A turn is `{"role": …, "content": …}` or `{"from": …,
-"value": …}`; `human` and `gpt` mean `user` and `assistant`. Its content is a text with the placeholders `<image>` and
-`<video>`, or a list of parts `{"type": "text", "text": …}`, `{"type": "image"}`, `{"type": "video"}`. Images and videos
-come in order from the sample's own fields (`images`, `image`, `imgs`; `videos`, `video`), or from the parts.
+"value": …}`; `human` and `gpt` mean `user` and `assistant`, and `rows.turns` knows the other forms. Its content is a
+text with the placeholders `<image>` and `<video>`, or a list of parts `{"type": "text", "text": …}`, `{"type":
+"image"}`, `{"type": "video"}`. Images and videos come in order from the sample's own fields (`images`, `image`, `imgs`;
+`videos`, `video`), from the parts, or, in a crude sample, from its own files.
 
 All other keys of a turn (`tool_calls`, `reasoning_content`, `name`, …) go to the chat template as they are. Those of
 `_FLAGS` also say whether an answer is learned. `system` and `tools` may stand beside the turns.
@@ -20,18 +21,32 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from energon_bridge.av import AV_EXTENSIONS
 from energon_bridge.errors import SampleError
+from energon_bridge.rows.turns import (
+    CONVERSATIONS as _TURNS,
+    ROLES,
+    Medium,
+    has_own,
+    known_turns,
+    medium_of,
+    medium_of_av,
+    mismatch,
+    part_kind,
+    part_text,
+    placed,
+    turns_of,
+)
 from energon_bridge.samples import Sample, VidQASample, edataclass
 from energon_bridge.task_encoder.conversation import Conversation
 from energon_bridge.task_encoder.families.vision import Kind
+from energon_bridge.task_encoder.images import IMAGE_EXTENSIONS
 from energon_bridge.task_encoder.sample_encoders import images_of
 from energon_bridge.task_encoder.templates import parsed
 
 _logger = logging.getLogger(__name__)
 IMAGE, VIDEO = "<image>", "<video>"
 _PLACEHOLDERS = re.compile(r"\n?(<image>|<video>)\n?")
-_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
-_TURNS = ("messages", "conversations", "conversation")
 _OWN_KEYS = frozenset({"role", "from", "content", "value"})
 _FLAGS: Mapping[str, bool] = {
     **dict.fromkeys(("weight", "loss", "loss_scale", "train", "training", "train_on_turn"), True),
@@ -121,10 +136,13 @@ def chat_of(sample: Any, *, place_images: Literal["before", "after"] = "before")
         turns = _with_system(turns, system)
     payloads: dict[Kind, list[Any]] = {"image": [], "video": []}
     waiting = {kind: media_of(sample, kind) for kind in payloads}
-    messages = [_message(turn, payloads, waiting) for turn in turns]
-    placed = _placed(messages, payloads, waiting, place_images)
+    there: dict[Medium, int] = {kind: len(found) for kind, found in waiting.items()}
+    if isinstance(sample, Mapping):
+        there["audio"] = len(own_media(sample, "audio"))
+    known = placed(known_turns(turns), there)
+    messages = [_message(turn, payloads, waiting) for turn in known]
     return Chat(
-        messages=tuple(placed),
+        messages=tuple(_placed(messages, payloads, waiting, place_images)),
         images=tuple(payloads["image"]),
         videos=tuple(payloads["video"]),
         tools=_tools_of(tools),
@@ -133,10 +151,13 @@ def chat_of(sample: Any, *, place_images: Literal["before", "after"] = "before")
 
 def chat_of_conversation(content: Conversation) -> Chat:
     """Return the conversation that a sample encoder made, with `<image>` for each image."""
-    messages = tuple(Message(role=turn.role, parts=parts_of(turn.text), learned=turn.learned) for turn in content.turns)
+    placed([{"role": turn.role, "content": turn.text} for turn in content.turns], {"image": len(content.images)})
+    messages = tuple(
+        Message(role=turn.role, parts=parts_of(turn.text, turn.role), learned=turn.learned) for turn in content.turns
+    )
     places = sum(part.kind == "image" for message in messages for part in message.parts)
     if places != len(content.images):
-        raise SampleError(_mismatch("image", places, len(content.images)))
+        raise SampleError(mismatch("image", places, len(content.images)))
     return Chat(messages=messages, images=tuple(content.images))
 
 
@@ -152,8 +173,10 @@ def chat_of_video(sample: VidQASample, *, place_images: Literal["before", "after
     return chat_of(ChatSample(__key__=sample.__key__, messages=turns, videos=[sample.video]), place_images=place_images)
 
 
-def parts_of(content: str) -> tuple[Part, ...]:
-    """Split a text at its placeholders; a line break next to one belongs to it."""
+def parts_of(content: str, role: str = "user") -> tuple[Part, ...]:
+    """Split a text at its placeholders; a line break next to one belongs to it. In an answer they are text."""
+    if role == "assistant":
+        return (Part("text", content),) if content else ()
     parts: list[Part] = []
     for number, piece in enumerate(_PLACEHOLDERS.split(content)):
         if number % 2:
@@ -166,6 +189,8 @@ def parts_of(content: str) -> tuple[Part, ...]:
 def media_of(sample: Any, kind: Kind) -> list[Any]:
     """Return the images or videos in a sample's own fields."""
     value = next((found for name in _FIELDS[kind] if (found := _value(sample, name)) is not None), None)
+    if value is None and isinstance(sample, Mapping):
+        return own_media(sample, kind)
     if kind == "image":
         return images_of(value)
     if value is None:
@@ -173,6 +198,23 @@ def media_of(sample: Any, kind: Kind) -> list[Any]:
     # A list of images is one video, a list of videos several.
     several = isinstance(value, list | tuple) and not _is_frame(value[0] if value else None)
     return list(value) if several else [value]
+
+
+def own_media(sample: Mapping[str, Any], kind: Medium) -> list[Any]:
+    """Return a crude sample's own images, videos or sounds: `2.jpg` before `10.jpg`."""
+    names = (name for name in sample if not name.startswith("__") and _medium(name) == kind)
+    return [sample[name] for name in sorted(names, key=_by_number)]
+
+
+def _medium(name: str) -> Medium | None:
+    extension = name.rpartition(".")[2].lower()
+    if extension in IMAGE_EXTENSIONS:
+        return "image"
+    return medium_of_av(name) if extension in AV_EXTENSIONS else medium_of(name)
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", name)]
 
 
 def _is_frame(value: Any) -> bool:
@@ -190,8 +232,8 @@ def _message(turn: Any, payloads: dict[Kind, list[Any]], waiting: dict[Kind, lis
         content = ()
     if not isinstance(role, str) or not isinstance(content, str | list | tuple):
         raise SampleError(f"a turn must have role and content, or from and value, got {turn!r}"[:500])
-    role = _ROLES.get(role, role)
-    parts = parts_of(content) if isinstance(content, str) else tuple(_part(part) for part in content)
+    role = ROLES.get(role.strip().lower(), role)
+    parts = parts_of(content, role) if isinstance(content, str) else tuple(_part(part) for part in content)
     given = [None] * len(parts) if isinstance(content, str) else [_payload(part) for part in content]
     for part, payload in zip(parts, given, strict=True):
         if part.kind == "text":
@@ -231,7 +273,7 @@ def _with_system(turns: Sequence[Any], system: Any) -> list[Any]:
     """Return turns that begin with a system prompt: their own, or the one beside them."""
     first = turns[0]
     own = None
-    if isinstance(first, Mapping) and first.get("role", first.get("from")) == "system":
+    if isinstance(first, Mapping) and ROLES.get(str(first.get("role", first.get("from")))) == "system":
         own = first.get("content", first.get("value"))
     if own is None:
         return [{"role": "system", "content": system}, *turns]
@@ -290,22 +332,17 @@ def _warn_once(name: str, named: set[str], message: str) -> None:
 
 
 def _part(part: Any) -> Part:
-    if isinstance(part, str):
-        return Part("text", part)
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == "text" and isinstance(part.get("text"), str):
-        return Part("text", part["text"])
-    if kind in ("image", "image_url"):
-        return Part("image")
-    if kind == "video":
-        return Part("video")
+    kind, text = part_kind(part), None
+    if kind == "text" and (text := part_text(part)) is not None:
+        return Part("text", text)
+    if kind in ("image", "video"):
+        return Part(kind)
     raise SampleError(f"a part of a turn must have the type text, image or video, got {part!r}"[:500])
 
 
 def _payload(part: Any) -> Any:
     """Return the image or video in a part; None for a path or URL, which is not loaded here."""
-    payload = part.get(part.get("type")) if isinstance(part, Mapping) else None
-    return None if isinstance(payload, str | Mapping) else payload
+    return part[part["type"]] if isinstance(part, Mapping) and has_own(part) else None
 
 
 def _placed(
@@ -327,12 +364,8 @@ def _placed(
         missing = sum(payload is None for payload in payloads[kind])
         if missing or waiting[kind]:
             wanted = len(payloads[kind])
-            raise SampleError(_mismatch(kind, wanted, wanted - missing + len(waiting[kind])))
+            raise SampleError(mismatch(kind, wanted, wanted - missing + len(waiting[kind])))
     return messages
-
-
-def _mismatch(kind: str, places: int, there: int) -> str:
-    return f"the text has {places} {kind} placeholders '<{kind}>' but the sample has {there} {kind}s"
 
 
 def _turns_of(sample: Any) -> Any:
@@ -340,6 +373,9 @@ def _turns_of(sample: Any) -> Any:
     for holder in (sample, _value(sample, "json")):
         if isinstance(holder, list) and holder:
             return {"messages": holder}
+        if holder is not sample and isinstance(holder, Mapping) and (turns := turns_of(holder)) is not None:
+            is_pair = all(holder.get(name) is None for name in _TURNS)
+            return {**holder, "messages": turns, "system": None} if is_pair else holder
         if holder is not None and any(_value(holder, name) is not None for name in _TURNS):
             return holder
     return None

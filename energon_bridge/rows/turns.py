@@ -1,0 +1,435 @@
+"""Conversations as lists have them: which of their forms are known, and what each turn means.
+
+    messages, conversations, conversation     turns: `role` and `content`, or `from` and `value`; `{human, assistant}`
+                                              is two turns, and so is a list of two texts
+    instruction, input, output; query,        a question and its answer, with `system` and earlier pairs as `history`:
+    response; and the other PAIRS             Alpaca, LLaMA-Factory, ms-swift
+    function_call, tool_call                  turns with the JSON of calls: the assistant's `tool_calls`
+    observation, tool_response, function      turns with the result of a call: the role `tool`
+    chosen, rejected…; kto_tag, label         preferences, which are no conversation to learn (`preferred` makes one)
+
+`energon convert` and the training script read conversations by these functions, so that one refuses what the other
+could not learn.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal
+
+from energon_bridge.errors import SampleError, SkipSample
+from energon_bridge.format.media import kind_by_name
+
+Medium = Literal["image", "video", "audio"]
+Turn = Mapping[str, Any]
+
+CONVERSATIONS = ("messages", "conversations", "conversation")
+PAIRS = (
+    *(("instruction", "output"), ("instruction", "response"), ("query", "response"), ("question", "answer")),
+    *(("question", "response"), ("prompt", "completion"), ("prompt", "response"), ("human", "assistant")),
+    *(("user", "assistant"), ("human", "gpt"), ("input", "output")),
+)
+BESIDE_PAIRS = ("input", "history", "system", "tools")
+"""What else belongs to a pair."""
+
+_CALLS, _RESULTS = ("function_call", "tool_call"), ("observation", "tool_response", "function", "ipython")
+_KNOWN = ("system", "user", "assistant", "tool")
+ROLES: Mapping[str, str] = MappingProxyType(
+    {
+        **{name: name for name in _KNOWN},
+        **{"developer": "system", "human": "user"},
+        **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "bot", "model", *_CALLS), "assistant"),
+        **dict.fromkeys(_RESULTS, "tool"),
+    }
+)
+"""What the names of roles mean."""
+
+PARTS: Mapping[str, Literal["text"] | Medium] = MappingProxyType(
+    {
+        **dict.fromkeys(("text", "input_text", "output_text"), "text"),
+        **dict.fromkeys(("image", "image_url", "input_image"), "image"),
+        **dict.fromkeys(("video", "video_url", "input_video"), "video"),
+        **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
+    }
+)
+"""What the types of a message's parts mean."""
+
+_SAYING = ("tool_calls", "reasoning_content", "thinking", "reasoning")  # in place of a content
+_PAYLOADS = ("url", "path", "src", "value", "source", "data", "bytes")
+_HINTS = ("type", "detail", "format", "media_type", "mime_type", "cache_control")
+_PLACES = re.compile(r"<(image|video|audio)>")
+_SOUNDS = ("aac", "aif", "aiff", "amr", "flac", "m4a", "mp3", "oga", "ogg", "opus", "wav", "wma")
+_SHOWN = 200
+
+
+def turns_of(entry: Mapping[str, Any]) -> list[Turn] | None:
+    """Return the turns of an entry in one form; None if it is no conversation.
+
+    Raises:
+        SampleError: It is one that is not understood, or has preferences.
+    """
+    name, pair = _named(entry), pair_of(entry)
+    if name is None and pair is None and not has_preferences(entry):
+        return None
+    if has_preferences(entry):
+        raise SampleError(
+            f"has preferences ({', '.join(_preferences(entry))}), which are not learned: to learn only the preferred "
+            "answers, convert the list with --preferred; a column that means something else needs another name"
+        )
+    return known_turns(_listed(entry, name)) if name is not None else _turns_of_pair(entry, pair)  # type: ignore[arg-type]
+
+
+def pair_of(entry: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the names of an entry's question and answer, texts or turns, if it is a known pair."""
+    return next((pair for pair in PAIRS if all(_is_said(entry.get(name)) for name in pair)), None)
+
+
+def known_turns(turns: Sequence[Any]) -> list[Turn]:
+    """Return turns with pairs taken apart, and calls and their results as `tool_calls` and the role `tool`.
+
+    Raises:
+        SampleError: A call is not understood.
+    """
+    found: list[Turn] = []
+    before = None  # the name of the role before
+    for turn in turns:
+        name = _role_name(turn)
+        if name in _CALLS:
+            calls = _calls(_content(turn))
+            if before in _CALLS:
+                found[-1] = {**found[-1], "tool_calls": [*found[-1]["tool_calls"], *calls]}
+            else:
+                found.append(
+                    {**_without(turn, "from", "value"), "role": "assistant", "content": "", "tool_calls": calls}
+                )
+        elif name in _RESULTS:
+            found.append({**_without(turn, "from", "value"), "role": "tool", "content": _content(turn)})
+        elif name is not None and isinstance(turn.get("function_call"), Mapping) and not turn.get("tool_calls"):
+            calls = _calls(turn["function_call"])
+            found.append({**_without(turn, "function_call"), "content": _content(turn) or "", "tool_calls": calls})
+        else:
+            found += [turn] if name is not None else _pair_turn(turn)
+        before = name
+    return found
+
+
+def _named(entry: Mapping[str, Any]) -> str | None:
+    return next((name for name in CONVERSATIONS if entry.get(name) is not None), None)
+
+
+def _is_said(value: Any) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, list) and bool(value) and all(_role_name(turn) is not None for turn in value)
+    )
+
+
+def _as_turns(value: Any, role: str) -> list[Turn]:
+    return known_turns(value) if isinstance(value, list) else [{"role": role, "content": value}]
+
+
+def _listed(entry: Mapping[str, Any], name: str) -> Sequence[Any]:
+    turns = _parsed(entry[name], f"`{name}`")
+    if isinstance(turns, Mapping):
+        turns = next((turns[inner] for inner in CONVERSATIONS if inner in turns), turns)
+    if not isinstance(turns, Sequence) or isinstance(turns, str | bytes) or not turns:
+        raise SampleError(f"`{name}`: expected a list of turns, found {_short(turns)}")
+    return turns
+
+
+def _turns_of_pair(entry: Mapping[str, Any], pair: tuple[str, str]) -> list[Turn]:
+    asked = entry[pair[0]]
+    more = entry.get("input")
+    if isinstance(more, str) and more and pair[0] != "input" and isinstance(asked, str):
+        asked = f"{asked}\n{more}" if asked else more
+    turns: list[Turn] = []
+    if isinstance(entry.get("system"), str) and entry["system"]:
+        turns.append({"role": "system", "content": entry["system"]})
+    history = _parsed(entry.get("history") or [], "`history`")
+    if not isinstance(history, Sequence) or isinstance(history, str | bytes):
+        raise SampleError(f"`history`: expected a list of pairs, found {_short(history)}")
+    for earlier in history:
+        found = known_turns([earlier])
+        if len(found) != 2 and _role_name(earlier) is None:
+            raise SampleError(f"`history`: expected pairs of texts, found {_short(earlier)}")
+        turns += found
+    return [*turns, *_as_turns(asked, "user"), *_as_turns(entry[pair[1]], "assistant")]
+
+
+def _pair_turn(turn: Any) -> list[Turn]:
+    """Return the two turns of a pair; anything else as it is."""
+    if isinstance(turn, Mapping) and (pair := pair_of(turn)) is not None:
+        return _turns_of_pair(turn, pair)
+    if isinstance(turn, list | tuple) and len(turn) == 2 and all(isinstance(text, str) for text in turn):
+        return [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+    return [turn]
+
+
+def _role_name(turn: Any) -> str | None:
+    found = (turn.get("role") or turn.get("from")) if isinstance(turn, Mapping) else None
+    return found.strip().lower() if isinstance(found, str) else None
+
+
+def _content(turn: Turn) -> Any:
+    return turn["content"] if turn.get("content") is not None else turn.get("value")
+
+
+def _calls(value: Any) -> list[dict[str, Any]]:
+    """Return calls in OpenAI's form: JSON of `{"name", "arguments"}`, or of a list of these."""
+    found = _parsed(value, "a call")
+    calls = []
+    for one in found if isinstance(found, list) else [found]:
+        call = one.get("function", one) if isinstance(one, Mapping) else None
+        if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
+            raise SampleError(f"a call must be JSON with name and arguments, got {_short(one)}")
+        arguments = call.get("arguments", call.get("parameters", {}))
+        if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
+            arguments = _parsed(arguments, "the arguments of a call")
+        calls.append({"type": "function", "function": {"name": call["name"], "arguments": arguments}})
+    return calls
+
+
+def _parsed(value: Any, what: str) -> Any:
+    if not isinstance(value, str | bytes):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise SampleError(f"{what}: expected JSON, found {_short(value)} ({error})") from error
+
+
+def _without(turn: Turn, *names: str) -> dict[str, Any]:
+    return {name: value for name, value in turn.items() if name not in names}
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:_SHOWN]
+
+
+# Preferences ----------------------------------------------------------------------------------------------------------
+#
+# Lists for DPO have a chosen and a rejected answer, lists for KTO a tag for the whole entry. Learning all of their
+# texts would teach the rejected ones, so only what is preferred can be taken, and only on request.
+
+
+def has_preferences(entry: Mapping[str, Any], *, tags_only: bool = False) -> bool:
+    """Return whether an entry says which of its answers are preferred, or with a tag whether its answer is."""
+    return any(name in _TAGS or not tags_only for name in _preferences(entry))
+
+
+def preferred(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an entry with its preferred answer only; one without preferences as it is.
+
+    Raises:
+        SkipSample: Its answer is not preferred.
+        SampleError: Its preferred answer is not understood.
+    """
+    names = _preferences(entry)
+    tag = next((name for name in names if name in _TAGS), None)
+    if tag is not None and not _flag(tag, entry[tag]):
+        raise SkipSample(f"left out by --preferred: `{tag}` is {entry[tag]!r}")
+    kept = _without(entry, *names)
+    chosen = entry["chosen"] if "chosen" in names else None
+    if chosen is None:
+        return kept  # without tags, or rejected answers
+    answer = _as_turns([chosen] if isinstance(chosen, Mapping) else chosen, "assistant")
+    asked, name = next((pair for pair in PAIRS if _is_said(kept.get(pair[0]))), None), _named(kept)
+    if ROLES.get(_role_name(answer[0]) or "") in ("user", "system"):  # the question is in it
+        turns = answer
+    elif name is not None:
+        turns = [*known_turns(_listed(kept, name)), *answer]
+    elif asked is not None:
+        turns = _turns_of_pair({**kept, asked[1]: answer}, asked)
+    else:
+        raise SampleError(f"the question of the `chosen` answer is not found in {', '.join(kept) or 'nothing'}")
+    return {**_without(kept, *CONVERSATIONS, *(asked or ()), *BESIDE_PAIRS[: 3 * (name is None)]), "messages": turns}
+
+
+def num_rejected(entry: Mapping[str, Any]) -> int:
+    """Return how many rejected answers `preferred` leaves out of an entry."""
+    return sum(name in ("rejected", "rejected_response", "rejected_messages") for name in _preferences(entry))
+
+
+_TAGS = ("kto_tag", "label")
+_CHOICES = ("chosen", "rejected", "rejected_response", "rejected_messages", "rejected_images")
+
+
+def _preferences(entry: Mapping[str, Any]) -> list[str]:
+    found = [name for name in _CHOICES if isinstance(value := entry.get(name), str | list | tuple | Mapping) and value]
+    if _named(entry) is not None or pair_of(entry) is not None:
+        return found + [name for name in _TAGS if _flag(name, entry.get(name)) is not None]
+    is_asked = len(found) > 1 or any(_is_said(entry.get(asked)) for asked, _ in PAIRS)
+    return found if "chosen" in found and is_asked else []
+
+
+def _flag(name: str, value: Any) -> bool | None:
+    """Return a tag as a truth; None if it is none. Only `label` may also be something else."""
+    if name != "label":
+        value = {"true": True, "1": True, "false": False, "0": False}.get(str(value).strip().lower())
+    return value if isinstance(value, bool) else None
+
+
+# Media ----------------------------------------------------------------------------------------------------------------
+#
+# A text has a place for an image or video as `<image>` or `<video>`, a list of parts as a part of that type. In an
+# answer, and in a text that is a part, these words are text: they are only taken for that if every image and video has
+# a place elsewhere.
+
+
+def medium_of(name: str) -> Medium | None:
+    """Return what the file of a part is, by its name: `0.jpg`, `videos.0.mp4`, `audios.0.mp4`."""
+    kind = kind_by_name(name)
+    return medium_of_av(name) if kind == "av" else kind
+
+
+def medium_of_av(name: str) -> Medium:
+    """Return what the file of a part is, by its name, if it is a video or sound."""
+    first, _, rest = name.lower().partition(".")
+    return "audio" if first in ("audio", "audios") or (rest or first).rpartition(".")[2] in _SOUNDS else "video"
+
+
+def part_kind(part: Any) -> Literal["text"] | Medium | None:
+    """Return what a part of a message is; None if it is not understood."""
+    if isinstance(part, str):
+        return "text"
+    if not isinstance(part, Mapping):
+        return None
+    if part.get("type") is not None:
+        return PARTS.get(part["type"]) if isinstance(part["type"], str) else None
+    return next((PARTS[name] for name in part if name in PARTS and part[name] is not None), None)
+
+
+def part_text(part: Any) -> str | None:
+    """Return the text of a part that is one."""
+    found = part if isinstance(part, str) else part["text"] if part.get("text") is not None else part.get("value")
+    return found if isinstance(found, str) else None
+
+
+def part_payload(part: Mapping[str, Any], kind: str) -> Any:
+    """Return what a part of an image, video or sound has of it; None for a placeholder.
+
+    Raises:
+        SampleError: It has several, or something that is not understood.
+    """
+    names = (f"{kind}_url", kind, f"input_{kind}", *_PAYLOADS)
+    given = {name: value for name, value in part.items() if value is not None and not (name == "text" and not value)}
+    found = [name for name in names if name in given]
+    other = [name for name in given if name not in (*names, *_HINTS)]
+    if len(found) > 1 or other:
+        raise SampleError(
+            f"a part of a message is not understood, for its {', '.join(other or found)}: {_short(part)}. Write it as "
+            f'{{"type": "{kind}", "{kind}": PATH}}'
+        )
+    return given[found[0]] if found else None
+
+
+def placed(turns: Sequence[Turn], there: Mapping[Medium, int]) -> list[Turn]:
+    """Return turns whose places fit the images and videos of a sample; `there` counts those that are not in its parts.
+
+    `<image>` stands for a video where there are only videos, as in the lists of LLaVA-Video.
+
+    Raises:
+        SampleError: There is sound, or a text may or may not be a place.
+    """
+    places, literal, answered = _counted(turns)
+    check_sound(places["audio"] or there.get("audio"))
+    if not places["video"] and not there.get("image") and 0 < places["image"] == there.get("video"):
+        turns = [_as_videos(turn) for turn in turns]
+        places, literal, answered = _counted(turns)
+        answered["video"] += answered.pop("image", 0)
+    kinds: tuple[Medium, ...] = ("image", "video")
+    for kind in kinds:
+        count, wanted = places[kind], there.get(kind, 0)
+        if (answered[kind] and (count != wanted or not count)) or (literal[kind] and wanted and not count):
+            where = "an answer" if answered[kind] else "a text part"
+            raise SampleError(
+                f"{where} contains the placeholder '<{kind}>', and the questions have {count} for {wanted} {kind}s, so "
+                f'it may be a place or a text: write places as parts {{"type": "{kind}"}}, and texts as parts '
+                '{"type": "text", "text": …}'
+            )
+    return list(turns)
+
+
+def check_sound(has_sound: object) -> None:
+    """Raise SampleError if there is sound, which would be left out in silence."""
+    if has_sound:
+        raise SampleError("has sound, which is not trained on yet (ShardWriter writes it for encoders of your own)")
+
+
+def check_turns(turns: Sequence[Turn]) -> None:
+    """Check that turns are understood, and that there is something to learn.
+
+    Raises:
+        SampleError: It says what is wrong.
+    """
+    for turn in turns:
+        name = _role_name(turn)
+        content = None if name is None else _content(turn)
+        says = name is not None and any(turn.get(key) for key in _SAYING)
+        if not isinstance(content, str | list | tuple) and not (content is None and says):
+            raise SampleError(f"a turn must have role and content, or from and value, got {_short(turn)}")
+        if name not in ROLES:
+            raise SampleError(f"the role {name!r} of a turn is not known: write {', '.join(_KNOWN)}")
+        for part in content if isinstance(content, list | tuple) else ():
+            kind = part_kind(part)
+            if kind is None or (kind == "text" and part_text(part) is None):
+                raise SampleError(f"a part of a message is not understood: {_short(part)}")
+    if all(ROLES[str(_role_name(turn))] != "assistant" for turn in turns):
+        raise SampleError("the conversation has no answer to learn")
+
+
+def check_places(turns: Sequence[Turn], there: Mapping[Medium, int]) -> None:
+    """Check that images and videos beside turns have places in them; without any, the first question is theirs.
+
+    Raises:
+        SampleError: They have not, or there is sound.
+    """
+    places = _counted(placed(turns, there))[0]
+    asks = any(ROLES.get(_role_name(turn) or "") == "user" for turn in turns)
+    kinds: tuple[Medium, ...] = ("image", "video")
+    for kind in kinds:
+        count, wanted = places[kind], there.get(kind, 0)
+        if count != wanted and (count or not asks):
+            raise SampleError(mismatch(kind, count, wanted))
+
+
+def mismatch(kind: str, places: int, there: int) -> str:
+    """Return the complaint about a wrong number of images or videos."""
+    return f"the text has {places} {kind} placeholders '<{kind}>' but the sample has {there} {kind}s"
+
+
+def _counted(turns: Sequence[Turn]) -> tuple[Counter[str], Counter[str], Counter[str]]:
+    """Count places without a payload of their own, placeholders in parts of text, and those in the texts of answers."""
+    places: Counter[str] = Counter()
+    literal: Counter[str] = Counter()
+    answered: Counter[str] = Counter()
+    for turn in turns:
+        content = _content(turn) if isinstance(turn, Mapping) else None
+        if isinstance(content, str):
+            is_answer = ROLES.get(_role_name(turn) or "") == "assistant"
+            (answered if is_answer else places).update(_PLACES.findall(content))
+            continue
+        for part in content if isinstance(content, list | tuple) else ():
+            kind = part_kind(part)
+            if kind == "text":
+                literal.update(_PLACES.findall(part_text(part) or ""))
+            elif kind is not None and (kind == "audio" or not has_own(part)):
+                places[kind] += 1
+    return places, literal, answered
+
+
+def has_own(part: Mapping[str, Any]) -> bool:
+    """Return whether a part has its image or video itself, and not the path or URL of one."""
+    payload = part.get(part.get("type", ""))
+    return payload is not None and not isinstance(payload, str | Mapping)
+
+
+def _as_videos(turn: Turn) -> Turn:
+    name = "content" if isinstance(turn.get("content"), str) else "value"
+    text = turn.get(name)
+    if not isinstance(text, str) or ROLES.get(_role_name(turn) or "") == "assistant":
+        return turn
+    return {**turn, name: text.replace("<image>", "<video>")}

@@ -1,0 +1,360 @@
+"""Lists of conversations: what `energon convert` writes is learned by the command that it shows, or it is refused."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from clips import write_video
+from conversations import picture_of
+from forked import run_program
+from paths import CONFIGS, REPOSITORY
+from sources import convert, converted, members, refused
+
+pytest.importorskip("lightning.pytorch")
+pytest.importorskip("transformers")
+
+from energon_bridge import WorkerConfig, get_loader, get_val_dataset
+from energon_bridge.errors import SampleError
+from energon_bridge.training.config_file import load_config
+from energon_bridge.training.encoder import cook_conversation, training_task_encoder
+from energon_bridge.training.presets import ModelBundle, load_model, write_preset
+
+CONFIG = load_config(CONFIGS / "tiny" / "qwen2.5_vl_instruct.yaml", ())
+ALL_TRAIN = ("--split-ratio", "1,0,0")
+TEXT = {"type": "text", "text": "color?"}
+RED = {"role": "assistant", "content": "red"}
+ASKED = [{"from": "human", "value": "a"}]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> ModelBundle:
+    folder = tmp_path_factory.mktemp("preset") / "model"
+    write_preset(CONFIG.model, folder, lambda: ["color? red film"] * 3)
+    return load_model(str(folder), init="random")
+
+
+@pytest.fixture(scope="module")
+def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("media")
+    for color in ("red", "blue"):
+        picture_of(color).resize((32, 32)).save(folder / f"{color}.png")
+    (folder / "plain").write_bytes((folder / "red.png").read_bytes())
+    write_video(folder / "film.mp4", frames=60)
+    (folder / "film.mp3").write_bytes(b"ID3")
+    return folder
+
+
+def listed(folder: Path, entries: Any) -> Path:
+    path = folder / "list.json"
+    path.write_text(json.dumps(entries if isinstance(entries, list) else [entries]))
+    return path
+
+
+def learned(path: Path, bundle: ModelBundle) -> list[tuple[str, str, dict[str, Any]]]:
+    """Return what is shown and what is learned of each sample, with the inputs of its images and videos."""
+    data = load_config(CONFIGS / "tiny" / "qwen2.5_vl_instruct.yaml", ["data.packing_buffer_size=null"]).data
+    encoder = training_task_encoder(data, bundle)
+    workers = WorkerConfig(num_workers=0)
+    dataset = get_val_dataset(path, split_part="train", batch_size=1, worker_config=workers, task_encoder=encoder)
+    found = []
+    for batch in get_loader(dataset):
+        shown = bundle.tokenizer.decode(batch.tokens[0]).replace("<|im_start|>", "|").replace("<|im_end|>", "")
+        for token, letter in (("<|image_pad|>", "i"), ("<|video_pad|>", "v"), ("<|vision_start|>", ""), ("\n", " ")):
+            shown = shown.replace(token, letter)
+        said = bundle.tokenizer.decode(batch.labels[0][batch.loss_mask[0].bool()])
+        inputs = dict(batch.visual_inputs)
+        if batch.pixel_values is not None:
+            inputs["pixel_values"] = batch.pixel_values
+        found.append((shown.replace("<|vision_end|>", ""), said, inputs))
+    return found
+
+
+def asked(*parts: Any, **beside: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(parts)}, RED], **beside}
+
+
+def inline(media: Path) -> str:
+    return base64.b64encode((media / "red.png").read_bytes()).decode()
+
+
+# Images and videos ----------------------------------------------------------------------------------------------------
+
+Entry = Callable[[Path], Any]
+IMAGES: dict[str, Entry] = {
+    "image_url with a value": lambda _: asked({"type": "image_url", "value": "red.png"}, TEXT),
+    "image with src": lambda _: asked({"type": "image", "src": "red.png"}, TEXT),
+    "image with value": lambda _: asked({"type": "image", "value": "red.png"}, {"type": "text", "value": "color?"}),
+    "image with url": lambda _: asked({"type": "image", "url": "red.png", "text": None}, TEXT),
+    "image with path": lambda _: asked({"type": "image", "path": "red.png"}, TEXT),
+    "a file's address": lambda media: asked({"type": "image", "image": f"file://{media}/red.png"}, TEXT),
+    "Chat Completions": lambda m: asked(
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{inline(m)}", "detail": "low"}}, TEXT
+    ),
+    "Responses": lambda m: asked(
+        {"type": "input_image", "image_url": f"data:image/png;base64,{inline(m)}", "detail": "auto"},
+        {"type": "input_text", "text": "color?"},
+    ),
+    "a base64 source": lambda m: asked(
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": inline(m)}}, TEXT
+    ),
+    "parts without a type": lambda _: asked({"image": "red.png"}, {"text": "color?"}),
+    "a part and a column": lambda _: asked({"type": "image"}, TEXT, images=["red.png"]),
+    "a file without an extension": lambda _: {
+        "messages": [{"role": "user", "content": "color?"}, RED],
+        "image": "plain",
+    },
+    "imgs": lambda _: {"messages": [{"role": "user", "content": "<image>color?"}, RED], "imgs": ["red.png"]},
+    "Alpaca": lambda _: {"instruction": "color?", "input": "", "output": "red", "images": ["red.png"]},
+    "Alpaca, one image": lambda _: {"instruction": "color?", "input": "", "output": "red", "image": "red.png"},
+    "a prompt and its response": lambda _: {"image": "red.png", "prompt": "color?", "response": "red"},
+    "ms-swift": lambda _: {"query": "<image>color?", "response": "red", "images": ["red.png"]},
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_an_image_is_learned_from_wherever_it_is_named(
+    tmp_path: Path, media: Path, bundle: ModelBundle, name: str
+) -> None:
+    out = converted(listed(tmp_path, IMAGES[name](media)), tmp_path / "out", "--media", media, *ALL_TRAIN)
+    ((shown, said, inputs),) = learned(out, bundle)
+    assert (shown, said) == ("|user iiiicolor? |assistant red", "red<|im_end|>")
+    size = {"shortest_edge": CONFIG.data.min_pixels, "longest_edge": CONFIG.data.max_pixels}
+    expected = bundle.image_processor(images=[picture_of("red").resize((32, 32))], return_tensors="pt", size=size)
+    assert torch.equal(inputs["pixel_values"], expected["pixel_values"])
+
+
+VIDEOS: dict[str, Any] = {
+    "LLaVA": {
+        "video": "film.mp4",
+        "conversations": [{"from": "human", "value": "<video>\ncolor?"}, {"from": "gpt", "value": "red"}],
+    },
+    "no place": {
+        "video": "film.mp4",
+        "conversations": [{"from": "human", "value": "color?"}, {"from": "gpt", "value": "red"}],
+    },
+    "LLaVA-Video": {
+        "video": "film.mp4",
+        "conversations": [{"from": "human", "value": "<image>\ncolor?"}, {"from": "gpt", "value": "red"}],
+    },
+    "a part": asked({"type": "video", "video": "film.mp4"}, TEXT),
+    "LLaMA-Factory": {"instruction": "<video>color?", "input": "", "output": "red", "videos": ["film.mp4"]},
+    "in the column of images": {"image": "film.mp4", "messages": [{"role": "user", "content": "<image>color?"}, RED]},
+}
+
+
+@pytest.mark.parametrize("name", VIDEOS)
+def test_a_video_is_learned(tmp_path: Path, media: Path, bundle: ModelBundle, name: str) -> None:
+    out = converted(listed(tmp_path, VIDEOS[name]), tmp_path / "out", "--media", media, *ALL_TRAIN)
+    ((shown, said, inputs),) = learned(out, bundle)
+    steps, rows, columns = inputs["video_grid_thw"][0].tolist()
+    assert (shown, said) == (f"|user {'v' * (steps * rows * columns // 4)}color? |assistant red", "red<|im_end|>")
+    assert steps == 2  # four frames of 2.4 seconds
+    assert len(inputs["pixel_values_videos"]) == steps * rows * columns
+
+
+def test_the_command_that_is_shown_trains_on_images_and_videos(tmp_path: Path, media: Path) -> None:
+    kinds = [VIDEOS["LLaVA"], VIDEOS["no place"], VIDEOS["LLaVA-Video"]]
+    turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "red"}]
+    source = listed(tmp_path, [*kinds, {"image": "red.png", "conversations": turns}] * 5)
+    result = convert(source, tmp_path / "out", "--media", media)
+    assert result.exit_code == 0, result.output
+    line = result.output.partition("Try it with a tiny model: ")[2]
+    words = [*shlex.split(line)[1:], f"run_dir={tmp_path / 'run'}", "train.max_steps=2", "validation.interval=2"]
+    done = run_program(words, REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    assert "skipped" not in done.stdout + done.stderr
+    assert "failed" not in done.stdout + done.stderr
+
+
+REFUSED: list[tuple[Any, str]] = [
+    (
+        asked({"type": "picture", "picture": "red.png"}),
+        "`messages`: a part of a message is not understood: {'type': 'pict",
+    ),
+    (asked({"type": "input_file", "file_data": "x"}), "a part of a message is not understood: {'type': 'input_file'"),
+    (asked({"type": "input_image", "file_id": "x"}), "is not understood, for its file_id"),
+    (asked({"type": "text"}), "a part of a message is not understood: {'type': 'text'}"),
+    (asked({"type": "video", "video": "film.mp4", "video_start": 1.0}), "is not understood, for its video_start"),
+    (asked({"type": "video", "video": ["red.png", "blue.png"]}), "`videos`: "),
+    (asked({"type": "image", "image": "red.png", "path": "blue.png"}), "is not understood, for its image, path"),
+    (
+        asked({"type": "image", "image": "red.png"}, {"type": "image"}, images=["blue.png"]),
+        "has images in `images` and in",
+    ),
+    (asked(TEXT, images=[["red.png"]]), "`images`: expected a list of files, found a list in it"),
+    (asked(TEXT, image_path="red.png"), "`image_path` seems to name media (red.png)"),
+    (asked(TEXT, picture="https://host/red.png?size=3"), "`picture` seems to name media (https://host/red.png"),
+    (asked({"type": "image"}, TEXT), "the text has 1 image placeholders '<image>' but the sample has 0 images"),
+    (asked(TEXT, audios=["film.mp3"]), "has sound, which is not trained on yet"),
+    (asked({"type": "text", "text": "<audio>?"}, audio="film.mp4"), "has sound, which is not trained on yet"),
+    (asked({"type": "input_audio", "input_audio": {"data": "x", "format": "wav"}}), "has sound, which is not trained"),
+    ({"messages": [{"role": "user", "content": "<audio>What is that sound?"}, RED]}, "has sound"),
+    ({"instruction": "<audio>?", "input": "", "output": "red", "audios": ["film.mp3"]}, "has sound"),
+    ({"messages": [{"role": "user", "content": "a"}, {"role": "critic", "content": "b"}, RED]}, "the role 'critic' of"),
+    ({"messages": [{"role": "user", "content": "a"}]}, "the conversation has no answer to learn"),
+    (
+        {
+            "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<image>"}],
+            "image": "red.png",
+        },
+        "an answer contains the placeholder '<image>'",
+    ),
+    (asked({"type": "text", "text": "<image>?"}, images=["red.png"]), "a text part contains the placeholder '<image>'"),
+    (
+        {"conversations": [*ASKED, {"from": "function_call", "value": "no JSON"}]},
+        "a call: expected JSON, found 'no JSON'",
+    ),
+    ([asked(TEXT), {"text": "a"}], "is no conversation, as the first rows are: it has text"),
+]
+
+
+@pytest.mark.parametrize(("entry", "complaint"), REFUSED)
+def test_what_would_not_be_learned_is_refused_with_its_place(
+    tmp_path: Path, media: Path, entry: Any, complaint: str
+) -> None:
+    entries = entry if isinstance(entry, list) else [asked(TEXT), entry]
+    source = listed(tmp_path, entries)
+    message = refused(source, tmp_path / "out", "--media", media, *ALL_TRAIN)
+    assert message.startswith(f"{source}, entry 1: ")
+    assert complaint in message
+    result = convert(source, tmp_path / "out", "--media", media, *ALL_TRAIN, "--on-error", "skip")
+    assert "Skipped 1 sample:" in result.output
+    assert "Done: 1 sample " in result.output
+
+
+def test_images_that_only_late_entries_have_are_files_too(tmp_path: Path, media: Path) -> None:
+    plain = {"instruction": "a", "input": "", "output": "b", "images": []}
+    source = listed(tmp_path, [*[plain] * 120, {**plain, "images": ["red.png", "blue.png"]}])
+    stored = members(converted(source, tmp_path / "out", "--media", media, *ALL_TRAIN))
+    names = ["red.png", "blue.png"]
+    assert [stored[f"000000120.images.{n}.png"] for n in (0, 1)] == [(media / name).read_bytes() for name in names]
+    assert json.loads(stored["000000120.json"]) == {"instruction": "a", "input": "", "output": "b"}
+
+
+def test_frames_as_videos_are_refused_by_name(tmp_path: Path, media: Path) -> None:
+    source = listed(tmp_path, {**VIDEOS["LLaVA"], "video": "red.png"})
+    assert f"`videos`: {media}/red.png is an image" in refused(source, tmp_path / "out", "--media", media)
+
+
+# Other forms of turns -------------------------------------------------------------------------------------------------
+
+FORMS: dict[str, tuple[Any, str, str]] = {
+    "Alpaca": (
+        {"instruction": "Say", "input": "it", "output": "red", "system": "Be brief", "history": [["a", "b"]]},
+        "|system Be brief |user a |assistant b |user Say it |assistant red",
+        "b<|im_end|>red<|im_end|>",
+    ),
+    "ms-swift": ({"query": "a", "response": "red", "history": None}, "|user a |assistant red", "red<|im_end|>"),
+    "a question and its answer": ({"question": "a", "answer": "red"}, "|user a |assistant red", "red<|im_end|>"),
+    "human and assistant": ({"human": "a", "assistant": "red"}, "|user a |assistant red", "red<|im_end|>"),
+    "turns of human and assistant": (
+        {"conversation": [{"human": "a", "assistant": "b"}, {"human": "c", "assistant": "red"}]},
+        "|user a |assistant b |user c |assistant red",
+        "b<|im_end|>red<|im_end|>",
+    ),
+    "prompt and completion": (
+        {"prompt": [{"role": "user", "content": "a"}], "completion": [RED]},
+        "|user a |assistant red",
+        "red<|im_end|>",
+    ),
+    "roles by other names": (
+        {"conversations": [{"from": "Human", "value": "a"}, {"from": "chatgpt", "value": "red"}]},
+        "|user a |assistant red",
+        "red<|im_end|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_other_forms_of_conversations_are_learned(tmp_path: Path, bundle: ModelBundle, name: str) -> None:
+    entry, shown, said = FORMS[name]
+    source = listed(tmp_path, entry)
+    result = convert(source, tmp_path / "out", *ALL_TRAIN)
+    assert "Try it with a tiny model: " in result.output
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text(json.dumps(entry) + "\n")
+    for path in (tmp_path / "out", lines):  # JSON lines are learned as they are, too
+        assert [(one[0], one[1]) for one in learned(path, bundle)] == [(shown, said)]
+
+
+def test_calls_and_their_results_are_turns_of_the_assistant_and_of_tools() -> None:
+    call, other = ({"name": name, "arguments": {"city": "Rome"}} for name in ("weather", "time"))
+    turns = [
+        {"from": "human", "value": "How is it?"},
+        {"from": "function_call", "value": json.dumps(call), "weight": 1},
+        {"from": "tool_call", "value": json.dumps([other])},
+        {"from": "observation", "value": "sunny"},
+        {"from": "gpt", "value": "It is sunny."},
+    ]
+    cooked = cook_conversation({"__key__": "a", "json": {"conversations": turns}})
+    calls = [{"type": "function", "function": one} for one in (call, other)]
+    assert cooked.messages[1:4] == [
+        {"weight": 1, "role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "sunny"},
+        turns[4],
+    ]
+    legacy = {"role": "assistant", "content": None, "function_call": {"name": "time", "arguments": '{"city": "Rome"}'}}
+    cooked = cook_conversation({"__key__": "a", "json": {"messages": [{"role": "user", "content": "a"}, legacy]}})
+    assert cooked.messages[1] == {"role": "assistant", "content": "", "tool_calls": calls[1:]}
+
+
+# Preferences ----------------------------------------------------------------------------------------------------------
+
+SAID = {"from": "gpt", "value": "good"}
+PREFERENCES: dict[str, Any] = {
+    "LLaMA-Factory": {"conversations": ASKED, "chosen": SAID, "rejected": {"from": "gpt", "value": "bad"}},
+    "Alpaca": {"instruction": "a", "input": "", "chosen": "good", "rejected": "bad"},
+    "texts": {"prompt": "a", "chosen": "good", "rejected": "bad"},
+    "turns": {"prompt": [{"role": "user", "content": "a"}], "chosen": [SAID], "rejected": [{**SAID, "value": "bad"}]},
+    "whole conversations": {"prompt": "a", "chosen": [*ASKED, SAID], "rejected": [*ASKED, {**SAID, "value": "bad"}]},
+    "ms-swift": {"messages": [*ASKED, SAID], "rejected_response": "bad"},
+}
+
+
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_only_chosen_answers_are_learned_and_only_if_asked(tmp_path: Path, bundle: ModelBundle, name: str) -> None:
+    source = listed(tmp_path, PREFERENCES[name])
+    assert "convert the list with --preferred" in refused(source, tmp_path / "out", *ALL_TRAIN)
+    with pytest.raises(SampleError, match="has preferences"):
+        cook_conversation({"__key__": "a", "json": PREFERENCES[name]})
+    result = convert(source, tmp_path / "out", *ALL_TRAIN, "--preferred")
+    assert "Left out 1 rejected answer of samples" in result.output
+    assert b"bad" not in b"".join(members(tmp_path / "out").values())
+    assert [one[:2] for one in learned(tmp_path / "out", bundle)] == [("|user a |assistant good", "good<|im_end|>")]
+
+
+@pytest.mark.parametrize(("tag", "values"), [("label", (True, False)), ("kto_tag", ("true", "false"))])
+@pytest.mark.parametrize("form", ["messages", "pairs", "images"])
+def test_answers_that_are_not_desired_are_left_out_and_counted(
+    tmp_path: Path, media: Path, bundle: ModelBundle, tag: str, values: tuple[Any, Any], form: str
+) -> None:
+    def entry(said: str, value: Any) -> dict[str, Any]:
+        if form == "messages":
+            return {"messages": [*ASKED, {"from": "gpt", "value": said}], tag: value}
+        return {"question": "a", "answer": said, tag: value, **({"image": "red.png"} if form == "images" else {})}
+
+    source = listed(tmp_path, [entry("good", values[0]), entry("bad", values[1]), entry("fine", values[0])])
+    flags = ("--media", media, *ALL_TRAIN)
+    assert f"has preferences ({tag})" in refused(source, tmp_path / "out", *flags)
+    result = convert(source, tmp_path / "out", *flags, "--preferred")
+    assert result.exit_code == 0, result.output
+    assert (
+        f"Skipped 1 sample:\n  {source}, sample 1: left out by --preferred: `{tag}` is {values[1]!r}" in result.output
+    )
+    assert [one[1] for one in learned(tmp_path / "out", bundle)] == ["good<|im_end|>", "fine<|im_end|>"]
+
+
+def test_preferences_of_typed_samples_are_refused_too(tmp_path: Path, media: Path) -> None:
+    entry = {"image": "red.png", "question": "a", "answer": "bad", "label": False}
+    flags = ("--media", media, *ALL_TRAIN, "--sample-type", "VQASample", "--field", "context=question")
+    assert "has preferences (label)" in refused(listed(tmp_path, entry), tmp_path / "out", *flags)
+    (tmp_path / "out2").mkdir()
+    source = converted(listed(tmp_path, {**entry, "label": 3}), tmp_path / "typed", *flags)
+    assert "--preferred is for lists and tables" in refused(source, tmp_path / "again", "--preferred")
