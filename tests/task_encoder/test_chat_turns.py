@@ -243,7 +243,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("assistant", {"mask": 1}, "mask=1, which cannot be honoured: give true"),
     ("assistant", {"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}, "train_detail="),
     ("user", {"train": True}, "turn of 'user' has train=True, but only answers are learned"),
-    ("tool", {"weight": 1}, "turn of 'tool' has weight=1"),
+    ("tool", {"training": True}, "turn of 'tool' has training=True"),
 ]
 
 
@@ -254,6 +254,16 @@ def two_answers(**flags: Any) -> list[dict[str, Any]]:
         {"role": "user", "content": "how many?"},
         {"role": "assistant", "content": "blue"},
     ]
+
+
+def test_weights_of_questions_ask_for_nothing() -> None:
+    """Lists write `weight: 1` with every turn."""
+    encoder = encoder_with(QWEN)
+    messages = [{**turn, "weight": 1} for turn in two_answers()]
+    plain = [{"role": turn["role"], "content": turn["content"]} for turn in two_answers()]
+    found, expected = (encoder.encode(ChatSample(__key__="q", messages=turns)) for turns in (messages, plain))
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    assert found.loss_mask.tolist() == expected.loss_mask.tolist()
 
 
 @pytest.mark.parametrize("template", [QWEN_VL_TEMPLATE, AS_JSON, BARE, LLAVA_TEMPLATE], ids=lambda one: one[-40:])

@@ -48,8 +48,9 @@ _logger = logging.getLogger(__name__)
 IMAGE, VIDEO = "<image>", "<video>"
 _PLACEHOLDERS = re.compile(r"\n?(<image>|<video>)\n?")
 _OWN_KEYS = frozenset({"role", "from", "content", "value"})
+_WEIGHTS = ("weight", "loss", "loss_scale")
 _FLAGS: Mapping[str, bool] = {
-    **dict.fromkeys(("weight", "loss", "loss_scale", "train", "training", "train_on_turn"), True),
+    **dict.fromkeys((*_WEIGHTS, "train", "training", "train_on_turn"), True),
     **dict.fromkeys(("mask", "masked"), False),
 }
 """Keys that say whether a turn is learned, and the value of those that are."""
@@ -262,6 +263,9 @@ def _is_learned(role: str, keys: Mapping[str, Any]) -> bool:
             )
         said.append(bool(value) is meaning)
         if said[-1] and meaning and role != "assistant":
+            if name in _WEIGHTS:  # written with every turn, it asks for nothing
+                _warn_once(name, _named, f"turns of {role!r} have {name}={value!r}; only answers are learned")
+                continue
             raise SampleError(
                 f"a turn of {role!r} has {name}={value!r}, but only answers are learned: give the key to turns of the "
                 "assistant only"
