@@ -301,8 +301,6 @@ _SKIPPABLE = ("h264", "hevc")
 _X264 = re.compile(rb"x264 - core (\d+)")
 _FOREWORD = 2048
 """Bytes of the first packet that are searched for the version of x264."""
-_X264_RIGHT, _X264_RIGHT_444 = 34, 151
-"""The first versions of x264 without a fault that decoders follow (h264_direct.c, h264_cabac.c of FFmpeg)."""
 
 
 class VideoReader:
@@ -317,7 +315,6 @@ class VideoReader:
         self._ready: deque[Any] = deque()
         self._last: Any = None
         self._landings = 0
-        self._primed: Any = None
 
     @property
     def count(self) -> int:
@@ -347,19 +344,14 @@ class VideoReader:
             self._prime()
 
     def _prime(self) -> None:
-        """Decode the first packet after a jump, once, where the decoder must know which x264 has encoded the file.
+        """Tell the decoder of H.264 which x264 has encoded the file, which only the first packet says.
 
-        Streams of some of its versions have faults that FFmpeg's decoder follows if it has seen the version.
+        It follows the faults of some versions, as of full chroma before 151; else frames after a seek are garbage.
         """
         context = self.packets.stream.codec_context
-        if self._primed is context or context.name != "h264":
-            return
-        self._primed = context
-        version = _X264.search(memoryview(self.packets.opening)[:_FOREWORD])
-        if version and int(version[1]) < (_X264_RIGHT_444 if "444" in (context.pix_fmt or "") else _X264_RIGHT):
-            with self._media.refusing("cannot be decoded"):
-                context.decode(self.packets.opening)
-            context.flush_buffers()
+        if context.name == "h264" and not context.is_open:
+            version = _X264.search(memoryview(self.packets.opening)[:_FOREWORD])
+            context.options = {"x264_build": version[1].decode()} if version else {}
 
     def frames(self, first: int) -> Iterator[Any]:
         """Yield the frames from the pts on that `frame_at` has just returned."""

@@ -138,12 +138,13 @@ def rewrite(
         out: Any = (
             new.add_mux_stream(codec, rate=25, width=64, height=64) if codec else new.add_stream_from_template(stream)
         )
-        out.time_base = (stream.time_base if not form else Fraction(1, 25)) / 16
+        base = (stream.time_base if not form else Fraction(1, 25)) / 16  # the muxer chooses its own
+        out.time_base = base
         read = [packet for packet in old.demux(stream) if packet.size]
         for number, packet in enumerate(read):
             for place, (data, pts, dts) in enumerate(packets(number, packet, bytes(packet))):
                 made: Any = av.Packet(data)
-                made.pts, made.dts, made.time_base, made.stream = pts, dts, out.time_base, out
+                made.pts, made.dts, made.time_base, made.stream = pts, dts, base, out
                 made.is_keyframe = packet.is_keyframe and place == 0
                 new.mux(made)
     return target

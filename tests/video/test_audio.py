@@ -11,9 +11,9 @@ import av
 import numpy as np
 import pytest
 import torch
-from clips import all_samples, tone, write_sound
+from clips import all_samples, rewrite, tone, write_sound, write_video
 
-from energon_bridge.av import AVDecoder, get_clips_uniform
+from energon_bridge.av import AVDecoder, get_clips_uniform, get_single_frames_uniform
 from energon_bridge.errors import ConfigurationError, DecodeError
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -143,3 +143,98 @@ def test_sound_whose_channels_change_is_refused(tmp_path: Path) -> None:
     data = mp3(tmp_path / "two.mp3", 2) + mp3(tmp_path / "one.mp3", 1)
     with pytest.raises(DecodeError, match=r"a\.mp3.? has sound whose number of channels changes"):
         AVDecoder(data, name="a.mp3").get_audio()
+
+
+@pytest.mark.parametrize(
+    ("codec", "form"), [("aac", "m4a"), ("libopus", "ogg"), ("flac", "flac"), ("pcm_s16le", "wav")]
+)
+@pytest.mark.parametrize(("layout", "channels"), [("7.1", 8), ("5.1", 6)])
+def test_eight_channels(codec: str, form: str, layout: str, channels: int, tmp_path: Path) -> None:
+    """PyAV gives nine planes of eight channels, and reading the ninth ends the process."""
+    path, rate = tmp_path / f"a.{form}", 48000
+    at = np.arange(rate) / rate
+    sound = np.stack([np.sin(2 * np.pi * 200 * (n + 1) * at) * 0.3 for n in range(channels)])
+    with av.open(str(path), "w") as out:
+        stream: Any = out.add_stream(codec, rate=rate, layout=layout)
+        packed = np.ascontiguousarray((sound * 32767).astype(np.int16).T).reshape(1, -1)
+        frame = av.AudioFrame.from_ndarray(packed, format="s16", layout=layout)
+        frame.sample_rate, frame.pts = rate, 0
+        out.mux(stream.encode(frame))
+        out.mux(stream.encode(None))
+    expected = all_samples(path)
+    assert expected.shape[0] == channels
+    decoder = AVDecoder(path.read_bytes())
+    (whole,) = decoder.get_audio().audio_clips
+    np.testing.assert_array_equal(whole.numpy(), expected)
+    (part,), _ = decoder.get_audio_clips([(100, 5000)], "samples")
+    np.testing.assert_array_equal(part.numpy(), expected[:, 100:5000])
+    (slow,), _ = decoder.get_audio_clips([(0.2, 0.7)], audio_sample_rate=16000)
+    assert slow.shape == (channels, 8000)
+    power = [abs(np.fft.rfft(one)).argmax() * 2 for one in slow.numpy()]  # each channel is where it was
+    heard = [abs(np.fft.rfft(one)).argmax() * 2 for one in expected[:, 9600:33600]]
+    assert power == heard
+
+
+@pytest.mark.parametrize("name", ["aac.m4a", "aac.mka", "opus.webm", "pcm.mka"])
+def test_clips_by_time_follow_timestamps_that_jump(name: str, folder: Path, tmp_path: Path) -> None:
+    """Expected: libav's decoded blocks, each at its timestamp, with silence between them."""
+    jump = {"aac.m4a": 16 * 7440}.get(name, 16 * 155)  # 155 ms, in sixteenths of ticks
+
+    def late(number: int, packet: Any, data: bytes) -> list[tuple[bytes, int, int]]:
+        at = 16 * packet.pts + (jump if number >= 60 else 0)
+        return [(data, at, at)]
+
+    path = rewrite(folder / name, tmp_path / name, late)
+    blocks: list[tuple[float, np.ndarray]] = []
+    with av.open(str(path)) as container:
+        for frame in container.decode(audio=0):
+            array = frame.to_ndarray()
+            planes = array if frame.format.is_planar else array.reshape(-1, 2).T
+            scale = 1 if planes.dtype.kind == "f" else 32768
+            blocks.append((frame.time or 0.0, planes.astype(np.float32) / scale))
+    begin = blocks[0][0]
+    line = np.zeros((2, 48000 * 6), np.float32)
+    for time, planes in blocks:
+        at = round((time - begin) * 48000)
+        line[:, at : at + planes.shape[1]] = planes
+    decoder = AVDecoder(path.read_bytes())
+    for first in (0.5, 1.0, 1.2, 2.5, 3.5):
+        (clip,), ((start, end),) = decoder.get_audio_clips([(begin + first, begin + first + 0.5)])
+        assert clip.shape == (2, 24000)
+        assert (start, end) == pytest.approx((begin + first, begin + first + 0.5), abs=1e-3)
+        lag = lag_of(clip.numpy()[0], line[0], round(first * 48000))
+        assert abs(lag) <= 100  # Matroska's ticks of a millisecond
+    assert decoder.get_audio().audio_clips[0].shape == all_samples(path).shape
+
+
+def lag_of(clip: np.ndarray, line: np.ndarray, at: int) -> int:
+    """Return by how many samples a clip lies beside its place on a line."""
+    near = line[max(0, at - 9000) : at + len(clip) + 9000]
+    size = len(near) + len(clip)
+    match = np.fft.irfft(np.fft.rfft(near, size) * np.conj(np.fft.rfft(clip, size)), size)
+    return int(match[: len(near) - len(clip) + 1].argmax()) - (at - max(0, at - 9000))
+
+
+def test_sound_that_is_longer_than_the_pictures(tmp_path: Path) -> None:
+    """FLV gives one duration, of the longer stream."""
+    write_video(tmp_path / "v.mp4", frames=50)
+    write_sound(tmp_path / "a.m4a", codec="aac", seconds=4)
+    path = tmp_path / "both.flv"
+    with av.open(str(path), "w") as out, av.open(str(tmp_path / "v.mp4")) as v, av.open(str(tmp_path / "a.m4a")) as a:
+        made = []
+        for source in (v, a):
+            stream = out.add_stream_from_template(source.streams[0])
+            made += [(packet.dts * packet.time_base, packet, stream) for packet in source.demux() if packet.size]
+        for _, packet, stream in sorted(made, key=lambda one: one[0]):
+            packet.stream = stream
+            out.mux(packet)
+    decoder = AVDecoder(path.read_bytes())
+    with av.open(str(path)) as container:
+        times = [float(frame.time or 0) for frame in container.decode(video=0)]
+    assert decoder.get_video_duration(get_frame_count=True) == (pytest.approx(2.0), 50)
+    assert decoder.get_audio_duration() == pytest.approx(4.0, abs=0.1)
+    frames, found = get_single_frames_uniform(decoder, 6, return_timestamps=True)
+    assert (len(frames), found[0], found[-1]) == (6, pytest.approx(times[0]), pytest.approx(times[-1]))
+    clips = get_clips_uniform(decoder, 0.5, 3, request_video=True, request_audio=True)
+    assert clips.video_timestamps is not None
+    assert clips.video_timestamps[-1][1] == pytest.approx(times[-1] + 0.04, abs=0.01)

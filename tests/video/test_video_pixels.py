@@ -189,3 +189,31 @@ def test_frames_that_need_no_conversion_do_not_share_memory(tmp_path: Path) -> N
     clips, _ = AVDecoder(path.read_bytes()).get_video_clips([(1, 1), (1, 1), (2, 2)], video_unit="frames")
     clips[0] += 7
     assert [int(clip[0, 0, 0, 0]) for clip in clips] == [57, 50, 100]
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "b.mp4", "a.mkv"])
+def test_times_are_those_at_which_frames_are_shown(name: str, tmp_path: Path) -> None:
+    """Of a variable rate, too: what models are told comes from the times of libav's frames."""
+    options = {"x264-params": f"bframes={3 if name[0] == 'b' else 0}:log-level=0"}
+    path = write_video(tmp_path / name, frames=120, varying=True, options=options)
+    with av.open(str(path)) as container:
+        shown = [float(frame.time or 0) for frame in container.decode(video=0)]
+    video = video_of(AVDecoder.open(path), fps=2.0, least=4, most=None)
+    assert video.timestamps == pytest.approx([shown[n] - shown[0] for n in video.frames.numbers])
+    seconds = shown[-1] - shown[0]
+    assert len(video.frames.numbers) == int(120 / 119 * seconds * 2.0)
+    assert video.fps == pytest.approx(len(video.frames.numbers) / 120 * 119 / seconds)
+    family: Any = encoder(Videos, None).family
+    assert family.plan_video(video).second_per_grid == pytest.approx(2 / video.fps)
+    told = replace(video, fps=None)
+    rate = (len(told.timestamps) - 1) / (told.timestamps[-1] - told.timestamps[0])
+    assert family.plan_video(told).second_per_grid == pytest.approx(2 / rate)
+
+
+def test_times_of_a_constant_rate_cost_no_reading(clips: list[bytes]) -> None:
+    decoder = AVDecoder(clips[0])
+    decoder.get_metadata()
+    read, decoder.bytes_read = decoder.bytes_read, 0
+    video = video_of(decoder, fps=2.0, least=4, most=None)
+    assert video.timestamps == tuple(number / 10 for number in video.frames.numbers)
+    assert decoder.bytes_read <= read

@@ -208,31 +208,9 @@ def test_hidden_frames_and_unknown_orders(make: Any, form: str, tmp_path: Path) 
     check(data, form)
 
 
-def test_old_x264_of_full_chroma_is_decoded_as_its_version_asks(tmp_path: Path) -> None:
-    """Its first packet names the version; a seek must not lose it."""
-    options = {"x264-params": "log-level=0:8x8dct=1:qp=12:keyint=8:analyse=all", "preset": "slow"}
-    noise = np.random.default_rng(1)
-    y, x = np.mgrid[:128, :160]
-    with av.open(str(tmp_path / "a.mp4"), "w") as out:
-        stream: Any = out.add_stream("libx264", rate=25, options=options)
-        stream.width, stream.height, stream.pix_fmt = 160, 128, "yuv444p"
-        for number in range(30):
-            waves = [
-                128 + 100 * np.sin(x / 9 + number / 3) * np.cos(y / 7),
-                128 + 80 * np.sin(x * y / 300 + number / 5),
-                (x * 3 + number * 2) % 256,
-            ]
-            pixels = (np.stack(waves, -1) + noise.normal(0, 6, (128, 160, 3))).clip(0, 255).astype(np.uint8)
-            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24").reformat(format="yuv444p")
-            frame.pts = number
-            out.mux(stream.encode(frame))
-        out.mux(stream.encode(None))
-    data = (tmp_path / "a.mp4").read_bytes()
-    at = data.index(b"x264 - core ") + len(b"x264 - core ")
-    old = data[:at] + b"148" + data[at + 3 :]
-    assert not np.array_equal(whole(old)[20][1], whole(data)[20][1])
-    check(old, "old")
-    check(data, "new")
+def test_full_chroma_of_an_old_x264() -> None:
+    """Only the first packet names the version (148), whose faults the decoder must follow."""
+    check((TESTS / "fixtures" / "x264-148-444.mkv").read_bytes(), "old")
 
 
 @pytest.mark.parametrize("kind", ["libx265", "libx265/open", "libx264", "libx264/open"])
@@ -261,7 +239,7 @@ def test_common_videos_are_read_by_their_packets(tmp_path: Path) -> None:
 
 
 def test_packets_that_disagree_with_the_decoder_are_not_believed(tmp_path: Path) -> None:
-    """A packet in the middle without pictures (but a delimiter of HEVC): the index lists it, and nothing comes of it."""
+    """A packet in the middle without pictures (a delimiter of HEVC): the index lists it, and nothing comes out."""
     options = {"x265-params": f"{H265}:bframes=0"}
     source = write_video(tmp_path / "a.mkv", codec="libx265", frames=30, options=options)
 
@@ -270,11 +248,10 @@ def test_packets_that_disagree_with_the_decoder_are_not_believed(tmp_path: Path)
 
     data = rewrite(source, tmp_path / "b.mp4", emptied).read_bytes()
     expected = whole(data)
-    assert len(expected) == 29
-    (clip,) = AVDecoder(data).get_video().video_clips
-    assert len(clip) == 29
+    assert len(expected) < 30
     with AVDecoder(data) as decoder:
-        decoder.get_video()
-        clips, _ = decoder.get_video_clips([(number, number) for number in (13, 14, 20)], "frames")
-        for number, clip in zip((13, 14, 20), clips, strict=True):
+        (clip,) = decoder.get_video().video_clips
+        assert len(clip) == len(expected) == decoder.get_video_duration(get_frame_count=True)[1]
+        clips, _ = decoder.get_video_clips([(number, number) for number in (13, 14, 19)], "frames")
+        for number, clip in zip((13, 14, 19), clips, strict=True):
             np.testing.assert_array_equal(clip[0].permute(1, 2, 0).numpy(), expected[number][1])
