@@ -230,10 +230,10 @@ class DatasetRow:
     split_part: str
     planned: float | None
     num_samples: int
-    epoch_samples: float
     draws: int
     counts: dict[str, int]
     identity: str = ""
+    epoch_samples: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -235,6 +235,17 @@ def test_a_cooker_returns_one_sample(result: Any, tmp_path: Path) -> None:
         samples_of(lines(tmp_path), encoder_of(several if result else lambda sample: None))
 
 
+def test_the_hook_returns_a_sample(tmp_path: Path) -> None:
+    class Mistaken(DefaultTaskEncoder):
+        cookers = (Cooker(cook),)
+
+        def cook_crude_sample(self, *args: Any) -> Any:
+            return None
+
+    with pytest.raises(FatalSampleError, match="cook_crude_sample of Mistaken returned None: return the sample"):
+        samples_of(lines(tmp_path), Mistaken())
+
+
 # Auxiliary stores of a mix -------------------------------------------------------------------------------------------
 
 
