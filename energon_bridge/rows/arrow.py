@@ -23,7 +23,7 @@ from typing import Any
 
 from energon_bridge.errors import ConfigurationError, SourceError
 from energon_bridge.rows.base import SPLIT_NAMES, SPLIT_ORDER, Layout, MediaRoot, Row, first_rows, lay_out, located
-from energon_bridge.rows.lists import (
+from energon_bridge.rows.conversations import (
     as_files,
     conversation_row,
     file_columns,
@@ -31,8 +31,8 @@ from energon_bridge.rows.lists import (
     learnable,
     media_columns,
     only_preferred,
-    propose_layout,
 )
+from energon_bridge.rows.lists import propose_layout
 from energon_bridge.rows.turns import CONVERSATIONS
 from energon_bridge.storage import Store, as_far, open_store
 from energon_bridge.storage.ranges import ByteRange, RangeReader

@@ -6,14 +6,12 @@ sample is due.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import csv
 import io
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -22,46 +20,35 @@ from typing import Any
 
 import numpy as np
 
-from energon_bridge.errors import SampleError, SourceError
+from energon_bridge.errors import SourceError
 from energon_bridge.format.documents import UTF16, utf16_remedy
-from energon_bridge.format.media import HEAD_BYTES, extension_by_head, kind_by_head, kind_by_name
+from energon_bridge.format.media import kind_by_name
 from energon_bridge.rows.base import (
-    Blob,
-    Content,
     Layout,
-    MediaRoot,
     Row,
     RowSample,
     first_rows,
-    is_file_of,
     is_media_path,
     lay_out,
     located,
     media_file,
 )
+from energon_bridge.rows.conversations import (
+    as_files,
+    conversation_row,
+    file_columns,
+    is_conversation,
+    learnable,
+    media_columns,
+    only_preferred,
+)
 from energon_bridge.rows.turns import (
     BESIDE_PAIRS,
     CONVERSATIONS,
-    Medium,
-    check_places,
-    check_sound,
-    check_turns,
     has_preferences,
-    medium_of,
-    num_rejected,
     pair_of,
-    part_kind,
-    part_payload,
-    part_text,
-    preferred,
-    turns_of,
 )
 
-_MEDIA_KEYS = {
-    **dict.fromkeys(("image", "images", "img", "imgs"), "images"),
-    **dict.fromkeys(("video", "videos"), "videos"),
-    **dict.fromkeys(("audio", "audios"), "audios"),
-}
 _LOOKED_AT = 100
 
 
@@ -129,245 +116,6 @@ class TableSource:
             with suppress(SourceError):
                 first.append(self._entries.entry(number)[0])
         return file_columns(first, self._media, self.where)
-
-
-def file_columns(rows: Iterable[Mapping[str, Any]], media: MediaRoot, where: str) -> tuple[str, ...]:
-    """Return the columns with files, judging by the first rows; raises SourceError for one where few values name any.
-
-    A column of other files than media has files, too: it is no text.
-    """
-    seen: dict[str, list[tuple[bool, Any]]] = {}
-    for row in rows:
-        for name, value in row.items():
-            if value is not None and value not in ("", [], b""):
-                found = holds_media(value) or is_file_of(value, name, media)
-                seen.setdefault(name, []).append((found, value))
-    columns = []
-    for name, values in seen.items():
-        files = [value for found, value in values if found]
-        if len(files) * 2 > len(values):
-            columns.append(name)
-            continue
-        there = next((one for one in files if is_media_path(one) and is_file_of(one, "", media)), None)
-        if there is not None:
-            other = next(value for found, value in values if not found)
-            raise SourceError(
-                f"{where}: the column `{name}` names files ({there!r}) in {len(files)} of its first {len(values)} "
-                f"rows, but also has {str(other)[:60]!r}. Leave it empty where there is no file."
-            )
-    return tuple(columns)
-
-
-def media_columns(entry: Mapping[str, Any], columns: Sequence[str]) -> Iterable[str]:
-    """Return the columns of an entry with media: those of the first rows, and those that a question calls so."""
-    if pair_of(entry) is None:
-        return columns
-    return dict.fromkeys((*columns, *(name for name in _MEDIA_KEYS if entry.get(name) and holds_media(entry[name]))))
-
-
-def holds_media(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(holds_media(item) for item in value)
-    if isinstance(value, Mapping):
-        return set(value) == {"bytes", "path"}
-    return isinstance(value, bytes) or (is_media_path(value) and "://" not in value)
-
-
-def as_files(value: Any, media: MediaRoot, column: str) -> Content | tuple[Content, ...]:
-    """Return the files that a value stands for: a path, bytes, `{"bytes": …, "path": …}`, a data URI, or a list."""
-    if isinstance(value, list | tuple):
-        found = [as_files(item, media, column) for item in value]
-        if any(isinstance(item, tuple) for item in found):
-            raise SourceError(
-                f"`{column}`: expected a list of files, found a list in it, {str(value)[:60]!r}. Make one file of the "
-                "frames of a video."
-            )
-        return tuple(item for item in found if not isinstance(item, tuple))
-    if isinstance(value, Mapping):
-        data, path = value.get("bytes"), value.get("path")
-        if data is None and isinstance(path, str):
-            return media_file(path, media)
-        value = data
-        if isinstance(data, bytes) and isinstance(path, str) and is_media_path(path):
-            return Blob(data, path.rpartition(".")[2].lower())
-    if isinstance(value, bytes):
-        extension = extension_by_head(value[:HEAD_BYTES])
-        if extension is None:
-            raise SourceError(f"`{column}`: bytes of an unknown format ({value[:8]!r}…).")
-        return Blob(value, extension)
-    if isinstance(value, str) and value.startswith("data:"):
-        try:
-            return as_files(base64.b64decode(value.partition(",")[2], validate=True), media, column)
-        except binascii.Error as error:
-            raise SourceError(f"`{column}`: cannot read the data URI: {error}.") from error
-    if not isinstance(value, str):
-        raise SourceError(f"`{column}`: expected the path of a file, found {str(value)[:60]!r}.")
-    return media_file(value, media)
-
-
-def conversation_row(entry: Mapping[str, Any], where: str, media: MediaRoot) -> Row:
-    """Take the media out of a conversation: its own keys, and those inside messages."""
-    values: dict[str, Any] = {}
-    files: dict[str, tuple[Content, ...]] = {}
-    named: list[str] = []
-    taken: dict[str, set[str]] = {}
-
-    def take(column: str, value: Any, place: str) -> None:
-        found = as_files(value if isinstance(value, list) else [value], media, column)
-        files[column] = (*files.get(column, ()), *(found if isinstance(found, tuple) else (found,)))
-        named.extend(item for item in (value if isinstance(value, list) else [value]) if is_media_path(item))
-        taken.setdefault(column, set()).add(place)
-        if len(taken[column]) > 1:
-            raise SourceError(
-                f"has {column} in {' and in '.join(sorted(taken[column]))}: write all of them in one place."
-            )
-
-    for name, value in entry.items():
-        if name in _MEDIA_KEYS:
-            if value:
-                take(_MEDIA_KEYS[name], value, f"`{name}`")
-        elif name in CONVERSATIONS and value is not None:
-            if not isinstance(value, list) or not all(isinstance(turn, Mapping | list) for turn in value):
-                raise SourceError(f"`{name}`: expected a list of turns, found {str(value)[:60]!r}.")
-            try:
-                values[name] = [_without_media(turn, take) for turn in value]
-            except SampleError as error:
-                raise SourceError(f"`{name}`: {error}. {_REMEDY}") from error
-        else:
-            values[name] = value
-    if named:
-        values["files"] = named
-    if not files:
-        _check_no_media(values)
-    return Row(where=where, values=values, files=dict(files))
-
-
-def _check_no_media(values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        if not value or name.lower() in _NAMES or name in CONVERSATIONS:
-            continue
-        if holds_media(value) or (isinstance(value, str) and "://" in value and is_media_path(value.partition("?")[0])):
-            raise SourceError(
-                f"`{name}` seems to name media ({str(value)[:60]}), but those of a conversation are taken from "
-                "`image`, `images`, `video` and `videos`: call it so."
-            )
-
-
-_REMEDY = "Change the list, or leave such samples out with --on-error skip."
-_NAMES = ("id", "key", "uid", "name", "source")  # may look like paths
-
-
-def _without_media(turn: Any, take: Callable[[str, Any, str], None]) -> Any:
-    if not isinstance(turn, Mapping):
-        return turn
-    name = "content" if turn.get("content") is not None else "value"
-    content = turn.get(name)
-    if not isinstance(content, list):
-        return dict(turn)
-    return {**turn, name: [_stored(piece, take) for piece in content]}
-
-
-def _stored(piece: Any, take: Callable[[str, Any, str], None]) -> Any:
-    """Return a part of a message as it is stored: its type and text, without media. Raises SampleError."""
-    kind, text = part_kind(piece), None
-    if kind == "text" and (text := part_text(piece)) is not None:
-        return {"type": "text", "text": text}
-    if kind is None or kind == "text":
-        raise SampleError(f"a part of a message is not understood: {str(piece)[:200]}")
-    check_sound(kind == "audio")
-    payload = part_payload(piece, kind)
-    if payload is not None:
-        take(f"{kind}s", _content_of(payload), "messages")
-    return {"type": kind}
-
-
-def _content_of(payload: Any) -> Any:
-    """Return the path, bytes or data URI in what a part has of a file. Raises SampleError."""
-    if not isinstance(payload, Mapping) or "bytes" in payload or payload.get("path") is not None:
-        return payload
-    given = {name: value for name, value in payload.items() if value is not None and name not in _SAID_OF_FILES}
-    if len(given) != 1 or next(iter(given)) not in ("url", "data"):
-        raise SampleError(f"a part of a message is not understood: its file is {str(payload)[:200]}")
-    ((name, value),) = given.items()
-    return f"data:;base64,{value}" if name == "data" and isinstance(value, str) else value
-
-
-_SAID_OF_FILES = ("type", "detail", "format", "media_type")
-
-
-# What training takes --------------------------------------------------------------------------------------------------
-#
-# Of a conversation: all of it, or the row is refused here and not left out there.
-
-
-def is_conversation(values: Mapping[str, Any]) -> bool:
-    """Return whether a row is a conversation, a question with its answer, or has preferences."""
-    return any(name in values for name in CONVERSATIONS) or pair_of(values) is not None or has_preferences(values)
-
-
-def only_preferred(entry: Mapping[str, Any], layout: Layout) -> tuple[Mapping[str, Any], int]:
-    """Return an entry without answers that are not preferred, if the layout says so, and how many are left out.
-
-    Raises SourceError, and SkipSample if none is preferred.
-    """
-    if not layout.preferred:
-        return entry, 0
-    try:
-        return preferred(entry), num_rejected(entry)
-    except SampleError as error:
-        raise SourceError(str(error)) from error
-
-
-def learnable(row: Row, layout: Layout, is_chat: bool) -> Row:
-    """Return a row of a crude layout, its media by their kinds, if training takes all of it; raises SourceError.
-
-    A row that is no conversation passes, unless the first rows are (`is_chat`).
-    """
-    try:
-        if not layout.is_crude:
-            if has_preferences(row.values, tags_only=True):
-                turns_of(row.values)  # says so
-            return row
-        turns = turns_of(row.values)
-        if turns is None:
-            if is_chat:
-                raise SampleError(
-                    f"is no conversation, as the first rows are: it has {', '.join(row.values) or 'nothing'}"
-                )
-            return row
-        check_turns(turns)
-        if not row.files:
-            _check_no_media(row.values)
-        files = {name: _of_known_kind(name, content) for name, content in row.files.items()}
-        check_places(turns, Counter(_medium(name, one) for name, of in files.items() for one in _several(of)))
-    except SampleError as error:
-        raise SourceError(f"{error}. {_REMEDY}") from error
-    return replace(row, files=files)
-
-
-def _several(contents: Content | tuple[Content, ...]) -> tuple[Content, ...]:
-    return contents if isinstance(contents, tuple) else (contents,)
-
-
-def _medium(column: str, content: Content) -> Medium:
-    found = medium_of(f"{column}.0.{content.extension}")
-    if found is None:
-        found = "image" if kind_by_head(content.read()[:HEAD_BYTES]) == "image" else None
-    if found is None or (found == "image" and column in ("video", "videos")):
-        what = "an image" if found else "not an image or video of a known format"
-        raise SampleError(f"`{column}`: {getattr(content, 'path', content.extension)} is {what}")
-    return found
-
-
-def _of_known_kind(column: str, contents: Content | tuple[Content, ...]) -> Content | tuple[Content, ...]:
-    """Return files with the extension of their content, where theirs says nothing."""
-    if isinstance(contents, tuple):
-        return tuple(_several(_of_known_kind(column, one))[0] for one in contents)
-    if kind_by_name(f"x.{contents.extension}") is not None:
-        return contents
-    extension = extension_by_head(contents.read()[:HEAD_BYTES])
-    is_known = extension is not None and kind_by_name(f"x.{extension}") is not None
-    return replace(contents, extension=extension) if is_known else contents  # type: ignore[arg-type]
 
 
 class Entries:
