@@ -203,7 +203,7 @@ def test_clips_by_time_follow_timestamps_that_jump(name: str, folder: Path, tmp_
         assert clip.shape == (2, 24000)
         assert (start, end) == pytest.approx((begin + first, begin + first + 0.5), abs=1e-3)
         lag = lag_of(clip.numpy()[0], line[0], round(first * 48000))
-        assert abs(lag) <= 100  # Matroska's ticks of a millisecond
+        assert abs(lag) <= (1 if name == "aac.m4a" else 1000)  # coarse timestamps have not jumped within 20 ms
     assert decoder.get_audio().audio_clips[0].shape == all_samples(path).shape
 
 
