@@ -1,6 +1,7 @@
 """Video and sound: clips, frames and metadata, decoded on demand by PyAV.
 
-`decoder` has the public `AVDecoder`, reads metadata and chooses clips; `media` opens a file, `streams` decodes it.
+`decoder` has the public `AVDecoder` and chooses clips; `media` opens a file, `metadata` says what it is. `streams` and
+`whole` decode its video (by its packets, which `headers` judges, or from its beginning), `sound` its sound.
 """
 
 from energon_bridge.av.decoder import AV_EXTENSIONS, AVDecoder, get_clips_uniform, get_single_frames_uniform

@@ -429,7 +429,8 @@ class AVDecoder:
     ) -> AVMetadata:
         """Return the requested metadata; fields of what the file does not have are None.
 
-        Nothing is decoded, except to count the samples of compressed sound. Raises DecodeError.
+        Nothing is decoded, except to count the samples of compressed sound, and the frames of videos whose packets do
+        not tell them. Raises DecodeError.
         """
         found: dict[str, Any] = {}
         with self._opened() as media:

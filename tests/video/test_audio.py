@@ -194,25 +194,28 @@ def test_clips_by_time_follow_timestamps_that_jump(name: str, folder: Path, tmp_
             blocks.append((frame.time or 0.0, planes.astype(np.float32) / scale))
     begin = blocks[0][0]
     line = np.zeros((2, 48000 * 6), np.float32)
+    at = 0
     for time, planes in blocks:
-        at = round((time - begin) * 48000)
+        due = round((time - begin) * 48000)
+        at = due if abs(due - at) > 960 else at  # timestamps of whole milliseconds waver
         line[:, at : at + planes.shape[1]] = planes
+        at += planes.shape[1]
     decoder = AVDecoder(path.read_bytes())
     for first in (0.5, 1.0, 1.2, 2.5, 3.5):
         (clip,), ((start, end),) = decoder.get_audio_clips([(begin + first, begin + first + 0.5)])
         assert clip.shape == (2, 24000)
         assert (start, end) == pytest.approx((begin + first, begin + first + 0.5), abs=1e-3)
-        lag = lag_of(clip.numpy()[0], line[0], round(first * 48000))
-        assert abs(lag) <= 100  # Matroska's ticks of a millisecond
+        at, slack = round(first * 48000), 0 if name == "aac.m4a" else 100
+        likeness = [
+            like(clip.numpy()[0], line[0, place : place + 24000]) for place in range(at - slack, at + slack + 1)
+        ]
+        assert max(likeness) > 0.75  # of a clip across the jump, one side may be off by a tick
     assert decoder.get_audio().audio_clips[0].shape == all_samples(path).shape
 
 
-def lag_of(clip: np.ndarray, line: np.ndarray, at: int) -> int:
-    """Return by how many samples a clip lies beside its place on a line."""
-    near = line[max(0, at - 9000) : at + len(clip) + 9000]
-    size = len(near) + len(clip)
-    match = np.fft.irfft(np.fft.rfft(near, size) * np.conj(np.fft.rfft(clip, size)), size)
-    return int(match[: len(near) - len(clip) + 1].argmax()) - (at - max(0, at - 9000))
+def like(one: np.ndarray, other: np.ndarray) -> float:
+    """Return the correlation of two sounds."""
+    return float(one @ other / np.sqrt((one @ one) * (other @ other)))
 
 
 def test_sound_that_is_longer_than_the_pictures(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 A decoder of videos (`AVDecoder`) knows the number, size and rate of its frames without decoding any. So a sample's plan
 chooses the frames and their times, and they are decoded when the sample is delivered. The choice: `fps` frames for each
-second of the video, evenly spaced, including the first and the last. Source: `sample_frames` of the video processor of
-Qwen3-VL in transformers.
+second of the video, evenly spaced by number, including the first and the last. Source: `sample_frames` of the video
+processor of Qwen3-VL in transformers. It takes a constant rate for granted; here, times are those at which frames are
+shown.
 """
 
 from __future__ import annotations
