@@ -33,7 +33,7 @@ def known_length(media: Media, stream: Any) -> Fraction | None:
     """Return the duration of a stream in seconds; None if headers do not tell any.
 
     A duration that the headers give for the whole file is that of its longest stream. So the last packets are read;
-    readers and streams of the file must be asked for anew.
+    readers and streams of the file are invalid afterwards.
     """
     claimed, start, index = length_of(media, stream), start_of(stream), stream.index
     if claimed is None or own_length(stream) is not None:

@@ -47,7 +47,7 @@ KINDS: dict[str, dict[str, Any]] = {
         for name in ("flv", "msmpeg4", "msmpeg4v2", "wmv1", "wmv2", "rv20", "snow", "h263p")
     },
     **{name: {} for name in ("ffv1", "ffvhuff", "utvideo", "rawvideo", "jpeg2000", "asv1", "magicyuv")},
-    **{name: {"pixels_as": "rgb24"} for name in ("png", "apng", "qtrle", "cinepak")},
+    **{name: {"pixels_as": "rgb24"} for name in ("png", "qtrle", "cinepak")},
     "mjpeg": {"pixels_as": "yuvj420p"},
     "huffyuv": {"pixels_as": "yuv422p"},
     "speedhq": {"pixels_as": "yuv422p"},
@@ -116,7 +116,7 @@ def written(path: Path, kind: str, times: str) -> bytes | None:
     try:
         data = write_video(path, **settings).read_bytes()
         return data if whole(data) else None  # some muxers write what no demuxer reads
-    except (av.FFmpegError, ValueError, IndexError):
+    except (av.FFmpegError, ValueError, IndexError, AttributeError):
         return None
 
 
