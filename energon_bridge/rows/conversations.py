@@ -58,7 +58,7 @@ def file_columns(rows: Iterable[Mapping[str, Any]], media: MediaRoot, where: str
             other = next(value for found, value in values if not found)
             raise SourceError(
                 f"{where}: the column `{name}` names files ({there!r}) in {len(files)} of its first {len(values)} "
-                f"rows, but also has {str(other)[:60]!r}. Leave it empty where there is no file."
+                f"rows, but also has {str(other)[:60]!r}. Leave it empty where there is not a file."
             )
     return tuple(columns)
 

@@ -17,7 +17,6 @@ from types import GenericAlias
 from typing import Any, ClassVar, Literal, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 
 from energon_bridge.errors import ConfigurationError, LoaderError
 from energon_bridge.samples import SourceInfo
@@ -336,6 +335,8 @@ _PLAIN = (type(None), bool, int, float, str, bytes)
 
 def to_bytes(data: Any) -> bytes:
     """Return data as bytes; raises TypeError, naming the type, for what cannot be written like this."""
+    import torch  # `energon prepare` imports this module and runs without torch
+
     file = io.BytesIO()
     torch.save(_tagged(data), file)
     return file.getvalue()
@@ -343,10 +344,14 @@ def to_bytes(data: Any) -> bytes:
 
 def from_bytes(data: bytes) -> Any:
     """Return a new copy of what `to_bytes` was given."""
+    import torch
+
     return _untagged(torch.load(io.BytesIO(data), weights_only=True))
 
 
 def _tagged(data: Any) -> Any:
+    import torch
+
     kind = type(data)
     if kind in _PLAIN:
         return data

@@ -132,7 +132,7 @@ def test_the_benchmark_of_packing_runs(tmp_path, monkeypatch):
         line = packing.packing(tmp_path, name, 0)
         assert " 0 samples lost" in line
         encoded, needed = re.search(r"resumed, (\d+) samples encoded for a first microbatch of (\d+)", line).groups()
-        assert encoded == needed
+        assert int(needed) <= int(encoded) <= 2 * packing.BUFFER  # and some of the buffer that comes next
     lengths = packing.log_normal(np.random.default_rng(3), 800)
     assert packing.padding(tmp_path, packing.Grouped(lengths), 60) < packing.padding(
         tmp_path, packing.Sized(lengths), 60

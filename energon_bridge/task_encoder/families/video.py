@@ -109,18 +109,18 @@ def _sampled(decoder: VideoDecoder, *, fps: float, least: int, most: int | None)
         total, rate = found.video_num_frames, found.video_fps
         if not total or not rate or not found.video_width or not found.video_height:
             raise SampleError(f"{decoder!r} has no video with a known number of frames: {found}")
-        times = _times_of(decoder, range(total), rate)
-    if times is not None:
-        rate = (total - 1) / (times[-1] - times[0])
-    wanted = max(int(total / rate * fps), least)
-    count = min(wanted, total, most or total)
-    numbers = np.linspace(0, total - 1, count).round().astype(int).tolist()
+        if (ends := _times_of(decoder, (0, total - 1), rate)) is not None:
+            rate = (total - 1) / (ends[-1] - ends[0])
+        wanted = max(int(total / rate * fps), least)
+        count = min(wanted, total, most or total)
+        numbers = np.linspace(0, total - 1, count).round().astype(int).tolist()
+        times = _times_of(decoder, numbers, rate)
     return VideoFrames(
         frames=FramesToDecode(
             decoder=decoder, numbers=tuple(numbers), height=int(found.video_height), width=int(found.video_width)
         ),
         fps=count / total * rate,
-        timestamps=tuple(number / rate if times is None else times[number] - times[0] for number in numbers),
+        timestamps=tuple(number / rate for number in numbers) if times is None else tuple(t - times[0] for t in times),
     )
 
 
