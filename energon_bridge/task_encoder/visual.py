@@ -45,6 +45,7 @@ def as_pil(image: Any, alpha: Alpha = "white") -> Image.Image:
             f"{type(image).__name__} of shape {shape}; choose another form with the task encoder's decoder or "
             "image_decode"
         )
+    _check_range(pixels)
     if np.issubdtype(pixels.dtype, np.floating):
         pixels = np.rint(pixels.clip(0.0, 1.0) * 255.0)
     pixels = np.ascontiguousarray(pixels.astype(np.uint8))
@@ -53,6 +54,22 @@ def as_pil(image: Any, alpha: Alpha = "white") -> Image.Image:
 
 
 _MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
+_OVERSHOOT = 0.5
+"""How far floats may leave [0, 1]: resizing goes a little beyond, normalised or 8-bit values much farther."""
+
+
+def _check_range(pixels: np.ndarray) -> None:
+    """Raise SampleError for values that would be clipped or wrap around."""
+    if pixels.dtype == np.uint8 or not pixels.size:
+        return
+    low, high = float(pixels.min()), float(pixels.max())
+    is_float = np.issubdtype(pixels.dtype, np.floating)
+    least, most = (-_OVERSHOOT, 1 + _OVERSHOOT) if is_float else (0, 255)
+    if not (least <= low and high <= most):
+        raise SampleError(
+            f"an image of {pixels.dtype} has values from {low:g} to {high:g}, expected 0 to {1 if is_float else 255}: "
+            "scale them, and leave normalising to the task encoder"
+        )
 
 
 def as_rgb(image: Any, alpha: Alpha = "white") -> np.ndarray:

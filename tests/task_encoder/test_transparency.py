@@ -22,6 +22,7 @@ pytest.importorskip("transformers")
 from transformers import CLIPImageProcessorPil
 
 from energon_bridge import AugmentTaskEncoder, SampleDecoder, get_savable_loader, get_train_dataset
+from energon_bridge.errors import SampleError
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
 from energon_bridge.task_encoder import images as decoding
 from energon_bridge.task_encoder.families import ChatConfig
@@ -186,3 +187,26 @@ def test_the_pixels_of_a_decoder_survive_pickling() -> None:
     made = pickle.loads(pickle.dumps(decoder)).decode("png", FILES["rgba"])
     assert made.tobytes() == as_pil(decoder.decode("png", FILES["rgba"])).tobytes()
     assert made.tobytes() != SampleDecoder(image_decode="pilrgb").decode("png", FILES["rgba"]).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("image", "complaint"),
+    [
+        (
+            np.full((4, 4, 3), 70_000 // 2, np.uint16),
+            "an image of uint16 has values from 35000 to 35000, expected 0 to 255",
+        ),
+        (torch.full((3, 4, 4), 255.0), "an image of float32 has values from 255 to 255, expected 0 to 1"),
+        (torch.full((3, 4, 4), -2.1), "expected 0 to 1"),
+        (torch.full((3, 4, 4), float("nan")), "expected 0 to 1"),
+        (np.full((4, 4, 3), -1, np.int32), "expected 0 to 255"),
+    ],
+)
+def test_values_that_would_wrap_or_be_cut_are_refused(image: Any, complaint: str) -> None:
+    with pytest.raises(SampleError, match=complaint):
+        as_pil(image)
+
+
+def test_values_a_little_beyond_the_range_are_those_of_resizing() -> None:
+    assert as_pil(torch.full((3, 2, 2), 1.1)).getpixel((0, 0)) == (255, 255, 255)
+    assert as_pil(np.full((2, 2, 3), 255, np.int64)).getpixel((0, 0)) == (255, 255, 255)
