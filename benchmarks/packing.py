@@ -6,7 +6,8 @@ sample that was drawn is delivered once or waits; the time in the packer, of a s
 and of one that tokenises its texts and decodes its images (of 256 x 256; measured apart, by the tokenizer and the codec
 alone); the samples encoded between two microbatches of a lane, at the 99th percentile and at most, in means; the
 state's bytes for each sample that waits, and the time to save it; the samples that a resumed run encodes for its first
-microbatch. Then the padding that `LengthGrouper` leaves, and that of plain batches.
+microbatch, and over many stops, in those that a fresh start encodes. Then the padding that `LengthGrouper` leaves, and
+that of plain batches.
 """
 
 from __future__ import annotations
@@ -209,8 +210,29 @@ def packing(path: Path, name: str, seconds: float) -> str:
         f"99 of 100 microbatches encode at most {usual:.2f} means, all at most {most:.2f}; "
         f"{bytes_each(path, encoder, state, waiting):.1f} B a sample that waits ({waiting:,}), saved in "
         f"{statistics.median(saves):.1f} ms (longest {max(saves):.1f}); resumed, {again} samples encoded for a first "
-        f"microbatch of {needed}"
+        f"microbatch of {needed}, after other stops {resuming(path, encoder)}"
     )
+
+
+def resuming(path: Path, encoder: Packing) -> str:
+    """Return the samples encoded for the first microbatch of resumed runs, in those of a fresh start."""
+
+    def first(state: Any) -> int:
+        loader = loader_of(path, encoder, packing_buffer_size=BUFFER, batch_size=1)
+        if state is not None:
+            loader.restore_state_rank(state)
+        before = encoder.encoded
+        next(iter(loader))
+        return encoder.encoded - before
+
+    loader = loader_of(path, encoder, packing_buffer_size=BUFFER, batch_size=1)
+    batches, states = iter(loader), []
+    for _ in range(4 * LANES):
+        next(batches)
+        states.append(loader.save_state_rank())
+    fresh = first(None)
+    ratios = [first(state) / fresh for state in states]
+    return f"{statistics.mean(ratios):.2f} of a fresh start on average and at most {max(ratios):.2f}"
 
 
 def bytes_each(path: Path, encoder: Sized, state: Any, waiting: int) -> float:

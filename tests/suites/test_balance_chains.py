@@ -245,7 +245,8 @@ def run_chain(data: Path, chain: Chain) -> None:
     }
     dataset = get_train_dataset(text, task_encoder=Sized(chain.bad), **chain.settings)  # type: ignore[arg-type]
     found: list[list[str]] = []
-    changes: list[tuple[str, int]] = []
+    changes: dict[int, tuple[str, int, int]] = {}
+    ends: dict[int, Any] = {}
     state: Any = None
     for leg in chain.legs:
         loaders = opened(data, chain, leg, dataset)
@@ -255,10 +256,9 @@ def run_chain(data: Path, chain: Chain) -> None:
         for loader in loaders if states else ():
             loader.restore_state_rank(states)
         if leg.change is not None and whole and state is not None:
-            draws = max(lane.draw for one in state for lane in read_lanes(one).values())
-            start = (draws + 1) * chain.lanes + leg.change[1]
-            changes.append((leg.change[0], start))
-            change(loaders, *changes[-1])
+            kind, later = leg.change
+            changes[len(found)] = kind, later, earliest(state, chain.lanes) + later
+            change(loaders, kind, changes[len(found)][2])
             states = [loader.save_state_rank() for loader in loaders]
         ran = delivered(loaders, chain.group, leg.steps)
         state = [loader.save_state_rank() for loader in loaders]
@@ -272,18 +272,31 @@ def run_chain(data: Path, chain: Chain) -> None:
         for loader in loaders:
             loader.close()
         found += sets_of(ran)
+        ends[len(found)] = read_lanes(merge(state))
     one = Leg(
         mode="none" if chain.window == 1 and not chain.bad else chain.legs[0].mode, ranks=1, workers=0, prefetch=1,
         steps=len(found), codec="plain", merged=False, change=None, again=False,
     )  # fmt: skip
     reference = opened(data, chain, one, dataset)
-    for kind, start in changes:
-        change(reference, kind, start)
-    expected = sets_of(delivered(reference, chain.group, one.steps))
+    expected: list[list[str]] = []
+    for number, one_set in enumerate([*found, None]):
+        state = [loader.save_state_rank() for loader in reference]
+        if number in ends and chain.window == 1:  # within a window, states have the lanes at its beginning
+            assert ends[number] == read_lanes(state[0]), f"lanes after global batch {number}"
+        if number in changes:
+            kind, later, start = changes[number]
+            assert start == earliest(state, chain.lanes) + later, f"{kind} after global batch {number}"
+            change(reference, kind, start)
+        if one_set is not None:
+            expected += sets_of(delivered(reference, chain.group, 1))
+            assert one_set == expected[-1], f"global batch {number}"
     reference[0].close()
-    assert len(found) == len(expected)
-    for number, (one_set, other) in enumerate(zip(found, expected, strict=True)):
-        assert one_set == other, f"global batch {number}"
+
+
+def earliest(states: list[Any], lanes: int) -> int:
+    """Return the first global draw that no lane has made."""
+    made = {number: lane.draw for state in states for number, lane in read_lanes(state).items()}
+    return max((draw - 1) * lanes + number + 1 for number, draw in made.items())
 
 
 def placed(data: Path, tree: Any) -> Any:
