@@ -10,7 +10,7 @@ from setuptools import Extension, setup
 
 COMPILED = [
     Extension(name, [name.replace(".", "/") + ".c"], extra_compile_args=["-O3"], py_limited_api=True, optional=True)
-    for name in ("energon_bridge.format._tar", "energon_bridge.samples._streaming", "energon_bridge.samples._pixels")
+    for name in ("energon_bridge.format._tar", "energon_bridge.samples._pixels")
 ]
 # Python without the interpreter lock has no such stable interface yet.
 if not sysconfig.get_config_var("Py_GIL_DISABLED"):

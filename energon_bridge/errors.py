@@ -41,7 +41,7 @@
     │   └── HookTimeoutError            a microbatch took too long, and the watchdog was told to end it
     ├── StateError                      a saved state does not fit this run
     │   ├── StateFormatError            not a state of this package, or damaged
-    │   ├── StateVersionError           written by a newer version of the state format
+    │   ├── StateVersionError           written in another version of the state format
     │   ├── OrderVersionError           written under other rules of order
     │   ├── DatasetMismatchError        another dataset, or its content changed
     │   ├── SplitMismatchError          another split part
@@ -236,7 +236,7 @@ class StateFormatError(StateError):
 
 
 class StateVersionError(StateError):
-    """Written by a newer version of the state format."""
+    """Written in another version of the state format."""
 
 
 class OrderVersionError(StateError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -93,11 +92,6 @@ class _Shown:
     help="With a state: what the run was started with, where the state alone does not say it.",
 )
 @click.option("--columns", type=click.IntRange(min=0), help="Width of pictures in a terminal; 0: none.  [default: 40]")
-@click.option(
-    "--pictures",
-    type=click.Choice(["kitty", "sixel", "blocks"]),
-    help="How a terminal draws them.  [default: by its kind; blocks everywhere]",
-)
 @click.option("--serve", is_flag=True, help="Serve the pages on this machine, until Ctrl-C (extra view).")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Of --serve; 0: any.")
 @run_options
@@ -106,7 +100,6 @@ def command(
     html: Path | None,
     samples: int | None,
     columns: int | None,
-    pictures: str | None,
     serve: bool,
     port: int,
     as_json: bool,
@@ -144,7 +137,7 @@ def command(
         elif html is not None:
             click.echo(f"{_write(shown, html)}: open {html / 'index.html'}")
         else:
-            _print(shown, columns, pictures)
+            _print(shown, columns)
 
 
 def _write(shown: _Shown, out: Path) -> str:
@@ -309,31 +302,25 @@ def _check_rank(rank: int | None, ranks: int) -> None:
         raise ConfigurationError(f"--rank {rank} is not below the number of ranks, {ranks}")
 
 
-def _print(shown: _Shown, columns: int | None, pictures: str | None) -> None:
-    from energon_bridge.preview.terminal import WAYS, Escape, Line, lines_of, lines_of_batch, way_of_terminal
+def _print(shown: _Shown, columns: int | None) -> None:
+    from energon_bridge.preview.terminal import lines_of, lines_of_batch
 
-    terminal, draw = sys.stdout.isatty(), WAYS[pictures or way_of_terminal(os.environ)]
+    terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if terminal else 200
     # Without a terminal, pictures are named and not drawn.
     columns = min(40 if columns is None else columns, width - 4) if terminal else 0
     console = Console(width=width, highlight=False, soft_wrap=True)
 
-    def put(line: Line) -> None:
-        if isinstance(line, Escape):
-            click.echo(line)
-        else:
-            console.print(line)
-
     for note in shown.notes:
         console.print(note, style="dim", markup=False)
     for batch in shown.batches:
-        for line in lines_of_batch(batch, columns=columns, draw=draw):
-            put(line)
+        for line in lines_of_batch(batch, columns=columns):
+            console.print(line)
     if not shown.batches:
-        draws = shown.source.records(shown.drawn, lambda record: list(lines_of(record, columns=columns, draw=draw)))
+        draws = shown.source.records(shown.drawn, lambda record: list(lines_of(record, columns=columns)))
         for lines in draws:
             for line in lines:
-                put(line)
+                console.print(line)
 
 
 def _print_json(shown: _Shown) -> None:

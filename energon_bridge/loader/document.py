@@ -20,11 +20,11 @@ It has built-in types only, so it loads with `torch.load` and its defaults, as J
      "checksum": 16 hexadecimal digits}
 
 *held* is the number of rows of each lane that wait to be packed or batched; the columns of their arrays follow, lane
-after lane (`stream/state.py`). Older states omit them if no rows wait. A rank's state holds that rank's lanes and its
-own counts; states of several ranks merge into one (`fits.py`). The lanes tell which ranks a state covers; a finite
-stream has no lanes, so its states name the ranks. *Parked* leaves were once in the mix and were removed on a resume;
-their positions are kept. With windows of balance (`shares.py`) the settings have `balance_window`, and the lanes stand
-at the beginning of the window in which microbatch m0 lies. The checksum is that of the rest as JSON with sorted keys.
+after lane (`stream/state.py`). A rank's state holds that rank's lanes and its own counts; states of several ranks merge
+into one (`fits.py`). The lanes tell which ranks a state covers; a finite stream has no lanes, so its states name the
+ranks. *Parked* leaves were once in the mix and were removed on a resume; their positions are kept. With windows of
+balance (`shares.py`) the settings have `balance_window`, and the lanes stand at the beginning of the window in which
+microbatch m0 lies. The checksum is that of the rest as JSON with sorted keys.
 
 All states enter through `read`, which checks everything: the checksum, the presence, types, lengths and ranges of all
 fields, and that waiting references name samples that exist. Nothing is unpacked beyond the length that the rest of the
@@ -40,7 +40,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -58,12 +58,10 @@ from energon_bridge.plan.bans import Ban, LeafBans
 from energon_bridge.plan.leaf import ORDER_VERSION
 from energon_bridge.plan.weights import ChangedWeights, GivenWeights
 from energon_bridge.rng import IntArray
-from energon_bridge.stream.state import COUNTERS, LANE_COLUMNS, LARGEST, NOTHING_HELD, BufferedRefs, LaneState, Stage
+from energon_bridge.stream.state import COUNTERS, LANE_COLUMNS, LARGEST, BufferedRefs, LaneState, Stage
 
 FORMAT = "energon_bridge.state"
 FORMAT_VERSION = 5
-_WITHOUT_BANS = 4
-"""The last format without bans and without a count of banned samples."""
 
 State = dict[str, Any]
 
@@ -86,7 +84,7 @@ _SETTINGS = {
 _MOST_COUNTED = 1 << 56
 """Bytes are counted, too."""
 OF_THE_RUN = ("kind", "settings", *_NUMBERS)
-_REQUIRED = {*OF_THE_RUN, "weights", "leaves", "lanes"}
+_REQUIRED = {*OF_THE_RUN, "weights", "bans", "banned", "leaves", "lanes"}
 _SHARE = re.compile(r"(\d{1,2000}(/0*[1-9]\d{0,2000})?)?", re.ASCII)
 _SUBSET = re.compile(r"(\d{1,15}):(\d{1,15})( where .{1,9000})?", re.ASCII | re.DOTALL)
 
@@ -188,19 +186,14 @@ def _zeros(size: int) -> str:
 # Columns and texts ---------------------------------------------------------------------------------------------------
 #
 # A *column* is the differences of integers, as little-endian integers of 1, 2, 4 or 8 bytes, zlib, base64, with the
-# number of bytes in front ("2,…"; before format version 4 short ones are base85, "2:…"). A *text* is the zlib'd, base85
-# JSON of a list of strings. Whoever reads one says how long it must be, and no more than that is unpacked: a damaged or
-# hostile state costs no memory.
+# number of bytes in front ("2,…"). A *text* is the zlib'd, base85 JSON of a list of strings. Whoever reads one says how
+# long it must be, and no more than that is unpacked: a damaged or hostile state costs no memory.
 
 LONGEST_COLUMN = 1 << 25
 """Integers that a column may have: far more than the samples that wait in any run."""
 _LONG_COLUMN = 4096
 """From so many integers on, time counts for more than the last bytes."""
 _STRING_BYTES = 1 << 16
-_DECODERS: dict[str, Callable[[str], bytes]] = {
-    ",": lambda text: base64.b64decode(text, validate=True),
-    ":": base64.b85decode,
-}
 
 
 def damaged(field: str, reason: str) -> StateFormatError:
@@ -233,12 +226,12 @@ def decode_column(text: object, size: int, field: str = "a column", *, at_most: 
     Raises:
         StateFormatError: It is no column, or not of this length.
     """
-    if not isinstance(text, str) or text[:1] not in ("1", "2", "4", "8") or text[1:2] not in _DECODERS:
+    if not isinstance(text, str) or text[:1] not in ("1", "2", "4", "8") or text[1:2] != ",":
         raise damaged(field, f"should be a column of integers, found {shown(text)}")
     if size > LONGEST_COLUMN:
         raise damaged(field, f"should have {size} integers, more than a state can hold ({LONGEST_COLUMN})")
     width = int(text[0])
-    raw = _unpack(_DECODERS[text[1]], text[2:], width * size, field)
+    raw = _unpack(partial(base64.b64decode, validate=True), text[2:], width * size, field)
     if len(raw) % width or not (at_most or len(raw) == width * size):
         raise damaged(field, f"has {len(raw) / width:g} integers, expected {size}")
     return np.cumsum(np.frombuffer(raw, dtype=f"<i{width}"), dtype=np.int64)
@@ -300,10 +293,11 @@ def _checked_format(state: Any) -> State:
     version = state.get("format_version")
     if type(version) is not int or version < 1:
         raise damaged("format_version", f"should be a whole number of at least 1, found {shown(version)}")
-    if version > FORMAT_VERSION:
+    if version != FORMAT_VERSION:
+        remedy = "upgrade energon_bridge" if version > FORMAT_VERSION else "resume with the version that wrote it"
         raise StateVersionError(
-            f"the state has format version {version}, and this version of energon_bridge reads up to {FORMAT_VERSION}: "
-            "upgrade energon_bridge"
+            f"the state has format version {version}, this version of energon_bridge reads version {FORMAT_VERSION}: "
+            f"{remedy}"
         )
     order = state.get("order_version")
     if type(order) is not int:
@@ -313,7 +307,7 @@ def _checked_format(state: Any) -> State:
             f"the state was written under order version {order}, this version of energon_bridge orders samples by "
             f"version {ORDER_VERSION}: resume with the version that wrote it, or start a new run"
         )
-    missing = (_REQUIRED if version <= _WITHOUT_BANS else {*_REQUIRED, "bans", "banned"}) - state.keys()
+    missing = _REQUIRED - state.keys()
     if missing:
         raise StateFormatError(f"the state is damaged: it has no {', '.join(sorted(missing))}")
     try:
@@ -330,7 +324,7 @@ def read(state: Any) -> SavedRun:
 
     Raises:
         StateFormatError: It is no state, or damaged; the error names the field.
-        StateVersionError: It was written in a newer format.
+        StateVersionError: It was written in another format.
         OrderVersionError: It was written under other rules of order.
     """
     document = _checked_format(state)
@@ -351,8 +345,8 @@ def read(state: Any) -> SavedRun:
         leaves=leaves,
         lanes=lanes,
         ranks=_read_ranks(document.get("ranks")),
-        bans=_read_bans(document.get("bans", [])),
-        banned=_read_banned(document.get("banned", []), leaves),
+        bans=_read_bans(document["bans"]),
+        banned=_read_banned(document["banned"], leaves),
     )
 
 
@@ -392,9 +386,6 @@ def read_leaves(document: State) -> list[State]:
     counted = _entries(_entry(entry, "counts", "leaves"), "leaves.counts")
     counts = []
     for name in COUNTERS:
-        if name == "banned" and name not in counted and document["format_version"] <= _WITHOUT_BANS:
-            counts.append(np.zeros(size, dtype=np.int64))
-            continue
         where = f"leaves.counts.{name}"
         counts.append(decode_column(_entry(counted, name, "leaves.counts"), size, where))
         _in_range(counts[-1], where, 0, _MOST_COUNTED)
@@ -429,9 +420,6 @@ def _read_lanes(entry: State, leaves: Sequence[State], num_lanes: int) -> dict[i
     size = len(numbers)
     columns: dict[str, list[int]] = {}
     for name, column in LANE_COLUMNS.items():
-        if column.optional and column.name not in entry:
-            columns[name] = [0] * size
-            continue
         where = f"lanes.{column.name}"
         values = decode_column(_entry(entry, column.name, "lanes"), size, where)
         columns[name] = _in_range(values, where, 0, column.most).tolist()
@@ -450,9 +438,7 @@ def _read_lanes(entry: State, leaves: Sequence[State], num_lanes: int) -> dict[i
 
 
 def _read_held(entry: State, leaves: Sequence[State], lanes: int) -> list[BufferedRefs]:
-    if "held" not in entry:
-        return [NOTHING_HELD] * lanes
-    sizes = _in_range(decode_column(entry["held"], lanes, "lanes.held"), "lanes.held", 0, 1 << 32)
+    sizes = _in_range(decode_column(_entry(entry, "held", "lanes"), lanes, "lanes.held"), "lanes.held", 0, 1 << 32)
     total = int(sizes.sum())
     rows = _read_array(entry, "held_rows", 3, total)
     _in_range(rows[:, 0], "lanes.held_rows[0]", 0, max(Stage))

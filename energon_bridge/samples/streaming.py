@@ -2,7 +2,7 @@
 
 An ordinary store first reads the cache line that it overwrites, and evicts what the processor needs next. For batches
 on their way to a trainer, which are larger than the caches and not read soon, streaming stores take a third of the
-time. Neither numpy nor torch has them, so `_streaming.c` does. Without it (no C compiler at installation, or a
+time. Neither numpy nor torch has them, so `_pixels.c` does. Without it (no C compiler at installation, or a
 processor other than x86-64 with AVX2), numpy writes the same values.
 
     divide(pixels, out)   writes uint8 pixels, divided by 255 exactly, to float32 memory
@@ -49,8 +49,8 @@ STREAMS = False
 """Whether the compiled part is available."""
 
 try:
-    from energon_bridge.samples import _streaming
+    from energon_bridge.samples._pixels import copy as _copy, divide as _divide
 except ImportError:
     pass
 else:
-    divide, copy, STREAMS = _streaming.divide, _streaming.copy, True
+    divide, copy, STREAMS = _divide, _copy, True

@@ -23,7 +23,7 @@ from energon_bridge.stream.reencode import encode_again
 from energon_bridge.stream.state import COUNTERS, Counts, LaneState, SampleRef
 from energon_bridge.stream.user_code import BegunDraw
 from energon_bridge.stream.values import FailedSample, RestoreKey
-from energon_bridge.task_encoder.deferred import DeferredImage, sample_parser
+from energon_bridge.task_encoder.deferred import DeferredImage, field_items
 
 _NOTHING = LoadedDraws([], [], [], [])
 _BYTES = COUNTERS.index("bytes")
@@ -344,7 +344,7 @@ def size_of(sample: Any, read: int) -> int:
     """Return the approximate bytes of an encoded sample without its meta fields; at least the bytes read for it."""
     if isinstance(sample, torch.Tensor):
         return max(sample.nbytes, read)
-    return max(sum([_bytes_in(value) for name, value in sample_parser(sample) if not name.startswith("__")]), read)
+    return max(sum([_bytes_in(value) for name, value in field_items(sample) if not name.startswith("__")]), read)
 
 
 def _bytes_in(value: Any) -> int:
@@ -364,7 +364,7 @@ def _bytes_in(value: Any) -> int:
         return len(value.data)
     if isinstance(value, Image.Image):
         return value.width * value.height * len(value.getbands())
-    return sum(_bytes_in(one) for _, one in sample_parser(value)) if is_dataclass(value) else 0
+    return sum(_bytes_in(one) for _, one in field_items(value)) if is_dataclass(value) else 0
 
 
 def reencode(

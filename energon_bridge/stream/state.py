@@ -113,22 +113,20 @@ LARGEST = 1 << 48
 
 
 class LaneColumn(NamedTuple):
-    """A column of a state: its name, whether it may be missing, and the largest value."""
+    """A column of a state: its name and the largest value."""
 
     name: str
-    optional: bool
     most: int
 
 
-def _column(name: str, *, optional: bool = False, most: int = LARGEST) -> dict[str, LaneColumn]:
+def _column(name: str, *, most: int = LARGEST) -> dict[str, LaneColumn]:
     """Declare a field of a lane's state that is a column of states.
 
     Args:
         name: Name of the column.
-        optional: Omit the column if it is 0 for all lanes; a state without the column reads as 0.
         most: The largest valid value.
     """
-    return {"column": LaneColumn(name, optional, most)}
+    return {"column": LaneColumn(name, most)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +151,10 @@ class LaneState:
     draw: int = field(metadata=_column("draws"))
     taken: int = field(metadata=_column("taken", most=1 << 32))
     leaf_draws: tuple[int, ...]
-    origin: int = field(default=0, metadata=_column("origins", optional=True))
+    origin: int = field(default=0, metadata=_column("origins"))
     held: BufferedRefs = NOTHING_HELD
-    batches_taken: int = field(default=0, metadata=_column("batches_taken", optional=True, most=1 << 32))
-    buffer: int = field(default=0, metadata=_column("buffers", optional=True, most=1 << 32))
+    batches_taken: int = field(default=0, metadata=_column("batches_taken", most=1 << 32))
+    buffer: int = field(default=0, metadata=_column("buffers", most=1 << 32))
 
     def plain(self) -> tuple[Any, ...]:
         """Return the values as plain tuples, to cross to the training process with a microbatch."""

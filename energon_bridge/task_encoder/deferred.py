@@ -88,7 +88,7 @@ class DeferredImage(Deferred):
 def deferred_in(sample: Any) -> list[tuple[Callable[[Any], None], Deferred]]:
     """Return the deferred values in a sample's fields, or in lists there, each with a function that replaces it."""
     found: list[tuple[Callable[[Any], None], Deferred]] = []
-    for name, value in sample_parser(sample):
+    for name, value in field_items(sample):
         if isinstance(value, Deferred):
             put = sample.__setitem__ if isinstance(sample, dict) else partial(setattr, sample)
             found.append((partial(put, name), value))
@@ -98,7 +98,7 @@ def deferred_in(sample: Any) -> list[tuple[Callable[[Any], None], Deferred]]:
     return found
 
 
-def sample_parser(sample: Any) -> list[tuple[str, Any]]:
+def field_items(sample: Any) -> list[tuple[str, Any]]:
     """Return the fields of a sample of any kind with their values."""
     if isinstance(sample, dict):
         return list(sample.items())

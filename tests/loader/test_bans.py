@@ -46,7 +46,7 @@ from energon_bridge import (
 )
 from energon_bridge.errors import ConfigurationError, EmptyDatasetError, StateFormatError, StorageError
 from energon_bridge.loader.bans import samples_by_key
-from energon_bridge.loader.document import read, sign
+from energon_bridge.loader.document import read
 from energon_bridge.loader.fits import merge
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
@@ -469,24 +469,6 @@ def test_a_resume_looks_no_key_up(data: Path, tmp_path: Path, monkeypatch: pytes
     loader.restore_state_rank(state, on_mismatch="adapt")
     assert {*searched} == {"c"}
     assert not any({3, 7} & {*numbers_of(batch)} for batch in islice(loader, 100))
-
-
-def test_older_states_have_no_bans(data: Path) -> None:
-    dataset = train_dataset(data / "text")
-    (loader,) = loaders_of(dataset, 1, 0)
-    sum(1 for _ in islice(loader, 30))
-    state = loader.save_state_rank()
-    counts = {name: column for name, column in state["leaves"]["counts"].items() if name != "banned"}
-    old = {name: value for name, value in state.items() if name not in ("bans", "banned")} | {"format_version": 4}
-    old["leaves"] = state["leaves"] | {"counts": counts}
-    (again,) = loaders_of(dataset, 1, 0, state=sign(old))
-    assert again.save_state_rank() == state
-    for name, damaged in (
-        ("bans", old | {"format_version": 5}),
-        (r"leaves\.counts\.banned", state | {"leaves": old["leaves"]}),
-    ):
-        with pytest.raises(StateFormatError, match=name):
-            again.restore_state_rank(sign(damaged))
 
 
 def test_ranks_that_ban_differently_are_found_out(data: Path) -> None:

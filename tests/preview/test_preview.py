@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import http.client
-import io
 import json
 import re
 import signal
@@ -16,7 +14,6 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import previews
 import pytest
 import torch
@@ -34,7 +31,7 @@ from energon_bridge.preview.batches import delivered, shown
 from energon_bridge.preview.pages import histogram, write_pages
 from energon_bridge.preview.records import Picture, Record, Text, Turn, items_of
 from energon_bridge.preview.sources import SampleSource, shared_out
-from energon_bridge.preview.terminal import half_blocks, kitty, lines_of, lines_of_batch, sixel, way_of_terminal
+from energon_bridge.preview.terminal import half_blocks, lines_of, lines_of_batch
 from energon_bridge.testing import create_captioning_test_dataset
 
 CONFIG = CONFIGS / "packed.yaml"
@@ -371,54 +368,6 @@ def test_pictures_are_drawn_with_half_blocks() -> None:
     assert [str(line) for line in lines] == ["▀" * 10] * 3
     styles = ["rgb(255,0,0) on rgb(255,0,0)", "rgb(255,0,0) on rgb(0,0,255)", "rgb(0,0,255) on rgb(0,0,255)"]
     assert [str(line.spans[0].style) for line in lines] == styles
-
-
-def noise(width: int, height: int) -> Image.Image:
-    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(pixels // 128 * 255)  # eight colours, which sixels show as they are
-
-
-def test_pictures_are_sent_to_kitty() -> None:
-    image = noise(200, 90)
-    (line,) = kitty(image, 12)
-    messages = re.findall(r"\x1b_G(.*?);(.*?)\x1b\\", line)
-    assert "".join(f"\x1b_G{head};{data}\x1b\\" for head, data in messages) == line
-    assert [head for head, _ in messages] == ["a=T,f=100,q=2,c=12,m=1", *["m=1"] * (len(messages) - 2), "m=0"]
-    assert all(len(data) <= 4096 for _, data in messages)
-    sent = Image.open(io.BytesIO(base64.b64decode("".join(data for _, data in messages))))
-    assert sent.tobytes() == image.tobytes()
-
-
-def test_pictures_are_sent_as_sixels() -> None:
-    image = noise(70, 20)  # the last band has two rows
-    (line,) = sixel(image, 40)
-    begin, body = re.fullmatch(r'\x1bP0;1q"1;1;(70;20)(.*)\x1b\\', line).groups()  # type: ignore[union-attr]
-    assert begin == "70;20"
-    colours = {int(n): (r, g, b) for n, r, g, b in re.findall(r"#(\d+);2;(\d+);(\d+);(\d+)", body)}
-    shown = np.zeros((24, 70, 3), dtype=np.uint8)
-    for band, bits in enumerate(re.sub(r"#\d+;2;\d+;\d+;\d+", "", body).removesuffix("-").split("-")):
-        for number, runs in re.findall(r"#(\d+)((?:!\d+[?-~])+)", bits):
-            column = 0
-            for count, char in re.findall(r"!(\d+)([?-~])", runs):
-                rows = [6 * band + bit for bit in range(6) if ord(char) - 63 >> bit & 1]
-                shown[rows, column : column + int(count)] = [round(int(part) * 2.55) for part in colours[int(number)]]
-                column += int(count)
-    assert np.array_equal(shown[:20], np.asarray(image))
-
-
-@pytest.mark.parametrize(
-    ("environment", "way"),
-    [
-        ({"TERM": "xterm-kitty"}, "kitty"),
-        ({"TERM": "xterm-256color", "TERM_PROGRAM": "WezTerm"}, "kitty"),
-        ({"TERM": "foot"}, "sixel"),
-        ({"TERM": "xterm-256color"}, "blocks"),
-        ({"TERM": "tmux-256color", "KITTY_WINDOW_ID": "1", "TMUX": "/tmp/x"}, "blocks"),
-        ({}, "blocks"),
-    ],
-)
-def test_the_way_of_a_terminal(environment: dict[str, str], way: str) -> None:
-    assert way_of_terminal(environment) == way
 
 
 def test_no_pictures_where_nobody_looks(captions: Path) -> None:

@@ -1,6 +1,0 @@
-from typing import Any
-
-import numpy as np
-
-def divide(pixels: np.ndarray, out: np.ndarray, /) -> None: ...
-def copy(source: Any, out: Any, /) -> None: ...
