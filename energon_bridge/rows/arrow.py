@@ -31,6 +31,7 @@ from energon_bridge.rows.conversations import (
     learnable,
     media_columns,
     only_preferred,
+    without_nulls,
 )
 from energon_bridge.rows.lists import propose_layout
 from energon_bridge.rows.turns import CONVERSATIONS
@@ -122,7 +123,7 @@ def row_of(
     """Return values as a row; `columns` hold media and `labels` name classes. Raises SourceError."""
     with located(where):
         if any(name in values for name in CONVERSATIONS):
-            return conversation_row(values, where, media)
+            return conversation_row(without_nulls(values), where, media)
         files = {}
         for column in list(media_columns(values, columns)):
             value = values.pop(column, None)

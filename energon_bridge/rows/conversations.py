@@ -26,6 +26,7 @@ from energon_bridge.rows.turns import (
     part_payload,
     part_text,
     preferred,
+    tools_of,
     turns_of,
 )
 
@@ -147,6 +148,33 @@ def conversation_row(entry: Mapping[str, Any], where: str, media: MediaRoot) -> 
     return Row(where=where, values=values, files=dict(files))
 
 
+def without_nulls(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of a table without the nulls in its tools and calls.
+
+    All objects of a column have the same keys there, so the arguments of one tool stand as nulls in calls of another.
+    """
+    return {
+        name: _filled(value)
+        if name in ("tools", "functions")
+        else [_with_filled_calls(turn) for turn in value]
+        if name in CONVERSATIONS and isinstance(value, list)
+        else value
+        for name, value in entry.items()
+    }
+
+
+def _with_filled_calls(turn: Any) -> Any:
+    if not isinstance(turn, Mapping):
+        return turn
+    return {name: _filled(value) if name in ("tool_calls", "function_call") else value for name, value in turn.items()}
+
+
+def _filled(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _filled(one) for name, one in value.items() if one is not None}
+    return [_filled(one) for one in value] if isinstance(value, list) else value
+
+
 def _check_no_media(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if not value or name.lower() in _NAMES or name in CONVERSATIONS:
@@ -183,7 +211,7 @@ def _stored(piece: Any, take: Callable[[str, Any, str], None]) -> Any:
     payload = part_payload(piece, kind)
     if payload is not None:
         take(f"{kind}s", _content_of(payload), "messages")
-    return {"type": kind}
+    return {"type": kind, **({} if piece.get("index") is None else {"index": piece["index"]})}
 
 
 def _content_of(payload: Any) -> Any:
@@ -241,6 +269,7 @@ def learnable(row: Row, layout: Layout, is_chat: bool) -> Row:
                 )
             return row
         check_turns(turns)
+        tools_of(row.values)
         if not row.files:
             _check_no_media(row.values)
         files = {name: _of_known_kind(name, content) for name, content in row.files.items()}

@@ -58,9 +58,22 @@ PARTS: Mapping[str, Literal["text"] | Medium] = MappingProxyType(
 )
 """What the types of a message's parts mean."""
 
+WEIGHTS = ("weight", "loss", "loss_scale")
+FLAGS: Mapping[str, bool] = MappingProxyType(
+    {
+        **dict.fromkeys((*WEIGHTS, "train", "training", "train_on_turn"), True),
+        **dict.fromkeys(("mask", "masked"), False),
+    }
+)
+"""Keys that say whether a turn is learned, and the value of those that are."""
+_DETAILS = ("train_detail", "training_detail")
+
 _SAYING = ("tool_calls", "reasoning_content", "thinking", "reasoning")  # in place of a content
+_UNSAID = ("refusal", "audio")  # no template writes these
 _PAYLOADS = ("url", "path", "src", "value", "source", "data", "bytes")
-_HINTS = ("type", "detail", "format", "media_type", "mime_type", "cache_control")
+_HINTS = ("type", "index", "detail", "format", "media_type", "mime_type", "cache_control")
+_OBJECTS = ("<ref-object>", "<bbox>")  # of ms-swift
+_INLINE = re.compile(r"<img>([^<>]+)</img>")  # of Qwen-VL
 _PLACES = re.compile(r"<(image|video|audio)>")
 _SOUNDS = ("aac", "aif", "aiff", "amr", "flac", "m4a", "mp3", "oga", "ogg", "opus", "wav", "wma")
 _SHOWN = 200
@@ -80,7 +93,13 @@ def turns_of(entry: Mapping[str, Any]) -> list[Turn] | None:
             f"has preferences ({', '.join(_preferences(entry))}), which are not learned: to learn only the preferred "
             "answers, convert the list with --preferred; a column that means something else needs another name"
         )
-    return known_turns(_listed(entry, name)) if name is not None else _turns_of_pair(entry, pair)  # type: ignore[arg-type]
+    turns = known_turns(_listed(entry, name)) if name is not None else _turns_of_pair(entry, pair)  # type: ignore[arg-type]
+    if entry.get("objects") and (mark := next((one for one in _OBJECTS if one in str(turns)), None)):
+        raise SampleError(
+            f"has `objects` for the places {mark!r} in its texts, which would be learned as they are: write the names "
+            "and boxes into the texts, as the model has them"
+        )
+    return turns
 
 
 def pair_of(entry: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -100,7 +119,7 @@ def known_turns(turns: Sequence[Any]) -> list[Turn]:
         name = _role_name(turn)
         if name in _CALLS:
             calls = _calls(_content(turn))
-            if before in _CALLS:
+            if before in _CALLS and _goes_with(turn, found[-1]):
                 found[-1] = {**found[-1], "tool_calls": [*found[-1]["tool_calls"], *calls]}
             else:
                 found.append(
@@ -115,6 +134,71 @@ def known_turns(turns: Sequence[Any]) -> list[Turn]:
             found += [turn] if name is not None else _pair_turn(turn)
         before = name
     return found
+
+
+def _goes_with(turn: Turn, before: Turn) -> bool:
+    """Return whether a call may stand in the turn of the one before: both are learned or not, and no key is lost."""
+    kept = _without(turn, "from", "value", "role", "content", *FLAGS)
+    is_same = is_learned("assistant", turn) == is_learned("assistant", before)
+    return is_same and all(before.get(name) == value for name, value in kept.items())
+
+
+def is_learned(role: str, turn: Mapping[str, Any]) -> bool:
+    """Return whether the keys of a turn leave it to be learned. Raises SampleError for what cannot be honoured."""
+    if details := next((name for name in _DETAILS if turn.get(name)), None):
+        raise SampleError(f"a turn has {details}={turn[details]!r}, but turns are learned as a whole or not"[:500])
+    said: list[bool] = []
+    for name, meaning in FLAGS.items():
+        value = turn.get(name)
+        if value is None:
+            continue
+        # Numbers are weights. For a mask, both 0 and 1 are in use for what is learned.
+        if not isinstance(value, bool) and (not meaning or value not in (0, 1)):
+            choices = "0 or 1, true or false" if meaning else "true (left out of the loss) or false"
+            raise SampleError(
+                f"a turn of {role!r} has {name}={value!r}, which cannot be honoured: give {choices}"[:500]
+            )
+        said.append(bool(value) is meaning)
+        if said[-1] and meaning and role != "assistant" and name not in WEIGHTS:  # those are written with every turn
+            raise SampleError(
+                f"a turn of {role!r} has {name}={value!r}, but only answers are learned: give the key to turns of the "
+                "assistant only"
+            )
+    return all(said)
+
+
+def system_of(entry: Mapping[str, Any]) -> Any:
+    """Return the system prompt beside the turns or the pair of an entry."""
+    return entry.get("system") or entry.get("system_prompt")
+
+
+def tools_of(entry: Mapping[str, Any]) -> list[Any] | None:
+    """Return the tools beside the turns or the pair of an entry; `functions` are those of OpenAI's first form.
+
+    Raises:
+        SampleError: They are no JSON schemas.
+    """
+    if tools := listed_tools(entry.get("tools")):
+        return tools
+    functions = listed_tools(entry.get("functions"), "functions")
+    return functions and [{"type": "function", "function": one} for one in functions]
+
+
+def listed_tools(tools: Any, name: str = "tools") -> list[Any] | None:
+    """Return tools: a list, or JSON of one or of each. Raises SampleError for anything else."""
+    try:
+        if isinstance(tools, str | bytes):
+            tools = json.loads(tools) if tools.strip() else None
+        if not tools:
+            return None
+        listed = [tools] if isinstance(tools, Mapping) else tools
+        if isinstance(listed, list | tuple):
+            found = [json.loads(tool) if isinstance(tool, str | bytes) else tool for tool in listed]
+            if all(isinstance(tool, Mapping) or callable(tool) for tool in found):
+                return found
+    except ValueError as error:
+        raise SampleError(f"the {name} are not valid JSON: {error}: {tools!r}"[:500]) from error
+    raise SampleError(f"{name} must be a list of JSON schemas, or JSON of one, got {tools!r}"[:500])
 
 
 def _named(entry: Mapping[str, Any]) -> str | None:
@@ -146,8 +230,8 @@ def _turns_of_pair(entry: Mapping[str, Any], pair: tuple[str, str]) -> list[Turn
     if isinstance(more, str) and more and pair[0] != "input" and isinstance(asked, str):
         asked = f"{asked}\n{more}" if asked else more
     turns: list[Turn] = []
-    if isinstance(entry.get("system"), str) and entry["system"]:
-        turns.append({"role": "system", "content": entry["system"]})
+    if isinstance(system_of(entry), str):
+        turns.append({"role": "system", "content": system_of(entry)})
     history = _parsed(entry.get("history") or [], "`history`")
     if not isinstance(history, Sequence) or isinstance(history, str | bytes):
         raise SampleError(f"`history`: expected a list of pairs, found {_short(history)}")
@@ -266,10 +350,9 @@ def _preferences(entry: Mapping[str, Any]) -> list[str]:
 
 
 def _flag(name: str, value: Any) -> bool | None:
-    """Return a tag as a truth; None if it is none. Only `label` may also be something else."""
-    if name != "label":
-        value = {"true": True, "1": True, "false": False, "0": False}.get(str(value).strip().lower())
-    return value if isinstance(value, bool) else None
+    """Return a tag as a truth, or as the text of one; None if it is none. Only numbers in `label` may be another."""
+    numbers = {} if name == "label" else {"1": True, "0": False}
+    return {"true": True, "false": False, **numbers}.get(str(value).strip().lower())
 
 
 # Media ----------------------------------------------------------------------------------------------------------------
@@ -365,20 +448,45 @@ def check_turns(turns: Sequence[Turn]) -> None:
     Raises:
         SampleError: It says what is wrong.
     """
+    learned: list[bool] = []
+    counts: Counter[str] = Counter()
     for turn in turns:
         name = _role_name(turn)
         content = None if name is None else _content(turn)
         says = name is not None and any(turn.get(key) for key in _SAYING)
         if not isinstance(content, str | list | tuple) and not (content is None and says):
             raise SampleError(f"a turn must have role and content, or from and value, got {_short(turn)}")
-        if name not in ROLES:
+        if name is None or name not in ROLES:
             raise SampleError(f"the role {name!r} of a turn is not known: write {', '.join(_KNOWN)}")
-        for part in content if isinstance(content, list | tuple) else ():
+        role = ROLES[name]
+        learned.append(is_learned(role, turn) and role == "assistant")
+        if unsaid := next((key for key in _UNSAID if turn.get(key) and not content), None):
+            raise SampleError(
+                f"a turn has no content but {unsaid}={_short(turn[unsaid])}: write what it says as content"
+            )
+        for part in content if isinstance(content, list | tuple) else (content or "",):
             kind = part_kind(part)
-            if kind is None or (kind == "text" and part_text(part) is None):
+            text = part_text(part) if kind == "text" else None
+            if kind is None or (kind == "text" and text is None):
                 raise SampleError(f"a part of a message is not understood: {_short(part)}")
-    if all(ROLES[str(_role_name(turn))] != "assistant" for turn in turns):
-        raise SampleError("the conversation has no answer to learn")
+            if text is not None:
+                inline = _INLINE.search(text) if role != "assistant" and "</img>" in text else None
+                if inline is not None and medium_of(inline[1]) is not None:
+                    raise SampleError(
+                        f"a text names an image as {_short(inline[0])}, which would be seen as text: write '<image>' "
+                        "there, and its path in `images`"
+                    )
+                continue
+            if part.get("index") not in (None, counts[kind]):
+                raise SampleError(
+                    f"a part has the index {part['index']!r} and is {kind} {counts[kind]} of the conversation: list "
+                    f"the {kind}s in the order of their places"
+                )
+            counts[kind] += 1
+    if not any(learned):
+        said = any(ROLES[str(_role_name(turn))] == "assistant" for turn in turns)
+        flagged = ": keys of its turns (weight, loss, train, …) leave out what would be learned" if said else ""
+        raise SampleError(f"the conversation has no answer to learn{flagged}")
 
 
 def check_places(turns: Sequence[Turn], there: Mapping[Medium, int]) -> None:

@@ -14,7 +14,16 @@ from types import MappingProxyType
 from typing import Any, Literal, cast
 
 from energon_bridge.errors import ConfigurationError, SampleError
-from energon_bridge.rows.turns import CONVERSATIONS, PAIRS, Medium, check_sound, check_turns, turns_of
+from energon_bridge.rows.turns import (
+    CONVERSATIONS,
+    PAIRS,
+    Medium,
+    check_sound,
+    check_turns,
+    system_of,
+    tools_of,
+    turns_of,
+)
 from energon_bridge.stores import FileStore
 from energon_bridge.task_encoder.conversation import Conversation, MultiModalSampleConfig, Turn
 from energon_bridge.task_encoder.cooking import Cooker, basic_sample_keys
@@ -217,8 +226,8 @@ def cook_conversation(sample: Mapping[str, Any], **stores: FileStore) -> ChatSam
         messages=turns,
         images=images,
         videos=videos or None,
-        tools=content.get("tools"),
-        system=content.get("system"),
+        tools=tools_of(content),
+        system=system_of(content),
     )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -358,3 +359,127 @@ def test_preferences_of_typed_samples_are_refused_too(tmp_path: Path, media: Pat
     (tmp_path / "out2").mkdir()
     source = converted(listed(tmp_path, {**entry, "label": 3}), tmp_path / "typed", *flags)
     assert "--preferred is for lists and tables" in refused(source, tmp_path / "again", "--preferred")
+
+
+# Keys beside the texts ------------------------------------------------------------------------------------------------
+
+CALL = {"name": "zoom", "arguments": {"x": 1}}
+ZOOM = {"name": "zoom", "parameters": {"type": "object", "properties": {}}}
+CALLED = '<tool_call> {"name": "zoom", "arguments": {"x": 1}} </tool_call>'
+
+
+def calls(*flags: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{"from": "function_call", "value": json.dumps(CALL), **flag} for flag in flags]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (({}, {}), f"{CALLED} {CALLED}<|im_end|>red<|im_end|>"),
+        (({"weight": 1}, {}), f"{CALLED} {CALLED}<|im_end|>red<|im_end|>"),
+        (({"weight": 0}, {}), f"{CALLED}<|im_end|>red<|im_end|>"),
+        (({}, {"loss": False}), f"{CALLED}<|im_end|>red<|im_end|>"),
+        (({"loss": False}, {"loss": False}), "red<|im_end|>"),
+    ],
+)
+def test_calls_in_a_row_are_learned_as_their_flags_say(
+    tmp_path: Path, bundle: ModelBundle, flags: Any, said: str
+) -> None:
+    entry = {"conversations": [*ASKED, *calls(*flags), {"from": "gpt", "value": "red"}]}
+    out = converted(listed(tmp_path, entry), tmp_path / "out", *ALL_TRAIN)
+    assert [one[1].replace("\n", " ") for one in learned(out, bundle)] == [said]
+
+
+BESIDE: dict[str, tuple[Any, str]] = {
+    "OpenOrca": ({"system_prompt": "Be brief", "question": "a", "response": "red"}, "|system Be brief |user a"),
+    "a prompt beside turns": (
+        {"system_prompt": "Be brief", "messages": [{"role": "user", "content": "a"}, RED]},
+        "|system Be brief |user a",
+    ),
+    "functions": (
+        {"functions": [ZOOM], "messages": [{"role": "user", "content": "a"}, RED]},
+        f"|system <tools> {json.dumps({'type': 'function', 'function': ZOOM})} </tools> |user a",
+    ),
+    "functions as text": (
+        {"functions": json.dumps([ZOOM]), "query": "a", "response": "red"},
+        f"|system <tools> {json.dumps({'type': 'function', 'function': ZOOM})} </tools> |user a",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_other_names_of_system_prompts_and_tools_are_known(tmp_path: Path, bundle: ModelBundle, name: str) -> None:
+    entry, shown = BESIDE[name]
+    out = converted(listed(tmp_path, entry), tmp_path / "out", *ALL_TRAIN)
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text(json.dumps(entry) + "\n")
+    for path in (out, lines):
+        assert [one[0] for one in learned(path, bundle)] == [f"{shown} |assistant red"]
+
+
+def numbered(*numbers: int) -> dict[str, Any]:
+    """Return a question about pictures as lists of the hub have it: with their numbers, and nulls."""
+    parts = [{"index": number, "text": None, "type": "image"} for number in numbers]
+    return asked(*parts, {"index": None, **TEXT}, images=["red.png", "blue.png"])
+
+
+def test_numbers_of_pictures_in_parts_are_their_order(tmp_path: Path, media: Path, bundle: ModelBundle) -> None:
+    out = converted(listed(tmp_path, numbered(0, 1)), tmp_path / "out", "--media", media, *ALL_TRAIN)
+    assert [one[0] for one in learned(out, bundle)] == ["|user iiiiiiiicolor? |assistant red"]
+    source = listed(tmp_path, numbered(1, 0))
+    message = refused(source, tmp_path / "other", "--media", media, *ALL_TRAIN)
+    assert "a part has the index 1 and is image 0 of the conversation" in message
+
+
+@pytest.mark.parametrize(
+    ("entry", "complaint"),
+    [
+        ({"messages": [*ASKED, {**RED, "weight": 0.5}]}, "weight=0.5, which cannot be honoured"),
+        ({"messages": [*ASKED, {**RED, "loss": "0"}]}, "loss='0', which cannot be honoured"),
+        ({"messages": [{**ASKED[0], "train": True}, RED]}, "only answers are learned"),
+        ({"messages": [*ASKED, {**RED, "weight": 0}]}, "no answer to learn: keys of its turns"),
+        ({"messages": [*ASKED, {**RED, "content": "", "refusal": "No."}]}, "no content but refusal='No.'"),
+        ({"messages": [*ASKED, {**RED, "content": "", "audio": {"id": "a"}}]}, "no content but audio="),
+        (
+            {"messages": [{"role": "user", "content": "Picture 1: <img>red.png</img>\na"}, RED]},
+            "names an image as '<img>red.png</img>'",
+        ),
+        (
+            {"messages": [*ASKED, {**RED, "content": "<bbox>"}], "objects": {"ref": [], "bbox": [[1, 2, 3, 4]]}},
+            "has `objects` for the places '<bbox>'",
+        ),
+        ({"prompt": "a", "completion": "bad", "label": "False"}, "has preferences (label)"),
+        ({"functions": "zoom", "messages": [*ASKED, RED]}, "the functions are not valid JSON: "),
+        ({"tools": ["zoom"], "messages": [*ASKED, RED]}, "the tools are not valid JSON: "),
+        ({"tools": 3, "messages": [*ASKED, RED]}, "tools must be a list of JSON schemas"),
+    ],
+)
+def test_what_training_would_skip_or_take_for_text_is_refused(
+    tmp_path: Path, media: Path, entry: Any, complaint: str
+) -> None:
+    source = listed(tmp_path, [asked(TEXT), entry])
+    assert complaint in refused(source, tmp_path / "out", "--media", media, *ALL_TRAIN)
+    with pytest.raises(SampleError, match=re.escape(complaint)):
+        cook_conversation({"__key__": "a", "json": entry})
+
+
+def test_tags_in_tables_of_text_are_tags(tmp_path: Path, bundle: ModelBundle) -> None:
+    source = tmp_path / "list.csv"
+    source.write_text("prompt,completion,label\na,good,True\na,bad,False\n")
+    assert "has preferences (label)" in refused(source, tmp_path / "out", *ALL_TRAIN)
+    out = converted(source, tmp_path / "out", *ALL_TRAIN, "--preferred")
+    assert [one[1] for one in learned(out, bundle)] == ["good<|im_end|>"]
+
+
+def test_calls_in_tables_have_their_own_arguments(tmp_path: Path, bundle: ModelBundle) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    called = [{"function": CALL}, {"function": {"name": "turn", "arguments": {"by": [2]}}}]
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": called}]
+    path = tmp_path / "table.parquet"
+    parquet.write_table(arrow.Table.from_pylist([{"messages": turns}]), path)
+    assert (
+        parquet.read_table(path).to_pylist()[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]["by"] is None
+    )
+    other = CALLED.replace("zoom", "turn").replace('{"x": 1}', '{"by": [2]}')
+    out = converted(path, tmp_path / "out", *ALL_TRAIN)
+    assert [one[1].replace("\n", " ") for one in learned(out, bundle)] == [f"{CALLED} {other}<|im_end|>"]

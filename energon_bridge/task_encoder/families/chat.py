@@ -8,7 +8,7 @@ text with the placeholders `<image>` and `<video>`, or a list of parts `{"type":
 `videos`, `video`), from the parts, or, in a crude sample, from its own files.
 
 All other keys of a turn (`tool_calls`, `reasoning_content`, `name`, …) go to the chat template as they are. Those of
-`_FLAGS` also say whether an answer is learned. `system` and `tools` may stand beside the turns.
+`FLAGS` in `rows.turns` also say whether an answer is learned. `system` and `tools` may stand beside the turns.
 """
 
 from __future__ import annotations
@@ -25,16 +25,22 @@ from energon_bridge.av import AV_EXTENSIONS
 from energon_bridge.errors import SampleError
 from energon_bridge.rows.turns import (
     CONVERSATIONS as _TURNS,
+    FLAGS,
     ROLES,
+    WEIGHTS,
     Medium,
     has_own,
+    is_learned,
     known_turns,
+    listed_tools,
     medium_of,
     medium_of_av,
     mismatch,
     part_kind,
     part_text,
     placed,
+    system_of,
+    tools_of,
     turns_of,
 )
 from energon_bridge.samples import Sample, VidQASample, edataclass
@@ -48,14 +54,7 @@ _logger = logging.getLogger(__name__)
 IMAGE, VIDEO = "<image>", "<video>"
 _PLACEHOLDERS = re.compile(r"\n?(<image>|<video>)\n?")
 _OWN_KEYS = frozenset({"role", "from", "content", "value"})
-_WEIGHTS = ("weight", "loss", "loss_scale")
-_FLAGS: Mapping[str, bool] = {
-    **dict.fromkeys((*_WEIGHTS, "train", "training", "train_on_turn"), True),
-    **dict.fromkeys(("mask", "masked"), False),
-}
-"""Keys that say whether a turn is learned, and the value of those that are."""
-_DETAILS = ("train_detail", "training_detail")
-_SAYING = ("tool_calls", "function_call", "reasoning_content", "thinking", "reasoning")
+_SAYING = ("tool_calls", "function_call", "reasoning_content", "thinking", "reasoning", "refusal", "audio")
 """Keys that an assistant can say something with in place of a content."""
 _FIELDS: Mapping[Kind, Sequence[str]] = {"image": ("images", "image", "imgs"), "video": ("videos", "video")}
 
@@ -127,9 +126,11 @@ def chat_of(sample: Any, *, place_images: Literal["before", "after"] = "before")
     if isinstance(turns, str | bytes):
         turns = parsed(turns, "turns")
     tools, system = _value(holder, "tools"), _value(holder, "system")
+    if isinstance(holder, Mapping):
+        tools, system = tools_of(holder), system_of(holder)
     if isinstance(turns, Mapping):
-        tools = turns.get("tools") if tools is None else tools
-        system = turns.get("system") if system is None else system
+        tools = tools_of(turns) if tools is None else tools
+        system = system_of(turns) if system is None else system
         turns = next((turns[name] for name in _TURNS if name in turns), None)
     if not isinstance(turns, Sequence) or not turns:
         raise SampleError(f"{name} must be a non-empty list of turns, got {turns!r}"[:500])
@@ -146,7 +147,7 @@ def chat_of(sample: Any, *, place_images: Literal["before", "after"] = "before")
         messages=tuple(_placed(messages, payloads, waiting, place_images)),
         images=tuple(payloads["image"]),
         videos=tuple(payloads["video"]),
-        tools=_tools_of(tools),
+        tools=listed_tools(tools),
     )
 
 
@@ -248,29 +249,10 @@ def _message(turn: Any, payloads: dict[Kind, list[Any]], waiting: dict[Kind, lis
 
 def _is_learned(role: str, keys: Mapping[str, Any]) -> bool:
     """Return whether the keys of a turn leave it to be learned. Raises SampleError for what cannot be honoured."""
-    if details := next((name for name in _DETAILS if keys.get(name)), None):
-        raise SampleError(f"a turn has {details}={keys[details]!r}, but turns are learned as a whole or not"[:500])
-    said: list[bool] = []
-    for name, meaning in _FLAGS.items():
-        value = keys.get(name)
-        if value is None:
-            continue
-        # Numbers are weights. For a mask, both 0 and 1 are in use for what is learned.
-        if not isinstance(value, bool) and (not meaning or value not in (0, 1)):
-            choices = "0 or 1, true or false" if meaning else "true (left out of the loss) or false"
-            raise SampleError(
-                f"a turn of {role!r} has {name}={value!r}, which cannot be honoured: give {choices}"[:500]
-            )
-        said.append(bool(value) is meaning)
-        if said[-1] and meaning and role != "assistant":
-            if name in _WEIGHTS:  # written with every turn, it asks for nothing
-                _warn_once(name, _named, f"turns of {role!r} have {name}={value!r}; only answers are learned")
-                continue
-            raise SampleError(
-                f"a turn of {role!r} has {name}={value!r}, but only answers are learned: give the key to turns of the "
-                "assistant only"
-            )
-    return all(said)
+    learned = is_learned(role, keys)
+    if role != "assistant" and (name := next((one for one in WEIGHTS if keys.get(one)), None)):  # it asks for nothing
+        _warn_once(name, _named, f"turns of {role!r} have {name}={keys[name]!r}; only answers are learned")
+    return learned
 
 
 def _with_system(turns: Sequence[Any], system: Any) -> list[Any]:
@@ -291,23 +273,9 @@ def _with_system(turns: Sequence[Any], system: Any) -> list[Any]:
     return list(turns)
 
 
-def _tools_of(tools: Any) -> list[Any] | None:
-    """Return the tools of a sample: a list, or JSON of one or of each. Raises SampleError for anything else."""
-    if isinstance(tools, str | bytes):
-        tools = parsed(tools, "tools") if tools.strip() else None
-    if not tools:
-        return None
-    listed = [tools] if isinstance(tools, Mapping) else tools
-    if isinstance(listed, list | tuple):
-        found = [parsed(tool, "tools") if isinstance(tool, str | bytes) else tool for tool in listed]
-        if all(isinstance(tool, Mapping) or callable(tool) for tool in found):
-            return found
-    raise SampleError(f"tools must be a list of JSON schemas, or JSON of one, got {tools!r}"[:500])
-
-
 def keys_of(chat: Chat) -> list[str]:
     """Return what only a template can use of a conversation: keys of its turns, and `tools`."""
-    names = dict.fromkeys(name for message in chat.messages for name in message.keys if name not in _FLAGS)
+    names = dict.fromkeys(name for message in chat.messages for name in message.keys if name not in FLAGS)
     return [*names, *(["tools"] if chat.tools else [])]
 
 
@@ -379,7 +347,7 @@ def _turns_of(sample: Any) -> Any:
             return {"messages": holder}
         if holder is not sample and isinstance(holder, Mapping) and (turns := turns_of(holder)) is not None:
             is_pair = all(holder.get(name) is None for name in _TURNS)
-            return {**holder, "messages": turns, "system": None} if is_pair else holder
+            return {**holder, "messages": turns, "system": None, "system_prompt": None} if is_pair else holder
         if holder is not None and any(_value(holder, name) is not None for name in _TURNS):
             return holder
     return None
