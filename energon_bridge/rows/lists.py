@@ -224,7 +224,7 @@ def _open_csv(path: Path, media: Path | None) -> TableSource:
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
         raise SourceError(
-            f"{path}: has zero bytes. Is it UTF-16? Write it as UTF-8 (iconv -f UTF-16LE -t UTF-8). If not, mend line "
+            f"{path}: has zero bytes. Is it UTF-16? Write it as UTF-8 (iconv -f UTF-16LE -t UTF-8). If not, fix line "
             f"{line}."
         )
     usual = "," if suffix == "csv" else "\t"
