@@ -36,6 +36,7 @@ from energon_bridge.prepare.hub import download, is_hub, stream
 from energon_bridge.prepare.sources import KINDS, open_source
 from energon_bridge.prepare.split import SplitRule, parse_ratio
 from energon_bridge.rows.base import Layout, Source, check_layout, first_rows
+from energon_bridge.rows.lists import check_media_meant
 from energon_bridge.rows.turns import turns_of
 from energon_bridge.samples import CrudeSample, sample_type_by_name
 from energon_bridge.storage import open_store
@@ -203,6 +204,8 @@ def _size(text: str) -> int:
 
 def _layout(source: Source, sample_type: str | None, fields: tuple[str, ...], *, asking: bool) -> Layout:
     """Return the proposal, changed by flags and answers."""
+    if sample_type is None and source.kind not in _KEPT:
+        check_media_meant(first_rows(source), "convert without them: --sample-type CrudeSample")
     proposed = source.propose()
     name = sample_type or proposed.sample_type
     if sample_type is None and asking:

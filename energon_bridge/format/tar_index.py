@@ -352,20 +352,23 @@ def find_pieces(
 ) -> Iterator[tuple[int, DuplicateKeyError]]:
     """Yield the samples of a tar that are the rest of an earlier one: its key again, and other parts.
 
-    Keys that differ in their Unicode form alone are the same here: what one system wrote composed, another has written
-    decomposed.
+    Keys are the same here if unpacking makes one file name of them (`./a` is `a`), or if they differ in their Unicode
+    form alone: what one system wrote composed, another has written decomposed.
     """
-    if len(set(keys)) == len(keys) and all(map(str.isascii, keys)):
+    if len(set(keys)) == len(keys) and all(key.isascii() and "./" not in key and "//" not in key for key in keys):
         return
     firsts: dict[str, int] = {}
     for number, key in enumerate(keys):
-        first = firsts.setdefault(normalize("NFC", key), number)
+        first = firsts.setdefault(normalize("NFC", posixpath.normpath(key)), number)
         here, there = parts_of(number), parts_of(first)
         if first == number or not set(here).isdisjoint(there):
             continue
         if keys[first] == key:
             remedy = "Write the tar again with its members sorted by name: tar --sort=name."
             what = f"the parts of the sample {key!r} are not adjacent"
+        elif normalize("NFC", keys[first]) != normalize("NFC", key):
+            remedy = "Write the tar again with names of one form: tar -C FOLDER ."
+            what = f"the keys {keys[first]!a} and {key!a} are one name in two forms"
         else:
             remedy = "Write the tar again with names of one form (convmv --nfc renames files)."
             what = f"the keys {keys[first]!a} and {key!a} are one name in two Unicode forms"

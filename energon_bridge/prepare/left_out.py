@@ -17,16 +17,28 @@ TEXTS = (".txt", ".caption", ".json")
 _TARS = (".tar", ".tar.idx")
 
 
-def files_below(root: Path) -> tuple[list[str], int]:
-    """Return the files below a folder, sorted, and the number of hidden ones."""
-    found, hidden = [], 0
-    for folder, _, names in os.walk(root):
+def files_below(root: Path) -> tuple[list[str], tuple[str, ...]]:
+    """Return the files below a folder, sorted, and how many are hidden, and links to folders, which are not followed.
+
+    Raises SourceError for a folder that cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise SourceError(f"{error.filename}: cannot read this folder: {error.strerror}.") from error
+
+    found, hidden, links = [], 0, 0
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        links += sum(os.path.islink(os.path.join(folder, name)) for name in folders)
         inside = os.path.relpath(folder, root).replace(os.sep, "/")
         before = "" if inside == "." else f"{inside}/"
         shown = [before + name for name in names if "/." not in f"/{before}{name}"]
         found += shown
         hidden += len(names) - len(shown)
-    return sorted(found), hidden
+    beside = (
+        f"{hidden:,} hidden" if hidden else "",
+        f"{links:,} link{'s' * (links > 1)} to folders (not followed)" if links else "",
+    )
+    return sorted(found), tuple(one for one in beside if one)
 
 
 def stem_of(name: str) -> str:
@@ -47,13 +59,13 @@ def extension_of(root: Path, name: str) -> str:
 
 
 def beside_media(
-    files: Iterable[str], hidden: int, extensions: Mapping[str, str], texts: Mapping[str, Sequence[str]]
+    files: Iterable[str], beside: tuple[str, ...], extensions: Mapping[str, str], texts: Mapping[str, Sequence[str]]
 ) -> tuple[str, ...]:
     """Return what is left out of a folder of media.
 
     Args:
         files: Those below the folder.
-        hidden: The number of hidden ones.
+        beside: What else is there, as `files_below` says it.
         extensions: By file, as `extension_of` gives them.
         texts: The captions by the stem of their files, if captions are taken.
     """
@@ -75,16 +87,16 @@ def beside_media(
         if not texts:
             return "a folder of classes has no captions"
         stem = os.path.splitext(name)[0]
-        beside = [f".{extensions[one]}" for one in texts[stem_of(name)] if os.path.splitext(one)[0] == stem]
-        taken = min(beside, key=TEXTS.index)
+        same = [f".{extensions[one]}" for one in texts[stem_of(name)] if os.path.splitext(one)[0] == stem]
+        taken = min(same, key=TEXTS.index)
         return "" if taken == suffix else f"{taken} beside it is taken"
 
-    return _counted(files, why, hidden)
+    return _counted(files, why) + beside
 
 
-def only(files: Iterable[str], hidden: int, extensions: Mapping[str, str]) -> str:
+def only(files: Iterable[str], beside: tuple[str, ...], extensions: Mapping[str, str]) -> str:
     """Return a sentence on what is in a folder without media."""
-    found = beside_media(files, hidden, extensions, {})
+    found = beside_media(files, beside, extensions, {})
     return f" There are {', '.join(found)}." if found else ""
 
 
@@ -110,8 +122,8 @@ def _row(source: Source, number: int) -> Row | None:
         return None  # named when it is converted
 
 
-def _counted(files: Iterable[str], why: Callable[[str], str], hidden: int = 0) -> tuple[str, ...]:
+def _counted(files: Iterable[str], why: Callable[[str], str]) -> tuple[str, ...]:
     """Return the number of files by extension and reason; without a reason, a file is taken."""
     counts = Counter((os.path.splitext(name)[1] or "without an extension", why(name)) for name in files)
     found = [f"{count:,} {suffix} ({reason})" for (suffix, reason), count in sorted(counts.items()) if reason]
-    return (*found, f"{hidden:,} hidden") if hidden else tuple(found)
+    return tuple(one.encode("utf-8", "backslashreplace").decode() for one in found)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -42,8 +44,19 @@ from energon_bridge.prepare.left_out import (
 from energon_bridge.prepare.split import find_shards
 from energon_bridge.rng import key_of
 from energon_bridge.rows.arrow import open_parquet, open_saved
-from energon_bridge.rows.base import SPLIT_NAMES, SPLIT_ORDER, FileRef, Layout, Row, RowSample, Source, lay_out
-from energon_bridge.rows.lists import TableSource, open_table
+from energon_bridge.rows.base import (
+    SPLIT_NAMES,
+    SPLIT_ORDER,
+    FileRef,
+    Layout,
+    Row,
+    RowSample,
+    Source,
+    TextRef,
+    first_rows,
+    lay_out,
+)
+from energon_bridge.rows.lists import TableSource, caption_of, open_table
 from energon_bridge.samples import CrudeSample
 from energon_bridge.storage import LocalStore, Store, open_store
 
@@ -145,20 +158,21 @@ class FolderSource:
     def __init__(self, root: Path, *, as_classes: bool | None = None) -> None:
         self.where = str(root)
         self._root = root
-        files, hidden = files_below(root)
+        files, beside = files_below(root)
         self._found = {name: found for name in files if (found := extension_of(root, name))}
         media = [name for name in files if kind_by_name(f".{self._found.get(name)}") is not None]
         if not media:
-            there = f"no file that lists any.{only(files, hidden, self._found)}"
+            there = f"no file that lists any.{only(files, beside, self._found)}"
             raise SourceError(f"{root}: no images, videos or sound below this folder, and {there}")
         self._texts: dict[str, list[str]] = {}
         for name in files:
             if f".{self._found.get(name)}" in TEXTS:
                 self._texts.setdefault(stem_of(name), []).append(name)
-        split = {name.partition("/")[0] if "/" in name else "" for name in media} <= SPLIT_NAMES.keys()
+        firsts = {name: name.partition("/")[0].lower() if "/" in name else "" for name in media}
+        split = set(firsts.values()) <= SPLIT_NAMES.keys()
         if split:
-            media.sort(key=lambda name: (SPLIT_ORDER.index(SPLIT_NAMES[name.partition("/")[0]]), name))
-            counts = Counter(SPLIT_NAMES[name.partition("/")[0]] for name in media)
+            media.sort(key=lambda name: (SPLIT_ORDER.index(SPLIT_NAMES[firsts[name]]), name))
+            counts = Counter(SPLIT_NAMES[firsts[name]] for name in media)
             self.split_parts: tuple[tuple[str, int], ...] = tuple(counts.items())
         else:
             self.split_parts = ()
@@ -176,7 +190,7 @@ class FolderSource:
         self.kind = "folder of classes" if as_classes else "folder of pairs" if has_texts else "folder of media"
         stems_seen = Counter(os.path.splitext(name)[0].replace(".", "_") for name in media)
         self._twice = {stem for stem, count in stems_seen.items() if count > 1}
-        self.left_out = beside_media(files, hidden, self._found, self._texts if self._has_texts else {})
+        self.left_out = beside_media(files, beside, self._found, self._texts if self._has_texts else {})
 
     def __len__(self) -> int:
         return len(self._media)
@@ -184,6 +198,8 @@ class FolderSource:
     def row(self, number: int) -> Row:
         """Return a file with its caption or class."""
         name = self._media[number]
+        if (shown := name.encode("utf-8", "backslashreplace").decode()) != name:
+            raise SourceError(f"{self._root}/{shown}: the name is not UTF-8. Rename the file: convmv can.")
         stem, extension = os.path.splitext(name)[0], self._found[name]
         path = f"{self._root}/{name}"
         files: dict[str, FileRef] = {"image": FileRef(path, extension)}
@@ -194,7 +210,7 @@ class FolderSource:
         elif self._has_texts:
             text = self._text_of(name)
             kind = "json" if self._found[text] == "json" else "txt"
-            files["json" if kind == "json" else "caption"] = FileRef(f"{self._root}/{text}", kind)
+            files["json" if kind == "json" else "caption"] = TextRef(f"{self._root}/{text}", kind)
         key = stem.replace(".", "_")
         if key in self._twice:
             key += f"-{extension}-{number}"
@@ -229,9 +245,20 @@ class FolderSource:
             return Layout(sample_type="ImageClassificationSample", fields=fields, bare=bare)
         if self._has_texts:
             is_json = any(all(self._found[text] == "json" for text in texts) for texts in self._texts.values())
-            caption = "json[caption]" if is_json else "caption"
+            caption = self._caption_access() if is_json else "caption"
+            if caption is None:
+                return Layout(sample_type="CrudeSample", bare=bare)
             return Layout(sample_type="CaptioningSample", fields={"image": "image", "caption": caption}, bare=bare)
         return Layout(sample_type="ImageSample", fields={"image": "image"}, bare=bare)
+
+    def _caption_access(self) -> str | None:
+        """Return where JSON beside media has the caption, judging by the first one; None if nowhere."""
+        for row in first_rows(self):
+            with suppress(SourceError):
+                content = json.loads(row.files["json"].read())  # type: ignore[union-attr]
+                name = caption_of(content) if isinstance(content, dict) else None
+                return None if name is None else f"json[{name}]"
+        return None
 
 
 # WebDatasets ----------------------------------------------------------------------------------------------------------

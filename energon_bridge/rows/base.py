@@ -13,6 +13,7 @@ same parts.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -35,7 +36,11 @@ from energon_bridge.format.media import HEAD_BYTES, extension_by_head, kind_by_n
 from energon_bridge.samples import CrudeSample, sample_type_by_name
 from energon_bridge.storage import Store
 
-SPLIT_NAMES = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val", "test": "test"}
+SPLIT_NAMES = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
 SPLIT_ORDER = ("train", "val", "test")
 
 
@@ -51,7 +56,7 @@ class FileRef:
         try:
             with open(self.path, "rb") as file:
                 return file.read(HEAD_BYTES)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise self._unreadable(error) from error
 
     def read(self) -> bytes:
@@ -67,27 +72,50 @@ class FileRef:
                 return data
             with open(self.path, "rb", buffering=0) as file:  # more than one call reads, or it grows
                 return file.read()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise self._unreadable(error) from error
 
     def size(self) -> int:
         """Return its size; raises SourceError."""
         try:
             return os.stat(self.path).st_size
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise self._unreadable(error) from error
 
     def mark(self) -> str:
         """Return what changes if the file does."""
         try:
             found = os.stat(self.path)
-        except OSError:
+        except (OSError, ValueError):
             return f"{self.path} missing"
         return f"{self.path} {found.st_size} {found.st_mtime_ns}"
 
-    def _unreadable(self, error: OSError) -> SourceError:
+    def _unreadable(self, error: OSError | ValueError) -> SourceError:
+        """Return the error for a file that is not there, or for a name that no file can have (a ValueError)."""
         remedy = "Are paths relative to the folder of --media? To leave such samples out: --on-error skip."
-        return SourceError(f"{self.path}: cannot read: {error.strerror}. {remedy}")
+        path = self.path.encode("utf-8", "backslashreplace").decode()
+        return SourceError(f"{path}: cannot read: {getattr(error, 'strerror', error)}. {remedy}")
+
+
+@dataclass(frozen=True, slots=True)
+class TextRef(FileRef):
+    """A file of text or JSON that becomes a part as it is, if it can be decoded."""
+
+    def read(self) -> bytes:
+        """Return its bytes; raises SourceError."""
+        data = FileRef.read(self)
+        try:
+            if self.extension == "json":
+                json.loads(data)
+            else:
+                data.decode()
+        except ValueError as error:
+            what = "JSON" if self.extension == "json" else "UTF-8"
+            raise SourceError(
+                f"{self.path}: is not {what}: {error}. Write it as such, or leave such samples out with --on-error "
+                "skip."
+            ) from error
+        return data
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +333,11 @@ def lay_out(row: Row, layout: Layout, number: int) -> RowSample:
         value = _value_at(row, name, access)
         declared = _declared(layout.sample_type)[name][1]
         fitted = _fitted(value, declared)
+        if not _fits(fitted, declared):
+            raise SourceError(
+                f"{row.where}: `{access}` is {str(value)[:60]!r}, but the field `{name}` is {declared}. Fix it, name "
+                f"another column with --field {name}=COLUMN, or leave such samples out with --on-error skip."
+            )
         if wanted[column] > 1 and not bracket and declared.startswith(_FITTED):
             # Another field may need the original value, in this row or the next, so each gets a copy.
             column = f"{column}_{name}"
@@ -315,8 +348,15 @@ def lay_out(row: Row, layout: Layout, number: int) -> RowSample:
             values = {**values, column: fitted}
         fields[name] = f"json[{column}]{bracket}{steps}"
     if values:
-        data = json.dumps(values, ensure_ascii=False, separators=(",", ":"), default=_not_plain(row)).encode()
-        parts.append(("json", Blob(data, "json")))
+        data = json.dumps(values, ensure_ascii=False, separators=(",", ":"), default=_not_plain(row))
+        try:
+            parts.append(("json", Blob(data.encode(), "json")))
+        except UnicodeEncodeError as error:
+            near = data[max(0, error.start - 20) : error.end + 20]
+            raise SourceError(
+                f"{row.where}: {near!a} has half of a surrogate pair, not a character. Fix it, or leave such "
+                "samples out with --on-error skip."
+            ) from error
     if not parts:
         raise SourceError(f"{row.where}: is empty.")
     return RowSample(key=row.key or f"{number:09d}", where=row.where, parts=tuple(parts), fields=fields)
@@ -357,13 +397,29 @@ _FITTED = ("list[str]", "int")
 
 
 def _fitted(value: Any, declared: str) -> Any:
-    """Turn a single text into a list, and digits into a number, if the field is declared so."""
+    """Turn a single text into a list, digits into a number, and a number into text, if the field is declared so."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and declared.startswith("str"):
+        return str(value)
     if isinstance(value, str):
         if declared.startswith(_FITTED[0]):
             return [value]
-        if declared.startswith(_FITTED[1]) and value.strip().lstrip("-").isdigit():
-            return int(value)
+        if declared.startswith(_FITTED[1]):
+            with contextlib.suppress(ValueError):
+                return int(value)
     return value
+
+
+def _fits(value: Any, declared: str) -> bool:
+    """Whether a value can be that of a field of texts or numbers; those of other fields are not looked at."""
+    if value is None:
+        return "None" in declared or not declared.startswith(("str", *_FITTED))
+    if declared.startswith("str"):
+        return isinstance(value, str)
+    if declared.startswith(_FITTED[1]):
+        return isinstance(value, int) and not isinstance(value, bool)
+    return not declared.startswith(_FITTED[0]) or (
+        isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
+    )
 
 
 @functools.cache
@@ -402,8 +458,11 @@ def check_layout(layout: Layout) -> None:
         raise FieldMapError(f"{cls.__name__} also requires the fields {', '.join(missing)}: add {flags}.")
 
 
-def media_file(text: str, root: MediaRoot) -> FileRef | StoredFile:
-    """Return the file of a path below `root`; raises SourceError for a URL and for a path that leads out."""
+def media_file(text: str, root: MediaRoot, *, any_kind: bool = False) -> FileRef | StoredFile:
+    """Return the file of a path below `root`; raises SourceError for a URL and for a path that leads out.
+
+    A file without an extension must be media by its content, unless it may be of any kind.
+    """
     text = text.removeprefix("file://")
     if "://" in text:
         raise SourceError(f"{text[:100]!r} is a URL. Download the files first (img2dataset does), then give --media.")
@@ -411,21 +470,23 @@ def media_file(text: str, root: MediaRoot) -> FileRef | StoredFile:
         rel = posixpath.normpath(text)
         if rel.startswith(("/", "..")):
             raise SourceError(f"the path {text!r} leads out of {root.root}.")
-        extension = Path(rel).suffix[1:].lower() or _by_head(StoredFile(root, rel, ""), rel)
+        extension = Path(rel).suffix[1:].lower() or _by_head(StoredFile(root, rel, ""), rel, any_kind)
         return StoredFile(root, rel, extension)
     path = os.path.normpath(os.path.join(root, text))
     if not path.startswith(f"{os.path.normpath(root)}{os.sep}") and str(root) != os.sep:
         raise SourceError(f"the path {text!r} leads out of {root}. Give the folder that contains all files: --media.")
-    return FileRef(path, Path(path).suffix[1:].lower() or _by_head(FileRef(path, ""), path))
+    return FileRef(path, Path(path).suffix[1:].lower() or _by_head(FileRef(path, ""), path, any_kind))
 
 
-def _by_head(file: FileRef | StoredFile, name: str) -> str:
+def _by_head(file: FileRef | StoredFile, name: str, any_kind: bool) -> str:
     """Return the extension of a file without one, by its first bytes; raises SourceError for another kind of file."""
     try:
         head = file.head()
     except SourceError:
         return "bin"  # whoever reads it says what is wrong
     extension = extension_by_head(head)
+    if extension is None and any_kind:
+        return "bin"
     if extension is None:
         raise SourceError(
             f"{name}: has no extension, and its first bytes are not those of an image, video or sound. Give it one."
@@ -442,18 +503,24 @@ def is_file_of(value: Any, column: str, root: MediaRoot) -> bool:
     """Whether a value names a file of whatever kind: one that is there, or that the name of its column speaks of."""
     if isinstance(value, list):
         return all(is_file_of(one, column, root) for one in value)
-    if not _is_path(value) or "://" in value:
+    named = is_media_column(column)
+    if not (_is_path(value) or (named and isinstance(value, str))) or "://" in value:
         return False
     extension = value.rpartition(".")[2]
-    if column.lower() in _MEDIA_COLUMNS and len(extension) < len(value) and extension.isalnum() and len(extension) < 6:
+    if named and len(extension) < len(value) and extension.isalnum() and len(extension) < 6:
         return True
     return isinstance(root, Path) and "\0" not in value and os.path.isfile(os.path.join(root, value))
+
+
+def is_media_column(name: str) -> bool:
+    """Whether the name of a column says that it has media or names their files."""
+    return name.lower() in _MEDIA_COLUMNS
 
 
 _MEDIA_COLUMNS = frozenset(
     name + ending
     for name in ("image", "images", "img", "picture", "photo", "video", "videos", "audio", "audios", "sound")
-    for ending in ("", "_path", "_file", "_name", "_filename", "path", "file", "name")
+    for ending in ("", "_path", "_file", "_name", "_filename", "_url", "path", "file", "name", "url")
 )
 
 

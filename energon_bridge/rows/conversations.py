@@ -11,7 +11,17 @@ from typing import Any
 
 from energon_bridge.errors import SampleError, SourceError
 from energon_bridge.format.media import HEAD_BYTES, extension_by_head, kind_by_head, kind_by_name
-from energon_bridge.rows.base import Blob, Content, Layout, MediaRoot, Row, is_file_of, is_media_path, media_file
+from energon_bridge.rows.base import (
+    Blob,
+    Content,
+    Layout,
+    MediaRoot,
+    Row,
+    is_file_of,
+    is_media_column,
+    is_media_path,
+    media_file,
+)
 from energon_bridge.rows.turns import (
     CONVERSATIONS,
     Medium,
@@ -59,7 +69,7 @@ def file_columns(rows: Iterable[Mapping[str, Any]], media: MediaRoot, where: str
             other = next(value for found, value in values if not found)
             raise SourceError(
                 f"{where}: the column `{name}` names files ({there!r}) in {len(files)} of its first {len(values)} "
-                f"rows, but also has {str(other)[:60]!r}. Leave it empty where there is not a file."
+                f"rows, but also has {str(other)[:60]!r}. Leave it empty in rows without a file."
             )
     return tuple(columns)
 
@@ -72,11 +82,14 @@ def media_columns(entry: Mapping[str, Any], columns: Sequence[str]) -> Iterable[
 
 
 def holds_media(value: Any) -> bool:
+    """Whether a value is one that `as_files` takes; of a list, all that are not None."""
     if isinstance(value, list):
-        return all(holds_media(item) for item in value)
+        return all(holds_media(item) for item in value if item is not None)
     if isinstance(value, Mapping):
-        return set(value) == {"bytes", "path"}
-    return isinstance(value, bytes) or (is_media_path(value) and "://" not in value)
+        return bool(value) and {"bytes", "path"}.issuperset(value)
+    if isinstance(value, str) and value.startswith("data:"):
+        return ";base64," in value[:100]
+    return isinstance(value, bytes) or (is_media_path(value) and "://" not in value.removeprefix("file://"))
 
 
 def as_files(value: Any, media: MediaRoot, column: str) -> Content | tuple[Content, ...]:
@@ -92,7 +105,7 @@ def as_files(value: Any, media: MediaRoot, column: str) -> Content | tuple[Conte
     if isinstance(value, Mapping):
         data, path = value.get("bytes"), value.get("path")
         if data is None and isinstance(path, str):
-            return media_file(path, media)
+            return media_file(path, media, any_kind=not is_media_column(column))
         value = data
         if isinstance(data, bytes) and isinstance(path, str) and is_media_path(path):
             return Blob(data, path.rpartition(".")[2].lower())
@@ -108,7 +121,7 @@ def as_files(value: Any, media: MediaRoot, column: str) -> Content | tuple[Conte
             raise SourceError(f"`{column}`: cannot read the data URI: {error}.") from error
     if not isinstance(value, str):
         raise SourceError(f"`{column}`: expected the path of a file, found {str(value)[:60]!r}.")
-    return media_file(value, media)
+    return media_file(value, media, any_kind=not is_media_column(column))
 
 
 def conversation_row(entry: Mapping[str, Any], where: str, media: MediaRoot) -> Row:

@@ -68,7 +68,8 @@ from energon_bridge.rows.arrow import (
     sizes_of,
     table_of,
 )
-from energon_bridge.rows.base import Layout, MediaRoot, check_layout, lay_out
+from energon_bridge.rows.base import Layout, MediaRoot, check_layout, first_rows, lay_out
+from energon_bridge.rows.lists import check_media_meant
 from energon_bridge.rows.turns import CONVERSATIONS
 from energon_bridge.samples import sample_type_by_name
 from energon_bridge.storage import OpenFiles, Store, open_store
@@ -172,7 +173,10 @@ def open_tables(
     if not sum(counts):
         raise EmptyDatasetError(f"{here}: the files of the split part {split_part!r} have no rows.")
     layout, subflavors = _said(store, dataset_config)
-    layout = layout or source.propose()
+    if layout is None:
+        meant = "name the columns that are taken in the field map of .nv-meta/dataset.yaml."
+        check_media_meant(first_rows(source), f"take the rows without them: {meant}")
+        layout = source.propose()
     check_layout(layout)
     columns = _columns_of(groups)
     for access in layout.fields.values():

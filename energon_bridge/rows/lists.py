@@ -28,6 +28,7 @@ from energon_bridge.rows.base import (
     Row,
     RowSample,
     first_rows,
+    is_media_column,
     is_media_path,
     lay_out,
     located,
@@ -92,17 +93,7 @@ class TableSource:
 
     def propose(self) -> Layout:
         """Propose a layout from the first rows."""
-        rows = first_rows(self)
-        if not self._columns and not any(row.files for row in rows):
-            for row in rows[:1]:
-                for name, value in row.values.items():
-                    if isinstance(value, str) and "://" in value[:10] and is_media_path(value.partition("?")[0]):
-                        raise SourceError(
-                            f"{row.where}: the column `{name}` contains URLs ({value[:60]}), and no column contains "
-                            "files. Download them first (img2dataset does), or convert without them: --sample-type "
-                            "CrudeSample"
-                        )
-        return propose_layout(rows)
+        return propose_layout(first_rows(self))
 
     @cached_property
     def _is_chat(self) -> bool:
@@ -175,7 +166,7 @@ class LineEntries(Entries):
             file.seek(start)
             data = file.read(end - start)
         try:
-            entry = json.loads(data)
+            entry = json.loads(data, object_pairs_hook=_object)
         except ValueError as error:
             raise SourceError(
                 f"{where}: not valid JSON: {error}. Fix the line, or leave such lines out with --on-error skip."
@@ -183,6 +174,14 @@ class LineEntries(Entries):
         if not isinstance(entry, Mapping):
             raise SourceError(f"{where}: expected an object, found {str(entry)[:60]!r}.")
         return entry, where + (f" (id {entry['id']})" if "id" in entry else "")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"an object has {name[:60]!r} twice")
+    return found
 
 
 def open_table(path: Path, media: Path | None) -> TableSource | CocoSource:
@@ -193,7 +192,7 @@ def open_table(path: Path, media: Path | None) -> TableSource | CocoSource:
     if suffix in (".csv", ".tsv"):
         return _open_csv(path, media)
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes(), object_pairs_hook=_object)
     except ValueError as error:
         raise SourceError(
             f"{path}: not valid JSON: {error}. If it has one object per line, rename it to .jsonl."
@@ -223,7 +222,11 @@ def _open_csv(path: Path, media: Path | None) -> TableSource:
     except UnicodeDecodeError as error:
         raise SourceError(f"{path}: is not UTF-8: {error}. Write it as such (iconv -t UTF-8).") from error
     if "\0" in text:
-        raise SourceError(f"{path}: has zero bytes. Is it UTF-16? Write it as UTF-8: iconv -f UTF-16LE -t UTF-8.")
+        line = text.count("\n", 0, text.index("\0")) + 1
+        raise SourceError(
+            f"{path}: has zero bytes. Is it UTF-16? Write it as UTF-8 (iconv -f UTF-16LE -t UTF-8). If not, fix line "
+            f"{line}."
+        )
     usual = "," if suffix == "csv" else "\t"
     header = text[: 1 << 20]
     found = [mark for mark in ",;\t|" if len(next(csv.reader(io.StringIO(header, ""), delimiter=mark), ())) > 1]
@@ -250,6 +253,11 @@ def _read_csv(path: Path, text: str, delimiter: str) -> ListedEntries:
     twice = [name for name, count in Counter(header).items() if count > 1]
     if twice:
         raise SourceError(f"{path}: the header has the column {twice[0]!r} twice. Give one of them another name.")
+    if entry := next((name for name in header if is_media_path(name)), None):
+        raise SourceError(
+            f"{path}: the first line has names of columns, but {entry[:60]!r} names a file. Write a first line with "
+            "names, such as image and caption."
+        )
     for number, row in enumerate(rows, start=2):
         if len(row) != len(header):
             raise SourceError(
@@ -317,6 +325,27 @@ _ANSWERS = ("answers", "answer", "response", "output")
 _LABELS = ("label", "labels", "class", "category", "target", "label_name", "class_name")
 
 
+def check_media_meant(rows: Sequence[Row], without: str) -> None:
+    """Raise SourceError if rows without files seem to be meant with some: by URLs, or in a column called `image`.
+
+    `without` says how to take them without files.
+    """
+    if any(row.files for row in rows) or any(name in row.values for row in rows for name in CONVERSATIONS):
+        return
+    for row in rows:
+        for name, value in row.values.items():
+            if isinstance(value, str) and "://" in value[:10] and is_media_path(value.partition("?")[0]):
+                what, remedy = "contains URLs", "Download them first (img2dataset does)"
+            elif is_media_column(name) and value not in (None, "", []):
+                what, remedy = "has no files", "Write the paths of files, with their extensions"
+            else:
+                continue
+            raise SourceError(
+                f"{row.where}: the column `{name}` {what} ({str(value)[:60]}), and no column contains files. {remedy}, "
+                f"or {without}"
+            )
+
+
 def propose_layout(rows: Sequence[Row]) -> Layout:
     """Propose how rows become samples, from the names and values of their columns."""
     files = list(dict.fromkeys(name for row in rows for name in row.files))
@@ -347,6 +376,11 @@ def propose_layout(rows: Sequence[Row]) -> Layout:
             fields["label_name"] = name
         return Layout(sample_type="ImageClassificationSample", fields=fields, bare=bare)
     return Layout(sample_type="ImageSample", fields=image, bare=bare)
+
+
+def caption_of(columns: Iterable[str]) -> str | None:
+    """Return the column that seems to have the caption."""
+    return _named(columns, _CAPTIONS)
 
 
 def _named(columns: Iterable[str], names: Sequence[str]) -> str | None:

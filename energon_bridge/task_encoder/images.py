@@ -346,6 +346,7 @@ def _pillow_image(data: bytes | bytearray | memoryview, form: ImageForm, part: s
     with io.BytesIO(data) as stream, _opened(stream, data, form, part) as image:
         if form.target is not None and image.format == "JPEG":
             image.draft(None, form.target[::-1])
+        image.load()  # only now does an ICNS image know whether it has alpha
         if form.mode == "RGBA" or not is_transparent(image):
             return image.convert(form.mode)
         if form.alpha != "drop":

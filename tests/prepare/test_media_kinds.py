@@ -201,7 +201,7 @@ def test_a_column_with_few_images_is_refused(tmp_path: Path) -> None:
     rows = [{"image": name, "text": "hello"} for name in ("a.jpg", "n/a", "n/a")]
     message = refused(as_csv(tmp_path / "list.csv", rows), tmp_path / "out")
     assert "the column `image` names files ('a.jpg') in 1 of its first 3 rows, but also has 'n/a'" in message
-    assert "Leave it empty where there is no file" in message
+    assert "Leave it empty in rows without a file" in message
 
 
 def test_texts_stay_texts(tmp_path: Path) -> None:
