@@ -313,7 +313,7 @@ def test_predictions_of_texts_and_images_fit_together(
     monkeypatch.setitem(globals(), "as_talk", some_texts)
     trainer = trainer_of(family, data, tmp_path, 4, packed)
     assert trainer.eval_dataset is not None
-    for dataset in (trainer.eval_dataset, trainer.eval_dataset.spec):  # type: ignore[union-attr]
+    for dataset in (trainer.eval_dataset, trainer.eval_dataset.spec):
         found = trainer.predict(dataset)
         assert found.metrics["test_loss"] == pytest.approx(expected_loss(family, data, "val"), rel=1e-5)
         logits = next(one for one in (found.predictions, *found.predictions) if one.ndim == 3)
