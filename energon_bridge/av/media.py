@@ -90,6 +90,8 @@ class Media:
             if stream.codec_context is not None:
                 stream.codec_context.thread_type = "NONE"
                 stream.codec_context.thread_count = 1
+        if self.audio is not None and self.audio.codec_context is not None:
+            _number_channels(self.audio.codec_context)
         if self.video is None and self.audio is None:
             self.close()
             raise DecodeError(f"{self.name} has neither video nor sound: is it another kind of file?")
@@ -141,6 +143,21 @@ class Media:
                 f"{self.name} {what}: {type(error).__name__}: {error}. It is damaged, cut off, or of a format that "
                 "PyAV does not support: encode it again, or leave the sample out"
             ) from error
+
+
+_listed_layouts: list[Any] = []
+
+
+def _number_channels(context: Any) -> None:
+    """Let a codec number its channels where the file lists where each is heard, in an order of its own (AIFF, MOV).
+
+    PyAV frees such a list with each object that has it, for each decoded block, and so ends the process. The one object
+    that is made here is kept, so that the list is not freed.
+    """
+    layout = context.layout
+    if "(" in layout.name:  # of a list, as in "8 channels (FL+FR+…)"
+        _listed_layouts.append(layout)
+        context.layout = f"{layout.nb_channels} channels"
 
 
 @contextlib.contextmanager

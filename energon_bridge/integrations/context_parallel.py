@@ -25,6 +25,7 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -265,6 +266,9 @@ def scheduler_pack(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]
 def _fields(batch: Any, token_fields: Sequence[str] | None) -> _Fields:
     names: Sequence[str] = (*TOKEN_FIELDS, *(f"visual_inputs.{name}" for name in TOKEN_FIELDS))
     names = names if token_fields is None else token_fields
+    for name in token_fields or ():
+        if not isinstance(value := _get(batch, name), Tensor | None):
+            raise _not_a_tensor(name, value)
     named = {name: value for name in names if isinstance(value := _get(batch, name), Tensor)}
     flat = next((value for value in named.values() if value.dim() == 2), None)
     if flat is None:
@@ -282,7 +286,7 @@ def _fields(batch: Any, token_fields: Sequence[str] | None) -> _Fields:
                 "last dimension must be the tokens"
             )
         tokens[name] = value, axis
-    for name, value in _others(batch).items() if token_fields is None else ():
+    for name, value in _others(batch, shape).items() if token_fields is None else ():
         if name not in tokens and (axis := _token_axis(name, value, shape, named=False)) is not None:
             _note(name)
             tokens[name] = value, axis
@@ -299,13 +303,37 @@ def _fields(batch: Any, token_fields: Sequence[str] | None) -> _Fields:
     )
 
 
-def _others(batch: Any) -> dict[str, Tensor]:
+def _others(batch: Any, shape: tuple[int, int]) -> dict[str, Tensor]:
     """Return the tensors of a batch that may have a value per token."""
-    return {
-        name: value
-        for name, value in read_fields(batch).items()
-        if isinstance(value, Tensor) and (not str(name).startswith(_NOT_TOKENS) or str(name).endswith("_mask"))
-    }
+    found: dict[str, Tensor] = {}
+    for name, value in read_fields(batch).items():
+        if str(name).startswith(_NOT_TOKENS) and not str(name).endswith("_mask"):
+            continue
+        if isinstance(value, Tensor):
+            found[name] = value
+        elif _is_per_token(value, shape):
+            raise _not_a_tensor(name, value)
+    return found
+
+
+def _is_per_token(value: Any, shape: tuple[int, int]) -> bool:
+    """Whether a value that is no tensor has the shape of the tokens: an array, or lists of numbers or tensors."""
+    if isinstance(value, np.ndarray):
+        return shape in (value.shape[:2], value.shape[-2:])
+    if not (isinstance(value, list | tuple) and len(value) == shape[0]):
+        return False
+    if all(isinstance(row, np.ndarray | Tensor) for row in value):
+        return all(row.ndim and row.shape[0] == shape[1] for row in value)
+    lists = all(isinstance(row, list | tuple) and len(row) == shape[1] for row in value)
+    return lists and all(isinstance(one, int | float) for row in value for one in row)
+
+
+def _not_a_tensor(name: str, value: Any) -> ConfigurationError:
+    return ConfigurationError(
+        f"{name} is a {type(value).__name__} with a value per token, but only tensors are padded and cut: make it a "
+        "tensor in batch() of the task encoder; if it has no value per token, list the fields that have one in "
+        "token_fields"
+    )
 
 
 _NOT_TOKENS = ("__", "cu_seqlens", "max_seqlen", "pixel", "image", "video", "second_per_grid")

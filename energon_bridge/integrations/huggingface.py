@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 __all__ = ["STATE_FILE", "Described", "EnergonTrainer", "model_inputs"]
 
 STATE_FILE = "energon_bridge_data.json"
+_FEATURES = ("image_hidden_states", "video_hidden_states")
+"""Outputs of models of transformers that have an entry for each image or video."""
 
 
 class EnergonTrainer(Trainer):
@@ -222,6 +224,10 @@ class EnergonTrainer(Trainer):
             self._eval_loaders[id(dataset.spec)] = loader
         return EvalBatches(loader, dataset, self._model_inputs)
 
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """Return the batches of one pass over a dataset from `get_val_dataset`, for `predict`."""
+        return self.get_eval_dataloader(test_dataset)
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as transformers does, and put the mean over tokens in place of the mean over batches."""
         self._eval_sums.zero_()
@@ -241,7 +247,15 @@ class EnergonTrainer(Trainer):
     def prediction_step(
         self, model: Any, inputs: Inputs, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """Predict as transformers does; the loss of a batch without any label is 0."""
+        """Predict as transformers does; the loss of a batch without any label is 0.
+
+        By default, the features of images and videos are no predictions: they have no rows, and batches of texts alone
+        lack them.
+        """
+        if ignore_keys is None:
+            config = getattr(unwrapped(self.model), "config", None)
+            ignored = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
+            ignore_keys = [*ignored, *_FEATURES]
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         if loss is not None and "labels" in inputs:
             count = _num_labels(inputs["labels"])

@@ -63,7 +63,7 @@ class _NoValueError(Exception):
 def _plain(value: Any) -> Hashable:
     kind = type(value)
     # There is one object of each class and each member of an enumeration.
-    if kind in _AS_THEY_ARE or isinstance(value, (type, Enum)):
+    if kind in _AS_THEY_ARE or (isinstance(value, (type, Enum)) and kind.__hash__ is not None):
         return value
     if isinstance(value, list) or (isinstance(value, tuple) and vars(kind).get("__eq__", _EQUAL) == _EQUAL):
         return tuple([_plain(one) for one in value])

@@ -6,6 +6,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -233,6 +234,33 @@ def test_a_field_that_may_be_meant_is_an_error(shape: tuple[int, ...]) -> None:
     assert slice_for_context_parallel(batch, rank=0, size=2, token_fields=["tokens"])["mine"] is batch["mine"]
     pixels = {"tokens": torch.zeros(2, 8), "pixel_values": torch.zeros(shape)}
     assert slice_for_context_parallel(pixels, rank=0, size=2)["pixel_values"] is pixels["pixel_values"]
+
+
+@pytest.mark.parametrize(
+    "mine",
+    [
+        np.zeros((2, 8)),
+        np.zeros((2, 8, 3)),
+        np.zeros((3, 2, 8)),
+        [[0] * 8] * 2,
+        [[0.5] * 8, (1,) * 8],
+        [torch.zeros(8, 3)] * 2,
+        (np.zeros(8), np.zeros(8)),
+    ],
+)
+def test_a_value_per_token_that_is_no_tensor_is_an_error(mine: Any) -> None:
+    batch = {"tokens": torch.zeros(2, 8), "mine": mine}
+    for fields in (None, ["tokens", "mine"]):
+        for call in (
+            lambda fields=fields: slice_for_context_parallel(batch, rank=0, size=2, token_fields=fields),
+            lambda fields=fields: pad_for_context_parallel(batch, size=3, token_fields=fields),
+        ):
+            with pytest.raises(ConfigurationError, match=r"mine is a (ndarray|list|tuple) with a value per token"):
+                call()
+    assert slice_for_context_parallel(batch, rank=0, size=2, token_fields=["tokens"])["mine"] is mine
+    for other in (["a", "b"], [["a"] * 8] * 2, [(), ()], np.zeros(2), [[0] * 7, [0] * 8], [np.array(1)] * 2):
+        part = slice_for_context_parallel(batch | {"mine": other}, rank=0, size=2)
+        assert part["mine"] is other
 
 
 def test_batches_of_megatron_bridge_are_cut_sample_by_sample() -> None:

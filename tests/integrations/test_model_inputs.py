@@ -299,6 +299,29 @@ def test_the_trainer_evaluates_with_the_losses_of_the_samples(
         assert found == pytest.approx(expected_loss(family, data, "val"), rel=1e-5)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_predictions_of_texts_and_images_fit_together(
+    family: str, packed: bool, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch without images lacks outputs that one with images has."""
+
+    def some_texts(sample: CaptioningSample, config: Any) -> ChatSample:
+        if int(sample.__key__[-1]) < 4:
+            return chat("color?", "red", key=sample.__key__)
+        return chat("<image> color?", "red", images=[sample.image], key=sample.__key__)
+
+    monkeypatch.setitem(globals(), "as_talk", some_texts)
+    trainer = trainer_of(family, data, tmp_path, 4, packed)
+    assert trainer.eval_dataset is not None
+    for dataset in (trainer.eval_dataset, trainer.eval_dataset.spec):
+        found = trainer.predict(dataset)
+        assert found.metrics["test_loss"] == pytest.approx(expected_loss(family, data, "val"), rel=1e-5)
+        logits = next(one for one in (found.predictions, *found.predictions) if one.ndim == 3)
+        labels = torch.from_numpy(found.label_ids)[:, 1:]
+        loss = cross_entropy(torch.from_numpy(logits)[:, :-1].transpose(1, 2), labels)
+        assert float(loss) == pytest.approx(expected_loss(family, data, "val"), rel=1e-4)
+
+
 @pytest.mark.parametrize("own", ["llava", "qwen2_5_vl"])
 def test_smoothed_labels_are_those_of_the_next_tokens(own: str, data: Path, tmp_path: Path) -> None:
     trainer = trainer_of(own, data, tmp_path, 4, False, arguments={"label_smoothing_factor": 0.1})

@@ -197,6 +197,13 @@ class Uncomparable:
         return 1
 
 
+class Unhashable(enum.Enum):
+    A = 1
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
 WITHOUT_VALUE: dict[str, tuple[Callable[[int], Any], str]] = {
     "object": (lambda n: object(), "returned a object as the group .*equal only to itself"),
     "identity": (lambda n: Identity(), "returned a Identity as the group .*equal only to itself"),
@@ -207,6 +214,7 @@ WITHOUT_VALUE: dict[str, tuple[Callable[[int], Any], str]] = {
     "large tensor": (lambda n: torch.zeros(3, 400), r"returned a Tensor .*it has 1200 values, .*at most 1024"),
     "meta tensor": (lambda n: torch.zeros(3, device="meta"), "returned a Tensor .*its values cannot be read"),
     "uncomparable": (lambda n: Uncomparable(), "returned a Uncomparable .*cannot be compared .TypeError: as the test"),
+    "an enumeration without hashes": (lambda n: Unhashable.A, "returned a Unhashable .*unhashable type: 'Unhashable'"),
 }
 
 

@@ -175,6 +175,28 @@ def test_eight_channels(codec: str, form: str, layout: str, channels: int, tmp_p
     assert power == heard
 
 
+@pytest.mark.parametrize("channels", [4, 6, 8])
+@pytest.mark.parametrize("form", ["aiff", "mov", "caf"])
+def test_channels_in_an_order_of_the_file(form: str, channels: int, tmp_path: Path) -> None:
+    """PyAV frees the list of channels several times, which ends the process: more than a few blocks are read."""
+    path, layout = tmp_path / f"a.{form}", {4: "4.0", 6: "5.1", 8: "7.1"}[channels]
+    sound = np.random.default_rng(channels).integers(-(1 << 15), 1 << 15, (60000, channels)).astype(np.int16)
+    with av.open(str(path), "w") as out:
+        stream: Any = out.add_stream("pcm_s16be", rate=48000, layout=layout)
+        frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(sound).reshape(1, -1), format="s16", layout=layout)
+        frame.sample_rate, frame.pts = 48000, 0
+        out.mux(stream.encode(frame))
+        out.mux(stream.encode(None))
+    data = path.read_bytes()
+    assert sound.astype(">i2").tobytes() in data  # in this order
+    for _ in range(10):
+        decoder = AVDecoder(data)
+        assert decoder.get_metadata().audio_channels == channels
+        np.testing.assert_array_equal(decoder.get_audio().audio_clips[0].numpy().T * 32768, sound)
+        (part,), _ = decoder.get_audio_clips([(50000, 50100)], "samples")
+        np.testing.assert_array_equal(part.numpy().T * 32768, sound[50000:50100])
+
+
 @pytest.mark.parametrize("name", ["aac.m4a", "aac.mka", "opus.webm", "pcm.mka"])
 def test_clips_by_time_follow_timestamps_that_jump(name: str, folder: Path, tmp_path: Path) -> None:
     """Expected: libav's decoded blocks, each at its timestamp, with silence between them."""
