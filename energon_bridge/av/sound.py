@@ -74,7 +74,8 @@ class AudioReader:
         """Whether timestamps cannot have jumped: the container counts samples, or its index shows steps of one size."""
         form = self._media.container.format.name
         if "mp4" not in form:
-            return form in _STEADY
+            # WAV gives times by its mean rate of bytes, which only PCM has exactly.
+            return form in _STEADY and (form != "wav" or self._stream.codec_context.name.startswith("pcm_"))
         entries = self._stream.index_entries
         steps = np.diff([entry.timestamp for entry in entries])[:-1]  # the last packet may be shorter
         return len(entries) >= self._stream.frames > 0 and len(np.unique(steps)) <= 1
