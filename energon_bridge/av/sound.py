@@ -239,4 +239,9 @@ def resample(samples: np.ndarray, rate: int, to: int) -> np.ndarray:
     frame.sample_rate = rate
     resampler = av.AudioResampler(format="flt", layout=layout, rate=to)
     made = [out.to_ndarray() for out in (*resampler.resample(frame), *resampler.resample(None))]
+    if not made:
+        raise DecodeError(
+            f"a clip of {samples.shape[1]} samples is too short to resample it from {rate} to {to} a second: take a "
+            "longer one, or leave out audio_sample_rate"
+        )
     return np.ascontiguousarray(np.concatenate(made, axis=1).reshape(-1, channels).T)
