@@ -74,7 +74,8 @@ class AudioReader:
         """Whether timestamps cannot have jumped: the container counts samples, or its index shows steps of one size."""
         form = self._media.container.format.name
         if "mp4" not in form:
-            return form in _STEADY
+            # WAV gives times by its mean rate of bytes, which only PCM has exactly.
+            return form in _STEADY and (form != "wav" or self._stream.codec_context.name.startswith("pcm_"))
         entries = self._stream.index_entries
         steps = np.diff([entry.timestamp for entry in entries])[:-1]  # the last packet may be shorter
         return len(entries) >= self._stream.frames > 0 and len(np.unique(steps)) <= 1
@@ -238,4 +239,9 @@ def resample(samples: np.ndarray, rate: int, to: int) -> np.ndarray:
     frame.sample_rate = rate
     resampler = av.AudioResampler(format="flt", layout=layout, rate=to)
     made = [out.to_ndarray() for out in (*resampler.resample(frame), *resampler.resample(None))]
+    if not made:
+        raise DecodeError(
+            f"a clip of {samples.shape[1]} samples is too short to resample it from {rate} to {to} a second: take a "
+            "longer one, or leave out audio_sample_rate"
+        )
     return np.ascontiguousarray(np.concatenate(made, axis=1).reshape(-1, channels).T)

@@ -175,6 +175,22 @@ def test_eight_channels(codec: str, form: str, layout: str, channels: int, tmp_p
     assert power == heard
 
 
+def test_a_clip_too_short_to_resample_is_refused(tmp_path: Path) -> None:
+    path = write_sound(tmp_path / "a.wav", codec="pcm_s16le", seconds=0.001)
+    with pytest.raises(DecodeError, match="a clip of 48 samples is too short to resample it from 48000 to 16000"):
+        AVDecoder(path.read_bytes()).get_audio_clips([(0, 1)], audio_sample_rate=16000)
+
+
+@pytest.mark.parametrize("codec", ["adpcm_ima_wav", "adpcm_ms", "pcm_mulaw"])
+@pytest.mark.parametrize("rate", [11025, 44100])
+def test_samples_of_a_wav_that_is_compressed(codec: str, rate: int, tmp_path: Path) -> None:
+    path = write_sound(tmp_path / "a.wav", codec=codec, rate=rate)
+    expected = all_samples(path)
+    for first in (rate * 2, rate * 3 + 17, rate * 4):
+        (part,), _ = AVDecoder(path.read_bytes()).get_audio_clips([(first, first + 500)], "samples")
+        np.testing.assert_array_equal(part.numpy(), expected[:, first : first + 500])
+
+
 @pytest.mark.parametrize("channels", [4, 6, 8])
 @pytest.mark.parametrize("form", ["aiff", "mov", "caf"])
 def test_channels_in_an_order_of_the_file(form: str, channels: int, tmp_path: Path) -> None:
