@@ -109,9 +109,9 @@ class Position:
     def advance(self) -> None:
         """Move on by one step."""
         ranks = self._facts.world_size
-        if not self.microbatches and self.listing is not None and not self._facts.rank:
+        if not self.microbatches and self.listing is not None:
             assert self._listing is not None
-            self._add(self._listing[2])  # all ranks list a pass, and any process that continues it, but it counts once
+            self._add(self._listing[2])  # once, though each process that continues the pass lists it again
         self.microbatches += ranks if self._data.finite else self.ownership.step_size(self.microbatches)
         self.epoch_steps += self._data.virtual_epoch_length is not None
 
