@@ -158,46 +158,46 @@ class _Bits:
         self._at += count
         return value
 
-    def ue(self) -> int:
+    def unsigned(self) -> int:
         """Return the next unsigned number."""
         zeros = 0
         while not self.take():
             zeros += 1
         return (1 << zeros) - 1 + self.take(zeros)
 
-    def se(self) -> int:
+    def signed(self) -> int:
         """Return the next signed number."""
-        value = self.ue()
+        value = self.unsigned()
         return (value + 1) // 2 if value & 1 else -(value // 2)
 
 
 def _frames_alone(bits: _Bits) -> int:
     profile = bits.take(24) >> 16
-    bits.ue()
+    bits.unsigned()
     if profile in _HIGH_PROFILES:
-        chroma = bits.ue()
+        chroma = bits.unsigned()
         if chroma == 3:
             bits.take()
-        bits.ue()
-        bits.ue()
+        bits.unsigned()
+        bits.unsigned()
         bits.take()
         if bits.take():
             for number in range(12 if chroma == 3 else 8):
                 _skip_scaling_list(bits, 16 if number < 6 else 64)
-    bits.ue()
-    order = bits.ue()
+    bits.unsigned()
+    order = bits.unsigned()
     if order == 0:
-        bits.ue()
+        bits.unsigned()
     elif order == 1:
         bits.take()
-        bits.se()
-        bits.se()
-        for _ in range(bits.ue()):
-            bits.se()
-    bits.ue()
+        bits.signed()
+        bits.signed()
+        for _ in range(bits.unsigned()):
+            bits.signed()
+    bits.unsigned()
     bits.take()
-    bits.ue()
-    bits.ue()
+    bits.unsigned()
+    bits.unsigned()
     return bits.take()
 
 
@@ -207,5 +207,5 @@ def _skip_scaling_list(bits: _Bits, size: int) -> None:
     last = following = 8
     for _ in range(size):
         if following:
-            following = (last + bits.se()) % 256
+            following = (last + bits.signed()) % 256
         last = following or last
