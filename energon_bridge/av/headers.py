@@ -145,7 +145,7 @@ def _may_have_fields(extradata: bytes) -> bool:
 
 
 class _Bits:
-    """Reads bits, and numbers of H.264 (ue(v), se(v))."""
+    """Reads bits, and numbers of H.264, in Exp-Golomb codes."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0

@@ -42,10 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "mpeg1video": {"options": {"g": "12", "bf": "2"}},
     "h263": {"size": (176, 144)},
     "h261": {"size": (176, 144)},
-    **{
-        name: {"options": {"g": "12"}}
-        for name in ("flv", "msmpeg4", "msmpeg4v2", "wmv1", "wmv2", "snow", "h263p")
-    },
+    **{name: {"options": {"g": "12"}} for name in ("flv", "msmpeg4", "msmpeg4v2", "wmv1", "wmv2", "snow", "h263p")},
     **{name: {} for name in ("ffv1", "ffvhuff", "utvideo", "rawvideo", "jpeg2000", "asv1", "magicyuv")},
     **{name: {"pixels_as": "rgb24"} for name in ("png", "qtrle", "cinepak")},
     "mjpeg": {"pixels_as": "yuvj420p"},
