@@ -441,18 +441,8 @@ def _finite_step(run: Run, step: int, names: _SampleNames) -> list[NamedMicrobat
         if m >= end:
             delivered.append(NamedMicrobatch(rank=rank, microbatch=None, lane=None, samples=()))
             continue
-        rows = {}
-        for leaf, part, places in draws.runs(start, stop):
-            bans = plan.leaves[leaf].bans
-            here = (
-                np.ones(places.size, dtype=bool)
-                if bans is None
-                else ~bans.at(part.indices, draws.first + start + places)
-            )
-            for place, index, of_epoch in zip(
-                places[here].tolist(), part.indices[here].tolist(), part.epochs[here].tolist(), strict=True
-            ):
-                rows[place] = leaf, index, of_epoch
-        samples = tuple(names.of(row, *rows[place]) for row, place in enumerate(sorted(rows)))
+        members, banned = draws.picks(start, stop)
+        members = members if banned is None else members[~banned]
+        samples = tuple(names.of(row, *member) for row, member in enumerate(members.tolist()))
         delivered.append(NamedMicrobatch(rank=rank, microbatch=m, lane=None, samples=samples))
     return delivered

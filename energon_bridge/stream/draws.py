@@ -17,8 +17,10 @@ from PIL import Image
 
 from energon_bridge.errors import EmptyDatasetError
 from energon_bridge.plan.blend import Blend
+from energon_bridge.plan.choose import Span
 from energon_bridge.samples.stacking import Slab
-from energon_bridge.stream.pipeline import DrawRange, LoadedDraws, PendingLoads, Pipeline, without_banned
+from energon_bridge.stream.pipeline import LoadedDraws, PendingLoads, Pipeline
+from energon_bridge.stream.reader import DrawSpan
 from energon_bridge.stream.reencode import encode_again
 from energon_bridge.stream.state import COUNTERS, Counts, LaneState, SampleRef
 from energon_bridge.stream.user_code import BegunDraw
@@ -236,15 +238,15 @@ class Draws:
             self._slab = self._pipeline.slabs.slab(self._pipeline.rows)
         return None if self._slab is None else (self._slab, row)
 
-    def _ranges(self, count: int) -> list[DrawRange]:
+    def _ranges(self, count: int) -> list[DrawSpan]:
         """Return the next draws of the only leaf: up to `count`, within one round."""
         buffer, low = self._pipeline.cursor(self.number, 0).at(self._leaf_scheduled[0])
         high = min(len(buffer), low + count)
         self._scheduled += high - low
         self._leaf_scheduled[0] += high - low
-        return [DrawRange(0, buffer, low, high, range(high - low))]
+        return [Span(0, buffer, low, high, range(high - low))]
 
-    def _mixed_ranges(self, count: int) -> list[DrawRange]:
+    def _mixed_ranges(self, count: int) -> list[DrawSpan]:
         """Return the next `count` draws of a mix."""
         assert self._blend is not None
         first = self._scheduled - self.origin
@@ -260,35 +262,35 @@ class Draws:
             while places:
                 buffer, low = cursor.at(self._leaf_scheduled[leaf])
                 high = min(len(buffer), low + len(places))
-                ranges.append(DrawRange(leaf, buffer, low, high, places[: high - low]))
+                ranges.append(Span(leaf, buffer, low, high, places[: high - low]))
                 self._leaf_scheduled[leaf] += high - low
                 places = places[high - low :]
         self._scheduled += leaves.size
         return ranges
 
-    def _without_banned(self, ranges: list[DrawRange], first: int) -> list[DrawRange]:
+    def _without_banned(self, ranges: list[DrawSpan], first: int) -> list[DrawSpan]:
         """Split ranges at banned draws; `first` is the draw at place 0."""
         wanted = []
         for span in ranges:
             leaf = self._pipeline.leaves[span.leaf]
-            if leaf.bans is None or not span.buffer.withholds(span.low, span.high):
+            if leaf.bans is None or not span.round.withholds(span.low, span.high):
                 wanted.append(span)
                 continue
             draws = (first + np.asarray(span.places, dtype=np.int64)) * leaf.order.num_lanes + self.number
-            wanted += without_banned(span, leaf.bans.at(span.buffer.indices[span.low : span.high], draws))
+            wanted += span.split(leaf.bans.at(span.round.indices[span.low : span.high], draws))
         return wanted
 
-    def _read_ahead(self, ranges: list[DrawRange]) -> None:
+    def _read_ahead(self, ranges: list[DrawSpan]) -> None:
         for span in ranges:
             cursor = self._pipeline.cursor(self.number, span.leaf)
-            current = cursor.buffer is span.buffer and cursor.next_buffer is None
-            if current and (span.buffer.reader.slow or 2 * span.high > len(span.buffer)):
+            current = cursor.buffer is span.round and cursor.next_buffer is None
+            if current and (span.round.reader.slow or 2 * span.high > len(span.round)):
                 self._pipeline.read_ahead(cursor.following())
 
-    def _read_some_ahead(self, ranges: list[DrawRange]) -> None:
+    def _read_some_ahead(self, ranges: list[DrawSpan]) -> None:
         for span in ranges:
             cursor = self._pipeline.cursor(self.number, span.leaf)
-            if cursor.buffer is span.buffer and self._pipeline.read_some_ahead(span.buffer, span.high):
+            if cursor.buffer is span.round and self._pipeline.read_some_ahead(span.round, span.high):
                 self._pipeline.read_some_ahead(cursor.next_buffer or cursor.following(), 0)
 
 
@@ -372,8 +374,8 @@ def reencode(
 ) -> list[BatchRow]:
     """Encode the rows whose content is gone; return all rows but those that no longer encode.
 
-    A sample that no longer encodes is logged and counted for its leaf. `loading` holds the loads that `load_again`
-    started for these samples.
+    A sample that no longer encodes is logged and counted for its leaf. `loading` holds their loads, if they
+    are under way.
     """
     gone = [row for row in rows if row.content is None]
     some = len(gone) if loading is not None else _AT_A_TIME

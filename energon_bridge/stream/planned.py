@@ -24,8 +24,8 @@ from energon_bridge.rng import IntArray
 from energon_bridge.stream.draws import SAMPLE, BatchRow
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.packing import EMPTY_SELECTIONS, first_target, pack_rows, share_of
-from energon_bridge.stream.pipeline import DrawRange, PendingLoads, Pipeline
-from energon_bridge.stream.reader import RoundBuffer
+from energon_bridge.stream.picked import PickedLoad
+from energon_bridge.stream.pipeline import PendingLoads, Pipeline
 from energon_bridge.stream.state import (
     COUNTERS,
     NOTHING_HELD,
@@ -353,49 +353,7 @@ def _waiting(waits: IntArray) -> IntArray:
 # Loading planned microbatches.
 
 
-class PlannedLoad:
-    """The loads of a planned microbatch.
-
-    Args:
-        pipeline: Loads the samples.
-        members: Those of the `PlannedBatch`.
-    """
-
-    def __init__(self, pipeline: Pipeline, members: IntArray) -> None:
-        self._pipeline = pipeline
-        self._loads: PendingLoads | None = None
-        threads = pipeline.settings.threads
-        chunk = max(pipeline.chunk, -(-len(members) // threads)) if threads else max(1, len(members))
-        self._size = len(members)
-        self._parts = [(low, self._ranges(members[low : low + chunk])) for low in range(0, len(members), chunk)]
-
-    def _ranges(self, members: IntArray) -> list[DrawRange]:
-        ranges = []
-        for leaf in np.flatnonzero(np.bincount(members[:, 0])).tolist():
-            places = np.flatnonzero(members[:, 0] == leaf)
-            indices, epochs = (np.ascontiguousarray(members[places, column]) for column in (1, 2))
-            buffer = RoundBuffer(self._pipeline.source(leaf).reader, Round(0, indices, epochs))
-            ranges.append(DrawRange(leaf, buffer, 0, len(places), places.tolist()))
-        return ranges
-
-    def read_ahead(self) -> None:
-        """Start reading, if reads are slow."""
-        for _, ranges in self._parts:
-            for part in ranges:
-                self._pipeline.read_ahead(part.buffer)
-
-    def start(self) -> PendingLoads:
-        """Start loading, unless it has started."""
-        if self._loads is None:
-            pipeline = self._pipeline
-            self._loads = PendingLoads(pipeline)
-            slab = None if pipeline.slabs is None else pipeline.slabs.slab(self._size)
-            for low, ranges in self._parts:
-                self._loads.schedule(ranges, ahead=False, into=None if slab is None else (slab, low))
-        return self._loads
-
-
-def make_planned(pipeline: Pipeline, planned: PlannedBatch, load: PlannedLoad, rules: PlanRules) -> LaneBatch:
+def make_planned(pipeline: Pipeline, planned: PlannedBatch, load: PickedLoad, rules: PlanRules) -> LaneBatch:
     """Load a planned microbatch; samples that fail or are skipped are counted and left out.
 
     Raises:
@@ -406,7 +364,7 @@ def make_planned(pipeline: Pipeline, planned: PlannedBatch, load: PlannedLoad, r
     counts.add(planned.lost)
     with pipeline.user_code():
         pipeline.begin(planned.lane, planned.number)
-        samples, keys = _encoded(pipeline, planned, load.start(), counts)
+        samples, keys = _encoded(pipeline, planned, load.start(as_slab=True), counts)
         leaves: list[int] = planned.members[:, 0].tolist()
         if planned.ends is None:
             there = [sample is not None for sample in samples]

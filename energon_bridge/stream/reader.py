@@ -20,6 +20,7 @@ from energon_bridge.errors import CorruptShardError, ShardMissingError, ShortRea
 from energon_bridge.format.dataset import PreparedDataset, read_index
 from energon_bridge.format.tar import Follow, open_sample
 from energon_bridge.plan.bans import LeafBans
+from energon_bridge.plan.choose import Span
 from energon_bridge.plan.leaf import LeafOrder, Round
 from energon_bridge.rng import IntArray, UIntArray
 from energon_bridge.storage import as_far
@@ -306,6 +307,10 @@ class RoundBuffer:
             for place, raw in zip(unread.tolist(), self.reader.read(self.indices[unread]), strict=True):
                 self._raw[place] = raw
             was_read[unread] = True
+
+
+DrawSpan = Span[RoundBuffer]
+"""Draws of a leaf to load, with the bytes of their rounds."""
 
 
 class Cursor:
