@@ -29,7 +29,7 @@ from energon_bridge.loader.run_plan import Description, RunPlan
 from energon_bridge.loader.streams import Start, WorkerFacts, watched_pipeline
 from energon_bridge.mix.leaves import numbers_of_samples
 from energon_bridge.plan.balance import Integers, assign_microbatches, cut_window, imbalance
-from energon_bridge.plan.choose import Picks
+from energon_bridge.plan.choose import Picks, plain_cursors
 from energon_bridge.rng import fold, key_of
 from energon_bridge.stream.picked import PickedLoad
 from energon_bridge.stream.pipeline import Pipeline
@@ -273,6 +273,7 @@ class GlobalBatches:
         self._num_lanes, self._fresh = num_lanes, LaneState.fresh(len(rules.leaves))
         self._states = lanes
         self._lanes: dict[int, PlannedLane] = {}
+        self._cursors = plain_cursors(rules.leaves, most=num_lanes * len(rules.leaves))
         self._next = microbatches
 
     @property
@@ -314,7 +315,7 @@ class GlobalBatches:
         lane = self._lanes.get(number)
         if lane is None:
             state = self._states.get(number) or self._fresh
-            lane = self._lanes[number] = PlannedLane(number, self.rules, state)
+            lane = self._lanes[number] = PlannedLane(number, self.rules, self._cursors, state)
         return lane
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -15,6 +15,8 @@ import numpy as np
 import torch
 
 from energon_bridge.errors import FatalSampleError, SampleError, SkipSample
+from energon_bridge.plan.choose import Cursors
+from energon_bridge.plan.leaf import Round
 from energon_bridge.samples import Batch, Sample, SourceInfo
 from energon_bridge.samples.base import SentSources
 from energon_bridge.samples.stacking import LENDER, SLABS, Lender, Slab, SlabPool
@@ -24,7 +26,7 @@ from energon_bridge.stream.cooking import StorePool, cook_of, cooker_of
 from energon_bridge.stream.dataset_code import PendingSample, has_code
 from energon_bridge.stream.leaf import Leaf, LeafSource
 from energon_bridge.stream.policy import FailureTracker
-from energon_bridge.stream.reader import Cursor, DrawSpan, RoundBuffer
+from energon_bridge.stream.reader import DrawSpan, RoundBuffer
 from energon_bridge.stream.report import MAX_MEMBERS, SamplePlace, place_in
 from energon_bridge.stream.settings import Budget, StreamSettings
 from energon_bridge.stream.state import COUNTERS, Counts
@@ -35,7 +37,6 @@ from energon_bridge.task_encoder.base import decoder_of
 from energon_bridge.task_encoder.current import BATCH, FAILED, NUMBER, UNKNOWN
 from energon_bridge.task_encoder.deferred import decode_deferred
 
-_OPEN_ROUNDS = 4096
 _LEAVES_TOGETHER = 32
 """Leaves of which a load reads draws at the same time if storage answers slowly."""
 _TOGETHER = 8
@@ -81,7 +82,7 @@ class Pipeline:
         self.warned_of_groups = False
         self.budget = Budget(settings.buffer_bytes, settings.lanes)
         self._sources: list[LeafSource | None] = [None] * len(leaves)
-        self._cursors: OrderedDict[tuple[int, int], Cursor] = OrderedDict()
+        self.cursors = Cursors(leaves, self._buffer, together=settings.read_together)
         self._pool = Threads(settings.threads, "energon-load") if settings.threads else None
         readers = settings.background_reads
         self._reading = Threads(readers, "energon-read") if readers else None
@@ -122,17 +123,10 @@ class Pipeline:
             self._sources[leaf] = source
         return source
 
-    def cursor(self, lane: int, leaf: int) -> Cursor:
-        """Return the cursor of a lane in a leaf; if too many are open, the least recently used one drops its round."""
-        cursor = self._cursors.get((lane, leaf))
-        if cursor is None:
-            of, reader = self.leaves[leaf], self.source(leaf).reader
-            cursor = self._cursors[lane, leaf] = Cursor(of.order, of.bans, reader, lane, self.settings.read_together)
-            if len(self._cursors) > _OPEN_ROUNDS:
-                self._cursors.popitem(last=False)[1].drop()
-        elif len(self.leaves) > 1:
-            self._cursors.move_to_end((lane, leaf))
-        return cursor
+    def _buffer(self, leaf: int, found: Round) -> RoundBuffer:
+        bans = self.leaves[leaf].bans
+        withheld = None if bans is None else bans.among(found.indices)
+        return RoundBuffer(self.source(leaf).reader, found, withheld)
 
     def load(self, spans: Sequence[DrawSpan], *, ahead: bool, into: tuple[Slab, int] | None = None) -> LoadedDraws:
         """Load some draws; with `ahead`, also read the rest of their rounds.

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from energon_bridge.errors import ConfigurationError, FatalSampleError
 from energon_bridge.plan.blend import Blend
+from energon_bridge.plan.choose import Chooser, Cursors, UnbannedDraws
 from energon_bridge.plan.leaf import Round
 from energon_bridge.rng import IntArray
 from energon_bridge.stream.draws import SAMPLE, BatchRow
@@ -39,10 +40,7 @@ from energon_bridge.stream.state import (
 from energon_bridge.stream.values import FailedSample
 from energon_bridge.task_encoder.packing import LONGEST_WAIT, Packer
 
-_FEWEST, _MOST = 32, 256
-"""Draws of a lane looked up at a time; few at first, since there are many lanes."""
 _BANNED, _SKIPPED, _BYTES = map(COUNTERS.index, ("banned", "skipped", "bytes"))
-_NO_MEMBERS: IntArray = np.zeros((0, 4), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,104 +111,25 @@ class PlannedBatch:
     lost: Counts = field(default_factory=Counts)
 
 
-class _PlannedDraws:
-    """The draws of one lane from a state on, without banned ones."""
-
-    def __init__(self, lane: int, rules: PlanRules, state: LaneState) -> None:
-        self._lane, self._rules = lane, rules
-        self.draw, self.origin = state.draw, state.origin
-        self.leaf_draws: IntArray = np.array(state.leaf_draws, dtype=np.int64)
-        self._leaf_looked = list(state.leaf_draws)
-        self._chunk = _FEWEST
-        self._rounds: dict[int, Round] = {}
-        self._members, self._at = _NO_MEMBERS, 0
-        # Of each member the number of its draw, and the leaves of all draws from number `_base` on.
-        self._numbers: IntArray = np.zeros(0, dtype=np.int64)
-        self._leaves_of: IntArray = np.zeros(0, dtype=np.int64)
-        self._base = state.draw
-
-    def take(self, wanted: int, lost: Counts) -> IntArray:
-        """Return the next members, shape (wanted, 4); count the banned ones."""
-        while self._at + wanted > len(self._members):
-            self._look(wanted)
-        members = self._members[self._at : self._at + wanted]
-        self._at += wanted
-        end = int(self._numbers[self._at - 1]) + 1
-        if len(self.leaf_draws) == 1:
-            counts = np.array([end - self.draw])
-        else:
-            leaves_of = self._leaves_of[self.draw - self._base : end - self._base]
-            counts = np.bincount(leaves_of, minlength=len(self.leaf_draws))
-        if end - self.draw > wanted:
-            banned = counts - np.bincount(members[:, 0], minlength=len(counts))
-            for leaf in np.flatnonzero(banned).tolist():
-                lost.of(leaf)[_BANNED] += int(banned[leaf])
-        self.leaf_draws += counts
-        self.draw = end
-        return members
-
-    def _look(self, wanted: int) -> None:
-        """Look more draws up."""
-        rules, lane = self._rules, self._lane
-        first, count = self._base + len(self._leaves_of), max(self._chunk, wanted)
-        self._chunk = min(_MOST, 2 * self._chunk)
-        if rules.blend is None:
-            leaves = np.zeros(count, dtype=np.int64)
-        else:
-            leaves = rules.blend.leaves(lane, first - self.origin, count).astype(np.int64)
-        members = np.zeros((len(leaves), 4), dtype=np.int64)
-        members[:, 0] = leaves
-        kept = None
-        for leaf in np.flatnonzero(np.bincount(leaves)).tolist():
-            places = np.flatnonzero(leaves == leaf)
-            self._look_in(leaf, places, members)
-            bans = rules.leaves[leaf].bans
-            if bans is not None:
-                lanes = rules.leaves[leaf].order.num_lanes
-                banned = bans.at(members[places, 1], (first + places) * lanes + lane)
-                kept = np.ones(len(leaves), dtype=bool) if kept is None else kept
-                kept[places] = ~banned
-        numbers = first + np.arange(len(leaves), dtype=np.int64)
-        if kept is not None:
-            members, numbers = members[kept], numbers[kept]
-        self._members = np.concatenate((self._members[self._at :], members))
-        self._numbers = np.concatenate((self._numbers[self._at :], numbers))
-        self._leaves_of = np.concatenate((self._leaves_of[self.draw - self._base :], leaves))
-        self._base, self._at = self.draw, 0
-
-    def _look_in(self, leaf: int, places: IntArray, members: IntArray) -> None:
-        """Look up the next draws of a leaf, for some places."""
-        draw, at = self._leaf_looked[leaf], 0
-        while at < len(places):
-            part = self._rounds.get(leaf)
-            if part is None or not part.first <= draw < part.first + len(part.indices):
-                order = self._rules.leaves[leaf].order
-                part = self._rounds[leaf] = order.rounds_at(self._lane, draw, len(places) - at)
-            low = draw - part.first
-            count = min(len(part.indices) - low, len(places) - at)
-            here = places[at : at + count]
-            members[here, 1], members[here, 2] = part.indices[low : low + count], part.epochs[low : low + count]
-            draw, at = draw + count, at + count
-        self._leaf_looked[leaf] = draw
-
-
 class PlannedLane:
     """One lane planned on integers, continued from a state.
 
     Args:
         number: Lane number.
         rules: The rules of the run.
+        cursors: Where lanes are in the leaves.
         state: Where to continue.
 
     Raises:
         ConfigurationError: The state comes from an encoder that yields several samples per draw.
     """
 
-    def __init__(self, number: int, rules: PlanRules, state: LaneState) -> None:
+    def __init__(self, number: int, rules: PlanRules, cursors: Cursors[Round], state: LaneState) -> None:
         self.number = number
         self._rules = rules
         self._microbatches = state.microbatches
-        self._draws = _PlannedDraws(number, rules, state)
+        chooser = Chooser(cursors, rules.blend, number, state.draw, state.leaf_draws, state.origin)
+        self._draws, self._origin = UnbannedDraws(chooser), state.origin
         self._target = state.buffer or first_target(number, rules.buffer_size)
         # What is drawn and not delivered, as a state has it: packs, then the buffer. Neither array is ever changed in
         # place, so that states share them.
@@ -240,7 +159,7 @@ class PlannedLane:
         number = self._microbatches
         self._microbatches += 1
         if rules.packer is None:
-            members = self._draws.take(rules.rows, lost)
+            members = self._take(rules.rows, lost)
             return PlannedBatch(
                 lane=self.number, number=number, members=members, ends=None, cost=self._cost_of(members), lost=lost
             )
@@ -267,11 +186,19 @@ class PlannedLane:
             draws.draw,
             0,
             tuple(draws.leaf_draws.tolist()),
-            draws.origin,
+            self._origin,
             BufferedRefs(rows, self._refs[self._begin :]) if len(rows) else NOTHING_HELD,
             0,
             self._target if self._rules.packer is not None else 0,
         )
+
+    def _take(self, wanted: int, lost: Counts) -> IntArray:
+        """Return the next members, shape (wanted, 4); count the banned ones."""
+        members, banned = self._draws.take(wanted)
+        if banned is not None:
+            for leaf in np.flatnonzero(banned).tolist():
+                lost.of(leaf)[_BANNED] += int(banned[leaf])
+        return members
 
     @property
     def _begin(self) -> int:
@@ -290,7 +217,7 @@ class PlannedLane:
         left = (len(self._ends) - self._next_pack) // self._rules.rows
         share = share_of(self._target - (len(self._rows) - len(self._ends)), left)
         if left and share:
-            self._refs = np.concatenate((self._refs, self._draws.take(share, lost)))
+            self._refs = np.concatenate((self._refs, self._take(share, lost)))
             self._rows = np.concatenate((self._rows, _waiting(np.zeros(share, dtype=np.int64))))
         while len(self._ends) - self._next_pack < self._rules.rows:
             self._select(packer, lost)
@@ -302,7 +229,7 @@ class PlannedLane:
         for attempt in range(EMPTY_SELECTIONS):
             missing = self._target + attempt * max(1, size // 4) - len(members)
             if missing > 0:
-                members = np.concatenate((members, self._draws.take(missing, lost)))
+                members = np.concatenate((members, self._take(missing, lost)))
                 waits = np.concatenate((waits, np.zeros(missing, dtype=np.int64)))
             packs = packer.pack(self._rules.looked_up(members, "sizes"))
             waits = waits + 1
