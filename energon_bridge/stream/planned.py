@@ -1,8 +1,8 @@
 """Plans lanes on integers: which samples their next microbatches have and what they cost, before anything is read.
 
 A lane makes microbatches from draws, or from packs if the encoder packs. If every draw gives one sample and columns
-have its size, both follow from integers: `PlannedLane` draws, fills the buffer and selects packs by the rules of
-`draws` and `packing`, and reaches the same states. `make_planned` then loads one such microbatch, on any rank.
+have its size, both follow from integers: `PlannedLane` chooses draws (`plan.choose`) and fills packs (`pack_buffer`)
+as a `Lane` does, and reaches the same states. `make_planned` then loads one such microbatch, on any rank.
 
 A plan is never changed: a sample that fails, or that a hook skips, is counted and left out of its microbatch.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, compress, pairwise
+from itertools import compress, pairwise
 from typing import Any
 
 import numpy as np
@@ -24,13 +24,13 @@ from energon_bridge.plan.leaf import Round
 from energon_bridge.rng import IntArray
 from energon_bridge.stream.draws import SAMPLE, BatchRow
 from energon_bridge.stream.leaf import Leaf
-from energon_bridge.stream.packing import EMPTY_SELECTIONS, first_target, pack_rows, share_of
+from energon_bridge.stream.pack_buffer import EMPTY_SELECTIONS, PackBuffer, first_target
+from energon_bridge.stream.packing import pack_rows
 from energon_bridge.stream.picked import PickedLoad
 from energon_bridge.stream.pipeline import PendingLoads, Pipeline
 from energon_bridge.stream.state import (
     COUNTERS,
     NOTHING_HELD,
-    BufferedRefs,
     Counts,
     LaneBatch,
     LaneState,
@@ -38,7 +38,7 @@ from energon_bridge.stream.state import (
     Stage,
 )
 from energon_bridge.stream.values import FailedSample
-from energon_bridge.task_encoder.packing import LONGEST_WAIT, Packer
+from energon_bridge.task_encoder.packing import Packer
 
 _BANNED, _SKIPPED, _BYTES = map(COUNTERS.index, ("banned", "skipped", "bytes"))
 
@@ -130,66 +130,57 @@ class PlannedLane:
         self._microbatches = state.microbatches
         chooser = Chooser(cursors, rules.blend, number, state.draw, state.leaf_draws, state.origin)
         self._draws, self._origin = UnbannedDraws(chooser), state.origin
-        self._target = state.buffer or first_target(number, rules.buffer_size)
-        # What is drawn and not delivered, as a state has it: packs, then the buffer. Neither array is ever changed in
-        # place, so that states share them.
-        self._rows, self._refs = state.held.rows, state.held.members
-        stages = self._rows[:, 0]
-        packs = int(np.count_nonzero(stages == Stage.PACK))
+        size, held = rules.buffer_size, state.held
+        self._buffer = PackBuffer(size, held, state.buffer or first_target(number, size))
+        stages = held.rows[:, 0]
         if (
             state.taken
             or state.batches_taken
-            or self._refs[:, 3].any()
-            or self._rows[:packs, 2].any()
-            or (stages[:packs] != Stage.PACK).any()
-            or (stages[packs:] != Stage.BUFFER).any()
+            or self._buffer.taken
+            or held.members[:, 3].any()
+            or (stages > Stage.BUFFER).any()
             or (len(stages) and rules.packer is None)
         ):
             raise ConfigurationError(
                 f"balance: lane {number} of the state is in the middle of the outputs of a sample, pack or batch, so "
                 "its microbatches cannot be planned: continue with make_balance(own_share=False)"
             )
-        self._next_pack = 0
-        self._ends: list[int] = np.cumsum(self._rows[:packs, 1]).tolist()
-        self._costs = [self._cost_of(self._refs[first:end]) for first, end in pairwise([0, *self._ends])]
 
     def next(self) -> PlannedBatch:
         """Return the next microbatch."""
-        rules, lost = self._rules, Counts()
-        number = self._microbatches
-        self._microbatches += 1
+        rules, buffer, lost = self._rules, self._buffer, Counts()
+        ends: list[int] | None = None
         if rules.packer is None:
             members = self._take(rules.rows, lost)
-            return PlannedBatch(
-                lane=self.number, number=number, members=members, ends=None, cost=self._cost_of(members), lost=lost
-            )
-        while self._next_pack + rules.rows > len(self._ends):  # only a lane that begins
-            self._select(rules.packer, lost)
-        begin, first, after = self._begin, self._next_pack, self._next_pack + rules.rows
-        self._next_pack = after
-        batch = PlannedBatch(
+        else:
+            self._fill_packs(rules.packer, lost)  # only a lane that begins has too few
+            sizes, members = buffer.take(rules.rows)
+            ends = np.cumsum(sizes).tolist()
+            if share := buffer.share(rules.rows):
+                buffer.add(self._take(share, lost))
+            self._fill_packs(rules.packer, lost)
+        self._microbatches += 1
+        return PlannedBatch(
             lane=self.number,
-            number=number,
-            members=self._refs[begin : self._begin],
-            ends=[end - begin for end in self._ends[first:after]],
-            cost=sum(self._costs[first:after]),
+            number=self._microbatches - 1,
+            members=members,
+            ends=ends,
+            cost=self._cost_of(members),
             lost=lost,
         )
-        self._settle(rules.packer, lost)
-        return batch
 
     def state(self) -> LaneState:
         """Return the state after the microbatches planned so far."""
-        draws, rows = self._draws, self._rows[self._next_pack :]
+        draws, packs = self._draws, self._rules.packer is not None
         return LaneState(
             self._microbatches,
             draws.draw,
             0,
             tuple(draws.leaf_draws.tolist()),
             self._origin,
-            BufferedRefs(rows, self._refs[self._begin :]) if len(rows) else NOTHING_HELD,
+            self._buffer.waiting() if packs else NOTHING_HELD,
             0,
-            self._target if self._rules.packer is not None else 0,
+            self._buffer.target if packs else 0,
         )
 
     def _take(self, wanted: int, lost: Counts) -> IntArray:
@@ -200,11 +191,6 @@ class PlannedLane:
                 lost.of(leaf)[_BANNED] += int(banned[leaf])
         return members
 
-    @property
-    def _begin(self) -> int:
-        """Where the next pack begins among the references."""
-        return self._ends[self._next_pack - 1] if self._next_pack else 0
-
     def _cost_of(self, members: IntArray) -> int:
         rules = self._rules
         cost = int(rules.looked_up(members, "added").sum())
@@ -212,68 +198,29 @@ class PlannedLane:
             cost += len(members) * int(rules.looked_up(members, "padded").max())
         return cost
 
-    def _settle(self, packer: Packer[Any], lost: Counts) -> None:
-        """Draw a share of the next buffer, or select, as `Packing` does after each microbatch."""
-        left = (len(self._ends) - self._next_pack) // self._rules.rows
-        share = share_of(self._target - (len(self._rows) - len(self._ends)), left)
-        if left and share:
-            self._refs = np.concatenate((self._refs, self._take(share, lost)))
-            self._rows = np.concatenate((self._rows, _waiting(np.zeros(share, dtype=np.int64))))
-        while len(self._ends) - self._next_pack < self._rules.rows:
+    def _fill_packs(self, packer: Packer[Any], lost: Counts) -> None:
+        """Select until there are packs for a microbatch."""
+        while len(self._buffer.sizes) < self._rules.rows:
             self._select(packer, lost)
 
     def _select(self, packer: Packer[Any], lost: Counts) -> None:
-        """Fill the buffer and select packs, as `Packing` does."""
-        size, last = self._rules.buffer_size, self._ends[-1] if self._ends else 0
-        members, waits = self._refs[last:], self._rows[len(self._ends) :, 2]
+        """Fill the buffer and select packs."""
+        buffer = self._buffer
         for attempt in range(EMPTY_SELECTIONS):
-            missing = self._target + attempt * max(1, size // 4) - len(members)
-            if missing > 0:
-                members = np.concatenate((members, self._take(missing, lost)))
-                waits = np.concatenate((waits, np.zeros(missing, dtype=np.int64)))
-            packs = packer.pack(self._rules.looked_up(members, "sizes"))
-            waits = waits + 1
-            chosen = members[:0]
-            if packs:
-                places = np.array([place for pack in packs for place in pack], dtype=np.int64)
-                chosen = members[places]
-                left = np.ones(len(members), dtype=bool)
-                left[places] = False
-                members, waits = members[left], waits[left]
-                self._target = min(size, self._target + -(-len(places) // 2))
-            if (late := waits > LONGEST_WAIT).any():
-                for leaf in members[late, 0].tolist():
+            if missing := buffer.missing(attempt):
+                buffer.add(self._take(missing, lost))
+            packs = packer.pack(self._rules.looked_up(buffer.members, "sizes"))
+            late = buffer.select(packs)
+            if late.any():
+                for leaf in buffer.members[late, 0].tolist():
                     lost.of(leaf)[_SKIPPED] += 1
-                members, waits = members[~late], waits[~late]
+                buffer.keep(~late)
             if packs:
-                self._add(chosen, [len(pack) for pack in packs], members, waits)
                 return
         raise FatalSampleError(
-            f"the packer made no pack from {len(members)} samples, {EMPTY_SELECTIONS} times in a row: set a "
+            f"the packer made no pack from {len(buffer.members)} samples, {EMPTY_SELECTIONS} times in a row: set a "
             "larger packing_buffer_size, or check the columns of their sizes"
         )
-
-    def _add(self, chosen: IntArray, lengths: list[int], members: IntArray, waits: IntArray) -> None:
-        """Add packs after the remaining ones, and replace the buffer after them."""
-        begin, first = self._begin, self._next_pack
-        costs, ends = self._costs[first:], [end - begin for end in self._ends[first:]]
-        kept = ends[-1] if ends else 0
-        packed = np.zeros((len(ends) + len(lengths), 3), dtype=np.int64)
-        packed[: len(ends), 1] = self._rows[first : len(self._ends), 1]
-        packed[len(ends) :, 1] = lengths
-        rows = np.concatenate((packed, _waiting(waits)))
-        self._rows, self._refs = rows, np.concatenate((self._refs[begin : begin + kept], chosen, members))
-        added = list(accumulate(lengths))
-        self._costs = costs + np.add.reduceat(self._rules.looked_up(chosen, "added"), [0, *added[:-1]]).tolist()
-        self._ends = ends + [kept + end for end in added]
-        self._next_pack = 0
-
-
-def _waiting(waits: IntArray) -> IntArray:
-    """Return the rows of a buffer in a state, from the number of selections that left each over."""
-    rows: IntArray = np.full((len(waits), 3), (Stage.BUFFER, 1, 0), dtype=np.int64)
-    rows[:, 2] = waits
-    return rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------
