@@ -13,11 +13,11 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Sequence
 from itertools import chain, compress
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from energon_bridge.errors import FatalSampleError, OverLongSampleError
 from energon_bridge.stream.draws import SAMPLE, BatchRow, Draws, reencode, rows_of
@@ -87,10 +87,10 @@ class Packing:
         """Return what waits here, as references."""
         return self._waiting.waiting()
 
-    def _keep(self, kept: Sequence[bool]) -> None:
+    def _keep(self, kept: NDArray[np.bool_]) -> None:
         """Drop the other rows of the buffer."""
         self._buffer = list(compress(self._buffer, kept))
-        self._waiting.keep(np.array(kept, dtype=bool))
+        self._waiting.keep(kept)
 
     def _done(self) -> None:
         """Remove the first pack."""
@@ -176,18 +176,18 @@ class Packing:
             self._to_restore.clear()
             self._lost.clear()
             if not rows:
-                self._keep([False] * len(self._buffer))
+                self._keep(np.zeros(len(self._buffer), dtype=bool))
                 continue
             try:
                 packs, left = select_packs(self._pipeline, rows, counts)
             except Exception as error:  # the policy decides
                 self._pipeline.failed(error, [row.members[0][:2] for row in rows], counts)
                 self._hold(-sum(row.size for row in rows))
-                self._keep([False] * len(self._buffer))
+                self._keep(np.zeros(len(self._buffer), dtype=bool))
                 return
             stay = {id(row) for row in chain(left, *packs)}
             self._hold(-sum(row.size for row in rows if id(row) not in stay))
-            self._keep([id(row) in stay for row in self._buffer])
+            self._keep(np.array([id(row) in stay for row in self._buffer], dtype=bool))
             self._moved(packs, left, counts)
             self._pipeline.budget.keep(self)
             if packs:
