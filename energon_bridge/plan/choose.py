@@ -25,7 +25,7 @@ from energon_bridge.rng import IntArray
 
 _OPEN_ROUNDS = 4096
 _FEWEST, _MOST = 32, 256
-"""Draws of a lane looked up at a time; few at first, since there are many lanes."""
+"""Draws looked up at a time; of a lane few at first, since there are many."""
 
 
 class OrderedLeaf(Protocol):
@@ -86,8 +86,10 @@ class Span(Generic[R]):
         ]
 
 
-def by_leaf(leaves: IntArray) -> list[tuple[int, list[int]]]:
+def by_leaf(leaves: IntArray) -> list[tuple[int, Sequence[int]]]:
     """Return the leaves that occur in an array, each with its places."""
+    if leaves.size and (leaves == leaves[0]).all():
+        return [(int(leaves[0]), range(leaves.size))]
     # np.unique would import numpy.ma, into every worker.
     return [(leaf, np.flatnonzero(leaves == leaf).tolist()) for leaf in np.flatnonzero(np.bincount(leaves)).tolist()]
 
@@ -106,7 +108,7 @@ class Cursor(Generic[R]):
 
     def __init__(self, order: LeafOrder, lane: int, hold: Callable[[Round], R], together: int) -> None:
         self._order, self._lane, self._hold = order, lane, hold
-        self._together = 1 if order.is_dealt else max(1, together)
+        self._together = together
         self.current: R | None = None
         self.upcoming: R | None = None
 
@@ -143,7 +145,7 @@ class Cursors(Generic[R]):
     Args:
         leaves: The leaves.
         hold: Makes of a round of a leaf what is kept of it.
-        together: As for `Cursor`.
+        together: As for `Cursor`, by the order of the leaf.
         most: Cursors that keep rounds.
     """
 
@@ -152,7 +154,7 @@ class Cursors(Generic[R]):
         leaves: Sequence[OrderedLeaf],
         hold: Callable[[int, Round], R],
         *,
-        together: int = 1,
+        together: Callable[[LeafOrder], int],
         most: int = _OPEN_ROUNDS,
     ) -> None:
         self.leaves, self._hold, self._together, self._most = leaves, hold, together, most
@@ -162,8 +164,8 @@ class Cursors(Generic[R]):
         """Return the cursor of a lane in a leaf."""
         cursor = self._cursors.get((lane, leaf))
         if cursor is None:
-            hold = self._hold
-            cursor = Cursor(self.leaves[leaf].order, lane, lambda found: hold(leaf, found), self._together)
+            hold, order = self._hold, self.leaves[leaf].order
+            cursor = Cursor(order, lane, lambda found: hold(leaf, found), self._together(order))
             self._cursors[lane, leaf] = cursor
             if len(self._cursors) > self._most:
                 self._cursors.popitem(last=False)[1].drop()
@@ -172,9 +174,9 @@ class Cursors(Generic[R]):
         return cursor
 
 
-def plain_cursors(leaves: Sequence[OrderedLeaf], most: int = _OPEN_ROUNDS) -> Cursors[Round]:
+def plain_cursors(leaves: Sequence[OrderedLeaf], *, together: int = 1, most: int = _OPEN_ROUNDS) -> Cursors[Round]:
     """Return cursors that keep the rounds and nothing else."""
-    return Cursors(leaves, lambda _, found: found, most=most)
+    return Cursors(leaves, lambda _, found: found, together=lambda _: together, most=most)
 
 
 class Chooser(Generic[R]):
@@ -209,7 +211,7 @@ class Chooser(Generic[R]):
         first, lane = self.draw, self._lane
         of_leaves: list[tuple[int, Sequence[int]]] = [(0, range(count))]
         if self._blend is not None:
-            of_leaves = [*by_leaf(self._leaves(count))]
+            of_leaves = by_leaf(self._leaves(count))
         spans: list[Span[R]] = []
         for leaf, places in of_leaves:
             cursor, bans = self._cursors.of(lane, leaf), self._cursors.leaves[leaf].bans
@@ -272,7 +274,7 @@ class PassDraws:
 
     @cached_property
     def _cursors(self) -> Cursors[Round]:
-        return plain_cursors(self.leaves)
+        return plain_cursors(self.leaves, together=_MOST)
 
     def picks(self, start: int, stop: int) -> Picks:
         """Return draws [start, stop) of the pass."""

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-import numpy as np
-
 from energon_bridge.plan.choose import Picks, Span, by_leaf
 from energon_bridge.plan.leaf import Round
 from energon_bridge.stream.pipeline import PendingLoads, Pipeline
@@ -32,14 +30,16 @@ class PickedLoad:
         self._parts: list[tuple[int, list[DrawSpan]]] = [(low, []) for low in range(0, self._size, chunk)]
         self._buffers: list[RoundBuffer] = []
         for leaf, places in by_leaf(picks.members[:, 0]):
-            _, indices, epochs, _ = np.ascontiguousarray(picks.members[places].T)
-            banned = None if picks.banned is None else picks.banned[places]
+            at = slice(None) if len(places) == self._size else places
+            indices, epochs = picks.members[at, 1].copy(), picks.members[at, 2].copy()
+            banned = None if picks.banned is None else picks.banned[at]
             buffer = RoundBuffer(pipeline.source(leaf).reader, Round(0, indices, epochs), banned)
             self._buffers.append(buffer)
             for low, spans in self._parts:
                 first, end = bisect_left(places, low), bisect_left(places, low + chunk)
                 if first < end:
-                    span = Span(leaf, buffer, first, end, [place - low for place in places[first:end]])
+                    here = [place - low for place in places[first:end]]
+                    span = Span(leaf, buffer, first, end, here)
                     spans += [span] if banned is None else span.split(banned[first:end])
 
     def read_ahead(self) -> None:

@@ -82,7 +82,9 @@ class Pipeline:
         self.warned_of_groups = False
         self.budget = Budget(settings.buffer_bytes, settings.lanes)
         self._sources: list[LeafSource | None] = [None] * len(leaves)
-        self.cursors = Cursors(leaves, self._buffer, together=settings.read_together)
+        # Reads of several rounds are longer only where these continue the same slices.
+        together = max(1, settings.read_together)
+        self.cursors = Cursors(leaves, self._buffer, together=lambda order: 1 if order.is_dealt else together)
         self._pool = Threads(settings.threads, "energon-load") if settings.threads else None
         readers = settings.background_reads
         self._reading = Threads(readers, "energon-read") if readers else None
