@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from energon_bridge.errors import SampleError
 from energon_bridge.samples import Sample, edataclass
+from energon_bridge.task_encoder.conversation import Kind
 from energon_bridge.task_encoder.sequences import Grid, mrope_positions
-
-Kind = Literal["image", "video"]
 
 TEXT_TYPE, IMAGE_TYPE, VIDEO_TYPE = 0, 1, 2
 """Values of `mm_token_type_ids`."""
