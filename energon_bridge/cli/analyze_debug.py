@@ -43,7 +43,8 @@ def command(
     energon analyze-debug logs/ --out reads.svg         logs of megatron-energon's workers
 
     A run is described by a mix with options, or by saved states. Nothing is recorded for it and no data is read: the
-    order is computed, as if no sample were skipped. LOGS are what megatron-energon writes with worker_debug_path.
+    order is computed, as if no sample were skipped. A step is one of the optimizer: with gradient accumulation, give
+    --global-batch-size. LOGS are what megatron-energon writes with worker_debug_path; a step of them is one microbatch.
     """
     from energon_bridge.preview.reads import facts_of, log_files, picture_of, reads_of_logs, reads_of_run, write_picture
 

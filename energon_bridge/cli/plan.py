@@ -19,12 +19,12 @@ _POOR = 0.8
 
 @click.command("plan")
 @click.argument("mix", type=click.Path())
-@click.option(
-    "--steps", type=click.IntRange(min=0), required=True, help="Steps (microbatches of each rank) of the run."
-)
+@click.option("--steps", type=click.IntRange(min=0), required=True, help="Steps of the optimizer in the run.")
 @run_options
 def command(mix: str, steps: int, as_json: bool, **options: Any) -> None:
     """Forecast a training run over MIX: a dataset's folder or URL, or a metadataset's YAML file.
+
+    A step is one microbatch on each rank, with --global-batch-size as many as it takes.
 
     Numbers are exact where each sample that is drawn gives one row: none is skipped, packed or made several of. Nothing
     is read but the metadata of the datasets.
@@ -78,7 +78,8 @@ def command(mix: str, steps: int, as_json: bool, **options: Any) -> None:
 
 
 def _facts(found: Forecast) -> Iterator[tuple[str, str]]:
-    yield "steps", f"{found.steps:,}, world size {found.world_size:,}, batch size {found.batch_size}"
+    each = "" if found.per_step == 1 else f" of {found.per_step} microbatches on each rank"
+    yield "steps", f"{found.steps:,}{each}, world size {found.world_size:,}, batch size {found.batch_size}"
     yield "draws", f"{found.draws:,} samples in {found.microbatches:,} microbatches; the mix has {found.num_samples:,}"
     yield "lanes", f"{found.num_lanes:,}: {found.lanes_because}"
     if found.masked_share:

@@ -67,7 +67,7 @@ class Forecast:
     """How far a run gets in some steps.
 
     Attributes:
-        steps, world_size, num_lanes, batch_size: Of the run.
+        steps, per_step, world_size, num_lanes, batch_size: Of the run; `per_step` microbatches of a rank are a step.
         lanes_because: Why it has so many lanes.
         masked_share: Share of the delivered microbatches that are masked, as the ranks do not divide the lanes.
         even_world_size: The nearest number of ranks that would mask none.
@@ -85,6 +85,7 @@ class Forecast:
     """
 
     steps: int
+    per_step: int
     world_size: int
     num_lanes: int
     lanes_because: str
@@ -104,7 +105,7 @@ class Forecast:
 
 
 def forecast(run: Run, steps: int) -> Forecast:
-    """Forecast how far an endless run gets in some steps from its beginning.
+    """Forecast how far an endless run gets in some steps of the optimizer from its beginning.
 
     Raises:
         ConfigurationError: The stream is not endless.
@@ -140,6 +141,7 @@ def forecast(run: Run, steps: int) -> Forecast:
     ended = draws_per_leaf(run, first_end) >= sizes if first_end is not None else np.zeros(len(order), dtype=bool)
     return Forecast(
         steps=steps,
+        per_step=run.per_step,
         world_size=ranks,
         num_lanes=plan.num_lanes,
         lanes_because=_why(run.plan.facts),
@@ -147,7 +149,7 @@ def forecast(run: Run, steps: int) -> Forecast:
         even_world_size=ownership.nearest_even_world_size(),
         batch_size=spec.batch_size,
         mode=spec.mode,
-        microbatches=first_microbatch(steps, num_lanes=plan.num_lanes, world_size=ranks),
+        microbatches=first_microbatch(steps * run.per_step, num_lanes=plan.num_lanes, world_size=ranks),
         draws=int(counts.sum()),
         num_samples=spec.num_samples,
         leaves=tuple(leaves),
@@ -162,7 +164,7 @@ def forecast(run: Run, steps: int) -> Forecast:
 def draws_per_leaf(run: Run, steps: int) -> IntArray:
     """Return the draws of each leaf, in order of identity, in the first steps of a run, shape (leaves,)."""
     lanes = run.num_lanes
-    m = first_microbatch(steps, num_lanes=lanes, world_size=run.world_size)
+    m = first_microbatch(steps * run.per_step, num_lanes=lanes, world_size=run.world_size)
     draws = [microbatches_before(lane, m, lanes) * run.spec.rows for lane in range(lanes)]
     blend = run.plan.blend
     if blend is None:
@@ -223,7 +225,8 @@ def _schedule(
     for point in sorted({0, *(point for point in run.spec.weights.points() if point < draws), draws} | between):
         m = point // lanes // rows * lanes + point % lanes
         shares = _shares(run, point)
-        step = steps if point == draws else step_of(m, num_lanes=lanes, world_size=run.world_size)
+        turn = step_of(m, num_lanes=lanes, world_size=run.world_size)
+        step = steps if point == draws else turn // run.per_step
         found.append(SharePoint(global_draw=point, step=step, shares=tuple(shares[number] for number in order)))
     return tuple(found)
 

@@ -128,12 +128,12 @@ class NamedMicrobatch:
 
 
 def name_steps(run: Run, steps: Iterable[int], *, keys: bool = True) -> Iterator[list[NamedMicrobatch]]:
-    """Name the samples of steps, for every rank.
+    """Name the samples of steps of the optimizer, for every rank.
 
     Args:
         run: The run.
-        steps: Each as the steps before it, counted from the beginning of the run (of validation: of a pass), on as
-            many ranks.
+        steps: Each as the steps before it, counted from the beginning of the run (of validation: of a pass, whose steps
+            are one microbatch on every rank), on as many ranks.
         keys: Look keys up, which takes most of the time.
 
     Raises:
@@ -147,12 +147,14 @@ def name_steps(run: Run, steps: Iterable[int], *, keys: bool = True) -> Iterator
         return
     names = _Names(run, keys=keys)
     for step in steps:
-        yield _endless_step(run, step, names)
+        turns = range(step * run.per_step, (step + 1) * run.per_step)
+        yield [one for turn in turns for one in _endless_turn(run, turn, names)]
 
 
-def _endless_step(run: Run, step: int, names: _Names) -> list[NamedMicrobatch]:
+def _endless_turn(run: Run, turn: int, names: _Names) -> list[NamedMicrobatch]:
+    """Name one microbatch of each rank: those after the first `turn` of each."""
     lanes, ranks = run.num_lanes, run.world_size
-    m = first_microbatch(step, num_lanes=lanes, world_size=ranks)
+    m = first_microbatch(turn, num_lanes=lanes, world_size=ranks)
     stand = run.microbatches
     if first_microbatch(step_of(stand, num_lanes=lanes, world_size=ranks), num_lanes=lanes, world_size=ranks) != stand:
         raise ConfigurationError(
@@ -186,13 +188,11 @@ def name_shared_steps(
         MissingRankError: The state has not the lanes that are needed.
     """
     names, of_sample = _Names(run, keys=False), _SampleNames(run.plan.leaves, keys=keys)
-    rounds = sharing.group // run.world_size
     planned: GlobalBatches | None = None
     window: list[SharedBatch] = []
     for step in steps:
-        number, turn = divmod(step, rounds)
-        begin = sharing.begin(number * sharing.group)
-        while not window or window[-1].number < number:
+        begin = sharing.begin(step * sharing.group)
+        while not window or window[-1].number < step:
             if planned is None or (planned.end <= begin and not names.has_bans):
                 # Without bans, positions of lanes are computed directly.
                 known = sharing.begin(run.microbatches)
@@ -200,9 +200,9 @@ def name_shared_steps(
                 lanes = {lane: names.lane_at(lane, start, known) for lane in range(run.num_lanes)}
                 planned = sharing.batches(run.plan, lanes, start)
             window = planned.next_window(states=False)
-        shared = window[number - window[0].number]
+        shared = window[step - window[0].number]
         delivered = []
-        for rank, place in enumerate(shared.assignment[turn].tolist()):
+        for rank, place in (pair for turn in shared.assignment.tolist() for pair in enumerate(turn)):
             batch = shared.batches[place]
             samples = [of_sample.of(row, *member) for row, member in enumerate(batch.members.tolist())]
             m = batch.number * run.num_lanes + batch.lane
