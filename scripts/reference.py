@@ -58,6 +58,7 @@ IN_LAYERS = {
         "Conversation",
         "DeferredImage",
         "Document",
+        "Part",
         "Piece",
         "Turn",
         "TurnLayout",

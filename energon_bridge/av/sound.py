@@ -65,10 +65,10 @@ class AudioReader:
 
         They are numbered in order, or by the time since the first sample.
         """
-        found = self._read_near(first, last, by_time)
-        if found is None:
-            found = self._collect(self._placed(self._from_start(), 0, by_time), first, last)
-        return found if found is not None else np.empty((self._stream.codec_context.channels, 0), dtype=np.float32)
+        sound = self._read_near(first, last, by_time)
+        if sound is None:
+            sound = self._collect(self._placed(self._from_start(), 0, by_time), first, last)
+        return sound if sound is not None else np.empty((self._stream.codec_context.channels, 0), dtype=np.float32)
 
     def _is_steady(self) -> bool:
         """Whether timestamps cannot have jumped: the container counts samples, or its index shows steps of one size."""

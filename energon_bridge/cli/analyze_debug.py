@@ -61,13 +61,13 @@ def command(
         reads = reads_of_run(run, step, steps)
     if out is not None:
         write_picture(out, reads, title=f"What is read when: {' '.join(source)}")
-    found = facts_of(reads)
+    bands = facts_of(reads)
     if as_json:
-        print_json({"step": step, "steps": steps, "datasets": [asdict(facts) for facts in found]})
+        print_json({"step": step, "steps": steps, "datasets": [asdict(facts) for facts in bands]})
         return
     print_table(
         ("dataset", "samples", "reads", "different samples", "reads of one, at most"),
-        [(facts.name, *map(number, (facts.num_samples, facts.reads, facts.distinct, facts.most))) for facts in found],
+        [(facts.name, *map(number, (facts.num_samples, facts.reads, facts.distinct, facts.most))) for facts in bands],
     )
     if out is None and sys.stdout.isatty():
         from rich.console import Console

@@ -99,15 +99,15 @@ def command(
         return
     if mix is None:
         raise click.UsageError("Missing argument 'MIX': a dataset or mix to measure (or --fit-cost FILE).")
-    found = bench(mix, options, seconds=seconds, encoder=encoder_of(encoder))
+    result = bench(mix, options, seconds=seconds, encoder=encoder_of(encoder))
     if as_json:
-        print_json(asdict(found))
+        print_json(asdict(result))
         return
-    for line in report(found):
+    for line in report(result):
         click.echo(line)
-    _print_rates(found)
-    click.echo(f"Limit: {found.limit}")
-    click.echo(f"Try: {found.advice}")
+    _print_rates(result)
+    click.echo(f"Limit: {result.limit}")
+    click.echo(f"Try: {result.advice}")
 
 
 def bench(mix: str, options: dict[str, Any], *, seconds: float, encoder: Any = None) -> Found:
@@ -146,19 +146,19 @@ def _print_cost(path: str, *, as_json: bool) -> None:
     """Print the weights that fit the times of a run, ready to paste."""
     from energon_bridge.task_encoder.costs import fit_times
 
-    found = fit_times(path)
+    fit = fit_times(path)
     if as_json:
-        print_json(asdict(found))
+        print_json(asdict(fit))
         return
-    cost = found.cost
+    cost = fit.cost
     click.echo(f"balance_cost={cost!r}")
-    click.echo(f"Each microbatch takes another {1e3 * found.constant:.3g} ms. R² = {found.r_squared:.3f}.")
+    click.echo(f"Each microbatch takes another {1e3 * fit.constant:.3g} ms. R² = {fit.r_squared:.3f}.")
     if cost.tokens:
         attention, patches = cost.attention / cost.tokens, cost.patches / cost.tokens
         click.echo(
             f"For the training script: data.balance_attention={attention:.4g} data.balance_patches={patches:.4g}"
         )
-    if found.r_squared < _FITS:
+    if fit.r_squared < _FITS:
         click.echo(
             "The fit is poor: time more microbatches, of more sizes, in one process on an idle machine. If it stays "
             "poor, balance will gain little."
@@ -271,11 +271,11 @@ def judge(reading: Rate, rates: list[Rate], chosen: Rate, cores: int) -> tuple[s
     )
 
 
-def report(found: Found) -> Iterator[str]:
+def report(result: Found) -> Iterator[str]:
     """Yield lines that report the cost of a sample, stage by stage."""
-    costs = ", ".join(f"{name} {1e6 * took:,.0f} us" for name, took in _stages(found.reading, found.rates[0]).items())
+    costs = ", ".join(f"{name} {1e6 * took:,.0f} us" for name, took in _stages(result.reading, result.rates[0]).items())
     yield f"Time for a sample, without workers: {costs}"
-    reading = found.reading
+    reading = result.reading
     if reading.requests:
         yield (
             f"Requests: {format_bytes(int(reading.bytes_per_request))} each, waited for "
@@ -287,24 +287,24 @@ def report(found: Found) -> Iterator[str]:
             f"Node cache: {reading.cache_hits / blocks:.0%} of {blocks:,} blocks were there "
             f"({format_bytes(reading.cache_hit_bytes)}), {format_bytes(reading.cache_miss_bytes)} were fetched"
         )
-    if found.load_average > found.cores + 1:
+    if result.load_average > result.cores + 1:
         yield (
-            f"The machine was busy before this run (load {found.load_average:.1f}, {found.cores} cores): the rates are "
-            "too low, and the advice may be wrong."
+            f"The machine was busy before this run (load {result.load_average:.1f}, {result.cores} cores): the rates "
+            "are too low, and the advice may be wrong."
         )
 
 
-def _print_rates(found: Found) -> None:
+def _print_rates(result: Found) -> None:
     print_table(
         ("workers", "samples/s", "bytes/s", "CPU per sample", "training process"),
         [
             (
-                f"{rate.workers}{' (enough)' if rate.workers == found.workers else ''}",
+                f"{rate.workers}{' (enough)' if rate.workers == result.workers else ''}",
                 f"{rate.samples_per_second:,.0f}",
                 format_bytes(int(rate.bytes_per_second)),
                 f"{1e6 * rate.cpu_per_sample:,.0f} us",
                 f"{rate.training_cpu:.0%} busy",
             )
-            for rate in found.rates
+            for rate in result.rates
         ],
     )

@@ -196,8 +196,8 @@ def encoder_of(spec: str | None) -> Any:
     """
     if spec is None:
         return None
-    found = named(spec, "--encoder", "my_project.encoders:make_encoder")
-    return found() if isinstance(found, type) or not hasattr(found, "encode_sample") else found
+    encoder = named(spec, "--encoder", "my_project.encoders:make_encoder")
+    return encoder() if isinstance(encoder, type) or not hasattr(encoder, "encode_sample") else encoder
 
 
 def named(spec: str, option: str, example: str) -> Any:

@@ -136,7 +136,7 @@ def forecast(run: Run, steps: int) -> Forecast:
                 mixing=None if leaf.shuffle_epochs is None else mixing(plan.leaves[number].order, looked_at),
             )
         )
-    mixed = [(found.share, found.mixing) for found in leaves if found.mixing is not None and found.share]
+    mixed = [(leaf.share, leaf.mixing) for leaf in leaves if leaf.mixing is not None and leaf.share]
     first_end = _first_end(run, sizes)
     ended = draws_per_leaf(run, first_end) >= sizes if first_end is not None else np.zeros(len(order), dtype=bool)
     return Forecast(
@@ -157,7 +157,7 @@ def forecast(run: Run, steps: int) -> Forecast:
         schedule=_schedule(run, steps, int(counts.sum()), order),
         first_end=first_end,
         ends_first=tuple(place for place, number in enumerate(order) if ended[number]),
-        mixing=sum(share * found for share, found in mixed) / sum(share for share, _ in mixed) if mixed else None,
+        mixing=sum(share * value for share, value in mixed) / sum(share for share, _ in mixed) if mixed else None,
     )
 
 
@@ -221,14 +221,14 @@ def _schedule(
     if run.spec.mode != "weights" or not run.spec.mix.is_scheduled:
         return ()
     lanes, rows = run.num_lanes, run.spec.rows
-    found = []
+    curve = []
     for point in sorted({0, *(point for point in run.spec.weights.points() if point < draws), draws} | between):
         m = point // lanes // rows * lanes + point % lanes
         shares = _shares(run, point)
         turn = step_of(m, num_lanes=lanes, world_size=run.world_size)
         step = steps if point == draws else turn // run.per_step
-        found.append(SharePoint(global_draw=point, step=step, shares=tuple(shares[number] for number in order)))
-    return tuple(found)
+        curve.append(SharePoint(global_draw=point, step=step, shares=tuple(shares[number] for number in order)))
+    return tuple(curve)
 
 
 def _written(run: Run) -> list[str]:

@@ -232,12 +232,12 @@ def matches(own: KeyIndex, other: KeyIndex, shard: int) -> IntArray:
 def find_keys(index: KeyIndex, keys: Sequence[str]) -> list[tuple[int, int] | None]:
     """Return (shard number, number in the shard) of each key; None for a missing key."""
     with _connected(index) as connection:
-        found: dict[str, tuple[int, int]] = {}
+        rows_by_key: dict[str, tuple[int, int]] = {}
         for schema in index.schemas():
             query = f"SELECT tar_file_id, sample_index FROM {schema}.samples WHERE sample_key = ?"
-            rows = ((key, connection.execute(query, (key,)).fetchone()) for key in keys if key not in found)
-            found.update((key, row) for key, row in rows if row is not None)
-        return [found.get(key) for key in keys]
+            rows = ((key, connection.execute(query, (key,)).fetchone()) for key in keys if key not in rows_by_key)
+            rows_by_key.update((key, row) for key, row in rows if row is not None)
+        return [rows_by_key.get(key) for key in keys]
 
 
 def keys_at(index: KeyIndex, shard: int, indices: Sequence[int]) -> list[str]:
@@ -543,9 +543,9 @@ class KeyIndexWriter:
             "SELECT part_name FROM {0}.sample_parts JOIN {0}.samples USING (tar_file_id, sample_index) "
             "WHERE sample_key = ?"
         )
-        found: set[str] = set()
+        names: set[str] = set()
         for schema in ("main",) if self._base is None else ("base", "main"):
             with suppress(sqlite3.Error):  # an index of another tool may lack the table
                 check_table(self._connection, schema, "sample_parts")
-                found |= {str(name) for (name,) in self._connection.execute(query.format(schema), (key,))}
-        return found
+                names |= {str(name) for (name,) in self._connection.execute(query.format(schema), (key,))}
+        return names

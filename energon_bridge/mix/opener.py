@@ -170,9 +170,9 @@ class MixIndex:
             store = as_far(open_store(os.path.commonpath(paths).replace(":/", "://", 1)))
             if not self.is_kept or store is None or len(paths) < MIN_DATASETS:
                 continue
-            found = store.versions(_LISTED + _LISTED_EACH * len(paths))
-            if found is not None:
-                self._listed.update({store.url(name): version for name, version in found.items()})
+            versions = store.versions(_LISTED + _LISTED_EACH * len(paths))
+            if versions is not None:
+                self._listed.update({store.url(name): version for name, version in versions.items()})
                 self._is_listed.update(paths)
 
     def stamps_of(self, place: Place) -> list[Stamp]:

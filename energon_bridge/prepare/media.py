@@ -134,17 +134,17 @@ def prepare_media(
             )
         if is_dataset:
             shards = tuple(read_info(store).shard_counts)
-            found = index_dataset_media(
+            indexed = index_dataset_media(
                 store, shards, index, media, num_workers=num_workers, finish=finish, progress=progress
             )
         else:
-            found = _index_folder(store, index, media, num_workers=num_workers, finish=finish, progress=progress)
+            indexed = _index_folder(store, index, media, num_workers=num_workers, finish=finish, progress=progress)
         staging.commit()
         remove_supplements(store)
     for name, _ in store.list(_KEPT_SUFFIX) if finish else ():
         if name.startswith(f"{_KEPT}/"):
             store.delete(name)
-    return found
+    return indexed
 
 
 def media_task(
@@ -212,13 +212,13 @@ def _index_folder(
 ) -> IndexedMedia:
     portions = _portions_of(store, media)
     measure = partial(_kept, store, media) if finish else partial(_measured, store, index, media)
-    found = _collect(index, media, measure, portions, num_workers=num_workers, progress=progress)
-    if not found.num_files:
+    indexed = _collect(index, media, measure, portions, num_workers=num_workers, progress=progress)
+    if not indexed.num_files:
         raise EmptyDatasetError(
             f"{store.root}: no media files match the filter {media.strategy} {media.patterns or ''}. For a folder of "
             "tars, run `energon prepare` first."
         )
-    return found
+    return indexed
 
 
 def _collect(
@@ -378,9 +378,9 @@ def read_media(kind: MediaKind, content: ByteRange | bytes) -> MediaMetadata:
 
 def read_image(data: bytes) -> ImageMetadata:
     """Return the metadata of an image; raises DecodeError."""
-    found = plain_jpeg(data)
-    if found is not None:
-        return found
+    header = plain_jpeg(data)
+    if header is not None:
+        return header
     from PIL import Image  # the command line starts without it
 
     known = format_by_head(data[:HEAD_BYTES])

@@ -132,7 +132,7 @@ def prepare_dataset(
             _logger.info("%s: the split part %r gets none of the %d shards.", store.root, part, len(shards))
     identity = str(uuid.uuid4())
     with Staging(store) as staging:
-        counts, part_names, found = _index(
+        counts, part_names, indexed = _index(
             store,
             shards,
             staging,
@@ -153,7 +153,7 @@ def prepare_dataset(
         shard_counts=counts,
         split_parts=split_parts,
         part_names=part_names,
-        media=found,
+        media=indexed,
         supplement=find_supplement(store) if key_index else None,
     )
 
@@ -231,7 +231,7 @@ def _index(
     with ExitStack() as stack:
         scan = partial(_scan, store, len(new) >= _MANY, finish)
         scans = stack.enter_context(closing(map_shards(scan, new, num_workers=num_workers)))
-        writer, found = None, None
+        writer, indexed = None, None
         if key_index and not is_done:
             index = staging.path(supplement_name(identity) if supplements else meta_path(INDEX_SQLITE))
             writer = stack.enter_context(KeyIndexWriter(index, shards, supplements=old if supplements else None))
@@ -270,9 +270,9 @@ def _index(
                 _keep_media(store, writer)
             writer.finish()
             if media is not None:
-                found = index_dataset_media(store, shards, index, media, num_workers=num_workers, progress=progress)
+                indexed = index_dataset_media(store, shards, index, media, num_workers=num_workers, progress=progress)
     staging.add(meta_path(_TARS), json.dumps({"versions": versions, "part_names": sorted(part_names)}).encode())
-    return counts, tuple(sorted(part_names)), found
+    return counts, tuple(sorted(part_names)), indexed
 
 
 def _scan(store: Store, keep: bool, find_only: bool, shard: str) -> ShardRecord | None:

@@ -137,14 +137,14 @@ def _jpeg(picture: Picture) -> bytes:
 
 def _numbered(items: list[list[Any]], first: int) -> list[list[Any]]:
     """Return items with their files numbered across the whole preview."""
-    found = []
+    numbered = []
     for item in items:
         if item[0] in "pva":
             item = [item[0], first + item[1], *item[2:]]
         elif item[0] == "r":
             item = ["r", item[1], _numbered(item[2], first)]
-        found.append(item)
-    return found
+        numbered.append(item)
+    return numbered
 
 
 class _Writer:

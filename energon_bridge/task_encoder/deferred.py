@@ -87,15 +87,15 @@ class DeferredImage(Deferred):
 
 def deferred_in(sample: Any) -> list[tuple[Callable[[Any], None], Deferred]]:
     """Return the deferred values in a sample's fields, or in lists there, each with a function that replaces it."""
-    found: list[tuple[Callable[[Any], None], Deferred]] = []
+    places_to_fill: list[tuple[Callable[[Any], None], Deferred]] = []
     for name, value in field_items(sample):
         if isinstance(value, Deferred):
             put = sample.__setitem__ if isinstance(sample, dict) else partial(setattr, sample)
-            found.append((partial(put, name), value))
+            places_to_fill.append((partial(put, name), value))
         elif isinstance(value, list):
             places = (place for place, one in enumerate(value) if isinstance(one, Deferred))
-            found += [(partial(value.__setitem__, place), value[place]) for place in places]
-    return found
+            places_to_fill += [(partial(value.__setitem__, place), value[place]) for place in places]
+    return places_to_fill
 
 
 def field_items(sample: Any) -> list[tuple[str, Any]]:
@@ -122,14 +122,14 @@ def decode_deferred(
     Raises:
         SampleError: An image does not decode; those before it are decoded.
     """
-    found = [entry for sample in samples for entry in deferred_in(sample)]
-    waiting = [deferred for _, deferred in found]
+    entries = [entry for sample in samples for entry in deferred_in(sample)]
+    waiting = [deferred for _, deferred in entries]
     ends = list(accumulate(deferred.room for deferred in waiting))
     memory = memory_of(ends[-1]) if memory_of is not None and ends and ends[-1] >= _WORTHWHILE else None
     pieces: list[np.ndarray | None] = [None] * len(waiting)
     if memory is not None:
         pieces = [memory[end - deferred.room : end] for deferred, end in zip(waiting, ends, strict=True)]
-    for (put, _), pixels in zip(found, over(_made, waiting, pieces), strict=True):
+    for (put, _), pixels in zip(entries, over(_made, waiting, pieces), strict=True):
         put(pixels)
 
 

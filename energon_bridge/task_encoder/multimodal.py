@@ -223,10 +223,10 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
                 raise SampleError(
                     f"the answer {piece.text!r} contains the image placeholder {placeholder!r}; only a question may"
                 )
-        found = sum(piece.text.count(placeholder) for piece in pieces)
-        if found != num_images:
+        places = sum(piece.text.count(placeholder) for piece in pieces)
+        if places != num_images:
             images = "1 image" if num_images == 1 else f"{num_images} images"
-            raise SampleError(f"the text has {found} placeholders {placeholder!r} but the sample has {images}")
+            raise SampleError(f"the text has {places} placeholders {placeholder!r} but the sample has {images}")
 
     def _fill(self, sequence: Sequencer, rendered: Rendered, images: Sequence[Any]) -> list[dict[str, Tensor]]:
         """Add pieces to a sequence until it is full; return the image processor's results for the images in it."""
@@ -256,9 +256,9 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
                     sequence.add(expanded, learned=False)
                 text = next(tokens)
                 if not self._reserved.keys().isdisjoint(text):
-                    found = next(self._reserved[one] for one in text if one in self._reserved)
+                    reserved = next(self._reserved[one] for one in text if one in self._reserved)
                     raise SampleError(
-                        f"a text of the sample contains {found!r}, the token reserved for an image or video; write "
+                        f"a text of the sample contains {reserved!r}, the token reserved for an image or video; write "
                         f"images as {token.token_str!r} in questions"
                     )
                 sequence.add(text, learned=piece.learned)
@@ -319,13 +319,13 @@ def _image_token_id(tokenizer: Any, config: MultiModalSampleConfig) -> int:
     token = config.image_token
     if token.token_id is not None:
         return token.token_id
-    found = tokenizer.convert_tokens_to_ids(token.token_str)
-    if found is None or found == getattr(tokenizer, "unk_token_id", None):
+    token_id = tokenizer.convert_tokens_to_ids(token.token_str)
+    if token_id is None or token_id == getattr(tokenizer, "unk_token_id", None):
         raise ConfigurationError(
             f"the tokenizer does not know the image token {token.token_str!r}: add it as a special token, or set "
             "ImageToken(token_id=...) to the id that the model expects"
         )
-    return int(found)
+    return int(token_id)
 
 
 _MEDIA_TOKENS = ("<image>", "<video>", "<|image_pad|>", "<|video_pad|>")

@@ -235,7 +235,7 @@ def mrope_positions(types: Sequence[int], grids: Mapping[int, Sequence[Grid]], m
     Raises:
         SampleError: The tokens of a type are not those of its grids.
     """
-    waiting = {kind: iter(found) for kind, found in grids.items()}
+    waiting = {kind: iter(of_kind) for kind, of_kind in grids.items()}
     parts: list[Tensor] = []
     position = 0
     for kind, group in groupby(types):

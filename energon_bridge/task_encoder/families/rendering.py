@@ -192,8 +192,8 @@ class ChatRenderer:
             return None  # the sample itself raises the error
         around, rest = [], whole
         for one in words:
-            before, found, rest = rest.partition(one)
-            if not found:
+            before, separator, rest = rest.partition(one)
+            if not separator:
                 return None
             around.append(before)
         around.append(rest)
@@ -297,7 +297,7 @@ def split_at(text: str, spans: Sequence[Span], family: Family | None, *, marked:
         for kind, token in (("image", family.image_token), ("video", family.video_token)):
             if token:
                 whole = "|".join(re.escape(form) for form in (media_text(family, kind), token))  # type: ignore[arg-type]
-                places |= {found.start(): (found.end(), kind) for found in re.finditer(whole, text)}  # type: ignore[misc]
+                places |= {match.start(): (match.end(), kind) for match in re.finditer(whole, text)}  # type: ignore[misc]
     segments: list[Segment] = []
     position = 0
     for start, (end, kind) in sorted(places.items()):
@@ -402,13 +402,13 @@ def placeholders_of(tokenizer: Any, family: Family | None) -> Mapping[str, int]:
     for kind, token in tokens.items():
         if token is None:
             continue
-        found = tokenizer.convert_tokens_to_ids(token)
-        if found is None or found == getattr(tokenizer, "unk_token_id", None):
+        token_id = tokenizer.convert_tokens_to_ids(token)
+        if token_id is None or token_id == getattr(tokenizer, "unk_token_id", None):
             raise ConfigurationError(
                 f"the tokenizer does not know the {kind} token {token!r}: add it as a special token, or pass a family "
                 f"with another {kind}_token"
             )
-        ids[kind] = int(found)
+        ids[kind] = int(token_id)
     return ids
 
 
@@ -467,8 +467,8 @@ def _by_segment(segments: Sequence[Segment], tokenizer: Any, stretches: Sequence
 def _expand(stretch: Stretch, placeholders: Mapping[str, int]) -> None:
     """Replace each placeholder token by the planned number of tokens, and set their types."""
     if stretch.plan is None:
-        if found := [kind for kind, token in placeholders.items() if token in stretch.tokens]:
-            raise SampleError(f"a text of the sample contains the token reserved for a {found[0]}")
+        if kinds := [kind for kind, token in placeholders.items() if token in stretch.tokens]:
+            raise SampleError(f"a text of the sample contains the token reserved for a {kinds[0]}")
         stretch.types = [TEXT_TYPE] * len(stretch.tokens)
         return
     token, kind = placeholders[stretch.plan.kind], _TYPES[stretch.plan.kind]

@@ -102,17 +102,17 @@ class Family(Protocol):
         ...
 
 
-def check_tokens(found: Sequence[int], plans: Sequence[Plan]) -> None:
+def check_tokens(processed: Sequence[int], plans: Sequence[Plan]) -> None:
     """Compare the tokens of the processed media with the planned ones.
 
     Raises:
         SampleError: They differ.
     """
     planned = [plan.tokens for plan in plans]
-    if list(found) != planned:
+    if list(processed) != planned:
         raise SampleError(
-            f"the processed images and videos take {list(found)} tokens, but their sizes give {planned}: do not change "
-            "the image processor after making the encoder, and do not scale images while decoding"
+            f"the processed images and videos take {list(processed)} tokens, but their sizes give {planned}: do not "
+            "change the image processor after making the encoder, and do not scale images while decoding"
         )
 
 
