@@ -191,7 +191,7 @@ def _opened(source: tuple[str, ...], pages: bool, samples: int | None, options: 
             raise ConfigurationError("--encoder needs data: give a dataset or mix, or states and --mix")
         encoder = encoder_of(options["encoder"])
         spec = open_mix(mix, options, task_encoder=encoder, packing_buffer_size=options["packing_buffer_size"])
-        group = spec.worker_config.facts.microbatches_per_global_batch
+        group = spec.worker_config.microbatches_per_global_batch
         files = [name for name in source if name not in mixes]
         yield _batches(files, spec, steps, options, mix, per_step=lambda ranks: 1 if group is None else group // ranks)
     elif not source:

@@ -160,7 +160,7 @@ def open_run(
     if is_mix(source):
         run = run_of_mix(open_mix(source[0], options))
         if cost is not None:
-            run = shared_out(run, cost, run.plan.facts.microbatches_per_global_batch, window)
+            run = shared_out(run, cost, run.plan.config.microbatches_per_global_batch, window)
         return run, _steps_noted(run, by_step)
     state, world_size = state_of(source, options["world_size"])
     notes = []
