@@ -25,7 +25,7 @@ from energon_bridge.errors import DecodeError
 _PREROLL_SECONDS = Fraction(1, 2)
 _JITTER_SECONDS = Fraction(1, 50)
 """How far coarse timestamps may be from where counting samples leads, before they have jumped."""
-_STEADY = ("wav", "flac", "mp3")
+_COUNTING_FORMATS = ("wav", "flac", "mp3")
 """Containers whose timestamps are counts of samples."""
 
 
@@ -75,7 +75,7 @@ class AudioReader:
         form = self._media.container.format.name
         if "mp4" not in form:
             # WAV gives times by its mean rate of bytes, which only PCM has exactly.
-            return form in _STEADY and (form != "wav" or self._stream.codec_context.name.startswith("pcm_"))
+            return form in _COUNTING_FORMATS and (form != "wav" or self._stream.codec_context.name.startswith("pcm_"))
         entries = self._stream.index_entries
         steps = np.diff([entry.timestamp for entry in entries])[:-1]  # the last packet may be shorter
         return len(entries) >= self._stream.frames > 0 and len(np.unique(steps)) <= 1

@@ -299,7 +299,7 @@ def _place(packet: Any) -> tuple[int | None, int]:
 _SKIPPABLE = ("h264", "hevc")
 """Codecs whose packets show, before decoding, whether other frames refer to them."""
 _X264 = re.compile(rb"x264 - core (\d+)")
-_FOREWORD = 2048
+_X264_HEADER_BYTES = 2048
 """Bytes of the first packet that are searched for the version of x264."""
 
 
@@ -350,7 +350,7 @@ class VideoReader:
         """
         context = self.packets.stream.codec_context
         if context.name == "h264" and not context.is_open:
-            version = _X264.search(memoryview(self.packets.opening)[:_FOREWORD])
+            version = _X264.search(memoryview(self.packets.opening)[:_X264_HEADER_BYTES])
             context.options = {"x264_build": version[1].decode()} if version else {}
 
     def frames(self, first: int) -> Iterator[Any]:

@@ -22,10 +22,10 @@ from energon_bridge.cli.run_options import encoder_of, open_mix, run_options
 
 _WARM_UP = 0.3
 """Share of each run that is warm-up and not counted."""
-_ENOUGH = 0.95
+_ENOUGH_OF_BEST = 0.95
 """Share of the best rate that is enough: the fewest workers that reach it are recommended."""
 _BUSY = 0.8
-_FITS = 0.8
+_GOOD_FIT = 0.8
 """R² below which fitted weights are doubtful."""
 _CACHE = ("cache_hits", "cache_hit_bytes", "cache_misses", "cache_miss_bytes")
 
@@ -58,7 +58,7 @@ class Rate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class Measured:
     """The result of all runs; `load_average` is that of the machine before them, `workers` the fewest that suffice."""
 
     cores: int
@@ -110,7 +110,7 @@ def command(
     click.echo(f"Try: {result.advice}")
 
 
-def bench(mix: str, options: dict[str, Any], *, seconds: float, encoder: Any = None) -> Found:
+def bench(mix: str, options: dict[str, Any], *, seconds: float, encoder: Any = None) -> Measured:
     """Return how fast a mix loads on this machine, and what limits it.
 
     Raises:
@@ -129,9 +129,9 @@ def bench(mix: str, options: dict[str, Any], *, seconds: float, encoder: Any = N
         _measure(mix, options | {"num_workers": workers}, encoder, seconds) for workers in numbers_of_workers(most)
     ]
     best = max(rate.samples_per_second for rate in rates)
-    chosen = next(rate for rate in rates if rate.samples_per_second >= _ENOUGH * best)
+    chosen = next(rate for rate in rates if rate.samples_per_second >= _ENOUGH_OF_BEST * best)
     limit, advice = judge(reading, rates, chosen, cores)
-    return Found(
+    return Measured(
         cores=cores,
         load_average=load_average,
         reading=reading,
@@ -158,7 +158,7 @@ def _print_cost(path: str, *, as_json: bool) -> None:
         click.echo(
             f"For the training script: data.balance_attention={attention:.4g} data.balance_patches={patches:.4g}"
         )
-    if fit.r_squared < _FITS:
+    if fit.r_squared < _GOOD_FIT:
         click.echo(
             "The fit is poor: time more microbatches, of more sizes, in one process on an idle machine. If it stays "
             "poor, balance will gain little."
@@ -271,7 +271,7 @@ def judge(reading: Rate, rates: list[Rate], chosen: Rate, cores: int) -> tuple[s
     )
 
 
-def report(result: Found) -> Iterator[str]:
+def report(result: Measured) -> Iterator[str]:
     """Yield lines that report the cost of a sample, stage by stage."""
     costs = ", ".join(f"{name} {1e6 * took:,.0f} us" for name, took in _stages(result.reading, result.rates[0]).items())
     yield f"Time for a sample, without workers: {costs}"
@@ -294,7 +294,7 @@ def report(result: Found) -> Iterator[str]:
         )
 
 
-def _print_rates(result: Found) -> None:
+def _print_rates(result: Measured) -> None:
     print_table(
         ("workers", "samples/s", "bytes/s", "CPU per sample", "training process"),
         [

@@ -18,7 +18,7 @@ _MAX_SHOWN = 100
 
 
 @dataclass(slots=True, kw_only=True)
-class _Found:
+class _Problems:
     """The problems so far; they are printed as they are found, but for JSON."""
 
     quiet: bool
@@ -79,7 +79,7 @@ def command(
     if share is not None and (encoder is not None or duplicates):
         raise ConfigurationError("--task checks shards: run --encoder and --duplicates without it.")
     parts = tuple(part.strip() for part in split_parts.split(",")) if split_parts else ()
-    problems = _Found(quiet=as_json)
+    problems = _Problems(quiet=as_json)
     empty: list[str] = []
     if path.endswith(".yaml"):
         if (dataset_config, split_config) != ("dataset.yaml", "split.yaml"):
@@ -144,7 +144,7 @@ def _encode(
     path: str,
     splits: list[str],
     encoder: str,
-    report: _Found,
+    report: _Problems,
     parallel: int,
     dataset_config: str,
     split_config: str,
@@ -169,7 +169,7 @@ def _encode(
             report.add(problem)
 
 
-def _report(problems: _Found, checked: int, total: int, empty: list[str], *, as_json: bool) -> None:
+def _report(problems: _Problems, checked: int, total: int, empty: list[str], *, as_json: bool) -> None:
     if as_json:
         print_json(
             {

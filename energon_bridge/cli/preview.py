@@ -75,7 +75,7 @@ class _Shown:
     "--over",
     type=click.IntRange(min=1),
     metavar="STEPS",
-    help="On pages, of a mix: also shares, epochs and mixing over a run of so many steps (with --batch-size).",
+    help="On pages, of a mix: also shares, epochs and mixing over a run of STEPS steps (with --batch-size).",
 )
 @click.option("--rank", type=click.IntRange(min=0), help="Only what this rank delivers.")
 @click.option(

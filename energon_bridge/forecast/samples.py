@@ -35,9 +35,9 @@ from energon_bridge.topology import Ownership, first_microbatch, microbatches_be
 # Keys of samples, looked up by shard and index in the dataset's key index, if it has one on a local disk.
 
 
-_FEW = 8
+_LOOKUPS_BEFORE_READING = 8
 """Lookups in a shard before all of its keys are read."""
-_SHARDS = 256
+_CACHED_SHARDS = 256
 """Shards whose keys are kept."""
 
 
@@ -63,9 +63,9 @@ class KeyNames:
             if known is None:
                 return None
             self._asked[place] += 1
-            if self._asked[place] <= _FEW:
+            if self._asked[place] <= _LOOKUPS_BEFORE_READING:
                 return keys_at(known[0], known[1][shard], [index])[0]
-            if len(self._shards) == _SHARDS:
+            if len(self._shards) == _CACHED_SHARDS:
                 del self._shards[next(iter(self._shards))]
             keys = self._shards[place] = keys_of_shard(known[0], known[1][shard])
             return keys[index] if index < len(keys) else None
@@ -84,8 +84,8 @@ def _index_of(dataset: PreparedDataset) -> tuple[KeyIndex, dict[str, int]] | Non
     return local_key_index(store, scratch=""), numbers
 
 
-_ROUNDS = 4096
-_AT_ONCE = 256
+_CACHED_ROUNDS = 4096
+_DRAWS_AT_ONCE = 256
 """Draws of a mix that are looked at together."""
 
 
@@ -137,7 +137,7 @@ def name_steps(run: Run, steps: Iterable[int], *, keys: bool = True) -> Iterator
         keys: Look keys up, which takes most of the time.
 
     Raises:
-        ConfigurationError: There is no such step, or the state was saved between two steps of so many ranks.
+        ConfigurationError: There is no such step, or the state was saved between two steps of this number of ranks.
         MissingRankError: The state has not the lanes that are needed.
     """
     if run.spec.finite:
@@ -298,7 +298,7 @@ class _Names:
         """Return the round that holds a draw: mostly that of the draw before."""
         part = self._rounds.get((leaf, lane))
         if part is None or not part.first <= draw < part.first + len(part.indices):
-            if len(self._rounds) == _ROUNDS:
+            if len(self._rounds) == _CACHED_ROUNDS:
                 self._rounds.clear()
             part = self._rounds[leaf, lane] = self._run.plan.leaves[leaf].order.round_at(lane, draw)
         return part
@@ -341,7 +341,7 @@ class _Names:
         blend, lanes = self._run.plan.blend, self._run.num_lanes
         before, draw, taken = list(stand.leaf_draws), stand.draw, stand.taken
         while True:
-            leaves = [0] if blend is None else blend.leaves(lane, draw - stand.origin, _AT_ONCE).tolist()
+            leaves = [0] if blend is None else blend.leaves(lane, draw - stand.origin, _DRAWS_AT_ONCE).tolist()
             for leaf in leaves:
                 number, bans = before[leaf], self._bans[leaf]
                 before[leaf] += 1

@@ -160,7 +160,7 @@ class _Line:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
+class _JoinedRows:
     """The rows of some shards of the primary; for each dataset, how many keys it lacks, and some of them."""
 
     rows: IntArray
@@ -244,17 +244,17 @@ def _excluded(dataset: PreparedDataset, index: KeyIndex, numbers: IntArray, firs
     return np.array(sorted(places), dtype=np.int64)
 
 
-def _join_shards(lines: Sequence[_Line], shards: range) -> _Found:
+def _join_shards(lines: Sequence[_Line], shards: range) -> _JoinedRows:
     """Find the rows of some shards of the primary's line; runs in any process."""
     joined = [_join_shard(lines, shard) for shard in shards]
-    return _Found(
+    return _JoinedRows(
         rows=np.concatenate([one.rows for one in joined]),
         missing=[sum(counts) for counts in zip(*(one.missing for one in joined), strict=True)],
         keys=[list(chain.from_iterable(keys)) for keys in zip(*(one.keys for one in joined), strict=True)],
     )
 
 
-def _join_shard(lines: Sequence[_Line], shard: int) -> _Found:
+def _join_shard(lines: Sequence[_Line], shard: int) -> _JoinedRows:
     primary = lines[0]
     number = int(primary.numbers[shard])
     count = int(primary.counts[number])
@@ -278,7 +278,7 @@ def _join_shard(lines: Sequence[_Line], shard: int) -> _Found:
             missing[place] = bad.size
             if bad.size:
                 keys[place] = keys_at(primary.index, number, bad[:_NAMED_KEYS].tolist())
-    return _Found(rows=rows[kept], missing=missing, keys=keys)
+    return _JoinedRows(rows=rows[kept], missing=missing, keys=keys)
 
 
 def _stale(index: KeyIndex) -> KeyIndexError:

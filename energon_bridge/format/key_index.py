@@ -41,9 +41,9 @@ from energon_bridge.storage import LocalStore, Store
 
 
 _COPY_BYTES = 64 << 20
-_STEPS = 1_000_000
+_CHECK_EVERY_STEPS = 1_000_000
 """Steps of sqlite's virtual machine between two checks of the time limit; a lookup takes a few dozen."""
-_PIECE_SECONDS = 3600.0
+_TASK_SECONDS = 3600.0
 """Seconds allowed for one task, such as matching the keys of a shard."""
 
 _MATCHES = """
@@ -269,7 +269,7 @@ def _home(connection: sqlite3.Connection, index: KeyIndex, shard: int) -> str:
 def _connected(own: KeyIndex, other: KeyIndex | None = None) -> Iterator[sqlite3.Connection]:
     """Open a key index, with another one attached as `other`; errors inside the block become KeyIndexErrors."""
     with _naming(own.dataset, other.dataset if other else None), closing(connect_key_index(own)) as connection:
-        limit_time(connection, _PIECE_SECONDS)
+        limit_time(connection, _TASK_SECONDS)
         schemas = own.schemas()
         if other is not None:
             _attach(connection, other, "other")
@@ -323,7 +323,7 @@ def check_table(connection: sqlite3.Connection, schema: str, name: str) -> None:
 def limit_time(connection: sqlite3.Connection, seconds: float) -> None:
     """Make queries of a connection raise sqlite3.OperationalError ("interrupted") after some time."""
     deadline = time.monotonic() + seconds
-    connection.set_progress_handler(lambda: time.monotonic() > deadline, _STEPS)
+    connection.set_progress_handler(lambda: time.monotonic() > deadline, _CHECK_EVERY_STEPS)
 
 
 def sqlite_uri(path: str) -> str:

@@ -49,7 +49,7 @@ OfSample = Callable[[Any], Value | Mapping[str, Value]]
 HASH_MADE_OF = "hash of the content"
 _MOST_VALUES = 1 << 20
 _PIECES = ".nv-meta.columns"
-_MANY = 64
+_MANY_SHARDS = 64
 """From this many shards on, each is kept until the column is complete."""
 
 
@@ -115,7 +115,7 @@ def add_column(
         there = read_columns(dataset.store)
         old = _kept_rows(dataset, there, name, made_of)
         new = [number for number, shard in enumerate(shards) if shard not in old]
-        compute = partial(_rows, dataset, rows_of, folder if finish or len(new) >= _MANY else None, finish)
+        compute = partial(_rows, dataset, rows_of, folder if finish or len(new) >= _MANY_SHARDS else None, finish)
         rows: dict[str, dict[int, np.ndarray]] = {}
         failed = 0
         left: list[str] = []

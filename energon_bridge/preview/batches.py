@@ -98,14 +98,14 @@ def delivered(
 
     Args:
         spec: What the run reads, with its task encoder.
-        steps: Steps before them, counted from the beginning of the run on so many ranks.
+        steps: Steps before them, counted from the beginning of the run on `world_size` ranks.
         world_size: Data-parallel ranks.
         state: Where to start; without it, loading starts at the first step.
         rank: Return the steps of this rank only.
         per_step: Microbatches of a rank in a step.
 
     Raises:
-        ConfigurationError: The state is after the first step, or between two steps of so many ranks.
+        ConfigurationError: The state is after the first step, or between two steps of this number of ranks.
     """
     batches = []
     for number in range(world_size) if rank is None else (rank,):

@@ -26,13 +26,13 @@ from energon_bridge.format.nvmeta import read_info
 from energon_bridge.format.tar_index import scan_tar
 from energon_bridge.storage import Store
 
-_SHARDS = 32
+_CACHED_SHARDS = 32
 """Shards whose parts are remembered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """A file of the tree: so many bytes of a shard."""
+    """A file of the tree: a range of bytes of a shard."""
 
     shard: str
     offset: int
@@ -91,7 +91,7 @@ class DatasetTree:
         return isinstance(node, str)
 
     def read(self, part: Part, offset: int, length: int) -> bytes:
-        """Return up to so many bytes of a file from an offset on."""
+        """Return at most `length` bytes of a file from an offset on."""
         length = max(0, min(length, part.size - offset))
         return self._store.read_range(part.shard, part.offset + offset, length) if length else b""
 
@@ -100,7 +100,7 @@ class DatasetTree:
             folder = self._scanned.get(shard)
             if folder is None:
                 folder = self._scanned[shard] = self._scan(shard)
-                if len(self._scanned) > _SHARDS:
+                if len(self._scanned) > _CACHED_SHARDS:
                     self._scanned.popitem(last=False)
             self._scanned.move_to_end(shard)
             return folder

@@ -38,7 +38,7 @@ from energon_bridge.storage.ranges import ByteRange
 
 _PER_FILE = 60
 _PER_SEARCH_FILE = 5000
-_SEARCHED = 1000
+_SEARCHED_CHARACTERS = 1000
 """Characters of a sample's texts that are searched."""
 _BINS = 32
 _MARK = 'content="energon preview"'
@@ -185,7 +185,7 @@ class _Writer:
                 "error": record.error,
             }
         )
-        for values, value in zip(self._search, (record.key, record.text()[:_SEARCHED], part), strict=True):
+        for values, value in zip(self._search, (record.key, record.text()[:_SEARCHED_CHARACTERS], part), strict=True):
             values.append(value)  # type: ignore[attr-defined]
         for name, sizes in record.sizes().items():
             self._sizes.setdefault(name, array("q")).extend(sizes)

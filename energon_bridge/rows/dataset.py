@@ -78,7 +78,7 @@ _VERSION = 1
 _AT_ONCE = 64
 _KEPT_BYTES = 1 << 30
 """Bytes of row groups that a process keeps; a single large group may exceed it."""
-_AGAIN_ROWS, _AGAIN_TIMES = 8, 16
+_REPEATED_ROWS, _REPEATED_GROUPS = 8, 16
 """Rows decoded again for each row used, and groups decoded again, that trigger a warning."""
 
 _logger = logging.getLogger(__name__)
@@ -448,7 +448,7 @@ class _Kept:
             return
         self._rows_again += group.num_rows
         self._times_again += 1
-        if self._has_warned or self._times_again < _AGAIN_TIMES or self._rows_again < _AGAIN_ROWS * self._rows:
+        if self._has_warned or self._times_again < _REPEATED_GROUPS or self._rows_again < _REPEATED_ROWS * self._rows:
             return
         self._has_warned = True
         remedy = "Copy the files to a local disk"

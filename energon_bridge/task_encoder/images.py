@@ -62,7 +62,7 @@ Alpha = Literal["drop", "white", "white, no key", "keep"]
 RGB image counts as transparent (its key), or not there; or a Pillow image keeps it, as RGBA or as the key of RGB."""
 
 MAX_PIXELS = 89_478_485
-"""Default of `SampleDecoder(max_pixels=...)`: Pillow's own limit for its warning; as floats, so many take 1.1 GB."""
+"""Default of `SampleDecoder(max_pixels=...)`: Pillow's own limit for its warning; 1.1 GB as floats."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -302,7 +302,7 @@ def decode_rows(
 
 
 def _by_scratch(form: ImageForm, size: int) -> bool:
-    """Return whether to decode an image of so many bytes into warm memory and write it from there."""
+    """Return whether to decode an image of `size` bytes into warm memory and write it from there."""
     return form.scaled or (streaming.STREAMS and size <= _MOST_SCRATCH)
 
 

@@ -211,7 +211,7 @@ SAMPLES = "samples"
 LONGEST_WAIT = 32
 """Selections after which lanes give up a sample that was left over by all of them."""
 _LEAST_SHARE = 3
-"""One in so many samples of the buffer leaves in any case (rule 2)."""
+"""A selection takes at least a third of the buffer: one sample in three (rule 2)."""
 
 
 class OverLong(StrEnum):

@@ -160,8 +160,8 @@ class PixelPath:
     def deferred(self, image: DeferredImage) -> DeferredPixels:
         """Return an undecoded image that is decoded straight to pixels."""
         size = width, height = image.size
-        room = math.prod(self.shape((height, width))) * self.dtype.itemsize
-        return DeferredPixels(image.data, image.form, image.part, path=self, size=size, room=room)
+        num_bytes = math.prod(self.shape((height, width))) * self.dtype.itemsize
+        return DeferredPixels(image.data, image.form, image.part, path=self, size=size, num_bytes=num_bytes)
 
     def final(self, pixels: np.ndarray) -> np.ndarray:
         """Scale and crop an image or tile to its final size, uint8 (height, width, 3) both."""
@@ -254,14 +254,14 @@ class DeferredPixels(DeferredImage):
     Attributes:
         path: Makes the pixels.
         size: Width and height in pixels.
-        room: Bytes of its `pixel_values`.
+        num_bytes: Bytes of its `pixel_values`.
     """
 
     path: PixelPath = field(kw_only=True)
     size: tuple[int, int] = field(kw_only=True)
-    room: int = field(kw_only=True)
+    num_bytes: int = field(kw_only=True)
 
-    def made(self, memory: np.ndarray | None = None) -> MadePixels:
+    def decoded(self, memory: np.ndarray | None = None) -> MadePixels:
         """Return the pixels. Raises DecodeError."""
         return MadePixels(self.path.image(self.get(), memory))
 

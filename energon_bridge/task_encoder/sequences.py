@@ -111,7 +111,7 @@ class Sequencer:
         return len(self.tokens) > self.longest
 
     def has_room(self, count: int) -> bool:
-        """Return whether so many more tokens can all be shown."""
+        """Return whether `count` more tokens can all be shown."""
         return len(self.tokens) + count <= self.longest
 
     def add(self, tokens: Sequence[int], *, learned: bool) -> None:

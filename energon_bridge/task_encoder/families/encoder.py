@@ -254,7 +254,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
 
     def postencode_sample(self, sample: PreparedSample) -> MultiModalSample:
         """Process the images and videos of a sample. Raises SampleError if their sizes differ from the plans."""
-        images = [image.made() if isinstance(image, DeferredImage) else image for image in sample.images]
+        images = [image.decoded() if isinstance(image, DeferredImage) else image for image in sample.images]
         visual: dict[str, Tensor] = {}
         if sample.plans and self.family is not None:
             ordered = sorted(sample.plans, key=lambda plan: plan.kind)  # images, then videos; each in order
@@ -463,7 +463,7 @@ _POSTENCODE = ChatTemplateTaskEncoder.postencode_sample
 def _made(video: Any) -> Any:
     """Return a video for a family: its pixels if they are made, else with its frames decoded."""
     if isinstance(video, Deferred):
-        return video.made()
+        return video.decoded()
     return decoded(video) if isinstance(video, VideoFrames) else video
 
 
