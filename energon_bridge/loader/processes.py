@@ -275,7 +275,7 @@ class SpawnedWorker(_OfThisProcess, SpawnProcess):
 _KINDS: dict[str, Any] = {"fork": ForkedWorker, "forkserver": ServedWorker, "spawn": SpawnedWorker}
 _PRELOADED = "energon_bridge.loader.workers"
 """What the forkserver imports once, with torch and all else that it needs, so that its workers need not."""
-_FORKSERVER_TRIES, _FORKSERVER_PAUSE_SECONDS = 20, 0.05
+_FORKSERVER_END_SECONDS, _FORKSERVER_PAUSE_SECONDS = 30.0, 0.05
 """The forkserver ends when a client breaks off, for example one that has no descriptors left."""
 _starting = threading.Lock()
 _calls: queue.SimpleQueue[tuple[contextvars.Context, Callable[[], None], Future[None]]] | None = None
@@ -335,14 +335,15 @@ def _start_forked(process: ForkedWorker) -> None:
 
 def _start_unforked(process: ServedWorker | SpawnedWorker) -> None:
     """Start a worker; if the forkserver is about to end, wait, and multiprocessing starts another one."""
-    for left in reversed(range(_FORKSERVER_TRIES)):
+    deadline = time.monotonic() + _FORKSERVER_END_SECONDS
+    while True:
         try:
             with _interrupts_blocked() if isinstance(process, SpawnedWorker) else contextlib.nullcontext():
                 process.start()
             return
-        except (ConnectionError, EOFError):
-            if not left:
-                raise
+        except (ConnectionError, EOFError) as error:
+            if time.monotonic() > deadline:
+                raise ConnectionError(f"the forkserver of multiprocessing does not serve: {error!r}") from error
             time.sleep(_FORKSERVER_PAUSE_SECONDS)
 
 
