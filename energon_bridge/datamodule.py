@@ -570,21 +570,20 @@ EnergonMultiModalDataModule.__init__.__signature__ = _shown_signature()  # type:
 
 
 def _by_receiver(settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the settings of each receiver.
-
-    Raises:
-        UnknownArgumentError: None of them has the name.
-    """
-    known = list(inspect.signature(EnergonMultiModalDataModule).parameters)
-    for name in settings:
-        if name not in known:
-            raise UnknownArgumentError(_unknown_name(name, sorted(known)))
+    """Return the settings of each receiver, checked by name."""
+    check_names(settings)
     return [{name: value for name, value in settings.items() if name in part} for part in _PASSED_ON]
 
 
-def _unknown_name(name: str, known: list[str]) -> str:
-    hint = did_you_mean("micro_batch_size" if name == "batch_size" else name, known)
-    return f"EnergonMultiModalDataModule has no argument {name!r}." + (hint or f" It takes {', '.join(known)}.")
+def check_names(names: Iterable[str]) -> None:
+    """Raise UnknownArgumentError for the first name that is no setting of the data module."""
+    known = sorted(inspect.signature(EnergonMultiModalDataModule).parameters)
+    for name in names:
+        if name not in known:
+            hint = did_you_mean("micro_batch_size" if name == "batch_size" else name, known)
+            raise UnknownArgumentError(
+                f"EnergonMultiModalDataModule has no argument {name!r}." + (hint or f" It takes {', '.join(known)}.")
+            )
 
 
 def _check_image_processor(image_processor: Any) -> None:
