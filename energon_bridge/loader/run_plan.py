@@ -13,6 +13,7 @@ from types import GenericAlias
 from typing import Any, ClassVar, NoReturn, Self
 
 from energon_bridge.errors import ConfigurationError, WrongUseError
+from energon_bridge.format.foreign import ForeignDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.mix import Mix
 from energon_bridge.mix.leaves import OpenLeaf
@@ -22,7 +23,6 @@ from energon_bridge.plan.leaf import LeafOrder, slice_length
 from energon_bridge.plan.scheduled import ScheduledBlend
 from energon_bridge.plan.weights import ChangedWeights, MixWeights
 from energon_bridge.rng import key_of
-from energon_bridge.rows.dataset import TableDataset
 from energon_bridge.samples import CrudeSample, field_names
 from energon_bridge.samples.showing import counted, described
 from energon_bridge.stream.cooking import check_cooker, cooker_of
@@ -426,7 +426,7 @@ def _leaf(data: DatasetSpec, leaf: OpenLeaf, lanes: int, seed: int, *, block: in
     cut = default_num_lanes(1) if data.finite else lanes
     length = slice_length(leaf.num_samples, cut, data.rows, data.settings.max_samples_per_sequence)
     iters = data.settings.parallel_shard_iters
-    group = leaf.dataset.group_rows if isinstance(leaf.dataset, TableDataset) else 0
+    group = leaf.dataset.group_rows if isinstance(leaf.dataset, ForeignDataset) else 0
     if length < group and leaf.num_samples >= _FEWEST_GROUPS * group * cut:
         length, iters = group, 1  # a group is read as a whole, and few at a time
     order = LeafOrder(
