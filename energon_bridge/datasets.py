@@ -1,6 +1,9 @@
 """The builders: from a path to a dataset for training or validation, and from a dataset to a loader.
 
-The names and parameters are those that users of Megatron Energon know.
+The names and parameters are those that users of Megatron Energon know. `get_train_dataset` and `get_val_dataset` make a
+`RunSettings` of their arguments. They list them, rather than take `**settings`: type checkers, editors, `help` and the
+reference pages read them there, and a test compares the lists with the record. Whoever passes settings on by name (the
+data module, Megatron-Bridge's configuration, the files of the training script) reads the names from these signatures.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, Protocol
@@ -74,10 +74,9 @@ class RunSettings:
     repeats: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
-            _check_number(name, getattr(self, name), least)
+        check_numbers({name: getattr(self, name) for name in _LEAST})
         if self.shuffle_over_epochs_multiplier != -1:
-            _check_number("shuffle_over_epochs_multiplier", self.shuffle_over_epochs_multiplier, 1)
+            check_number("shuffle_over_epochs_multiplier", self.shuffle_over_epochs_multiplier, 1)
         if (most := self.max_tokens_per_microbatch) is None:
             return
         if most > MAX_LIMIT:
@@ -95,7 +94,14 @@ class RunSettings:
         return self.batch_size or 1
 
 
-def _check_number(name: str, value: int | None, least: int) -> None:
+def check_numbers(settings: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError if a setting should be a whole number and is not, or is too small."""
+    for name in settings.keys() & _LEAST.keys():
+        check_number(name, settings[name], _LEAST[name])
+
+
+def check_number(name: str, value: int | None, least: int) -> None:
+    """Raise ConfigurationError unless a setting is None or a whole number of at least `least`."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
         raise ConfigurationError(f"{name} must be an integer of at least {least} or None, got {value!r}")
 
