@@ -77,9 +77,9 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 29_600,
+    "core": 29_750,
     "models": 8_300,
-    "trainers": 7_000,
+    "trainers": 6_850,
     "cloud": 3_100,
     "tools": 13_500,
     "drop-in": 3_400,
