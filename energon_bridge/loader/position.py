@@ -27,10 +27,10 @@ from energon_bridge.loader.bans import (
     with_found,
 )
 from energon_bridge.loader.fits import check_fits, check_lanes, merge
+from energon_bridge.loader.metrics import leaf_rows
 from energon_bridge.loader.run_plan import RunPlan
 from energon_bridge.loader.shares import Sharing, open_shared
 from energon_bridge.loader.streams import Start, WorkerFacts, listing_of_pass, open_stream
-from energon_bridge.loader.summary import leaf_rows
 from energon_bridge.mix import parse_weight
 from energon_bridge.plan.bans import Ban, new_keys, with_ban
 from energon_bridge.plan.weights import GivenWeights
