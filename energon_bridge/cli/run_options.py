@@ -156,7 +156,7 @@ def open_run(
     if is_mix(source):
         run = run_of_mix(open_mix(source[0], options))
         return (
-            run if cost is None else shared_out(run, cost, run.plan.facts.microbatches_per_global_batch, window)
+            run if cost is None else shared_out(run, cost, run.plan.config.microbatches_per_global_batch, window)
         ), []
     state, world_size = state_of(source, options["world_size"])
     notes = []

@@ -19,7 +19,7 @@ from energon_bridge.mix.schedule import plain_number
 from energon_bridge.mix.tree import Blend, EpochizedBlend, JoinRef, LeafRef
 from energon_bridge.plan.leaf import LeafOrder
 from energon_bridge.rng import IntArray
-from energon_bridge.topology import Ownership, RankFacts, first_microbatch, microbatches_before, step_of
+from energon_bridge.topology import Ownership, WorkerConfig, first_microbatch, microbatches_before, step_of
 
 _FAR = 1 << 40
 _LANES_LOOKED_AT = 64
@@ -142,7 +142,7 @@ def forecast(run: Run, steps: int) -> Forecast:
         steps=steps,
         world_size=ranks,
         num_lanes=plan.num_lanes,
-        lanes_because=_why(run.plan.facts),
+        lanes_because=_why(run.plan.config),
         masked_share=ownership.masked_share,
         even_world_size=ownership.nearest_even_world_size(),
         batch_size=spec.batch_size,
@@ -248,14 +248,14 @@ def _written(run: Run) -> list[str]:
     return below(run.spec.mix.root, ())
 
 
-def _why(facts: RankFacts) -> str:
+def _why(config: WorkerConfig) -> str:
     """Say why a run has so many lanes (`default_num_lanes`)."""
-    if facts.num_lanes is not None:
+    if config.num_lanes is not None:
         return "as given"
-    if facts.microbatches_per_global_batch is not None:
-        group = facts.microbatches_per_global_batch
+    if config.microbatches_per_global_batch is not None:
+        group = config.microbatches_per_global_batch
         return f"fits every number of ranks that divides the {group} microbatches of a global batch"
-    return f"a multiple of 24 and of the world size {facts.world_size}"
+    return f"a multiple of 24 and of the world size {config.dp_size}"
 
 
 _PARTS, _DRAWS, _WINDOWS = 10, 32, 8

@@ -59,7 +59,7 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        return self.plan.facts.world_size
+        return self.plan.config.dp_size
 
     @property
     def num_lanes(self) -> int:
@@ -68,8 +68,8 @@ class Run:
 
 def run_of_mix(spec: DatasetSpec) -> Run:
     """Return a run from its beginning, on the ranks and lanes of the dataset's worker configuration."""
-    plan = plan_run(spec, spec.worker_config.facts)
-    Ownership(plan.num_lanes, plan.facts.world_size, 0)  # refuses more ranks than lanes
+    plan = plan_run(spec, spec.worker_config)
+    Ownership(plan.num_lanes, plan.config.dp_size, 0)  # refuses more ranks than lanes
     return Run(spec=spec, plan=plan)
 
 
@@ -122,7 +122,7 @@ def run_of_state(
         part = split_part or (parts.pop() if len(parts) == 1 else "train")
         spec = _spec_of_mix(mix, kind, settings, config, split_part=part, **names)
     blocks = {row["identity"]: row["block"] for row in rows}
-    plan = plan_run(spec, config.facts, num_lanes, saved.changes, blocks)
+    plan = plan_run(spec, config, num_lanes, saved.changes, blocks)
     windows = {name: value for name, value in settings.items() if name.startswith(WINDOWS)}
     if windows and not balanced:
         raise ConfigurationError(

@@ -35,7 +35,7 @@ from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.policy import ErrorPolicy
 from energon_bridge.stream.user_code import HookRunner, is_default, selection_of
 from energon_bridge.task_encoder.collate import REMEDY_FOR_TYPES
-from energon_bridge.topology import RankFacts, WorkerConfig, default_num_lanes
+from energon_bridge.topology import WorkerConfig, default_num_lanes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +230,7 @@ class RunPlan:
     """
 
     data: Description
-    facts: RankFacts
+    config: WorkerConfig
     num_lanes: int
     leaves: tuple[Leaf, ...]
     blend: Blend | None
@@ -272,7 +272,7 @@ class RunPlan:
         given = {identity: blocks.get(identity, self.data.block) for identity in own}
         if (num_lanes, changes, given) == (self.num_lanes, self.changes, own):
             return self
-        plan = plan_run(self.data, self.facts, num_lanes, changes, blocks)
+        plan = plan_run(self.data, self.config, num_lanes, changes, blocks)
         return replace(plan, settings=self.settings).with_banned(self.banned)
 
     def draws_of_pass(self, epoch: int) -> FinitePlan:
@@ -289,8 +289,8 @@ class RunPlan:
         if not data.as_energon or data.kind != "finite" or data.listed:
             return None
         deal = Deal(
-            ranks=self.facts.world_size,
-            workers=self.facts.processes,
+            ranks=self.config.dp_size,
+            workers=self.config.processes,
             batch_size=data.rows,
             drop_last=data.batch_drop_last,
             limit=data.limit,
@@ -301,7 +301,7 @@ class RunPlan:
 
 def plan_run(
     data: Description,
-    facts: RankFacts,
+    config: WorkerConfig,
     num_lanes: int | None = None,
     changes: ChangedWeights = (),
     blocks: Mapping[str, int] | None = None,
@@ -310,22 +310,22 @@ def plan_run(
 
     Args:
         data: The leaves and settings.
-        facts: The ranks and their workers (`WorkerConfig.facts`).
+        config: This rank and its workers.
         num_lanes: The number of lanes in a state; it overrides the configured one.
         changes: Changes of weights during the run.
         blocks: `LeafOrder.block` of a state's leaves by identity: a leaf keeps its block when the mix changes.
     """
-    ranks, seed = facts.world_size, facts.seed
-    lanes = num_lanes or facts.num_lanes
+    ranks, seed = config.dp_size, config.run_seed
+    lanes = num_lanes or config.num_lanes
     if data.finite:  # a pass has no lanes, so any number of ranks can share it
         lanes = max(lanes or ranks, ranks)
-    lanes = lanes or default_num_lanes(ranks, facts.microbatches_per_global_batch)
+    lanes = lanes or default_num_lanes(ranks, config.microbatches_per_global_batch)
     settings: dict[str, Any] = {"seed": seed, "batch_size": data.batch_size}
     if data.finite:
         settings |= {"batch_drop_last": data.batch_drop_last}
         settings |= {"grouped": True} if data.grouped else {}
         if data.as_energon and data.kind == "finite" and not data.listed:
-            settings |= {"dp_size": ranks, "num_workers": facts.processes, "limit": data.limit}
+            settings |= {"dp_size": ranks, "num_workers": config.processes, "limit": data.limit}
     if data.packing_buffer_size is not None:
         settings |= {"packing_buffer_size": data.packing_buffer_size}
     if data.max_tokens_per_microbatch is not None:
@@ -354,7 +354,7 @@ def plan_run(
     )
     return RunPlan(
         data=data,
-        facts=facts,
+        config=config,
         num_lanes=lanes,
         leaves=leaves,
         blend=_blend(data, leaves, cut, seed, changes),
@@ -494,7 +494,7 @@ class DatasetSpec(Description):
 
     @property
     def _plan(self) -> RunPlan:
-        return plan_run(self, self.worker_config.facts)
+        return plan_run(self, self.worker_config)
 
     @cached_property
     def _rows_of_a_pass(self) -> int:

@@ -92,7 +92,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         self.on_mismatch = on_mismatch
         check_data_parallel(config)
         dataset.check_types()
-        self._position = Position(plan_run(dataset, config.facts))
+        self._position = Position(plan_run(dataset, config))
         workers = config.num_workers
         with warnings.catch_warnings():
             # DataLoader would say of every loader that the machine has fewer cores; `_say_what_is_idle` does, once.
@@ -344,7 +344,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
     def work(self, worker: int, barred: frozenset[tuple[int, int]], careful: bool) -> Work:
         """Return the work of a worker from the delivered position on."""
         # A process group belongs to this process; what the worker needs of it, the configuration has resolved.
-        position = self._position.copied(dataclasses.replace(self.config, data_parallel_group=None).facts)
+        position = self._position.copied(dataclasses.replace(self.config, data_parallel_group=None))
         for item, (lane, _) in zip(self._held, self._due(), strict=False):
             assert item.state is not None  # only endless streams hold something back
             position.lanes[lane] = item.state
@@ -510,7 +510,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         Args:
             global_dst_rank: Only this global rank gets the state (others None); default: every rank gets it.
         """
-        return merged_state(self.save_state_rank(), self.config.facts, global_dst_rank)
+        return merged_state(self.save_state_rank(), self.config, global_dst_rank)
 
     def restore_state_global(self, state: doc.State | None, *, src_rank: int | None = None) -> None:
         """Continue from the state of a whole run.

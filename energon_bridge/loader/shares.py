@@ -36,7 +36,7 @@ from energon_bridge.stream.state import LaneBatch, LaneState, ShareEnd
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.task_encoder.costs import ColumnCost
 from energon_bridge.task_encoder.packing import SAMPLES, Packer
-from energon_bridge.topology import RankFacts
+from energon_bridge.topology import WorkerConfig
 
 _RESOLUTION = 2.0**30
 _ONE_OF_ONE = ("encode_sample", "preencode_sample", "pack_selected_samples", "batch", "encode_batch")
@@ -82,7 +82,7 @@ class Sharing:
             packer=self.packer,
             buffer_size=plan.data.packing_buffer_size or 0,
         )
-        ranks, seed = plan.facts.world_size, plan.facts.seed
+        ranks, seed = plan.config.dp_size, plan.config.run_seed
         return GlobalBatches(self, rules, plan.num_lanes, ranks, seed, lanes, microbatches)
 
 
@@ -325,12 +325,12 @@ class SharedStreams:
     Args:
         pipeline: Loads samples.
         batches: The global batches, from the beginning of a window on.
-        facts: The rank and its workers.
+        config: That of this rank.
     """
 
-    def __init__(self, pipeline: Pipeline, batches: GlobalBatches, facts: RankFacts) -> None:
+    def __init__(self, pipeline: Pipeline, batches: GlobalBatches, config: WorkerConfig) -> None:
         self.pipeline, self._batches = pipeline, batches
-        self._rank, self._ranks, self._workers = facts.rank, facts.world_size, facts.processes
+        self._rank, self._ranks, self._workers = config.dp_rank, config.dp_size, config.processes
         self._planned: dict[int, tuple[PlannedBatch, ShareEnd | None]] = {}
         self._loads: dict[int, PlannedLoad] = {}
 
@@ -393,4 +393,4 @@ def open_shared(
     """
     pipeline = watched_pipeline(plan, start.delivered, watchdog, worker)
     batches = sharing.batches(plan, start.lanes, sharing.begin(microbatches))
-    return SharedStreams(pipeline, batches, plan.facts)
+    return SharedStreams(pipeline, batches, plan.config)

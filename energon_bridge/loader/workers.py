@@ -74,8 +74,8 @@ def schedule(position: Position, began: int) -> Iterator[tuple[int, int]]:
 
     `began` is the microbatch of a finite pass at which its units were divided among the workers.
     """
-    facts = position.plan.facts
-    ranks, rank, workers = facts.world_size, facts.rank, facts.processes
+    config = position.plan.config
+    ranks, rank, workers = config.dp_size, config.dp_rank, config.processes
     if position.sharing is not None:
         return ((unit, unit % workers) for unit in itertools.count(position.microbatches // ranks))
     if not position.plan.data.finite:
@@ -270,11 +270,11 @@ def set_up_worker(work: Work, board: Board, stacks: StackFile, parent: int) -> N
     torch.set_num_threads(1)
     # Where code draws that nobody seeds, such as that of threads of a hook, workers must not draw the same.
     plan = work.position.plan
-    seed = key_of("worker", plan.facts.seed, plan.facts.rank, work.number)
+    seed = key_of("worker", plan.config.run_seed, plan.config.dp_rank, work.number)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.manual_seed(seed >> 1)
-    WORKER = WorkerInfo(id=work.number, num_workers=plan.facts.num_workers, seed=seed >> 1, dataset=plan.data)
+    WORKER = WorkerInfo(id=work.number, num_workers=plan.config.num_workers, seed=seed >> 1, dataset=plan.data)
     # DataLoader's workers set a variable that only they can; the function that reads it is public, and may have been
     # imported by its name.
     torch.utils.data.get_worker_info.__code__ = _worker_info.__code__

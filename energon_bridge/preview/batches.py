@@ -149,7 +149,7 @@ def stand_of(spec: DatasetSpec, world_size: int, state: State | None = None) -> 
     """Return the next step of a state, 0 without a state."""
     if state is None:
         return 0
-    lanes = read(state).num_lanes if spec.kind == "train" else plan_run(spec, spec.worker_config.facts).num_lanes
+    lanes = read(state).num_lanes if spec.kind == "train" else plan_run(spec, spec.worker_config).num_lanes
     return _stand(lanes, world_size, state)
 
 

@@ -77,8 +77,8 @@ class SampleSource:
         coded = any(has_code(leaf.dataset) for leaf in spec.leaves)
         encoder = _ForCode() if coded else _AsTheyAre()
         self._spec = replace(spec, task_encoder=encoder, batch_size=None, packing_buffer_size=None)
-        facts = replace(spec.worker_config, num_workers=0, data_parallel_group=None).facts
-        self._plan = replace(plan, data=self._spec, facts=facts) if plan else plan_run(self._spec, facts)
+        config = replace(spec.worker_config, num_workers=0, data_parallel_group=None)
+        self._plan = replace(plan, data=self._spec, config=config) if plan else plan_run(self._spec, config)
         self._pipeline: Pipeline = open_pipeline(self._plan, threads=0)
         self._leaves = {leaf.identity: number for number, leaf in enumerate(self._plan.leaves)}
 

@@ -237,7 +237,7 @@ class ExchangingLoader(BalancedLoader):
         super().__init__(loader, size // loader.config.dp_size, balance.window)
         self._cost = balance.cost
         self._peers = Peers(balance.group)
-        self._key = key_of("balance window", loader.config.seed + loader.config.seed_offset)
+        self._key = key_of("balance window", loader.config.run_seed)
         self._settings = window_settings(balance.window, size)
         self._stream: Iterator[Any] | None = None
         self._ready: deque[Any] = deque()

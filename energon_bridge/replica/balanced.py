@@ -137,7 +137,7 @@ class BalancedLoader(ABC):
 
     def state_dict(self) -> State:
         """Return the state of the whole run."""
-        state = merged_state(self.save_state_rank(), self.config.facts)
+        state = merged_state(self.save_state_rank(), self.config)
         assert state is not None
         return state
 

@@ -99,7 +99,7 @@ def test_lanes_are_those_of_a_loader_and_explained(
         config["microbatches_per_global_batch"] = int(str(given["--global-batch-size"])) // 2
     world_size = config.pop("world_size", 1)
     spec = opened(data, "single")
-    assert plan_run(spec, WorkerConfig(rank=0, world_size=world_size, **config).facts).num_lanes == lanes  # type: ignore[arg-type]
+    assert plan_run(spec, WorkerConfig(rank=0, world_size=world_size, **config)).num_lanes == lanes  # type: ignore[arg-type]
 
 
 def test_the_table_says_it_in_words(data: Path) -> None:

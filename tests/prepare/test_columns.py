@@ -388,7 +388,7 @@ def test_states_fit_what_is_kept_and_not_how_it_is_said(data: Path) -> None:
 def test_a_filter_that_keeps_all_is_another_identity_but_the_same_order(data: Path) -> None:
     whole, kept = train_dataset(data, "skipping"), train_dataset(data, "skipping", filter="number >= 0")
     assert whole.leaves[0].identity != kept.leaves[0].identity
-    plans = [plan_run(one, one.worker_config.facts).leaves[0].order for one in (whole, kept)]
+    plans = [plan_run(one, one.worker_config).leaves[0].order for one in (whole, kept)]
     assert plans[0].num_samples == plans[1].num_samples
 
 

@@ -271,7 +271,7 @@ def test_slices_of_large_files_are_row_groups(tmp_path: Path, monkeypatch: pytes
     parquet.write_table(rows, tmp_path / "x.parquet", row_group_size=group)
     dataset = trained(tmp_path / "x.parquet", batch_size=None)
     (loader,) = loaders_of(dataset, 1, 0)
-    (leaf,) = plan_run(loader.spec, loader.config.facts).leaves
+    (leaf,) = plan_run(loader.spec, loader.config).leaves
     assert (leaf.order.slice_length, leaf.order.parallel_shard_iters) == (group, 1)
     read: list[int] = []
     opened = files.parquet_file
