@@ -9,18 +9,15 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from fractions import Fraction
-
-import numpy as np
 
 from energon_bridge.errors import ErrorRateError
-from energon_bridge.loader.document import SavedRun, State
+from energon_bridge.loader.document import State
 from energon_bridge.loader.pool import WorkerPool
 from energon_bridge.storage.network import REQUESTS
 from energon_bridge.stream.failure_log import FailureLog
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.policy import ErrorPolicy
-from energon_bridge.stream.state import COLUMNS, COUNTERS, Counts, Stage
+from energon_bridge.stream.state import COLUMNS, COUNTERS, Counts
 
 
 def dataset_names(paths: Sequence[str], parts: Sequence[str]) -> list[str]:
@@ -46,33 +43,6 @@ def dataset_names(paths: Sequence[str], parts: Sequence[str]) -> list[str]:
         if shared[name] > 1:
             names[number] = f"{name}#{seen[name]}"
     return names
-
-
-def leaf_rows(saved: SavedRun) -> list[State]:
-    """Return a row of plain values for each leaf of a state, parked ones last.
-
-    Returns:
-        Rows with identity, path, split_part, subset, share, num_samples and parked; `draws` from the leaf and `epochs`
-        (draws / num_samples), None for a finite stream, whose passes are counted as a whole; `epoch_samples`, its
-        samples in an epoch of the mix, with repetitions; `of_lanes`, the share of the lanes that the state has;
-        `waiting_in_groups`, samples in groups that are not full; and the counters samples (delivered), skipped, errors,
-        excluded, bytes, and of samples too long for a pack: dropped, truncated, split and pieces.
-    """
-    lanes = saved.lanes.values()
-    repeats = saved.settings.get("mode") == "repetitions"
-    waiting = sum((lane.held.samples(Stage.GROUP, len(saved.leaves)) for lane in lanes), np.zeros(len(saved.leaves)))
-    rows = []
-    for number, leaf in enumerate(saved.leaves):
-        draws = sum(lane.leaf_draws[number] for lane in lanes) if saved.kind == "train" else None
-        names = ("identity", "path", "split_part", "subset", "share", "num_samples", "parked")
-        row = {name: leaf[name] for name in names}
-        row["draws"] = draws
-        row["epochs"] = None if draws is None else draws / leaf["num_samples"]
-        row["epoch_samples"] = float(leaf["num_samples"] * Fraction(leaf["share"] or 1 if repeats else 1))
-        row["of_lanes"] = len(lanes) / saved.num_lanes
-        row["waiting_in_groups"] = int(waiting[number])
-        rows.append(row | leaf["counts"])
-    return rows
 
 
 def flat_metrics(

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from energon_bridge.errors import StateError, StateFormatError
-from energon_bridge.loader.document import FORMAT, SavedRun, State, read
+from energon_bridge.loader.document import FORMAT, SavedRun, State, leaf_rows, read
 from energon_bridge.loader.fits import diff_leaves
-from energon_bridge.loader.metrics import leaf_rows
 from energon_bridge.stream.state import COUNTERS
 
 # ---------------------------------------------------------------------------------------------------------------------
