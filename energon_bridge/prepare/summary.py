@@ -185,10 +185,7 @@ def _of_key_index(store: Store, num_samples: int) -> tuple[dict[str, PartType], 
         with closing(connect_key_index(files)) as index:
             tables = {name for (name,) in index.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
             if num_samples <= _MOST_COUNTED and "sample_parts" in tables:
-                rows = " UNION ALL ".join(
-                    f"SELECT part_name, content_byte_size AS size FROM {name}.sample_parts" for name in files.schemas()
-                )
-                query = f"SELECT part_name, count(*), sum(size) FROM ({rows}) GROUP BY 1 ORDER BY 1"
+                query = "SELECT part_name, count(*), sum(content_byte_size) FROM sample_parts GROUP BY 1 ORDER BY 1"
                 names = {name: PartType(count=count, num_bytes=size) for name, count, size in index.execute(query)}
             return names, _media(index) if "media_metadata" in tables else {}
     except sqlite3.Error:
