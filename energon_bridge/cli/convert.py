@@ -59,7 +59,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 )
 @click.option("--split-ratio", default=None, help="Shares of train, val and test, by sample: 99,1,0.")
 @click.option("--shuffle", type=int, default=None, metavar="SEED", help="Shuffle the samples of each split part.")
-@click.option("--samples-per-shard", type=click.IntRange(min=1), default=None, help="Exactly so many in each shard.")
+@click.option("--samples-per-shard", type=click.IntRange(min=1), default=None, help="Samples in each shard, exactly.")
 @click.option(
     "--bytes-per-shard", default=None, metavar="SIZE", help="No larger shards: 500M, 1Gi. Looks at all first."
 )

@@ -60,9 +60,9 @@ def command(
         if one is not None:
             count = media_task(path, media, one, num_workers=workers, progress=advance)
         else:
-            found = prepare_media(path, media, num_workers=workers, finish=finish, progress=advance)
+            indexed = prepare_media(path, media, num_workers=workers, finish=finish, progress=advance)
     if one is not None:
         click.echo(f"Task {one}: read {count:,} shards or portions of files. After all tasks, run --finish.")
         return {"task": str(one), "shards": count}
-    report_media(found)
-    return asdict(found)
+    report_media(indexed)
+    return asdict(indexed)

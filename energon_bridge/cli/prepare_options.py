@@ -127,12 +127,12 @@ def media_filter(by_glob: str | None, by_header: bool, by_extension: bool) -> Me
     return MediaFilter(strategy="EXTENSION") if by_extension else None
 
 
-def report_media(found: IndexedMedia) -> None:
+def report_media(indexed: IndexedMedia) -> None:
     """Report how many media files were read, and which could not be."""
-    click.echo(f"Done: stored metadata for {found.num_files:,} files.")
-    if found.failed:
-        shown = ", ".join(found.failed[:_SHOWN]) + (", ..." if len(found.failed) > _SHOWN else "")
-        click.echo(f"{len(found.failed):,} files could not be read: {shown}")
+    click.echo(f"Done: stored metadata for {indexed.num_files:,} files.")
+    if indexed.failed:
+        shown = ", ".join(indexed.failed[:_SHOWN]) + (", ..." if len(indexed.failed) > _SHOWN else "")
+        click.echo(f"{len(indexed.failed):,} files could not be read: {shown}")
 
 
 # Progress -------------------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ class _Shown:
     "--over",
     type=click.IntRange(min=1),
     metavar="STEPS",
-    help="On pages, of a mix: also shares, epochs and mixing over a run of so many steps (with --batch-size).",
+    help="On pages, of a mix: also shares, epochs and mixing over a run of STEPS steps (with --batch-size).",
 )
 @click.option("--rank", type=click.IntRange(min=0), help="Only what this rank delivers.")
 @click.option(
@@ -120,8 +120,8 @@ def command(
                                                             the same of a later step, packed or grouped too
 
     SOURCE is a dataset (a folder, a .jsonl file, or a URL of one), a metadataset's YAML file, or saved states and
-    checkpoints of a run. With --config it may also be section.key=value, as for the script. A step is one microbatch
-    on every rank; with --config, one of the optimizer.
+    checkpoints of a run. With --config it may also be section.key=value, as for the script. A step is one of the
+    optimizer: as --config says, else by --global-batch-size, else one microbatch on every rank.
     """
     with _opened(source, serve or html is not None, samples, options) as shown:
         if as_json:
@@ -191,7 +191,9 @@ def _opened(source: tuple[str, ...], pages: bool, samples: int | None, options: 
             raise ConfigurationError("--encoder needs data: give a dataset or mix, or states and --mix")
         encoder = encoder_of(options["encoder"])
         spec = open_mix(mix, options, task_encoder=encoder, packing_buffer_size=options["packing_buffer_size"])
-        yield _batches([name for name in source if name not in mixes], spec, steps, options, mix)
+        group = spec.worker_config.microbatches_per_global_batch
+        files = [name for name in source if name not in mixes]
+        yield _batches(files, spec, steps, options, mix, per_step=lambda ranks: 1 if group is None else group // ranks)
     elif not source:
         raise ConfigurationError("nothing to show: give a dataset, a mix, a saved state, or --config FILE")
     elif steps is not None:

@@ -56,17 +56,17 @@ def file_columns(rows: Iterable[Mapping[str, Any]], media: MediaRoot, where: str
     for row in rows:
         for name, value in row.items():
             if value is not None and value not in ("", [], b""):
-                found = holds_media(value) or is_file_of(value, name, media)
-                seen.setdefault(name, []).append((found, value))
+                is_file = holds_media(value) or is_file_of(value, name, media)
+                seen.setdefault(name, []).append((is_file, value))
     columns = []
     for name, values in seen.items():
-        files = [value for found, value in values if found]
+        files = [value for is_file, value in values if is_file]
         if len(files) * 2 > len(values):
             columns.append(name)
             continue
         there = next((one for one in files if is_media_path(one) and is_file_of(one, "", media)), None)
         if there is not None:
-            other = next(value for found, value in values if not found)
+            other = next(value for is_file, value in values if not is_file)
             raise SourceError(
                 f"{where}: the column `{name}` names files ({there!r}) in {len(files)} of its first {len(values)} "
                 f"rows, but also has {str(other)[:60]!r}. Leave it empty in rows without a file."
@@ -95,13 +95,13 @@ def holds_media(value: Any) -> bool:
 def as_files(value: Any, media: MediaRoot, column: str) -> Content | tuple[Content, ...]:
     """Return the files that a value stands for: a path, bytes, `{"bytes": …, "path": …}`, a data URI, or a list."""
     if isinstance(value, list | tuple):
-        found = [as_files(item, media, column) for item in value]
-        if any(isinstance(item, tuple) for item in found):
+        files = [as_files(item, media, column) for item in value]
+        if any(isinstance(item, tuple) for item in files):
             raise SourceError(
                 f"`{column}`: expected a list of files, found a list in it, {str(value)[:60]!r}. Make one file of the "
                 "frames of a video."
             )
-        return tuple(item for item in found if not isinstance(item, tuple))
+        return tuple(item for item in files if not isinstance(item, tuple))
     if isinstance(value, Mapping):
         data, path = value.get("bytes"), value.get("path")
         if data is None and isinstance(path, str):
@@ -132,8 +132,8 @@ def conversation_row(entry: Mapping[str, Any], where: str, media: MediaRoot) -> 
     taken: dict[str, set[str]] = {}
 
     def take(column: str, value: Any, place: str) -> None:
-        found = as_files(value if isinstance(value, list) else [value], media, column)
-        files[column] = (*files.get(column, ()), *(found if isinstance(found, tuple) else (found,)))
+        contents = as_files(value if isinstance(value, list) else [value], media, column)
+        files[column] = (*files.get(column, ()), *(contents if isinstance(contents, tuple) else (contents,)))
         named.extend(item for item in (value if isinstance(value, list) else [value]) if is_media_path(item))
         taken.setdefault(column, set()).add(place)
         if len(taken[column]) > 1:
@@ -297,13 +297,13 @@ def _several(contents: Content | tuple[Content, ...]) -> tuple[Content, ...]:
 
 
 def _medium(column: str, content: Content) -> Medium:
-    found = medium_of(f"{column}.0.{content.extension}")
-    if found is None:
-        found = "image" if kind_by_head(content.read()[:HEAD_BYTES]) == "image" else None
-    if found is None or (found == "image" and column in ("video", "videos")):
-        what = "an image" if found else "not an image or video of a known format"
+    medium = medium_of(f"{column}.0.{content.extension}")
+    if medium is None:
+        medium = "image" if kind_by_head(content.read()[:HEAD_BYTES]) == "image" else None
+    if medium is None or (medium == "image" and column in ("video", "videos")):
+        what = "an image" if medium else "not an image or video of a known format"
         raise SampleError(f"`{column}`: {getattr(content, 'path', content.extension)} is {what}")
-    return found
+    return medium
 
 
 def _of_known_kind(column: str, contents: Content | tuple[Content, ...]) -> Content | tuple[Content, ...]:

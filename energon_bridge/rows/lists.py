@@ -177,11 +177,11 @@ class LineEntries(Entries):
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entry = dict(pairs)
+    if len(entry) < len(pairs):
         name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise ValueError(f"an object has {name[:60]!r} twice")
-    return found
+    return entry
 
 
 def open_table(path: Path, media: Path | None) -> TableSource | CocoSource:
@@ -229,11 +229,11 @@ def _open_csv(path: Path, media: Path | None) -> TableSource:
         )
     usual = "," if suffix == "csv" else "\t"
     header = text[: 1 << 20]
-    found = [mark for mark in ",;\t|" if len(next(csv.reader(io.StringIO(header, ""), delimiter=mark), ())) > 1]
-    delimiter = usual if usual in found or not found else found[0]
-    if delimiter != usual and len(found) > 1:
+    marks = [mark for mark in ",;\t|" if len(next(csv.reader(io.StringIO(header, ""), delimiter=mark), ())) > 1]
+    delimiter = usual if usual in marks or not marks else marks[0]
+    if delimiter != usual and len(marks) > 1:
         raise SourceError(
-            f"{path}: the header has no {usual!r}, but {' and '.join(map(repr, found))}. Write the table with "
+            f"{path}: the header has no {usual!r}, but {' and '.join(map(repr, marks))}. Write the table with "
             f"{usual!r} between the fields."
         )
     kind = suffix.upper() + (f" with {delimiter!r} between fields" if delimiter != usual else "")

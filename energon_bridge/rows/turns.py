@@ -113,27 +113,27 @@ def known_turns(turns: Sequence[Any]) -> list[Turn]:
     Raises:
         SampleError: A call is not understood.
     """
-    found: list[Turn] = []
+    known: list[Turn] = []
     before = None  # the name of the role before
     for turn in turns:
         name = _role_name(turn)
         if name in _CALLS:
             calls = _calls(_content(turn))
-            if before in _CALLS and _goes_with(turn, found[-1]):
-                found[-1] = {**found[-1], "tool_calls": [*found[-1]["tool_calls"], *calls]}
+            if before in _CALLS and _goes_with(turn, known[-1]):
+                known[-1] = {**known[-1], "tool_calls": [*known[-1]["tool_calls"], *calls]}
             else:
-                found.append(
+                known.append(
                     {**_without(turn, "from", "value"), "role": "assistant", "content": "", "tool_calls": calls}
                 )
         elif name in _RESULTS:
-            found.append({**_without(turn, "from", "value"), "role": "tool", "content": _content(turn)})
+            known.append({**_without(turn, "from", "value"), "role": "tool", "content": _content(turn)})
         elif name is not None and isinstance(turn.get("function_call"), Mapping) and not turn.get("tool_calls"):
             calls = _calls(turn["function_call"])
-            found.append({**_without(turn, "function_call"), "content": _content(turn) or "", "tool_calls": calls})
+            known.append({**_without(turn, "function_call"), "content": _content(turn) or "", "tool_calls": calls})
         else:
-            found += [turn] if name is not None else _pair_turn(turn)
+            known += [turn] if name is not None else _pair_turn(turn)
         before = name
-    return found
+    return known
 
 
 def _goes_with(turn: Turn, before: Turn) -> bool:
@@ -193,9 +193,9 @@ def listed_tools(tools: Any, name: str = "tools") -> list[Any] | None:
             return None
         listed = [tools] if isinstance(tools, Mapping) else tools
         if isinstance(listed, list | tuple):
-            found = [json.loads(tool) if isinstance(tool, str | bytes) else tool for tool in listed]
-            if all(isinstance(tool, Mapping) or callable(tool) for tool in found):
-                return found
+            parsed = [json.loads(tool) if isinstance(tool, str | bytes) else tool for tool in listed]
+            if all(isinstance(tool, Mapping) or callable(tool) for tool in parsed):
+                return parsed
     except ValueError as error:
         raise SampleError(f"the {name} are not valid JSON: {error}: {tools!r}"[:500]) from error
     raise SampleError(f"{name} must be a list of JSON schemas, or JSON of one, got {tools!r}"[:500])
@@ -236,10 +236,10 @@ def _turns_of_pair(entry: Mapping[str, Any], pair: tuple[str, str]) -> list[Turn
     if not isinstance(history, Sequence) or isinstance(history, str | bytes):
         raise SampleError(f"`history`: expected a list of pairs, found {_short(history)}")
     for earlier in history:
-        found = known_turns([earlier])
-        if len(found) != 2 and _role_name(earlier) is None:
+        pair_turns = known_turns([earlier])
+        if len(pair_turns) != 2 and _role_name(earlier) is None:
             raise SampleError(f"`history`: expected pairs of texts, found {_short(earlier)}")
-        turns += found
+        turns += pair_turns
     return [*turns, *_as_turns(asked, "user"), *_as_turns(entry[pair[1]], "assistant")]
 
 
@@ -253,8 +253,8 @@ def _pair_turn(turn: Any) -> list[Turn]:
 
 
 def _role_name(turn: Any) -> str | None:
-    found = (turn.get("role") or turn.get("from")) if isinstance(turn, Mapping) else None
-    return found.strip().lower() if isinstance(found, str) else None
+    name = (turn.get("role") or turn.get("from")) if isinstance(turn, Mapping) else None
+    return name.strip().lower() if isinstance(name, str) else None
 
 
 def _content(turn: Turn) -> Any:
@@ -263,9 +263,9 @@ def _content(turn: Turn) -> Any:
 
 def _calls(value: Any) -> list[dict[str, Any]]:
     """Return calls in OpenAI's form: JSON of `{"name", "arguments"}`, or of a list of these."""
-    found = _parsed(value, "a call")
+    parsed = _parsed(value, "a call")
     calls = []
-    for one in found if isinstance(found, list) else [found]:
+    for one in parsed if isinstance(parsed, list) else [parsed]:
         call = one.get("function", one) if isinstance(one, Mapping) else None
         if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
             raise SampleError(f"a call must be JSON with name and arguments, got {_short(one)}")
@@ -342,11 +342,13 @@ _CHOICES = ("chosen", "rejected", "rejected_response", "rejected_messages", "rej
 
 
 def _preferences(entry: Mapping[str, Any]) -> list[str]:
-    found = [name for name in _CHOICES if isinstance(value := entry.get(name), str | list | tuple | Mapping) and value]
+    choices = [
+        name for name in _CHOICES if isinstance(value := entry.get(name), str | list | tuple | Mapping) and value
+    ]
     if _named(entry) is not None or pair_of(entry) is not None:
-        return found + [name for name in _TAGS if _flag(name, entry.get(name)) is not None]
-    is_asked = len(found) > 1 or any(_is_said(entry.get(asked)) for asked, _ in PAIRS)
-    return found if "chosen" in found and is_asked else []
+        return choices + [name for name in _TAGS if _flag(name, entry.get(name)) is not None]
+    is_asked = len(choices) > 1 or any(_is_said(entry.get(asked)) for asked, _ in PAIRS)
+    return choices if "chosen" in choices and is_asked else []
 
 
 def _flag(name: str, value: Any) -> bool | None:
@@ -387,8 +389,8 @@ def part_kind(part: Any) -> Literal["text"] | Medium | None:
 
 def part_text(part: Any) -> str | None:
     """Return the text of a part that is one."""
-    found = part if isinstance(part, str) else part["text"] if part.get("text") is not None else part.get("value")
-    return found if isinstance(found, str) else None
+    text = part if isinstance(part, str) else part["text"] if part.get("text") is not None else part.get("value")
+    return text if isinstance(text, str) else None
 
 
 def part_payload(part: Mapping[str, Any], kind: str) -> Any:
@@ -399,14 +401,14 @@ def part_payload(part: Mapping[str, Any], kind: str) -> Any:
     """
     names = (f"{kind}_url", kind, f"input_{kind}", *_PAYLOADS)
     given = {name: value for name, value in part.items() if value is not None and not (name == "text" and not value)}
-    found = [name for name in names if name in given]
+    payloads = [name for name in names if name in given]
     other = [name for name in given if name not in (*names, *_HINTS)]
-    if len(found) > 1 or other:
+    if len(payloads) > 1 or other:
         raise SampleError(
-            f"a part of a message is not understood, for its {', '.join(other or found)}: {_short(part)}. Write it as "
-            f'{{"type": "{kind}", "{kind}": PATH}}'
+            f"a part of a message is not understood, for its {', '.join(other or payloads)}: {_short(part)}. Write it "
+            f'as {{"type": "{kind}", "{kind}": PATH}}'
         )
-    return given[found[0]] if found else None
+    return given[payloads[0]] if payloads else None
 
 
 def placed(turns: Sequence[Turn], there: Mapping[Medium, int]) -> list[Turn]:

@@ -22,15 +22,10 @@ from .collate import (
 )
 from .conversation import (
     Conversation as Conversation,
-    ConversationTemplateConfig as ConversationTemplateConfig,
     Document as Document,
-    ImageToken as ImageToken,
-    MultiModalSampleConfig as MultiModalSampleConfig,
+    Part as Part,
     Piece as Piece,
     Turn as Turn,
-    TurnLayout as TurnLayout,
-    chatml_template as chatml_template,
-    llava_template as llava_template,
 )
 from .cooking import (
     Cooker as Cooker,
@@ -53,6 +48,14 @@ from .deferred import (
 from .inputs import (
     check_packing as check_packing,
     model_inputs as model_inputs,
+)
+from .layout import (
+    ConversationTemplateConfig as ConversationTemplateConfig,
+    ImageToken as ImageToken,
+    MultiModalSampleConfig as MultiModalSampleConfig,
+    TurnLayout as TurnLayout,
+    chatml_template as chatml_template,
+    llava_template as llava_template,
 )
 from .multimodal import (
     MultiModalTaskEncoder as MultiModalTaskEncoder,

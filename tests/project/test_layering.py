@@ -58,7 +58,8 @@ LAYERS = (
 ROOMS = {
     "models": """
         transforms av samples.pixels task_encoder.families task_encoder.conversation task_encoder.inputs
-        task_encoder.multimodal task_encoder.packed_sequences task_encoder.pickled task_encoder.pixels
+        task_encoder.layout task_encoder.multimodal task_encoder.packed_sequences task_encoder.pickled
+        task_encoder.pixels
         task_encoder.resize task_encoder.sample_encoders task_encoder.sequences task_encoder.templates
         task_encoder.texts task_encoder.visual
     """,

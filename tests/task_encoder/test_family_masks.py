@@ -13,13 +13,13 @@ from multimodal import SlowTokenizer
 pytest.importorskip("transformers")
 
 from energon_bridge.errors import ConfigurationError, OverLongSampleError, SampleError, SkipSample
+from energon_bridge.task_encoder.conversation import read_conversation
 from energon_bridge.task_encoder.families import (
     CHATML_TEMPLATE,
     ChatConfig,
     ChatTemplateTaskEncoder,
     FixedTokenFamily,
 )
-from energon_bridge.task_encoder.families.chat import chat_of
 from energon_bridge.task_encoder.families.rendering import Segment, renderer_of, stretches_of
 from energon_bridge.training.presets import QWEN_TOKENS, train_tokenizer
 
@@ -223,7 +223,7 @@ def test_one_rendering_finds_what_all_renderings_find(
     encoder: ChatTemplateTaskEncoder, template: str, learn: Any, turns: Any
 ) -> None:
     renderer = renderer_of(encoder.tokenizer, encoder.family, template=template, learn=learn, options={})
-    content = chat_of(chat(*[text for turn in turns for text in turn]))
+    content = read_conversation(chat(*[text for turn in turns for text in turn]))
     # With tools, which these templates do not write, nothing is predicted.
     with_tools = replace(content, tools=[{"type": "function", "function": {"name": "search"}}])
     try:
@@ -247,7 +247,7 @@ def test_a_conversation_of_a_known_shape_is_rendered_once(encoder: ChatTemplateT
     counts = []
     for text in ("a", "b", "c"):
         rendered.clear()
-        renderer.segments(chat_of(chat(f"<image>{text}", text, text, text, text, text, images=[picture()])))
+        renderer.segments(read_conversation(chat(f"<image>{text}", text, text, text, text, text, images=[picture()])))
         counts.append(len(rendered))
     assert counts[0] > counts[1] == counts[2] == 1
 
