@@ -56,8 +56,8 @@ class WorkerConfig:
         buffer_bytes: Bytes that the contents of samples waiting to be packed or grouped may take, per process. What is
             beyond is dropped and encoded again when it is needed; the stream stays the same.
         max_worker_restarts: How often dead workers are started again in one run before `WorkerDiedError`.
-        start_method: How workers are started: "fork"; or "forkserver" or "spawn", which take seconds and need a task
-            encoder that can be pickled, but take over no lock that a thread of this process holds.
+        start_method: How workers are started: "fork"; or "forkserver", which takes seconds once, or "spawn", seconds
+            per worker: both need a task encoder that can be pickled, but take over no lock of a thread of this process.
     """
 
     rank: int | None = None

@@ -25,7 +25,7 @@ from typing import Protocol
 from torch.autograd.profiler import record_function
 
 from energon_bridge.errors import HookTimeoutError, LoaderError, WorkerDiedError
-from energon_bridge.loader.processes import Board, StackFile, StartMethod, start_process
+from energon_bridge.loader.processes import Board, StackFile, StartMethod, refused_part, start_process
 from energon_bridge.loader.transport import Arena, BatchMessage, unpack
 from energon_bridge.loader.workers import (
     AGAIN,
@@ -383,10 +383,12 @@ class WorkerPool:
         except (pickle.PicklingError, AttributeError, TypeError) as error:  # which of them, Python's version decides
             if self._method == "fork":
                 raise
+            part = refused_part(work.position.plan.data)
             raise LoaderError(
-                f"worker {number} of {self._number} cannot start by {self._method}, because pickle refuses what "
-                f"it is to do: {error}. Let the task encoder be of a class that stands at the top of a module, and "
-                'hold no lambdas, locks or open files, or use start_method="fork"'
+                f"worker {number} of {self._number} cannot start by {self._method}, because pickle refuses "
+                f"{part or 'what it is to do'}: {error}. A task encoder must be of a class at the top of a module, and "
+                "make locks, open files and the like where they are first used (__getstate__ leaves them out), lambdas "
+                'functions at the top of a module; or use start_method="fork", which pickles nothing'
             ) from error
 
     def _replace(self, worker: Worker) -> None:

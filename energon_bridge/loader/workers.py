@@ -127,27 +127,6 @@ class Work:
         return Production(stream, units, self.ahead)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerInfo:
-    """What `torch.utils.data.get_worker_info()` says in a worker, as in DataLoader's."""
-
-    id: int
-    num_workers: int
-    seed: int
-    dataset: Any
-
-
-WORKER: WorkerInfo | None = None
-"""This process, if it is a worker."""
-
-
-def _worker_info() -> Any:
-    # Becomes the code of torch's function, so that it finds nothing of this module but what it asks for.
-    import sys
-
-    return sys.modules["energon_bridge.loader.workers"].WORKER
-
-
 def run_worker(
     work: Work, link: socket.socket, arena: Arena | None, board: Board, stacks: StackFile, parent: int
 ) -> None:
@@ -254,7 +233,6 @@ def set_up_worker(work: Work, board: Board, stacks: StackFile, parent: int) -> N
         stacks: File in which it writes down where its threads are, at `DUMP_SIGNAL`.
         parent: The training process, or 0 if another one starts the workers for it.
     """
-    global WORKER
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked in the fork
@@ -274,10 +252,11 @@ def set_up_worker(work: Work, board: Board, stacks: StackFile, parent: int) -> N
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.manual_seed(seed >> 1)
-    WORKER = WorkerInfo(id=work.number, num_workers=plan.config.num_workers, seed=seed >> 1, dataset=plan.data)
-    # DataLoader's workers set a variable that only they can; the function that reads it is public, and may have been
-    # imported by its name.
-    torch.utils.data.get_worker_info.__code__ = _worker_info.__code__
+    # As torch's own workers do: where `get_worker_info` is defined stands what it returns in this process.
+    theirs: Any = sys.modules[torch.utils.data.get_worker_info.__module__]
+    theirs._worker_info = theirs.WorkerInfo(
+        id=work.number, num_workers=plan.config.num_workers, seed=seed >> 1, dataset=plan.data
+    )
     board.begin()
 
 
