@@ -232,14 +232,8 @@ class EnergonMultiModalDataModule(_Base):
                 f"global_batch_size={self.global_batch_size} cannot be divided between {config.dp_size} data-parallel "
                 f"ranks of micro_batch_size={self.micro_batch_size}: it must be a multiple of {per_step}"
             )
-        logger.info(
-            "%s data of %s: data-parallel rank %d of %d, %d workers",
-            split,
-            self.path,
-            config.dp_rank,
-            config.dp_size,
-            num_workers,
-        )
+        rank = config.dp_rank, config.dp_size
+        logger.info("%s data of %s: data-parallel rank %d of %d, %d workers", split, self.path, *rank, num_workers)
         return config
 
     def datasets_provider(self, worker_config: WorkerConfig, split: Literal["train", "val"] = "val") -> Any:
@@ -538,14 +532,10 @@ _NEEDED = frozenset({"seq_length", "micro_batch_size", "num_workers", "balance_w
 """Numbers that cannot be None."""
 
 # What the module passes on, and what it sets there itself or does not offer.
-_RECEIVERS: tuple[tuple[Callable[..., Any], frozenset[str]], ...] = (
-    (get_train_dataset, frozenset({"split_part", "worker_config", "batch_size", "task_encoder"})),
-    (
-        WorkerConfig,
-        frozenset({"rank", "world_size", "num_workers", "data_parallel_group", "pin_memory"})
-        | {"microbatches_per_global_batch"},
-    ),
-    (get_savable_loader, frozenset({"worker_config", "prefetch_factor", "start_at"})),
+_RECEIVERS: tuple[tuple[Callable[..., Any], str], ...] = (
+    (get_train_dataset, "split_part worker_config batch_size task_encoder"),
+    (WorkerConfig, "rank world_size num_workers data_parallel_group pin_memory microbatches_per_global_batch"),
+    (get_savable_loader, "worker_config prefetch_factor start_at"),
 )
 
 
@@ -556,7 +546,7 @@ def _passed_on() -> list[dict[str, inspect.Parameter]]:
         {
             name: parameter
             for name, parameter in inspect.signature(receiver, eval_str=True).parameters.items()
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name not in set_here and name not in own
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name not in {*set_here.split(), *own}
         }
         for receiver, set_here in _RECEIVERS
     ]

@@ -46,7 +46,14 @@ def command(
     order is computed, as if no sample were skipped. A step is one of the optimizer: with gradient accumulation, give
     --global-batch-size. LOGS are what megatron-energon writes with worker_debug_path; a step of them is one microbatch.
     """
-    from energon_bridge.preview.reads import facts_of, log_files, picture_of, reads_of_logs, reads_of_run, write_picture
+    from energon_bridge.preview.reads import (
+        count_reads,
+        log_files,
+        picture_of,
+        reads_of_logs,
+        reads_of_run,
+        write_picture,
+    )
 
     logs = log_files(source)
     notes: list[str] = []
@@ -61,7 +68,7 @@ def command(
         reads = reads_of_run(run, step, steps)
     if out is not None:
         write_picture(out, reads, title=f"What is read when: {' '.join(source)}")
-    bands = facts_of(reads)
+    bands = count_reads(reads)
     if as_json:
         print_json({"step": step, "steps": steps, "datasets": [asdict(facts) for facts in bands]})
         return

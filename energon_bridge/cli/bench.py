@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from energon_bridge.cli.output import format_bytes, print_json, print_table
-from energon_bridge.cli.run_options import encoder_of, open_mix, run_options
+from energon_bridge.cli.run_options import load_encoder, open_mix, run_options
 
 _WARM_UP = 0.3
 """Share of each run that is warm-up and not counted."""
@@ -99,7 +99,7 @@ def command(
         return
     if mix is None:
         raise click.UsageError("Missing argument 'MIX': a dataset or mix to measure (or --fit-cost FILE).")
-    result = bench(mix, options, seconds=seconds, encoder=encoder_of(encoder))
+    result = bench(mix, options, seconds=seconds, encoder=load_encoder(encoder))
     if as_json:
         print_json(asdict(result))
         return

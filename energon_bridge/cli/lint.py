@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 import click
 
 from energon_bridge.cli.output import count_of, print_json
-from energon_bridge.cli.prepare_options import engine_options, shard_progress, task_of, workers_of
+from energon_bridge.cli.prepare_options import choose_engine, chosen_task, engine_options, shard_progress
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.parallel import Task
@@ -75,7 +75,7 @@ def command(
     energon lint /data/captions --duplicates
     energon lint /data/captions --task 3/16
     """
-    share = task_of(task, finish=False)
+    share = chosen_task(task, finish=False)
     if share is not None and (encoder is not None or duplicates):
         raise ConfigurationError("--task checks shards: run --encoder and --duplicates without it.")
     parts = tuple(part.strip() for part in split_parts.split(",")) if split_parts else ()
@@ -99,7 +99,7 @@ def command(
         )
     for part in empty if not as_json else ():
         click.echo(f"The split part {part!r} is empty.")
-    workers = workers_of(engine, address, parallel)
+    workers = choose_engine(engine, address, parallel)
     checked = 0
     total = sum(dataset.num_samples - len(dataset.excluded) for dataset in datasets)
     if share is not None:
@@ -151,13 +151,13 @@ def _encode(
     *,
     trust: bool,
 ) -> None:
-    from energon_bridge.cli.run_options import encoder_of
+    from energon_bridge.cli.run_options import load_encoder
 
     for split in splits:
         count, problems = lint_encoded(
             path,
             split,
-            encoder_of(encoder),
+            load_encoder(encoder),
             num_workers=parallel if parallel > 1 else 0,
             dataset_config=dataset_config,
             split_config=split_config,

@@ -61,7 +61,7 @@ def task_options(command: Command) -> Command:
     return command
 
 
-def workers_of(engine: str, address: str | None, num_workers: int) -> Workers:
+def choose_engine(engine: str, address: str | None, num_workers: int) -> Workers:
     """Return the engine that the options choose; raises ConfigurationError."""
     if engine == "ray":
         return RayEngine(address)
@@ -70,7 +70,7 @@ def workers_of(engine: str, address: str | None, num_workers: int) -> Workers:
     return num_workers
 
 
-def task_of(task: str | None, *, finish: bool) -> Task | None:
+def chosen_task(task: str | None, *, finish: bool) -> Task | None:
     """Return the task that the options name; raises ConfigurationError."""
     if task is not None and finish:
         raise ConfigurationError("--task and --finish exclude each other: run --finish once, after all tasks.")

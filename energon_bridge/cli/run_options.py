@@ -127,7 +127,7 @@ def is_mix(source: Sequence[str]) -> bool:
     return len(source) == 1 and (path.endswith(_MIX_SUFFIXES) or "://" in path or Path(path).is_dir())
 
 
-def state_of(files: Sequence[str], world_size: int | None) -> tuple[State, int]:
+def read_state(files: Sequence[str], world_size: int | None) -> tuple[State, int]:
     """Return the state stored in the files of a run's ranks, and the number of ranks: the given one, or theirs."""
     from energon_bridge.loader.fits import merge
     from energon_bridge.loader.summary import rank_of, read_states
@@ -162,7 +162,7 @@ def open_run(
         if cost is not None:
             run = shared_out(run, cost, run.plan.config.microbatches_per_global_batch, window)
         return run, _steps_noted(run, by_step)
-    state, world_size = state_of(source, options["world_size"])
+    state, world_size = read_state(source, options["world_size"])
     notes = []
     if options["world_size"] is None and by_step:
         notes.append(f"World size {world_size}: a state does not know how many ranks there were, --world-size says it.")
@@ -188,7 +188,7 @@ def _steps_noted(run: Run, by_step: bool) -> list[str]:
     return [f"A step is {run.per_step} microbatches on each rank."] if by_step and run.per_step > 1 else []
 
 
-def encoder_of(spec: str | None) -> Any:
+def load_encoder(spec: str | None) -> Any:
     """Return the task encoder that `MODULE:NAME` names; a class or function is called.
 
     Raises:

@@ -150,7 +150,7 @@ def media_task(
     """
     store = open_store(path)
     store.check_root()
-    portions = task.of(_shards_of(store) if _is_dataset(store) else _portions_of(store, media))
+    portions = task.of(_list_shards(store) if _is_dataset(store) else _list_portions(store, media))
     with tempfile.TemporaryDirectory(prefix="energon-media-") as folder:
         index = os.path.join(folder, INDEX_SQLITE)
         if _is_dataset(store):
@@ -169,11 +169,11 @@ def _is_dataset(store: Store) -> bool:
     return any(store.exists(meta_path(name)) for name in (INFO_JSON, INFO_YAML))
 
 
-def _shards_of(store: Store) -> list[Portion]:
+def _list_shards(store: Store) -> list[Portion]:
     return list(enumerate(read_info(store).shard_counts))
 
 
-def _portions_of(store: Store, media: MediaFilter) -> list[Portion]:
+def _list_portions(store: Store, media: MediaFilter) -> list[Portion]:
     files = [
         _File(name, name, 0, size)
         for name, size in store.list()
@@ -200,7 +200,7 @@ def index_dataset_media(
 def _index_folder(
     store: Store, index: str, media: MediaFilter, *, num_workers: Workers, finish: bool, progress: Progress | None
 ) -> IndexedMedia:
-    portions = _portions_of(store, media)
+    portions = _list_portions(store, media)
     read_portion = partial(_stored_results, store, media) if finish else partial(_read_portion, store, index, media)
     indexed = _write_index(index, media, read_portion, portions, num_workers=num_workers, progress=progress)
     if not indexed.num_files:

@@ -124,7 +124,7 @@ def _deliver(
     try:
         if state is not None:
             loader.restore_state_rank(state)
-        first = _stand(loader.ownership.num_lanes, world_size, state)
+        first = _next_step(loader.ownership.num_lanes, world_size, state)
         asked = range(steps.start * per_step, steps.stop * per_step)
         if asked.start < first:
             raise ConfigurationError(
@@ -145,15 +145,15 @@ def _deliver(
         loader.close()
 
 
-def stand_of(spec: DatasetSpec, world_size: int, state: State | None = None) -> int:
+def next_step(spec: DatasetSpec, world_size: int, state: State | None = None) -> int:
     """Return the next step of a state, 0 without a state."""
     if state is None:
         return 0
     lanes = read(state).num_lanes if spec.kind == "train" else plan_run(spec, spec.worker_config).num_lanes
-    return _stand(lanes, world_size, state)
+    return _next_step(lanes, world_size, state)
 
 
-def _stand(lanes: int, world_size: int, state: State | None) -> int:
+def _next_step(lanes: int, world_size: int, state: State | None) -> int:
     """Return the next step of a state."""
     if state is None:
         return 0

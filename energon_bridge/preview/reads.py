@@ -173,7 +173,7 @@ def _collected(bands: tuple[Band, ...], first: int, count: int, triples: Iterabl
     return Reads(bands=bands, first_step=first, num_steps=count, steps=steps, ranks=ranks, samples=samples)
 
 
-def facts_of(reads: Reads) -> list[BandFacts]:
+def count_reads(reads: Reads) -> list[BandFacts]:
     """Return the reads of each dataset."""
     facts = []
     for band in reads.bands:

@@ -293,7 +293,7 @@ def groups_of(path: Path) -> list[Group]:
     parquet = path.suffix == ".parquet"
     arrow = pyarrow_modules()
     try:
-        stamp = stamp_of(path)
+        stamp = file_stamp(path)
         if parquet:
             return _parquet_groups(str(path), stamp, parquet_file(str(path), stamp).metadata)
         table = read_table(str(path))
@@ -350,7 +350,7 @@ def pyarrow_modules() -> Any:
     return pyarrow
 
 
-def stamp_of(path: Path) -> Stamp:
+def file_stamp(path: Path) -> Stamp:
     """Return the current stamp of a file."""
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns

@@ -28,16 +28,16 @@ from energon_bridge.rows.turns import (
     check_places,
     check_sound,
     check_turns,
+    find_pair,
     has_preferences,
-    medium_of,
+    medium_by_name,
     num_rejected,
-    pair_of,
     part_kind,
     part_payload,
     part_text,
     preferred,
-    tools_of,
-    turns_of,
+    read_tools,
+    read_turns,
 )
 
 _MEDIA_KEYS = {
@@ -76,7 +76,7 @@ def file_columns(rows: Iterable[Mapping[str, Any]], media: MediaRoot, where: str
 
 def media_columns(entry: Mapping[str, Any], columns: Sequence[str]) -> Iterable[str]:
     """Return the columns of an entry with media: those of the first rows, and those that a question calls so."""
-    if pair_of(entry) is None:
+    if find_pair(entry) is None:
         return columns
     return dict.fromkeys((*columns, *(name for name in _MEDIA_KEYS if entry.get(name) and holds_media(entry[name]))))
 
@@ -248,7 +248,7 @@ _SAID_OF_FILES = ("type", "detail", "format", "media_type")
 
 def is_conversation(values: Mapping[str, Any]) -> bool:
     """Return whether a row is a conversation, a question with its answer, or has preferences."""
-    return any(name in values for name in CONVERSATIONS) or pair_of(values) is not None or has_preferences(values)
+    return any(name in values for name in CONVERSATIONS) or find_pair(values) is not None or has_preferences(values)
 
 
 def only_preferred(entry: Mapping[str, Any], layout: Layout) -> tuple[Mapping[str, Any], int]:
@@ -272,9 +272,9 @@ def learnable(row: Row, layout: Layout, is_chat: bool) -> Row:
     try:
         if not layout.is_crude:
             if has_preferences(row.values, tags_only=True):
-                turns_of(row.values)  # says so
+                read_turns(row.values)  # says so
             return row
-        turns = turns_of(row.values)
+        turns = read_turns(row.values)
         if turns is None:
             if is_chat:
                 raise SampleError(
@@ -282,7 +282,7 @@ def learnable(row: Row, layout: Layout, is_chat: bool) -> Row:
                 )
             return row
         check_turns(turns)
-        tools_of(row.values)
+        read_tools(row.values)
         if not row.files:
             _check_no_media(row.values)
         files = {name: _of_known_kind(name, content) for name, content in row.files.items()}
@@ -297,7 +297,7 @@ def _several(contents: Content | tuple[Content, ...]) -> tuple[Content, ...]:
 
 
 def _medium(column: str, content: Content) -> Medium:
-    medium = medium_of(f"{column}.0.{content.extension}")
+    medium = medium_by_name(f"{column}.0.{content.extension}")
     if medium is None:
         medium = "image" if kind_by_head(content.read()[:HEAD_BYTES]) == "image" else None
     if medium is None or (medium == "image" and column in ("video", "videos")):

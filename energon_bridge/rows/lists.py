@@ -46,8 +46,8 @@ from energon_bridge.rows.conversations import (
 from energon_bridge.rows.turns import (
     BESIDE_PAIRS,
     CONVERSATIONS,
+    find_pair,
     has_preferences,
-    pair_of,
 )
 
 _LOOKED_AT = 100
@@ -390,7 +390,7 @@ def _named(columns: Iterable[str], names: Sequence[str]) -> str | None:
 
 def _is_more(row: Row) -> bool:
     """Whether a row says more than a question, an answer and an image: what the types for these would leave out."""
-    pair = pair_of(row.values)
+    pair = find_pair(row.values)
     if pair is None or has_preferences(row.values):
         return has_preferences(row.values)
     beside = [name for name in BESIDE_PAIRS if name in row.values and name not in pair]

@@ -79,13 +79,13 @@ _SOUNDS = ("aac", "aif", "aiff", "amr", "flac", "m4a", "mp3", "oga", "ogg", "opu
 _SHOWN = 200
 
 
-def turns_of(entry: Mapping[str, Any]) -> list[Turn] | None:
+def read_turns(entry: Mapping[str, Any]) -> list[Turn] | None:
     """Return the turns of an entry in one form; None if it is no conversation.
 
     Raises:
         SampleError: It is one that is not understood, or has preferences.
     """
-    name, pair = _named(entry), pair_of(entry)
+    name, pair = _named(entry), find_pair(entry)
     if name is None and pair is None and not has_preferences(entry):
         return None
     if has_preferences(entry):
@@ -102,7 +102,7 @@ def turns_of(entry: Mapping[str, Any]) -> list[Turn] | None:
     return turns
 
 
-def pair_of(entry: Mapping[str, Any]) -> tuple[str, str] | None:
+def find_pair(entry: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the names of an entry's question and answer, texts or turns, if it is a known pair."""
     return next((pair for pair in PAIRS if all(_is_said(entry.get(name)) for name in pair)), None)
 
@@ -167,12 +167,12 @@ def is_learned(role: str, turn: Mapping[str, Any]) -> bool:
     return all(said)
 
 
-def system_of(entry: Mapping[str, Any]) -> Any:
+def system_prompt(entry: Mapping[str, Any]) -> Any:
     """Return the system prompt beside the turns or the pair of an entry."""
     return entry.get("system") or entry.get("system_prompt")
 
 
-def tools_of(entry: Mapping[str, Any]) -> list[Any] | None:
+def read_tools(entry: Mapping[str, Any]) -> list[Any] | None:
     """Return the tools beside the turns or the pair of an entry; `functions` are those of OpenAI's first form.
 
     Raises:
@@ -230,8 +230,8 @@ def _turns_of_pair(entry: Mapping[str, Any], pair: tuple[str, str]) -> list[Turn
     if isinstance(more, str) and more and pair[0] != "input" and isinstance(asked, str):
         asked = f"{asked}\n{more}" if asked else more
     turns: list[Turn] = []
-    if isinstance(system_of(entry), str):
-        turns.append({"role": "system", "content": system_of(entry)})
+    if isinstance(system_prompt(entry), str):
+        turns.append({"role": "system", "content": system_prompt(entry)})
     history = _parsed(entry.get("history") or [], "`history`")
     if not isinstance(history, Sequence) or isinstance(history, str | bytes):
         raise SampleError(f"`history`: expected a list of pairs, found {_short(history)}")
@@ -245,7 +245,7 @@ def _turns_of_pair(entry: Mapping[str, Any], pair: tuple[str, str]) -> list[Turn
 
 def _pair_turn(turn: Any) -> list[Turn]:
     """Return the two turns of a pair; anything else as it is."""
-    if isinstance(turn, Mapping) and (pair := pair_of(turn)) is not None:
+    if isinstance(turn, Mapping) and (pair := find_pair(turn)) is not None:
         return _turns_of_pair(turn, pair)
     if isinstance(turn, list | tuple) and len(turn) == 2 and all(isinstance(text, str) for text in turn):
         return [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
@@ -345,7 +345,7 @@ def _preferences(entry: Mapping[str, Any]) -> list[str]:
     choices = [
         name for name in _CHOICES if isinstance(value := entry.get(name), str | list | tuple | Mapping) and value
     ]
-    if _named(entry) is not None or pair_of(entry) is not None:
+    if _named(entry) is not None or find_pair(entry) is not None:
         return choices + [name for name in _TAGS if _flag(name, entry.get(name)) is not None]
     is_asked = len(choices) > 1 or any(_is_said(entry.get(asked)) for asked, _ in PAIRS)
     return choices if "chosen" in choices and is_asked else []
@@ -364,13 +364,13 @@ def _flag(name: str, value: Any) -> bool | None:
 # a place elsewhere.
 
 
-def medium_of(name: str) -> Medium | None:
+def medium_by_name(name: str) -> Medium | None:
     """Return what the file of a part is, by its name: `0.jpg`, `videos.0.mp4`, `audios.0.mp4`."""
     kind = kind_by_name(name)
-    return medium_of_av(name) if kind == "av" else kind
+    return av_medium_by_name(name) if kind == "av" else kind
 
 
-def medium_of_av(name: str) -> Medium:
+def av_medium_by_name(name: str) -> Medium:
     """Return what the file of a part is, by its name, if it is a video or sound."""
     first, _, rest = name.lower().partition(".")
     return "audio" if first in ("audio", "audios") or (rest or first).rpartition(".")[2] in _SOUNDS else "video"
@@ -473,7 +473,7 @@ def check_turns(turns: Sequence[Turn]) -> None:
                 raise SampleError(f"a part of a message is not understood: {_short(part)}")
             if text is not None:
                 inline = _INLINE.search(text) if role != "assistant" and "</img>" in text else None
-                if inline is not None and medium_of(inline[1]) is not None:
+                if inline is not None and medium_by_name(inline[1]) is not None:
                     raise SampleError(
                         f"a text names an image as {_short(inline[0])}, which would be seen as text: write '<image>' "
                         "there, and its path in `images`"

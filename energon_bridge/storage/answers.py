@@ -33,7 +33,7 @@ _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
 class Connections:
-    """Connections of one process that are idle, by scheme and server, and new ones; by a proxy if there is one."""
+    """HTTP connections of one process: idle ones by scheme and server, and new ones, by a proxy if one is set."""
 
     def __init__(self) -> None:
         self._idle: dict[tuple[str, str], list[tuple[float, http.client.HTTPConnection]]] = {}

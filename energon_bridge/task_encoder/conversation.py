@@ -32,19 +32,19 @@ from energon_bridge.rows.turns import (
     ROLES,
     WEIGHTS,
     Medium,
+    av_medium_by_name,
     has_own,
     is_learned,
     known_turns,
     listed_tools,
-    medium_of,
-    medium_of_av,
+    medium_by_name,
     mismatch,
     part_kind,
     part_text,
     placed,
-    system_of,
-    tools_of,
-    turns_of,
+    read_tools,
+    read_turns,
+    system_prompt,
 )
 from energon_bridge.samples import Sample, edataclass
 from energon_bridge.task_encoder.images import IMAGE_EXTENSIONS
@@ -172,10 +172,10 @@ def read_conversation(sample: Any, *, place_images: Literal["before", "after"] =
         turns = parsed(turns, "turns")
     tools, system = _value(holder, "tools"), _value(holder, "system")
     if isinstance(holder, Mapping):
-        tools, system = tools_of(holder), system_of(holder)
+        tools, system = read_tools(holder), system_prompt(holder)
     if isinstance(turns, Mapping):
-        tools = tools_of(turns) if tools is None else tools
-        system = system_of(turns) if system is None else system
+        tools = read_tools(turns) if tools is None else tools
+        system = system_prompt(turns) if system is None else system
         turns = next((turns[name] for name in _TURNS if name in turns), None)
     if not isinstance(turns, Sequence) or not turns:
         raise SampleError(f"{name} must be a non-empty list of turns, got {turns!r}"[:500])
@@ -228,7 +228,7 @@ def split_places(content: str, role: str = "user") -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def images_of(value: Any) -> list[Any]:
+def list_images(value: Any) -> list[Any]:
     """Return the images of a field: one, several (a list, or a tensor or array of four dimensions), or None."""
     if value is None:
         return []
@@ -241,7 +241,7 @@ def _media(sample: Any, kind: Kind) -> list[Any]:
     if value is None and isinstance(sample, Mapping):
         return own_media(sample, kind)
     if kind == "image":
-        return images_of(value)
+        return list_images(value)
     if value is None:
         return []
     # A list of images is one video, a list of videos several.
@@ -259,7 +259,7 @@ def _medium(name: str) -> Medium | None:
     extension = name.rpartition(".")[2].lower()
     if extension in IMAGE_EXTENSIONS:
         return "image"
-    return medium_of_av(name) if extension in AV_EXTENSIONS else medium_of(name)
+    return av_medium_by_name(name) if extension in AV_EXTENSIONS else medium_by_name(name)
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
@@ -395,7 +395,7 @@ def _turn_holder(sample: Any) -> Any:
     for holder in (sample, _value(sample, "json")):
         if isinstance(holder, list) and holder:
             return {"messages": holder}
-        if holder is not sample and isinstance(holder, Mapping) and (turns := turns_of(holder)) is not None:
+        if holder is not sample and isinstance(holder, Mapping) and (turns := read_turns(holder)) is not None:
             is_pair = all(holder.get(name) is None for name in _TURNS)
             return {**holder, "messages": turns, "system": None, "system_prompt": None} if is_pair else holder
         if holder is not None and any(_value(holder, name) is not None for name in _TURNS):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from energon_bridge.errors import ConfigurationError, SampleError, UnfitSampleError
 from energon_bridge.task_encoder.conversation import Conversation, Document, Piece, Turn, check_keys, template_keys
-from energon_bridge.task_encoder.templates import ChatTemplate, source_of
+from energon_bridge.task_encoder.templates import ChatTemplate, template_source
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,7 +162,7 @@ def render(content: Conversation | Document, config: MultiModalSampleConfig, tok
         raise SampleError("the conversation has no answer to learn")
     if template.system and turns[0].role != "system":
         turns.insert(0, Turn("system", template.system))
-    chat_template = source_of(tokenizer, template.chat_template)
+    chat_template = template_source(tokenizer, template.chat_template)
     if chat_template is None or template.layout is not None:
         layout = template.layout or TurnLayout()
         return Rendered(list(_lay_out(turns, layout, template)), layout.has_special_tokens)

@@ -38,7 +38,7 @@ from energon_bridge.task_encoder.sequences import (
     mrope_positions,
     with_norm,
 )
-from energon_bridge.task_encoder.texts import tokens_of
+from energon_bridge.task_encoder.texts import tokenize
 from energon_bridge.task_encoder.visual import concat_visual
 
 __all__ = ["ImageTokenCount", "MultiModalBatch", "MultiModalSample", "MultiModalTaskEncoder"]
@@ -236,7 +236,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         token = self.config.image_token
         visual: list[dict[str, Tensor]] = []
         texts = [piece.text.split(token.token_str) for piece in rendered.pieces]
-        tokens = iter(tokens_of(self.tokenizer, [text for part in texts for text in part]))
+        tokens = iter(tokenize(self.tokenizer, [text for part in texts for text in part]))
         for piece, part in zip(rendered.pieces, texts, strict=True):
             for number in range(len(part)):
                 if sequence.full:
@@ -312,7 +312,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
     @cached_property
     def _around_image(self) -> list[list[int]]:
         token = self.config.image_token
-        return tokens_of(self.tokenizer, [token.before, token.after])
+        return tokenize(self.tokenizer, [token.before, token.after])
 
 
 def _image_token_id(tokenizer: Any, config: MultiModalSampleConfig) -> int:

@@ -41,7 +41,7 @@ from energon_bridge.task_encoder.conversation import (
     Piece,
     Turn,
     has_turns,
-    images_of,
+    list_images,
     read_conversation,
 )
 from energon_bridge.task_encoder.layout import MultiModalSampleConfig, place_images
@@ -115,7 +115,7 @@ def encode_vqa(sample: VQASample | VQAOCRSample, config: MultiModalSampleConfig)
     Raises:
         SampleError: There is no answer, or not one for each question.
     """
-    images = images_of(sample.image)
+    images = list_images(sample.image)
     context: Any = sample.context
     answers: Any = sample.answers
     if isinstance(context, str):
@@ -139,7 +139,7 @@ def encode_multiple_choice(sample: MultiChoiceVQASample, config: MultiModalSampl
         )
     lines = [f"{letter}. {choice}" for letter, choice in zip(ascii_uppercase, choices, strict=False)]
     question = "\n".join([sample.context, *lines])
-    images = images_of(sample.image)
+    images = list_images(sample.image)
     return Conversation(turns=_placed([(question, lines[sample.correct_choice_idx])], images, config), images=images)
 
 
@@ -204,7 +204,7 @@ SAMPLE_ENCODERS: Mapping[type, SampleEncoder] = MappingProxyType(
 
 
 def _image_then_text(image: Any, text: str, config: MultiModalSampleConfig) -> Document:
-    images = images_of(image)
+    images = list_images(image)
     shown = config.image_token.token_str * len(images)
     return Document(pieces=[Piece(shown), Piece(text, learned=True)], images=images)
 

@@ -20,9 +20,9 @@ from energon_bridge.rows.turns import (
     Medium,
     check_sound,
     check_turns,
-    system_of,
-    tools_of,
-    turns_of,
+    read_tools,
+    read_turns,
+    system_prompt,
 )
 from energon_bridge.stores import FileStore
 from energon_bridge.task_encoder.conversation import own_media
@@ -208,7 +208,7 @@ def cook_conversation(sample: Mapping[str, Any], **stores: FileStore) -> ChatSam
         SampleError: There are no turns, they are not understood, or a named image or video cannot be found.
     """
     content = sample.get("json")
-    turns = turns_of(content) if isinstance(content, Mapping) else None
+    turns = read_turns(content) if isinstance(content, Mapping) else None
     if turns is None:
         parts = ", ".join(name for name in sample if not name.startswith("__"))
         raise SampleError(
@@ -224,8 +224,8 @@ def cook_conversation(sample: Mapping[str, Any], **stores: FileStore) -> ChatSam
         messages=turns,
         images=images,
         videos=videos or None,
-        tools=tools_of(content),
-        system=system_of(content),
+        tools=read_tools(content),
+        system=system_prompt(content),
     )
 
 

@@ -29,11 +29,11 @@ from energon_bridge.task_encoder.families.registry import family_of, load_pretra
 from energon_bridge.task_encoder.families.rendering import (
     Segment,
     Stretch,
-    bos_of,
+    bos_to_add,
     document_segments,
-    placeholders_of,
-    renderer_of,
-    stretches_of,
+    make_renderer,
+    placeholder_ids,
+    tokenize_segments,
 )
 from energon_bridge.task_encoder.families.video import decoded, video_of
 from energon_bridge.task_encoder.families.vision import Family, Plan, PreparedSample, VideoFrames, positions_of
@@ -178,15 +178,15 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         if isinstance(type(self).decoder, SampleDecoder):
             self.decoder = decoder_of(self)
         self.counts: Counter[str] = Counter()
-        self._renderer = renderer_of(
+        self._renderer = make_renderer(
             tokenizer,
             family,
             template=self.config.chat_template,
             learn=self.config.learn,
             options=self.config.template_kwargs,
         )
-        self._placeholders = placeholders_of(tokenizer, family)
-        self._bos = bos_of(tokenizer, self.config.add_bos)
+        self._placeholders = placeholder_ids(tokenizer, family)
+        self._bos = bos_to_add(tokenizer, self.config.add_bos)
         self._row_length = self.config.seq_length + -self.config.seq_length % self.config.pad_to_multiple_of
         self._admits = packer is not None  # without a packer, no sample is longer than seq_length
         self.packer = packer or Packer(limits={"tokens": self._row_length}, size_of=self.padded_length)
@@ -338,7 +338,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         videos = self._videos(content.videos) if isinstance(content, Conversation) else []
         images = self._deferred(content.images)
         plans = self._planned(segments, images, videos)
-        stretches = stretches_of(segments, plans, self.tokenizer, self._placeholders)
+        stretches = tokenize_segments(segments, plans, self.tokenizer, self._placeholders)
         if self._bos is not None and not (stretches and stretches[0].tokens[:1] == [self._bos]):
             stretches.insert(0, Stretch(tokens=[self._bos], learned=[False], types=[0]))
         sequence = Sequencer(longest=self.config.seq_length)

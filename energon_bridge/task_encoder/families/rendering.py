@@ -32,8 +32,8 @@ from energon_bridge.task_encoder.conversation import (
     template_keys,
 )
 from energon_bridge.task_encoder.families.vision import IMAGE_TYPE, TEXT_TYPE, VIDEO_TYPE, Family, Plan
-from energon_bridge.task_encoder.templates import BEFORE_ALL, PROBE, ChatTemplate, Span, source_of
-from energon_bridge.task_encoder.texts import is_fast, tokens_of, tokens_with_offsets
+from energon_bridge.task_encoder.templates import BEFORE_ALL, PROBE, ChatTemplate, Span, template_source
+from energon_bridge.task_encoder.texts import is_fast, tokenize, tokens_with_offsets
 
 _logger = logging.getLogger(__name__)
 _MOST_OUTLINES = 4096
@@ -241,7 +241,7 @@ def _is_shaped(content: Conversation, template: ChatTemplate) -> bool:
     return any(turn.keys and any(map(template.uses, turn.keys)) for turn in content.turns)
 
 
-def renderer_of(
+def make_renderer(
     tokenizer: Any,
     family: Family | None,
     *,
@@ -254,14 +254,14 @@ def renderer_of(
     Raises:
         ConfigurationError: There is no template.
     """
-    source = source_of(tokenizer, template)
+    source = template_source(tokenizer, template)
     if not isinstance(source, str):
         raise ConfigurationError(
             f"{type(tokenizer).__name__} has no chat template (found: {type(source).__name__}): set "
             "ChatConfig(chat_template=...), for example to CHATML_TEMPLATE of energon_bridge.task_encoder.families"
         )
     made = ChatTemplate(tokenizer=tokenizer, source=source, options=options)
-    for_tools = source_of(tokenizer, template, "tool_use")
+    for_tools = template_source(tokenizer, template, "tool_use")
     with_tools = replace(made, source=for_tools) if isinstance(for_tools, str) and for_tools != source else made
     return ChatRenderer(plain=made, with_tools=with_tools, family=family, learn=learn)
 
@@ -349,7 +349,7 @@ class Stretch:
     plan: Plan | None = None
 
 
-def stretches_of(
+def tokenize_segments(
     segments: Sequence[Segment], plans: Sequence[Plan], tokenizer: Any, placeholders: Mapping[str, int]
 ) -> list[Stretch]:
     """Return the tokens of each segment, up to the last one that is learned.
@@ -393,7 +393,7 @@ def up_to_last_learned(stretches: Sequence[Stretch]) -> list[Stretch]:
     return [*stretches[:last], cut]
 
 
-def placeholders_of(tokenizer: Any, family: Family | None) -> Mapping[str, int]:
+def placeholder_ids(tokenizer: Any, family: Family | None) -> Mapping[str, int]:
     """Return the placeholder tokens of images and videos. Raises ConfigurationError if the tokenizer lacks them."""
     if family is None:
         return {}
@@ -412,7 +412,7 @@ def placeholders_of(tokenizer: Any, family: Family | None) -> Mapping[str, int]:
     return ids
 
 
-def bos_of(tokenizer: Any, wanted: bool | None) -> int | None:
+def bos_to_add(tokenizer: Any, wanted: bool | None) -> int | None:
     """Return the begin-of-sequence token to add, if any."""
     bos: int | None = tokenizer.bos_token_id
     if wanted is None:
@@ -458,7 +458,7 @@ def _by_offsets(segments: Sequence[Segment], tokenizer: Any, stretches: Sequence
 def _by_segment(segments: Sequence[Segment], tokenizer: Any, stretches: Sequence[Stretch]) -> None:
     for segment, stretch in zip(segments, stretches, strict=True):
         content = segment.text.rstrip() if segment.learned and not segment.marked else segment.text
-        parts = tokens_of(tokenizer, (content, segment.text[len(content) :]))
+        parts = tokenize(tokenizer, (content, segment.text[len(content) :]))
         for tokens, learned in zip(parts, (segment.learned, False), strict=True):
             stretch.tokens += tokens
             stretch.learned += [learned] * len(tokens)
