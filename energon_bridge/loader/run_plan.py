@@ -103,12 +103,12 @@ class DatasetSpec:
     @property
     def finite(self) -> bool:
         """Whether it comes one pass at a time (validation, or training with `repeat=False`)."""
-        return self.kind != "train"
+        return self.settings.kind != "train"
 
     @property
     def shuffled(self) -> bool:
         """Whether it is training data; validation comes in the order of the datasets."""
-        return self.kind != "finite"
+        return self.settings.kind != "finite"
 
     @property
     def rows(self) -> int:
