@@ -85,8 +85,8 @@ def get_val_datasets(path: Any, **kwargs: Any) -> list[tuple[DatasetSpec, Opened
     """Open the datasets of a mix for validation one by one, each with its paths and subflavors."""
     found = []
     for dataset, _ in loading.get_val_datasets(path, **kwargs):
-        encoder = loading.with_decoder(None, dataset.task_encoder.decoder)
-        plain = dataclasses.replace(dataset, batch_size=None, packing_buffer_size=None, task_encoder=encoder)
+        encoder = loading.with_decoder(None, dataset.settings.task_encoder.decoder)
+        plain = dataset.with_settings(batch_size=None, packing_buffer_size=None, task_encoder=encoder)
         found.append((dataset, OpenedDataset(plain)))
     return found
 

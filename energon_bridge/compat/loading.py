@@ -250,7 +250,7 @@ def _as_energon(dataset: DatasetSpec, sample_type: type | None, subflavors: Mapp
     if subflavors:
         leaves = tuple(dataclasses.replace(leaf, dataset=_flavored(leaf.dataset, subflavors)) for leaf in leaves)
     leaves = tuple(dataclasses.replace(leaf, dataset=_with_epath(leaf.dataset)) for leaf in leaves)
-    return dataclasses.replace(dataset, leaves=leaves, as_energon=True)
+    return dataclasses.replace(dataset.with_settings(as_energon=True), leaves=leaves)
 
 
 def _with_epath(dataset: Any) -> Any:

@@ -145,7 +145,7 @@ def forecast(run: Run, steps: int) -> Forecast:
         lanes_because=_why(run.plan.config),
         masked_share=ownership.masked_share,
         even_world_size=ownership.nearest_even_world_size(),
-        batch_size=spec.batch_size,
+        batch_size=spec.settings.batch_size,
         mode=spec.mode,
         microbatches=first_microbatch(steps, num_lanes=plan.num_lanes, world_size=ranks),
         draws=int(counts.sum()),

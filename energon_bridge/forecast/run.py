@@ -24,6 +24,7 @@ from energon_bridge.loader.shares import Sharing, sharing_of, why_unplanned
 from energon_bridge.mix import Blend, Concat, DatasetOpener, LeafRef, Mix, MixSource, Node, WeightSchedule, flatten
 from energon_bridge.mix.leaves import OpenLeaf, kept_samples
 from energon_bridge.mix.tree import EpochizedBlend as MixedEpochs
+from energon_bridge.stream.settings import RunSettings, StreamKind
 from energon_bridge.stream.state import LaneState
 from energon_bridge.task_encoder.base import DefaultTaskEncoder
 from energon_bridge.task_encoder.costs import ColumnCost
@@ -129,7 +130,7 @@ def run_of_state(
             f"the run divides windows of {settings.get(WINDOWS)} global batches by cost: give the ColumnCost of the "
             "run (--balance MODULE:NAME), if its ranks load their own shares"
         )
-    check_fits(saved, spec.kind, plan.settings | windows, plan.table)
+    check_fits(saved, spec.kind, plan.recorded | windows, plan.table)
     plan = plan.with_banned(banned_of(saved, saved.bans, spec.leaves))
     if kind == "train":
         Ownership(plan.num_lanes, world_size, 0)
@@ -185,7 +186,13 @@ def _spec_of_mix(mix: MixSource, kind: str, settings: State, config: WorkerConfi
 
 
 def _spec_of_state(
-    kind: str, settings: State, rows: Sequence[State], config: WorkerConfig, *, trust_remote_code: bool, **names: str
+    kind: StreamKind,
+    settings: State,
+    rows: Sequence[State],
+    config: WorkerConfig,
+    *,
+    trust_remote_code: bool,
+    **names: str,
 ) -> DatasetSpec:
     """Open the leaves of a state at the paths in it."""
     mix = _mix(kind, settings, rows)
@@ -214,11 +221,8 @@ def _spec_of_state(
     return DatasetSpec(
         leaves=tuple(leaves),
         mix=mix,
-        finite=kind != "train",
-        shuffled=kind != "finite",
+        settings=RunSettings(kind=kind, task_encoder=DefaultTaskEncoder(), **known),
         worker_config=config,
-        task_encoder=DefaultTaskEncoder(),
-        **known,
     )
 
 

@@ -153,7 +153,8 @@ class _Line:
 
     def places(self, shards: IntArray, locals_: IntArray) -> IntArray:
         """Return the places of samples; -1 for those that are missing (-1, -1), excluded or in another split part."""
-        if shards.size and (shards.max() >= self.counts.size or (locals_ >= self.counts[shards]).any()):
+        shards = np.where(shards < self.counts.size, shards, -1)  # not listed: of a run that has not ended
+        if ((shards >= 0) & (locals_ >= self.counts[shards])).any():
             raise _stale(self.index)
         found = np.where((shards >= 0) & (self.starts[shards] >= 0), self.starts[shards] + locals_, -1)
         return np.where(np.isin(found, self.excluded), -1, found) if self.excluded.size else found

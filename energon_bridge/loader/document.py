@@ -42,7 +42,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -58,6 +58,7 @@ from energon_bridge.plan.bans import Ban, LeafBans
 from energon_bridge.plan.leaf import ORDER_VERSION
 from energon_bridge.plan.weights import ChangedWeights, GivenWeights
 from energon_bridge.rng import IntArray
+from energon_bridge.stream.settings import StreamKind
 from energon_bridge.stream.state import COUNTERS, LANE_COLUMNS, LARGEST, BufferedRefs, LaneState, Stage
 
 FORMAT = "energon_bridge.state"
@@ -66,7 +67,6 @@ FORMAT_VERSION = 5
 State = dict[str, Any]
 
 _TEXTS = ("path", "split_part", "share", "subset")
-_KINDS = ("train", "passes", "finite")
 _NUMBERS = {"num_lanes": (1, 1 << 20), "microbatches": (0, LARGEST), "epoch": (0, LARGEST), "epoch_steps": (0, LARGEST)}
 """Whole numbers of a run, with their ranges."""
 _SETTINGS = {
@@ -104,7 +104,7 @@ class SavedRun:
     The other attributes are those of the document.
     """
 
-    kind: str
+    kind: StreamKind
     num_lanes: int
     microbatches: int
     epoch: int
@@ -329,8 +329,8 @@ def read(state: Any) -> SavedRun:
     """
     document = _checked_format(state)
     kind = document["kind"]
-    if kind not in _KINDS:
-        raise damaged("kind", f"should be one of {', '.join(_KINDS)}, found {shown(kind)}")
+    if kind not in get_args(StreamKind):
+        raise damaged("kind", f"should be one of {', '.join(get_args(StreamKind))}, found {shown(kind)}")
     numbers = {name: _number(document[name], name, *ends) for name, ends in _NUMBERS.items()}
     settings = _read_settings(document["settings"])
     leaves = read_leaves(document)

@@ -112,7 +112,7 @@ class Position:
             assert self._listing is not None
             self._add(self._listing[2])  # once, though each process that continues the pass lists it again
         self.microbatches += ranks if self.plan.data.finite else self.ownership.step_size(self.microbatches)
-        self.epoch_steps += self.plan.data.virtual_epoch_length is not None
+        self.epoch_steps += self.plan.data.settings.virtual_epoch_length is not None
 
     def rewind(self) -> None:
         """Go to the beginning of a finite stream or of its next pass."""
@@ -129,7 +129,7 @@ class Position:
     def share_out(self, sharing: Sharing) -> None:
         """Share the run out before it is loaded, from its beginning on, or from the next state that is restored."""
         self.sharing = sharing
-        self.plan = dataclasses.replace(self.plan, settings=self.plan.settings | dict(sharing.settings))
+        self.plan = dataclasses.replace(self.plan, recorded=self.plan.recorded | dict(sharing.settings))
 
     def copied(self, config: WorkerConfig | None = None) -> Position:
         """Return an independent copy, with another configuration for a worker."""
@@ -179,7 +179,8 @@ class Position:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ConfigurationError(f"start_at must be a number of steps of at least 0, got {step!r}")
         ranks, lanes = self.plan.config.dp_size, self.plan.num_lanes
-        self.epoch_steps = step % self.plan.data.virtual_epoch_length if self.plan.data.virtual_epoch_length else 0
+        virtual = self.plan.data.settings.virtual_epoch_length
+        self.epoch_steps = step % virtual if virtual else 0
         self._counts = [[0] * len(COLUMNS) for _ in self.plan.leaves]
         if self.plan.data.finite:
             self.epoch = 0
@@ -366,7 +367,7 @@ class Position:
             microbatches=self.microbatches,
             epoch=self.epoch,
             epoch_steps=self.epoch_steps,
-            settings=dict(self.plan.settings),
+            settings=dict(self.plan.recorded),
             changes=self.plan.changes,
             bans=self._bans,
             banned=self.plan.banned,
@@ -388,7 +389,7 @@ class Position:
         changes = saved.changes
         blocks = {row["identity"]: row["block"] for row in saved.leaves}
         adapt = on_mismatch == "adapt" and data.kind == "train"
-        difference = check_fits(saved, data.kind, self.plan.settings, self.plan.table, adapt=adapt)
+        difference = check_fits(saved, data.kind, self.plan.recorded, self.plan.table, adapt=adapt)
         microbatches, lanes = saved.microbatches, saved.lanes
         ownership = Ownership(num_lanes, config.dp_size, microbatches)
         if not data.finite:

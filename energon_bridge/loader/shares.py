@@ -25,7 +25,7 @@ from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import JsonlDataset
 from energon_bridge.loader.document import State, sign
 from energon_bridge.loader.fits import check_windows, read_all
-from energon_bridge.loader.run_plan import Description, RunPlan
+from energon_bridge.loader.run_plan import DatasetSpec, RunPlan
 from energon_bridge.loader.streams import Start, WorkerFacts, watched_pipeline
 from energon_bridge.mix.leaves import numbers_of_samples
 from energon_bridge.plan.balance import Integers, assign_microbatches, cut_window, imbalance
@@ -80,18 +80,18 @@ class Sharing:
             tables=self.tables,
             rows=plan.data.rows,
             packer=self.packer,
-            buffer_size=plan.data.packing_buffer_size or 0,
+            buffer_size=plan.data.settings.packing_buffer_size or 0,
         )
         ranks, seed = plan.config.dp_size, plan.config.run_seed
         return GlobalBatches(self, rules, plan.num_lanes, ranks, seed, lanes, microbatches)
 
 
-def why_unplanned(data: Description) -> str | None:
+def why_unplanned(data: DatasetSpec) -> str | None:
     """Return the reason why a stream cannot be planned from columns; None if it can."""
-    encoder = data.task_encoder
-    if data.as_energon:
+    encoder = data.settings.task_encoder
+    if data.settings.as_energon:
         return "the loader stands in for megatron-energon"
-    if getattr(data, "max_tokens_per_microbatch", None) is not None:
+    if data.settings.max_tokens_per_microbatch is not None:
         return "max_tokens_per_microbatch makes microbatches of the lengths of encoded samples"
     if data.grouped:
         return f"{type(encoder).__name__} batches by groups (batch_group_criterion)"
@@ -108,19 +108,19 @@ def why_unplanned(data: Description) -> str | None:
     return None
 
 
-def sharing_of(data: Description, group: int, cost: ColumnCost, window: int) -> Sharing:
+def sharing_of(data: DatasetSpec, group: int, cost: ColumnCost, window: int) -> Sharing:
     """Read the columns that a cost names, and return how a run is divided by them.
 
     Raises:
         ConfigurationError, MetadataError: A column is missing or not numeric, or sizes do not fit the packer.
     """
     packer = None
-    if data.packing_buffer_size is not None:
-        packer = cost.packer or getattr(data.task_encoder, "packer", None)
+    if data.settings.packing_buffer_size is not None:
+        packer = cost.packer or getattr(data.settings.task_encoder, "packer", None)
         if not isinstance(packer, Packer):
             raise ConfigurationError(
-                f"ColumnCost: {type(data.task_encoder).__name__} packs, but has no `packer` to plan packs with: "
-                "pass ColumnCost(packer=…), the Packer that its select_samples_to_pack uses"
+                f"ColumnCost: {type(data.settings.task_encoder).__name__} packs, but has no `packer` to plan packs "
+                "with: pass ColumnCost(packer=…), the Packer that its select_samples_to_pack uses"
             )
     known: dict[tuple[str, str], tuple[Any, Any, Any]] = {}
     for leaf in data.ordered:

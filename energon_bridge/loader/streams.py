@@ -99,7 +99,8 @@ def open_pipeline(
         worker: What a worker process knows about itself; None: this is the training process.
     """
     data, config = plan.data, plan.config
-    decodes = data.task_encoder.decoder is not None and any(_decodes_media(leaf.dataset) for leaf in data.leaves)
+    run = data.settings
+    decodes = run.task_encoder.decoder is not None and any(_decodes_media(leaf.dataset) for leaf in data.leaves)
     if threads is None:
         threads = config.threads if decodes else 0
         # A single loading thread would only pass the interpreter lock back and forth with the worker's own thread.
@@ -109,27 +110,16 @@ def open_pipeline(
     unit = lanes * sum(max(1, int(leaf.dataset.shard_sizes.sum()) // leaf.dataset.num_samples) for leaf in data.leaves)
     is_far = any(leaf.is_far for leaf in data.leaves)
     settings = StreamSettings(
-        batch_size=data.batch_size,
-        encoder=data.task_encoder,
+        run=run,
+        config=config,
+        lanes=lanes,
         threads=threads,
-        reads_rounds=unit * max(data.shuffle_buffer_size, 4 * data.parallel_shard_iters) <= _READ_BYTES,
+        reads_rounds=unit * max(run.shuffle_buffer_size, 4 * run.parallel_shard_iters) <= _READ_BYTES,
         read_together=min(_TOGETHER, _TOGETHER_BYTES // unit),
         background_reads=_FAR_READERS if is_far else int(not config.num_workers),
         draws_ahead=min(_TOGETHER, max(_LEAST_AHEAD, _TOGETHER_BYTES // unit)) if is_far else 0,
-        restore_generators=not config.num_workers,
-        packing_buffer_size=data.packing_buffer_size,
-        max_tokens_per_microbatch=data.max_tokens_per_microbatch,
-        buffer_bytes=config.buffer_bytes,
-        lanes=lanes,
-        cache=data.cache_pool,
-        policy=data.error_policy,
         failure_log=data.failure_log,
         delivered=delivered,
-        rank=config.dp_rank,
-        ranks=config.dp_size,
-        energon_ranks=config.dp_size if data.as_energon else 0,
-        energon_workers=config.processes,
-        config=config if data.as_energon else None,
         words=() if worker is None else worker.words,
         barred=frozenset() if worker is None else worker.barred,
         in_worker=worker is not None,
@@ -157,7 +147,7 @@ def open_stream(
     dealt = plan.dealt
     draws = dealt or plan.draws_of_pass(start.epoch)
     rows = DrawnRows(pipeline, draws) if start.listing is None else ListedRows(pipeline, start.listing)
-    return FiniteStream(pipeline, rows, drop_last=plan.data.batch_drop_last, dealt=dealt)
+    return FiniteStream(pipeline, rows, drop_last=plan.data.settings.batch_drop_last, dealt=dealt)
 
 
 def watched_pipeline(
@@ -219,23 +209,24 @@ def listing_of_pass(plan: RunPlan, epoch: int, delivered: Collection[int]) -> tu
         EmptyDatasetError: There are draws, but every one of them was left out.
     """
     data, config, draws = plan.data, plan.config, plan.draws_of_pass(epoch)
-    enough = math.inf if data.limit is None else data.limit * config.dp_size
+    run = data.settings
+    enough = math.inf if run.limit is None else run.limit * config.dp_size
     logger.info("%s %d samples before the pass starts", "grouping" if data.grouped else "packing", draws.num_draws)
     counts = Counts()
     pipeline = open_pipeline(plan, delivered=delivered)
     try:
         listing = Listing(rows=(), ends=None)
-        if data.packing_buffer_size is not None:
-            most = math.inf if data.grouped else enough * data.rows
-            listing = _packs(pipeline, draws, data.packing_buffer_size, config, most, counts)
+        if run.packing_buffer_size is not None:
+            most = math.inf if data.grouped else enough * run.rows
+            listing = _packs(pipeline, draws, run.packing_buffer_size, config, most, counts)
         if data.grouped:
-            packs = data.packing_buffer_size is not None
+            packs = run.packing_buffer_size is not None
             rows = ListedRows(pipeline, listing) if packs else DrawnRows(pipeline, draws)
             listing = _groups(pipeline, rows, plan, enough, counts)
     finally:
         pipeline.flush_reports()
         pipeline.close()
-    if draws.num_draws and not listing.rows and not data.batch_drop_last:
+    if draws.num_draws and not listing.rows and not run.batch_drop_last:
         raise EmptyDatasetError(
             f"{pipeline.paths}: every one of the {draws.num_draws} samples of the split was skipped or left out of "
             "packs"
@@ -268,14 +259,14 @@ def _groups(pipeline: Pipeline, rows: DrawnRows | ListedRows, plan: RunPlan, eno
     def ask(start: int, stop: int, counted: Counts) -> list[Grouped]:
         return groups_of(pipeline, rows, start, stop, counted)
 
-    groups: Groups[ListedRow] = Groups(plan.data.batch_size)
+    groups: Groups[ListedRow] = Groups(plan.data.settings.batch_size)
     batches: list[list[ListedRow]] = []
     for found in _blocks(ask, rows.count, _BLOCK, plan.config, counts):
         batches += [full for full in (groups.add(row, key, size) for row, key, size in found) if full]
         if len(batches) >= enough:
             break
     else:
-        drop = plan.data.batch_drop_last
+        drop = plan.data.settings.batch_drop_last
         batches += [] if drop else groups.left()
         if drop and plan.config.dp_rank == 0 and groups.num_rows > _NOTABLE * rows.count:
             logger.warning("%s: batch_drop_last drops %s, of %d of a pass", pipeline.paths, groups, rows.count)

@@ -24,10 +24,11 @@ import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data._utils import worker as torch_worker
+import torch.utils.data
 
 from energon_bridge.errors import LoaderError
 from energon_bridge.loader.position import Position
@@ -251,12 +252,10 @@ def set_up_worker(work: Work, board: Board, stacks: StackFile, parent: int) -> N
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.manual_seed(seed >> 1)
-    # As in the workers of torch's DataLoader; `torch.utils.data.get_worker_info` returns it.
-    torch_worker._worker_info = torch_worker.WorkerInfo(
-        id=work.number,
-        num_workers=plan.config.num_workers,
-        seed=seed >> 1,
-        dataset=plan.data,  # type: ignore[arg-type]
+    # As torch's own workers do: where `get_worker_info` is defined stands what it returns in this process.
+    theirs: Any = sys.modules[torch.utils.data.get_worker_info.__module__]
+    theirs._worker_info = theirs.WorkerInfo(
+        id=work.number, num_workers=plan.config.num_workers, seed=seed >> 1, dataset=plan.data
     )
     board.begin()
 

@@ -14,11 +14,11 @@ from energon_bridge.errors import ConfigurationError, EnergonError, MetadataErro
 from energon_bridge.format.code import import_class
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.dataset_config import OWN_PACKAGES
+from energon_bridge.format.foreign import ForeignDataset
 from energon_bridge.format.join import JoinedDataset, JoinPart, joined_dataset, open_index
 from energon_bridge.format.parallel import available_cores
 from energon_bridge.mix.paths import user_cache
 from energon_bridge.mix.tree import AuxRef, Joiner, JoinRef, LeafRef
-from energon_bridge.rows.dataset import TableDataset
 from energon_bridge.samples import CrudeSample, Sample, sample_type_by_name
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def join_parts(join: JoinRef, open_part: Callable[[LeafRef], PreparedDataset]) -
     parts = []
     for entry in join.entries:
         dataset = open_part(entry.leaf)
-        if isinstance(dataset, TableDataset):
+        if isinstance(dataset, ForeignDataset):
             raise MetadataError(
                 f"{join.where}: {dataset.path} is a table, whose rows have no keys to join by. Convert it to "
                 "shards: energon convert --help"

@@ -21,6 +21,7 @@ from energon_bridge.errors import MetadataError, NotPreparedError
 from energon_bridge.format.dataset import FINGERPRINT_VERSION, PreparedDataset, check_counts, prepared, read_prepared
 from energon_bridge.format.dataset_config import DatasetConfig, DatasetConfigs
 from energon_bridge.format.documents import parse_document
+from energon_bridge.format.foreign import ForeignFormat, format_at, format_named
 from energon_bridge.format.jsonl import open_jsonl
 from energon_bridge.format.nvmeta import (
     DEFAULT_DATASET_CONFIG,
@@ -33,7 +34,6 @@ from energon_bridge.format.nvmeta import (
 )
 from energon_bridge.mix.paths import split_path, user_cache
 from energon_bridge.mix.tree import LeafRef
-from energon_bridge.rows.dataset import has_tables, is_table, open_tables
 from energon_bridge.storage import READ_TIMEOUT_SECONDS, OpenFiles, Stalls, Store, as_far, open_store
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -334,34 +334,35 @@ class DatasetOpener:
         self._opened: dict[Place, PreparedDataset] = {}
 
     def open(self, ref: LeafRef) -> PreparedDataset:
-        """Open the prepared dataset, the JSONL file or the tables of a reference.
+        """Open the prepared dataset, the JSONL file or the foreign dataset of a reference.
 
-        Errors are those of `open_dataset`, `open_jsonl` and `open_tables`.
+        Errors are those of `open_dataset`, `open_jsonl` and `ForeignFormat.open`.
         """
         place = _place_of(ref)
         dataset = self._opened.get(place)
         if dataset is None:
             if ref.is_jsonl:
                 dataset = open_jsonl(ref.path, files=self._files)
-            elif is_table(ref.path):
-                dataset = self._tables(place)
+            elif (foreign := format_named(ref.path)) is not None:
+                dataset = self._foreign(foreign, place)
             else:
-                dataset = self._prepared_or_tables(place)
+                dataset = self._prepared_or_foreign(place)
             self._opened[place] = dataset
         return dataset
 
-    def _prepared_or_tables(self, place: Place) -> PreparedDataset:
+    def _prepared_or_foreign(self, place: Place) -> PreparedDataset:
         try:
             dataset = self._open(place)
         except NotPreparedError:
-            if not has_tables(place[0]):
+            foreign = format_at(place[0])
+            if foreign is None:
                 raise
-            return self._tables(place)
+            return self._foreign(foreign, place)
         check_counts(dataset)
         return dataset
 
-    def _tables(self, place: Place) -> PreparedDataset:
-        return open_tables(place[0], split_part=place[1], dataset_config=place[2], open_files=self._files)
+    def _foreign(self, foreign: ForeignFormat, place: Place) -> PreparedDataset:
+        return foreign.open(place[0], split_part=place[1], dataset_config=place[2], open_files=self._files)
 
     def open_ahead(self, refs: Sequence[LeafRef]) -> None:
         """Open datasets at URLs, many at once, since each needs several requests.

@@ -381,7 +381,7 @@ def _taken(quotas: IntArray, phases: IntArray, place: int) -> IntArray:
     """Return how many draws of each leaf have a place below `place`, shape (leaves,)."""
     # floor((j 2^32 + phase) / q) < place  <=>  j 2^32 + phase < place q
     ends = -((phases - place * quotas) >> 32)
-    return np.clip(ends, 0, quotas)
+    return np.minimum(np.maximum(ends, 0), quotas)  # np.clip takes five times as long for so few
 
 
 def _place_of(quotas: IntArray, phases: IntArray, number: int) -> int:

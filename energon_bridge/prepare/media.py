@@ -17,7 +17,6 @@ import logging
 import os
 import sqlite3
 import tempfile
-import uuid
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
@@ -34,7 +33,7 @@ from energon_bridge.errors import (
     ShardMissingError,
     StorageError,
 )
-from energon_bridge.format.key_index import copy_key_index, find_supplement, remove_supplements, sqlite_uri
+from energon_bridge.format.key_index import copy_key_index, sqlite_uri
 from energon_bridge.format.kinds import HAS_HEIF, format_by_head, open_heic
 from energon_bridge.format.media import (
     HEAD_BYTES,
@@ -50,7 +49,6 @@ from energon_bridge.format.media import (
 )
 from energon_bridge.format.nvmeta import (
     INDEX_SQLITE,
-    INDEX_UUID,
     INFO_JSON,
     INFO_YAML,
     META_FOLDER,
@@ -125,8 +123,6 @@ def prepare_media(
         index = staging.path(rel)
         if store.exists(rel):
             copy_key_index(store, index)
-            if find_supplement(store) is not None:  # the copy includes it
-                staging.add(meta_path(INDEX_UUID), str(uuid.uuid4()).encode())
         elif is_dataset:
             raise KeyIndexError(
                 f"{store.root}: media metadata is stored in the key index, which is missing. Run `energon prepare "
@@ -140,7 +136,6 @@ def prepare_media(
         else:
             found = _index_folder(store, index, media, num_workers=num_workers, finish=finish, progress=progress)
         staging.commit()
-        remove_supplements(store)
     for name, _ in store.list(_KEPT_SUFFIX) if finish else ():
         if name.startswith(f"{_KEPT}/"):
             store.delete(name)

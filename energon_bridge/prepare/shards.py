@@ -33,7 +33,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from energon_bridge.errors import ConfigurationError, DecodeError, SourceError, StorageError
-from energon_bridge.format.key_index import KeyIndexWriter, remove_supplements
+from energon_bridge.format.key_index import KeyIndexWriter
 from energon_bridge.format.media import HEAD_BYTES, MediaFilter, metadata_row
 from energon_bridge.format.nvmeta import (
     DEFAULT_DATASET_CONFIG,
@@ -361,7 +361,6 @@ def publish(
                 (root / shard).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(parts.path / shard, root / shard)
         staging.commit(withdraw=renumbered(store, counts))
-        remove_supplements(store)
     return counts
 
 

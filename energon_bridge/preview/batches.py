@@ -110,7 +110,7 @@ def delivered(
     batches = []
     for number in range(world_size) if rank is None else (rank,):
         for step, batch, lanes in _deliver(spec, steps, world_size, number, state, per_step):
-            batches.append(shown(batch, spec.task_encoder, step=step, rank=number, num_lanes=lanes))
+            batches.append(shown(batch, spec.settings.task_encoder, step=step, rank=number, num_lanes=lanes))
     return sorted(batches, key=lambda batch: (batch.step, batch.rank))  # stable: those of a step and rank stay in order
 
 

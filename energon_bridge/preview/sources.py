@@ -76,7 +76,7 @@ class SampleSource:
     def __init__(self, spec: DatasetSpec, plan: RunPlan | None = None) -> None:
         coded = any(has_code(leaf.dataset) for leaf in spec.leaves)
         encoder = _ForCode() if coded else _AsTheyAre()
-        self._spec = replace(spec, task_encoder=encoder, batch_size=None, packing_buffer_size=None)
+        self._spec = spec.with_settings(task_encoder=encoder, batch_size=None, packing_buffer_size=None)
         config = replace(spec.worker_config, num_workers=0, data_parallel_group=None)
         self._plan = replace(plan, data=self._spec, config=config) if plan else plan_run(self._spec, config)
         self._pipeline: Pipeline = open_pipeline(self._plan, threads=0)

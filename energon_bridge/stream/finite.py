@@ -381,7 +381,7 @@ class FiniteStream:
                     "return one, so that all ranks make the same number of steps"
                 )
             if batches:
-                if self.pipeline.settings.batch_size is None and self._rows.ends is None and len(rows) > 1:
+                if self.pipeline.settings.run.batch_size is None and self._rows.ends is None and len(rows) > 1:
                     raise FatalSampleError(
                         f"{rows[0].key(self.pipeline)}: encode_sample yields {len(rows)} samples, but a "
                         "pass without batches delivers one per step: set batch_size"

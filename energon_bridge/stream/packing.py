@@ -303,7 +303,7 @@ def select_packs(
 
     `last` says that nothing will join the others. Rows whose length is not known, and are counted, are in neither.
     """
-    most = pipeline.settings.max_tokens_per_microbatch
+    most = pipeline.settings.run.max_tokens_per_microbatch
     if most is not None:
         return _select_microbatches(pipeline, rows, counts, most, last=last)
     groups = pipeline.code.select([row.content for row in rows], *pipeline.seed_of(rows[0]), last=last)
@@ -360,7 +360,7 @@ def pack_rows(pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, again
     refs = tuple(row.members[0] for row in members)
     try:
         # Without a batch size a pack is the microbatch.
-        whole = pipeline.settings.batch_size is None
+        whole = pipeline.settings.run.batch_size is None
         with pipeline.lending() if whole else contextlib.nullcontext(), pipeline.adopting():
             outputs = code.pack(samples, *pipeline.seed_of(members[0]))
     except Exception as error:  # the policy decides

@@ -94,21 +94,21 @@ class Pipeline:
 
     def __init__(self, leaves: Sequence[Leaf], settings: StreamSettings) -> None:
         self.leaves = leaves
-        self.settings = settings
-        self.rows = settings.batch_size or 1
-        makes = any(has_code(leaf.dataset) or cooker_of(settings.encoder, leaf.dataset) for leaf in leaves)
-        selects = selection_of(settings.packing_buffer_size, settings.max_tokens_per_microbatch)
+        self.settings, run = settings, settings.run
+        self.rows = run.rows
+        makes = any(has_code(leaf.dataset) or cooker_of(run.task_encoder, leaf.dataset) for leaf in leaves)
+        selects = selection_of(run.packing_buffer_size, run.max_tokens_per_microbatch)
         words = settings.words
-        self.code = HookRunner(settings.encoder, selects=selects, makes=makes, words=words[0] if words else None)
-        self._decoder = decoder_of(settings.encoder)
+        self.code = HookRunner(run.task_encoder, selects=selects, makes=makes, words=words[0] if words else None)
+        self._decoder = decoder_of(run.task_encoder)
         self._stores = StorePool(self._decoder)
-        self.judge = FailureTracker(settings.policy, settings.encoder, self.code.hooks, settings.delivered)
+        self.judge = FailureTracker(run.error_policy, run.task_encoder, self.code.hooks, settings.delivered)
         self.activities = Activities(words[1:])
         self.load_seconds = self.batch_seconds = 0.0
         self._asked: tuple[float, ...] = values_of(MADE)
         self.watchdog: Watchdog | None = None
         self.warned_of_groups = False
-        self.budget = Budget(settings.buffer_bytes, settings.lanes)
+        self.budget = Budget(settings.config.buffer_bytes, settings.lanes)
         self._sources: list[LeafSource | None] = [None] * len(leaves)
         self._cursors: OrderedDict[tuple[int, int], Cursor] = OrderedDict()
         self._pool = Threads(settings.threads, "energon-load") if settings.threads else None
@@ -117,9 +117,9 @@ class Pipeline:
         self._openers = Threads(_LEAVES_TOGETHER, "energon-leaves") if readers else None
         self._memory: Lender | None = None
         # If rows are packed or grouped, a slab would stay in use until the last of its images is delivered.
-        straight = settings.packing_buffer_size is None and not self.code.groups and self.rows > 1
+        straight = run.packing_buffer_size is None and not self.code.groups and self.rows > 1
         self._blocks = SlabPool()
-        self.slabs = self._blocks if straight and getattr(settings.encoder, "decoder", None) is not None else None
+        self.slabs = self._blocks if straight and getattr(run.task_encoder, "decoder", None) is not None else None
         self.chunk = -(-self.rows // settings.threads) if settings.threads else max(self.rows, _TOGETHER)
 
     # Loading ---------------------------------------------------------------------------------------------------------
@@ -143,9 +143,9 @@ class Pipeline:
         """Return the leaf's source, opened on first use."""
         source = self._sources[leaf]
         if source is None:
-            encoder, of = self.settings.encoder, self.leaves[leaf]
-            cook = cook_of(encoder, of.dataset, of.aux, self._stores, self.settings.cache)
-            tolerant = self.settings.policy.damaged_shards == "skip"
+            run, of = self.settings.run, self.leaves[leaf]
+            cook = cook_of(run.task_encoder, of.dataset, of.aux, self._stores, run.cache_pool)
+            tolerant = run.error_policy.damaged_shards == "skip"
             barred = self.settings.barred
             source = LeafSource(of, self._decoder, self.activities, cook=cook, tolerant=tolerant, barred=barred)
             self._sources[leaf] = source
@@ -349,7 +349,7 @@ class Pipeline:
         self, samples: list[Any], keys: Sequence[tuple[Any, ...]], first_leaf: int, lane: int, number: int
     ) -> list[Any]:
         """Return the microbatch of some rows (several if a batch hook is a generator), with mask and restore key."""
-        if self.settings.batch_size is None and not self.code.groups:
+        if self.settings.run.batch_size is None and not self.code.groups:
             batches = [samples[0]]
             self._attach(batches[0], "__restore_key__", keys[0])
         else:
@@ -407,8 +407,8 @@ class Pipeline:
             return
         settings = self.settings
         turn, row = divmod(draw, self.rows)
-        batch, worker = divmod(self._shown(lane, turn), settings.energon_workers)
-        NUMBER.set((batch * self.rows + row) * settings.energon_workers + worker)
+        batch, worker = divmod(self._shown(lane, turn), settings.config.processes)
+        NUMBER.set((batch * self.rows + row) * settings.config.processes + worker)
 
     def batches(
         self,
@@ -495,14 +495,16 @@ class Pipeline:
         """Flush failure reports that no later microbatch will carry."""
         reports, failure_log = self.judge.taken(), self.settings.failure_log
         if reports and failure_log is not None:
-            failure_log.write(reports, self.settings.rank, self.settings.ranks)
+            failure_log.write(reports, self.settings.config.dp_rank, self.settings.config.dp_size)
 
     def user_code(self, *, restoring: bool = False) -> contextlib.AbstractContextManager[None]:
         """Set up the hook context and restore the global generators afterwards; a no-op without user hooks."""
         if not (restoring or self.code.present):
             return contextlib.nullcontext()
-        put_back = restoring or self.settings.restore_generators
-        return running_hooks(self.settings.cache, self.code.tally, put_back=put_back, config=self.settings.config)
+        settings = self.settings
+        put_back = restoring or not settings.config.num_workers  # a worker's generators are its own
+        config = settings.config if settings.energon_ranks else None
+        return running_hooks(settings.run.cache_pool, self.code.tally, put_back=put_back, config=config)
 
 
 def first_sample(key: tuple[Any, ...]) -> RestoreKey:

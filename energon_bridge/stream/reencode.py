@@ -127,7 +127,7 @@ def _row(pipeline: Pipeline, key: tuple[Any, ...]) -> tuple[Any, int]:
         if code.by_length:
             pipeline.decode_deferred([row])
             row = code.post(row, pipeline.source(leaf).user_key, *key[1:])
-    if pipeline.settings.batch_size is None and not code.groups:
+    if pipeline.settings.run.batch_size is None and not code.groups:
         row = pipeline.collate([row], [key], leaf, 0, 0)[0]
     return row, leaf
 

@@ -40,10 +40,11 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 
-from energon_bridge.av import AV_EXTENSIONS, AVDecoder
 from energon_bridge.errors import ConfigurationError, DecodeError
 from energon_bridge.format.documents import BOM
+from energon_bridge.format.kinds import extensions_of
 from energon_bridge.format.media import HEAD_BYTES, kind_by_head
+from energon_bridge.registry import load
 from energon_bridge.samples.stacking import Slab
 from energon_bridge.storage.ranges import ByteRange
 from energon_bridge.task_encoder.current import DELIVERING
@@ -59,10 +60,10 @@ from energon_bridge.task_encoder.images import (
     guess_image_extension,
     image_form,
 )
-from energon_bridge.task_encoder.pickled import plain_pickle
 
 logger = logging.getLogger(__name__)
 
+AV_EXTENSIONS = extensions_of("av")
 MAX_PART_BYTES = 2 << 30
 """Default of `SampleDecoder(max_part_bytes=...)`."""
 AV_FORMS = ("AVDecoder", "pyav", "torch")
@@ -94,7 +95,7 @@ class SampleDecoder:
     limit. Pillow's own `Image.MAX_IMAGE_PIXELS` applies besides `max_pixels`: raise both for larger images.
 
     With `read_pickles`, pickles of plain values are read; otherwise they stay bytes. `av_class` is the class for videos
-    and sound: AVDecoder or a subclass.
+    and sound: a subclass of AVDecoder, or None for itself.
 
     Raises ConfigurationError for an unknown form, or an invalid size or limit.
     """
@@ -109,7 +110,7 @@ class SampleDecoder:
     max_pixels: int | None = MAX_PIXELS
     max_part_bytes: int | None = MAX_PART_BYTES
     read_pickles: bool = False
-    av_class: type[AVDecoder] = AVDecoder
+    av_class: Callable[..., Any] | None = None
     _form: ImageForm | None = field(init=False, repr=False, compare=False)
 
     @property
@@ -183,7 +184,7 @@ class SampleDecoder:
             return self._av(bytes(raw), part_name)
         codec = _CODECS.get(kind.extension)
         if self.read_pickles and kind.extension in _PICKLES:
-            codec = plain_pickle
+            codec = load("decoder", "pickle")
         if kind.extension in _ARCHIVES and self.max_part_bytes is not None and codec is not None:
             codec = partial(_bounded, codec=codec, most=self.max_part_bytes)
         # A memoryview would keep the whole read alive.
@@ -213,7 +214,7 @@ class SampleDecoder:
         return decode_rows(images, self._form, slab, turn)
 
     def _av(self, data: bytes | ByteRange, part_name: str) -> Any:
-        decoder = self.av_class(data, name=part_name)
+        decoder = (self.av_class or load("decoder", "av"))(data, name=part_name)
         if self.av_decode == "AVDecoder":
             return decoder
         return decoder.get_frames(self.video_decode_audio) if self.av_decode == "torch" else decoder.open_container()

@@ -210,6 +210,7 @@ def build_data_module(
         del settings[name]
     for name in ("attention", "patches", "column_tokens", "column_patches"):
         del settings[f"balance_{name}"]
+    settings |= settings.pop("settings")
     return EnergonMultiModalDataModule(
         tokenizer=bundle.tokenizer,
         image_processor=bundle.image_processor,

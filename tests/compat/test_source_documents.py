@@ -170,7 +170,7 @@ def test_leaving_the_two_sizes_out_logs_the_values_used(path: str, caplog: pytes
     with caplog.at_level(logging.INFO, logger="energon_bridge"):
         spec = get_train_dataset(path, batch_size=4)
     assert caplog.messages == [f"{path}: shuffle_buffer_size=100, max_samples_per_sequence=None"]
-    assert (spec.shuffle_buffer_size, spec.max_samples_per_sequence) == (100, None)
+    assert (spec.settings.shuffle_buffer_size, spec.settings.max_samples_per_sequence) == (100, None)
 
 
 @pytest.mark.parametrize(

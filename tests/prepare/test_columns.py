@@ -466,6 +466,6 @@ def test_columns_go_and_filters_with_them(tmp_path: Path) -> None:
 
 def test_an_encoder_that_skips_stays_exact_with_a_filter(data: Path) -> None:
     dataset = train_dataset(data, "skipping", filter="number % 2 == 0")
-    assert isinstance(dataset.task_encoder, SkippingEncoder)
+    assert isinstance(dataset.settings.task_encoder, SkippingEncoder)
     batches = deliver(loaders_of(dataset, 2, 2), 20)
     assert len(batches.digests) == 40

@@ -9,17 +9,21 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import tomllib
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from paths import REPOSITORY
 
+from energon_bridge.registry import load
+
 PACKAGE = "energon_bridge"
 
 # From the ground up: a layer imports only from itself and from the layers before it.
 LAYERS = (
     "errors",
+    "registry",
     "rng",
     "topology",
     "samples",
@@ -88,31 +92,19 @@ datamodule -> task_encoder.conversation
 datamodule -> task_encoder.multimodal
 loader.position -> loader.shares
 loader.position -> loader.summary
-loader.run_plan -> rows.dataset
 loader.run_plan -> stream.dealt
 loader.savable -> loader.shares
-mix.joins -> rows.dataset
-mix.leaves -> rows.dataset
-mix.opener -> rows.dataset
-mix.paths -> rows.dataset
 prepare -> prepare.lint
 prepare -> prepare.media
 prepare.run -> prepare.engines
 prepare.run -> prepare.media
 prepare.shards -> prepare.media
-prepare.summary -> rows.dataset
-storage -> storage.fsspec_store
-storage -> storage.remote
 stores.cache -> stores.disk_cache
-stream.dataset_code -> task_encoder.pickled
 stream.finite -> stream.dealt
-stream.leaf -> rows.dataset
 task_encoder -> task_encoder.conversation
 task_encoder -> task_encoder.inputs
 task_encoder -> task_encoder.multimodal
 task_encoder -> task_encoder.packed_sequences
-task_encoder.decoder -> av
-task_encoder.decoder -> task_encoder.pickled
 """
 MAX_LINES = 1000  # of one file: the budgets keep rooms small, this keeps a file one idea
 RUN_AS_COMMAND = 'if __name__ == "__main__":\n    sys.exit(main())\n'
@@ -264,6 +256,15 @@ def test_the_core_imports_no_other_room():
 def test_rooms_name_what_exists():
     modules = {module.removeprefix(f"{PACKAGE}.") for module in imports(REPOSITORY)}
     assert {name for names in ROOMS.values() for name in names.split()} <= modules
+
+
+def test_what_is_registered_exists():
+    """And lies outside the core, or the core could import it."""
+    table = tomllib.loads((REPOSITORY / PACKAGE / "registry.toml").read_text())
+    for kind, names in table.items():
+        for name, place in names.items():
+            assert room_of(place.partition(":")[0]) != "core", (kind, name)
+            assert callable(load(kind, name)) or load(kind, name)
 
 
 def test_rooms_keep_to_their_budgets():

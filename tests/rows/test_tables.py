@@ -39,6 +39,7 @@ from energon_bridge.errors import (
     SourceError,
     UnknownSplitError,
 )
+from energon_bridge.format.foreign import ForeignRow
 from energon_bridge.loader.run_plan import plan_run
 from energon_bridge.rows import arrow as files, dataset as tables
 from energon_bridge.rows.dataset import TableDataset, open_tables
@@ -150,7 +151,7 @@ def test_only_the_columns_of_the_fields_are_read(folder: Path) -> None:
     dataset = open_tables(folder, split_part="train")
     assert (dataset.columns, dataset.wanted) == (("image", "caption", "year"), ("image", "caption"))
     (row,) = tables.TableRows(dataset).read(np.array([3]))
-    assert isinstance(row, tables.TableRow)
+    assert isinstance(row, ForeignRow)
     assert json.loads(row.parts["json"].tobytes()) == {"caption": "caption 3"}
 
 
@@ -168,7 +169,7 @@ def test_children_read_what_their_parent_has_read(folder: Path) -> None:
     rows = tables.TableRows(dataset)
 
     def captions(_: int) -> list[bytes]:
-        found = [row for row in rows.read(np.arange(COUNT)) if isinstance(row, tables.TableRow)]
+        found = [row for row in rows.read(np.arange(COUNT)) if isinstance(row, ForeignRow)]
         return [row.parts["json"].tobytes() for row in found]
 
     expected = captions(0)
@@ -480,7 +481,7 @@ def test_threads_share_what_a_process_keeps(plain: Path) -> None:
     dataset = open_tables(plain, split_part="train")
     assert isinstance(dataset, TableDataset)
     rows = tables.TableRows(dataset)
-    expected = [row.parts["json"].tobytes() for row in rows.read(np.arange(COUNT)) if isinstance(row, tables.TableRow)]
+    expected = [row.parts["json"].tobytes() for row in rows.read(np.arange(COUNT)) if isinstance(row, ForeignRow)]
     assert len(expected) == COUNT
     found: list[list[bytes]] = []
 
@@ -489,7 +490,7 @@ def test_threads_share_what_a_process_keeps(plain: Path) -> None:
         made: dict[int, bytes] = {}
         for number in order.tolist():
             (row,) = rows.read(np.array([number]))
-            assert isinstance(row, tables.TableRow)
+            assert isinstance(row, ForeignRow)
             made[number] = row.parts["json"].tobytes()
         found.append([made[number] for number in range(COUNT)])
 
