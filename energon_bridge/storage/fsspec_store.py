@@ -6,6 +6,7 @@ Invariant: the file system object belongs to one process. After a fork or in a s
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ class FsspecStore:
     def __init__(self, url: str, stalls: Stalls | None = None) -> None:
         self.root = url.rstrip("/")
         self._stalls = Stalls() if stalls is None else stalls
-        self._opened = PerProcess(self._open)
+        self._opened = PerProcess(functools.partial(_opened, self.root))
         self._opened()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -124,15 +125,6 @@ class FsspecStore:
             if fs.isfile(path):
                 fs.rm_file(path)
 
-    def _open(self) -> tuple[Any, str]:
-        try:
-            fs, base = fsspec.core.url_to_fs(self.root)
-        except (ValueError, ImportError) as error:
-            raise ConfigurationError(f"{self.root}: no storage backend for this kind of URL: {error}") from error
-        except Exception as error:  # file systems may check the URL, and define their own errors
-            raise StorageError(f"{self.root}: cannot open: {type(error).__name__}: {error}") from error
-        return fs, base
-
     def _locate(self, rel: str) -> tuple[Any, str]:
         fs, base = self._opened()
         return fs, f"{base.rstrip('/')}/{rel}" if rel else base
@@ -154,3 +146,13 @@ class FsspecStore:
         except Exception as error:
             kind = "" if isinstance(error, OSError) and str(error) else f"{type(error).__name__}: "
             raise StorageError(f"{self.url(rel)}: cannot {doing}: {kind}{error}") from error
+
+
+def _opened(root: str) -> tuple[Any, str]:
+    try:
+        fs, base = fsspec.core.url_to_fs(root)
+    except (ValueError, ImportError) as error:
+        raise ConfigurationError(f"{root}: no storage backend for this kind of URL: {error}") from error
+    except Exception as error:  # file systems may check the URL, and define their own errors
+        raise StorageError(f"{root}: cannot open: {type(error).__name__}: {error}") from error
+    return fs, base

@@ -99,16 +99,18 @@ class Helpers:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._idle = PerProcess(self._no_threads)
+        self._begin()
 
-    def _no_threads(self) -> list[Jobs]:
-        idle: list[Jobs] = []
-        weakref.finalize(self, _end, idle).atexit = False
-        return idle
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._idle: list[Jobs] = []
+        weakref.finalize(self, _end, self._idle).atexit = False
 
     def start(self, job: Callable[[], None], done: Callable[[], None]) -> None:
         """Run a job, which must not raise, then `done`; after that the thread is idle."""
-        idle = self._idle()
+        if self._pid != os.getpid():
+            self._begin()
+        idle = self._idle
         try:
             jobs = idle.pop()
         except IndexError:

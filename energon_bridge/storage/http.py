@@ -531,25 +531,28 @@ class Client:
     ) -> tuple[http.client.HTTPConnection, Answer | http.client.HTTPResponse]:
         """Send a request on an idle connection or a new one; return it with the head of the response."""
         parts = urlsplit(url)
-        path = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
+        scheme, place = parts.scheme, parts.netloc
+        route = self._connections.route(scheme, place)
+        asked = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
+        if route.full_url:
+            asked, headers = url, {**headers, **route.headers}
         while True:
-            connection, is_new, absolute, more = self._connections.take(parts.scheme, parts.netloc, silence)
+            connection, is_new = self._connections.take(scheme, place, silence)
             attempt.connection = connection
             try:
                 if connection.sock is None:
                     connection.timeout = min(_CONNECT_SECONDS, silence)
                     connection.connect()
                     allow_silence(connection, silence)
-                    self._reached.add(parts.netloc)
+                    self._reached.add(place)
                 attempt.asked += 1
-                asked = url if absolute else path
-                return connection, get(connection, parts.scheme, parts.netloc, asked, {**headers, **more})
+                return connection, get(connection, scheme, place, asked, headers)
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
                 if not is_new and not isinstance(error, TimeoutError) and not attempt.cancelled:
                     attempt.again += 1
                     continue  # the server had closed the idle connection
-                unreached = parts.netloc not in self._reached
+                unreached = place not in self._reached
                 what = "cannot connect" if unreached else "no answer"
                 raise _Busy(f"{what}: {_named(error)}", unreached=unreached) from error
 
