@@ -62,6 +62,7 @@ IN_LAYERS = {
         "Conversation",
         "DeferredImage",
         "Document",
+        "Part",
         "Piece",
         "Turn",
         "TurnLayout",

@@ -11,15 +11,15 @@ import click
 from energon_bridge.cli.assistant import ask_dataset_yaml, ask_field_map, ask_ratio, show_first_samples
 from energon_bridge.cli.output import count_of, json_option
 from energon_bridge.cli.prepare_options import (
+    choose_engine,
+    chosen_task,
     engine_options,
     media_filter,
     media_options,
     report_media,
     shard_progress,
-    task_of,
     task_options,
     tmp_option,
-    workers_of,
     workers_option,
 )
 from energon_bridge.errors import ConfigurationError, MetadataError, NotPreparedError
@@ -108,7 +108,7 @@ def command(
     energon prepare /data/captions --task 3/16          a share of the tars, then once --finish
     energon prepare /data/captions --fix-duplicates     the second sample `a` becomes `a~2`
     """
-    share = task_of(task, finish=finish)
+    share = chosen_task(task, finish=finish)
     media = media_filter(media_metadata_by_glob, media_metadata_by_header, media_metadata_by_extension)
     if is_jsonl(path) or path.endswith(".yaml"):
         if any((split_ratio, split_parts, sample_type, tar_index_only, media, share, finish, fix_duplicates)):
@@ -121,7 +121,7 @@ def command(
             return {"samples": count}
         _prepare_mix(path, num_workers=num_workers, trust=trust_remote_code, progress=progress)
         return None
-    workers = workers_of(engine, address, num_workers)
+    workers = choose_engine(engine, address, num_workers)
     if fix_duplicates and (share or finish or tar_index_only):
         raise ConfigurationError(
             "--fix-duplicates reads all tars: run it without --task, --finish and --tar-index-only."

@@ -40,8 +40,8 @@ def get_val_dataset(path: Any, **kwargs: Any) -> DatasetSpec:
 def get_val_datasets(path: Any, **kwargs: Any) -> list[tuple[DatasetSpec, OpenedDataset]]:
     """Open the datasets of a mix for validation one by one, each with its paths and subflavors."""
     encoder = kwargs.get("task_encoder")
-    found = factories.get_val_datasets(path, **kwargs)
-    return [(_as_built(dataset, encoder, "build_val_datasets"), opened) for dataset, opened in found]
+    pairs = factories.get_val_datasets(path, **kwargs)
+    return [(_as_built(dataset, encoder, "build_val_datasets"), opened) for dataset, opened in pairs]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,10 +152,10 @@ def _told(built: _Built) -> str:
     ) + (f" ({built.joined}{', repeated' if built.cycled else ''})" if built.joined else "")
 
 
-def _refused(encoder: Any, found: str) -> Exception:
+def _refused(encoder: Any, complaint: str) -> Exception:
     names = [name for name in HOOKS if getattr(type(encoder), name) is not getattr(DefaultTaskEncoder, name)]
     return NotProvidedError(
         f"{type(encoder).__qualname__} overrides {' and '.join(names)} in a way that has no counterpart in "
-        f"energon_bridge: {found}. Describe a mix with a metadataset, a Blender or a dict, and process samples in the "
-        "other hooks of the task encoder."
+        f"energon_bridge: {complaint}. Describe a mix with a metadataset, a Blender or a dict, and process samples in "
+        "the other hooks of the task encoder."
     )

@@ -132,10 +132,10 @@ def _split(ratios: Ratios | None, patterns: Patterns | None, *, shuffle: bool) -
 def _all_but(folder: str, paths: Iterable[str]) -> str | None:
     """Return a pattern for the shards below a folder that are not among `paths`, None if there are none."""
     wanted = {os.path.relpath(one, folder) if os.path.isabs(one) else one for one in _expanded(paths)}
-    found = set(find_shards(open_store(folder)))
-    if missing := sorted(wanted - found):
+    shards = set(find_shards(open_store(folder)))
+    if missing := sorted(wanted - shards):
         raise ShardMissingError(f"{folder}: no such tar: {missing[0]}")
-    others = sorted(found - wanted)
+    others = sorted(shards - wanted)
     return f"^(?:{'|'.join(map(re.escape, others))})$" if others else None
 
 

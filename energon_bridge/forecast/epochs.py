@@ -67,7 +67,7 @@ class Forecast:
     """How far a run gets in some steps.
 
     Attributes:
-        steps, world_size, num_lanes, batch_size: Of the run.
+        steps, per_step, world_size, num_lanes, batch_size: Of the run; `per_step` microbatches of a rank are a step.
         lanes_because: Why it has so many lanes.
         masked_share: Share of the delivered microbatches that are masked, as the ranks do not divide the lanes.
         even_world_size: The nearest number of ranks that would mask none.
@@ -85,6 +85,7 @@ class Forecast:
     """
 
     steps: int
+    per_step: int
     world_size: int
     num_lanes: int
     lanes_because: str
@@ -104,7 +105,7 @@ class Forecast:
 
 
 def forecast(run: Run, steps: int) -> Forecast:
-    """Forecast how far an endless run gets in some steps from its beginning.
+    """Forecast how far an endless run gets in some steps of the optimizer from its beginning.
 
     Raises:
         ConfigurationError: The stream is not endless.
@@ -135,11 +136,12 @@ def forecast(run: Run, steps: int) -> Forecast:
                 mixing=None if leaf.shuffle_epochs is None else mixing(plan.leaves[number].order, looked_at),
             )
         )
-    mixed = [(found.share, found.mixing) for found in leaves if found.mixing is not None and found.share]
+    mixed = [(leaf.share, leaf.mixing) for leaf in leaves if leaf.mixing is not None and leaf.share]
     first_end = _first_end(run, sizes)
     ended = draws_per_leaf(run, first_end) >= sizes if first_end is not None else np.zeros(len(order), dtype=bool)
     return Forecast(
         steps=steps,
+        per_step=run.per_step,
         world_size=ranks,
         num_lanes=plan.num_lanes,
         lanes_because=_why(run.plan.config),
@@ -147,7 +149,7 @@ def forecast(run: Run, steps: int) -> Forecast:
         even_world_size=ownership.nearest_even_world_size(),
         batch_size=spec.settings.batch_size,
         mode=spec.mode,
-        microbatches=first_microbatch(steps, num_lanes=plan.num_lanes, world_size=ranks),
+        microbatches=first_microbatch(steps * run.per_step, num_lanes=plan.num_lanes, world_size=ranks),
         draws=int(counts.sum()),
         num_samples=spec.num_samples,
         leaves=tuple(leaves),
@@ -155,14 +157,14 @@ def forecast(run: Run, steps: int) -> Forecast:
         schedule=_schedule(run, steps, int(counts.sum()), order),
         first_end=first_end,
         ends_first=tuple(place for place, number in enumerate(order) if ended[number]),
-        mixing=sum(share * found for share, found in mixed) / sum(share for share, _ in mixed) if mixed else None,
+        mixing=sum(share * value for share, value in mixed) / sum(share for share, _ in mixed) if mixed else None,
     )
 
 
 def draws_per_leaf(run: Run, steps: int) -> IntArray:
     """Return the draws of each leaf, in order of identity, in the first steps of a run, shape (leaves,)."""
     lanes = run.num_lanes
-    m = first_microbatch(steps, num_lanes=lanes, world_size=run.world_size)
+    m = first_microbatch(steps * run.per_step, num_lanes=lanes, world_size=run.world_size)
     draws = [microbatches_before(lane, m, lanes) * run.spec.rows for lane in range(lanes)]
     blend = run.plan.blend
     if blend is None:
@@ -219,13 +221,14 @@ def _schedule(
     if run.spec.mode != "weights" or not run.spec.mix.is_scheduled:
         return ()
     lanes, rows = run.num_lanes, run.spec.rows
-    found = []
+    curve = []
     for point in sorted({0, *(point for point in run.spec.weights.points() if point < draws), draws} | between):
         m = point // lanes // rows * lanes + point % lanes
         shares = _shares(run, point)
-        step = steps if point == draws else step_of(m, num_lanes=lanes, world_size=run.world_size)
-        found.append(SharePoint(global_draw=point, step=step, shares=tuple(shares[number] for number in order)))
-    return tuple(found)
+        turn = step_of(m, num_lanes=lanes, world_size=run.world_size)
+        step = steps if point == draws else turn // run.per_step
+        curve.append(SharePoint(global_draw=point, step=step, shares=tuple(shares[number] for number in order)))
+    return tuple(curve)
 
 
 def _written(run: Run) -> list[str]:

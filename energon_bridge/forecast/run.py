@@ -45,6 +45,7 @@ class Run:
         state: The saved state that it was described by; None if it is a run from the beginning.
         lanes: The lanes in the state, by number.
         sharing: How it is divided, if ranks load their own shares.
+        per_step: Microbatches of each rank in a step of the optimizer; 1 in passes, which have no such steps.
     """
 
     spec: DatasetSpec
@@ -52,6 +53,7 @@ class Run:
     state: State | None = None
     lanes: Mapping[int, LaneState] = field(default_factory=dict)
     sharing: Sharing | None = None
+    per_step: int = 1
 
     @property
     def microbatches(self) -> int:
@@ -70,8 +72,9 @@ class Run:
 def run_of_mix(spec: DatasetSpec) -> Run:
     """Return a run from its beginning, on the ranks and lanes of the dataset's worker configuration."""
     plan = plan_run(spec, spec.worker_config)
-    Ownership(plan.num_lanes, plan.config.dp_size, 0)  # refuses more ranks than lanes
-    return Run(spec=spec, plan=plan)
+    ranks, group = plan.config.dp_size, plan.config.microbatches_per_global_batch
+    Ownership(plan.num_lanes, ranks, 0)  # refuses more ranks than lanes
+    return Run(spec=spec, plan=plan, per_step=1 if group is None or spec.finite else group // ranks)
 
 
 def run_of_state(
@@ -79,6 +82,7 @@ def run_of_state(
     *,
     world_size: int,
     mix: MixSource | None = None,
+    global_batch_size: int | None = None,
     split_part: str | None = None,
     dataset_config: str = "dataset.yaml",
     split_config: str = "split.yaml",
@@ -90,6 +94,8 @@ def run_of_state(
     Args:
         state: The state, merged from those of several ranks.
         world_size: Data-parallel ranks; a state knows none.
+        global_batch_size: Samples, or packs, of a step of the optimizer; None: one microbatch on each rank, unless the
+            state has windows of balance, which say it.
         mix: What the run was started with; needed if the state does not contain it, or its datasets have moved.
         split_part: Of `mix`; default: that of the state's leaves.
         dataset_config, split_config: Names of the files in `.nv-meta`.
@@ -136,7 +142,17 @@ def run_of_state(
         Ownership(plan.num_lanes, world_size, 0)
         # Retired leaves are at the end, and nothing is drawn from them.
         lanes = {lane: replace(s, leaf_draws=s.leaf_draws[: len(plan.leaves)]) for lane, s in lanes.items()}
-    return Run(spec=spec, plan=plan, state=state, lanes=lanes)
+    per_step = 1
+    if kind == "train" and global_batch_size is not None:
+        per_step, rest = divmod(global_batch_size, spec.rows * world_size)
+        if rest or not per_step:
+            raise ConfigurationError(
+                f"--global-batch-size {global_batch_size} is not a multiple of {spec.rows * world_size}, the samples "
+                f"that {world_size} ranks with microbatches of {spec.rows} deliver at once"
+            )
+    elif "balance_window_of" in settings and settings["balance_window_of"] % world_size == 0:
+        per_step = settings["balance_window_of"] // world_size
+    return Run(spec=spec, plan=plan, state=state, lanes=lanes, per_step=per_step)
 
 
 def shared_out(run: Run, cost: Any, group: int | None, window: int | None) -> Run:
@@ -169,7 +185,7 @@ def shared_out(run: Run, cost: Any, group: int | None, window: int | None) -> Ru
     sharing = sharing_of(run.spec, group, cost, window)
     if run.state is not None:
         check_windows(settings, sharing.settings)
-    return replace(run, sharing=sharing)
+    return replace(run, sharing=sharing, per_step=group // run.world_size)
 
 
 def _spec_of_mix(mix: MixSource, kind: str, settings: State, config: WorkerConfig, **names: Any) -> DatasetSpec:

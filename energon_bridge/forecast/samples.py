@@ -35,9 +35,9 @@ from energon_bridge.topology import Ownership, first_microbatch, microbatches_be
 # Keys of samples, looked up by shard and index in the dataset's key index, if it has one on a local disk.
 
 
-_FEW = 8
+_LOOKUPS_BEFORE_READING = 8
 """Lookups in a shard before all of its keys are read."""
-_SHARDS = 256
+_CACHED_SHARDS = 256
 """Shards whose keys are kept."""
 
 
@@ -63,9 +63,9 @@ class KeyNames:
             if known is None:
                 return None
             self._asked[place] += 1
-            if self._asked[place] <= _FEW:
+            if self._asked[place] <= _LOOKUPS_BEFORE_READING:
                 return keys_at(known[0], known[1][shard], [index])[0]
-            if len(self._shards) == _SHARDS:
+            if len(self._shards) == _CACHED_SHARDS:
                 del self._shards[next(iter(self._shards))]
             keys = self._shards[place] = keys_of_shard(known[0], known[1][shard])
             return keys[index] if index < len(keys) else None
@@ -84,8 +84,8 @@ def _index_of(dataset: PreparedDataset) -> tuple[KeyIndex, dict[str, int]] | Non
     return local_key_index(store, scratch=""), numbers
 
 
-_ROUNDS = 4096
-_AT_ONCE = 256
+_CACHED_ROUNDS = 4096
+_DRAWS_AT_ONCE = 256
 """Draws of a mix that are looked at together."""
 
 
@@ -128,16 +128,16 @@ class NamedMicrobatch:
 
 
 def name_steps(run: Run, steps: Iterable[int], *, keys: bool = True) -> Iterator[list[NamedMicrobatch]]:
-    """Name the samples of steps, for every rank.
+    """Name the samples of steps of the optimizer, for every rank.
 
     Args:
         run: The run.
-        steps: Each as the steps before it, counted from the beginning of the run (of validation: of a pass), on as
-            many ranks.
+        steps: Each as the steps before it, counted from the beginning of the run (of validation: of a pass, whose steps
+            are one microbatch on every rank), on as many ranks.
         keys: Look keys up, which takes most of the time.
 
     Raises:
-        ConfigurationError: There is no such step, or the state was saved between two steps of so many ranks.
+        ConfigurationError: There is no such step, or the state was saved between two steps of this number of ranks.
         MissingRankError: The state has not the lanes that are needed.
     """
     if run.spec.finite:
@@ -147,12 +147,14 @@ def name_steps(run: Run, steps: Iterable[int], *, keys: bool = True) -> Iterator
         return
     names = _Names(run, keys=keys)
     for step in steps:
-        yield _endless_step(run, step, names)
+        turns = range(step * run.per_step, (step + 1) * run.per_step)
+        yield [one for turn in turns for one in _endless_turn(run, turn, names)]
 
 
-def _endless_step(run: Run, step: int, names: _Names) -> list[NamedMicrobatch]:
+def _endless_turn(run: Run, turn: int, names: _Names) -> list[NamedMicrobatch]:
+    """Name one microbatch of each rank: those after the first `turn` of each."""
     lanes, ranks = run.num_lanes, run.world_size
-    m = first_microbatch(step, num_lanes=lanes, world_size=ranks)
+    m = first_microbatch(turn, num_lanes=lanes, world_size=ranks)
     stand = run.microbatches
     if first_microbatch(step_of(stand, num_lanes=lanes, world_size=ranks), num_lanes=lanes, world_size=ranks) != stand:
         raise ConfigurationError(
@@ -186,13 +188,11 @@ def name_shared_steps(
         MissingRankError: The state has not the lanes that are needed.
     """
     names, of_sample = _Names(run, keys=False), _SampleNames(run.plan.leaves, keys=keys)
-    rounds = sharing.group // run.world_size
     planned: GlobalBatches | None = None
     window: list[SharedBatch] = []
     for step in steps:
-        number, turn = divmod(step, rounds)
-        begin = sharing.begin(number * sharing.group)
-        while not window or window[-1].number < number:
+        begin = sharing.begin(step * sharing.group)
+        while not window or window[-1].number < step:
             if planned is None or (planned.end <= begin and not names.has_bans):
                 # Without bans, positions of lanes are computed directly.
                 known = sharing.begin(run.microbatches)
@@ -200,9 +200,9 @@ def name_shared_steps(
                 lanes = {lane: names.lane_at(lane, start, known) for lane in range(run.num_lanes)}
                 planned = sharing.batches(run.plan, lanes, start)
             window = planned.next_window(states=False)
-        shared = window[number - window[0].number]
+        shared = window[step - window[0].number]
         delivered = []
-        for rank, place in enumerate(shared.assignment[turn].tolist()):
+        for rank, place in (pair for turn in shared.assignment.tolist() for pair in enumerate(turn)):
             batch = shared.batches[place]
             samples = [of_sample.of(row, *member) for row, member in enumerate(batch.members.tolist())]
             m = batch.number * run.num_lanes + batch.lane
@@ -298,7 +298,7 @@ class _Names:
         """Return the round that holds a draw: mostly that of the draw before."""
         part = self._rounds.get((leaf, lane))
         if part is None or not part.first <= draw < part.first + len(part.indices):
-            if len(self._rounds) == _ROUNDS:
+            if len(self._rounds) == _CACHED_ROUNDS:
                 self._rounds.clear()
             part = self._rounds[leaf, lane] = self._run.plan.leaves[leaf].order.round_at(lane, draw)
         return part
@@ -341,7 +341,7 @@ class _Names:
         blend, lanes = self._run.plan.blend, self._run.num_lanes
         before, draw, taken = list(stand.leaf_draws), stand.draw, stand.taken
         while True:
-            leaves = [0] if blend is None else blend.leaves(lane, draw - stand.origin, _AT_ONCE).tolist()
+            leaves = [0] if blend is None else blend.leaves(lane, draw - stand.origin, _DRAWS_AT_ONCE).tolist()
             for leaf in leaves:
                 number, bans = before[leaf], self._bans[leaf]
                 before[leaf] += 1

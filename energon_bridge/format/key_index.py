@@ -42,9 +42,9 @@ from energon_bridge.storage import LocalStore, Store
 
 
 _COPY_BYTES = 64 << 20
-_STEPS = 1_000_000
+_CHECK_EVERY_STEPS = 1_000_000
 """Steps of sqlite's virtual machine between two checks of the time limit; a lookup takes a few dozen."""
-_PIECE_SECONDS = 3600.0
+_TASK_SECONDS = 3600.0
 """Seconds allowed for one task, such as matching the keys of a shard."""
 
 _MATCHES = """
@@ -190,7 +190,7 @@ def keys_of_shard(index: KeyIndex, shard: int) -> list[str]:
 def _connected(own: KeyIndex, other: KeyIndex | None = None) -> Iterator[sqlite3.Connection]:
     """Open a key index, with another one attached as `other`; errors inside the block become KeyIndexErrors."""
     with _naming(own.dataset, other.dataset if other else None), closing(connect_key_index(own)) as connection:
-        limit_time(connection, _PIECE_SECONDS)
+        limit_time(connection, _TASK_SECONDS)
         check_table(connection, "main", "samples")
         if other is not None:
             connection.execute("ATTACH ? AS other", (_locked_uri(other),))
@@ -253,7 +253,7 @@ def check_table(connection: sqlite3.Connection, schema: str, name: str) -> None:
 def limit_time(connection: sqlite3.Connection, seconds: float) -> None:
     """Make queries of a connection raise sqlite3.OperationalError ("interrupted") after some time."""
     deadline = time.monotonic() + seconds
-    connection.set_progress_handler(lambda: time.monotonic() > deadline, _STEPS)
+    connection.set_progress_handler(lambda: time.monotonic() > deadline, _CHECK_EVERY_STEPS)
 
 
 def sqlite_uri(path: str) -> str:
@@ -482,8 +482,8 @@ class KeyIndexWriter:
     def _parts_of(self, key: str) -> set[str]:
         """Return the names of the parts of the earlier sample with a key."""
         query = "SELECT part_name FROM sample_parts JOIN samples USING (tar_file_id, sample_index) WHERE sample_key = ?"
-        found: set[str] = set()
+        names: set[str] = set()
         with suppress(sqlite3.Error):  # an index of another tool may lack the table
             check_table(self._connection, "main", "sample_parts")
-            found |= {str(name) for (name,) in self._connection.execute(query, (key,))}
-        return found
+            names |= {str(name) for (name,) in self._connection.execute(query, (key,))}
+        return names

@@ -45,9 +45,9 @@ logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.5
 """Between two looks at a worker that is waited for."""
 _BEGIN_SECONDS = 30.0
-"""For a fork to begin, and twice as long after each one that did not."""
+"""Time for a forked worker to begin; it doubles with each attempt that failed."""
 _IMPORT_FACTOR = 10
-"""So many times as long for workers that import everything first, on nodes that are busy with that."""
+"""Factor of that time for workers that import everything first, on nodes that are busy with it."""
 _END_SECONDS = 5.0
 _STACK_SECONDS = 1.0
 _RESTARTS_WITHOUT_A_BATCH = 3

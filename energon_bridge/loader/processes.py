@@ -40,7 +40,7 @@ from energon_bridge.stream.watchdog import HOOK, HOOKS, INDEX, LEAF, SAMPLE_HOOK
 _BEGUN, _SINCE, _MADE, _SENT, _SAID = range(5)
 _FACTS = 5
 _THREADS = 32
-"""Threads that load whose work is told; further ones are not."""
+"""Loading threads whose work a worker reports to the watchdog; it says nothing of further ones."""
 _SAMPLE_CODES = range(1, 1 + len(SAMPLE_HOOKS))
 
 
@@ -54,7 +54,7 @@ class SharedMemory(mmap.mmap):
     _owner: int
 
     def __new__(cls, size: int, *, sendable: bool = False, file: int | None = None) -> SharedMemory:
-        """Map so many bytes, of the file if one is given."""
+        """Map `size` bytes, of the file if one is given."""
         if sendable and file is None:
             file = os.memfd_create("energon-shared")
             os.ftruncate(file, size)

@@ -185,7 +185,7 @@ def _parse_schedule(value: dict[str, Any], *, where: str, field: str) -> WeightS
 
 
 def _points(points: Iterable[Any]) -> tuple[tuple[int, Fraction], ...]:
-    found: list[tuple[int, Fraction]] = []
+    parsed: list[tuple[int, Fraction]] = []
     for point in points:
         if not isinstance(point, (list, tuple)) or len(point) != 2:
             raise ConfigurationError(f"a point of a schedule is [draw, weight], got {point!r}")
@@ -193,8 +193,8 @@ def _points(points: Iterable[Any]) -> tuple[tuple[int, Fraction], ...]:
         number = exact_number(draw)  # 1e5 is a whole number, too
         if number is None or number.denominator != 1:
             raise ConfigurationError(f"the draw of a point must be a whole number, got {draw!r}")
-        found.append((int(number), _weight(weight)))
-    return tuple(found)
+        parsed.append((int(number), _weight(weight)))
+    return tuple(parsed)
 
 
 def _weight(value: Any) -> Fraction:

@@ -251,12 +251,12 @@ def check_first_files(source: Source) -> None:
             continue
         rest = first.relative_to(parent)
         near = [one for one in sorted(parent.iterdir()) if one.is_dir() and (one / rest).exists()]
-        found = f" It is in {near[0]}: pass --media {near[0]}." if near else ""
+        hint = f" It is in {near[0]}: pass --media {near[0]}." if near else ""
         break
     else:
-        found = ""
+        hint = ""
     raise SourceError(
-        f"{source.where}: none of the {len(missing)} files named in the first rows exists, such as {first}.{found} "
+        f"{source.where}: none of the {len(missing)} files named in the first rows exists, such as {first}.{hint} "
         "Paths are relative to --media."
     )
 

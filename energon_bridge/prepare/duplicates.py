@@ -316,8 +316,8 @@ def _patch(store: LocalStore, renamed: Iterable[Renamed]) -> None:
         with open(store.url(shard), "rb") as file:
             for at, states in blocks.items():
                 file.seek(at)
-                found = file.read(BLOCK)
-                if found not in states and not _torn(found, states):
+                block = file.read(BLOCK)
+                if block not in states and not _torn(block, states):
                     raise MetadataError(
                         f"{store.url(shard)}: was replaced while keys were renamed in it: the header at byte {at} "
                         f"differs. Restore the tar, or delete {store.url(meta_path(RENAMING))} to keep the names as "
@@ -327,9 +327,9 @@ def _patch(store: LocalStore, renamed: Iterable[Renamed]) -> None:
         _write_blocks(store.url(shard), {at: states[-1] for at, states in blocks.items()})
 
 
-def _torn(found: bytes, states: tuple[bytes, ...]) -> bool:
+def _torn(block: bytes, states: tuple[bytes, ...]) -> bool:
     """Return whether a block mixes two states, as after a power loss in the middle of a write."""
-    return len(found) == BLOCK and all(byte in known for byte, *known in zip(found, *states, strict=True))
+    return len(block) == BLOCK and all(byte in known for byte, *known in zip(block, *states, strict=True))
 
 
 def _write_blocks(path: str, blocks: dict[int, bytes]) -> None:

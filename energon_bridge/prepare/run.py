@@ -124,7 +124,7 @@ def prepare_dataset(
             _logger.info("%s: the split part %r gets none of the %d shards.", store.root, part, len(shards))
     identity = str(uuid.uuid4())
     with Staging(store) as staging:
-        counts, part_names, found = _index(
+        counts, part_names, indexed = _index(
             store,
             shards,
             staging,
@@ -141,7 +141,7 @@ def prepare_dataset(
             staging.add(meta_path(dataset_yaml_name), dataset_yaml)
         _commit(store, staging, counts, identity, key_index=key_index)
     _forget_scans(store)
-    return Prepared(shard_counts=counts, split_parts=split_parts, part_names=part_names, media=found)
+    return Prepared(shard_counts=counts, split_parts=split_parts, part_names=part_names, media=indexed)
 
 
 def scan_task(
@@ -216,7 +216,7 @@ def _index(
     with ExitStack() as stack:
         scan = partial(_scan, store, len(new) >= _MANY, finish)
         scans = stack.enter_context(closing(map_shards(scan, new, num_workers=num_workers)))
-        writer, found = None, None
+        writer, indexed = None, None
         if key_index:
             rel = meta_path(INDEX_SQLITE)
             index = staging.path(rel) if in_place is None else store.url(rel)
@@ -256,9 +256,9 @@ def _index(
                 _keep_media(store, writer)
             writer.finish()
             if media is not None:
-                found = index_dataset_media(store, shards, index, media, num_workers=num_workers, progress=progress)
+                indexed = index_dataset_media(store, shards, index, media, num_workers=num_workers, progress=progress)
     staging.add(meta_path(_TARS), json.dumps({"versions": versions, "part_names": sorted(part_names)}).encode())
-    return counts, tuple(sorted(part_names)), found
+    return counts, tuple(sorted(part_names)), indexed
 
 
 def _scan(store: Store, keep: bool, find_only: bool, shard: str) -> ShardRecord | None:

@@ -167,12 +167,14 @@ def _new_shards(store: Store, known: Collection[str]) -> tuple[str, ...]:
 
 
 def _column_numbers(store: Store, columns: Mapping[str, Column]) -> dict[str, ColumnNumbers]:
-    found = {}
+    numbers = {}
     for name, column in columns.items():
         if column.values is None and column.num_samples:
             values = read_numbers(store, name, column)
-            found[name] = ColumnNumbers(least=float(values.min()), mean=float(values.mean()), most=float(values.max()))
-    return found
+            numbers[name] = ColumnNumbers(
+                least=float(values.min()), mean=float(values.mean()), most=float(values.max())
+            )
+    return numbers
 
 
 def _of_key_index(store: Store, num_samples: int) -> tuple[dict[str, PartType], dict[str, MediaNumbers]]:
@@ -203,7 +205,7 @@ def _names_of_parts(store: Store) -> dict[str, PartType]:
 
 
 def _media(index: sqlite3.Connection) -> dict[str, MediaNumbers]:
-    found = {}
+    numbers = {}
     kinds = index.execute("SELECT metadata_type, count(*) FROM media_metadata GROUP BY 1 ORDER BY 1").fetchall()
     for kind, count in kinds:
         ranges: dict[str, tuple[float, float]] = {}
@@ -215,8 +217,8 @@ def _media(index: sqlite3.Connection) -> dict[str, MediaNumbers]:
             ).fetchone()
             if least is not None:
                 ranges[name] = (least, most)
-        found[str(kind)] = MediaNumbers(count=count, ranges=ranges)
-    return found
+        numbers[str(kind)] = MediaNumbers(count=count, ranges=ranges)
+    return numbers
 
 
 def _summarize_jsonl(path: str | os.PathLike[str]) -> DatasetSummary:

@@ -79,7 +79,7 @@ _VERSION = 1
 _AT_ONCE = 64
 _KEPT_BYTES = 1 << 30
 """Bytes of row groups that a process keeps; a single large group may exceed it."""
-_AGAIN_ROWS, _AGAIN_TIMES = 8, 16
+_REPEATED_ROWS, _REPEATED_GROUPS = 8, 16
 """Rows decoded again for each row used, and groups decoded again, that trigger a warning."""
 
 _logger = logging.getLogger(__name__)
@@ -171,8 +171,8 @@ def open_tables(
     for access in layout.fields.values():
         column = access.partition("[")[0]
         if column not in {*columns, *_labelled(next(filter(None, groups)))}:
-            found = f"has no column {column!r}, which a field is to come from.{did_you_mean(column, columns)}"
-            raise FieldMapError(f"{here}: {found} It has {', '.join(columns)}.")
+            mistake = f"has no column {column!r}, which a field is to come from.{did_you_mean(column, columns)}"
+            raise FieldMapError(f"{here}: {mistake} It has {', '.join(columns)}.")
     wanted = {access.partition("[")[0] for access in layout.fields.values()}
     if any(name in columns for name in CONVERSATIONS) or not wanted <= {*columns}:
         wanted = set()  # labels have names of their own, and conversations name their media
@@ -240,8 +240,8 @@ def _files(
             return here, store, saved_names(store)
         if is_table(here):
             store.check_root()  # says that neither is there
-        found = parts_of([PurePosixPath(name) for name, _ in store.list(".parquet")])
-        return here, store, [(part, str(name)) for part, name in found]
+        parts = parts_of([PurePosixPath(name) for name, _ in store.list(".parquet")])
+        return here, store, [(part, str(name)) for part, name in parts]
     local = Path(_local(path))
     if not local.exists():
         raise DatasetNotFoundError(f"{local}: no such file or folder. Check the path.")
@@ -374,8 +374,8 @@ class TableRows:
 
     def _groups_of(self, shard: int) -> tuple[list[Group], list[int]]:
         with self._lock:
-            found = self._groups.get(shard)
-            if found is None:
+            known = self._groups.get(shard)
+            if known is None:
                 name = self._dataset.shard_names[shard]
                 path = self._dataset.store.url(name)
                 if not self._dataset.store.exists(name):
@@ -390,8 +390,8 @@ class TableRows:
                 if sum(counts) != self._dataset.shard_counts[shard]:
                     raise CorruptShardError(f"{path}: its rows changed after it was opened. Open the dataset again.")
                 firsts = (np.cumsum(counts) - counts).tolist()
-                found = self._groups[shard] = groups, firsts
-            return found
+                known = self._groups[shard] = groups, firsts
+            return known
 
 
 def samples_of_tables(dataset: TableDataset, shard: int) -> Iterator[ForeignRow | Exception]:
@@ -427,10 +427,10 @@ class _Kept:
         place = group.key, columns
         with self._lock:
             self._rows += rows
-            found = self._groups.get(place)
-            if found is not None:
+            kept = self._groups.get(place)
+            if kept is not None:
                 self._groups.move_to_end(place)
-                return found[0]
+                return kept[0]
         table = read_group(group, columns)
         batches = _batches(table)
         with self._lock:
@@ -449,7 +449,7 @@ class _Kept:
             return
         self._rows_again += group.num_rows
         self._times_again += 1
-        if self._has_warned or self._times_again < _AGAIN_TIMES or self._rows_again < _AGAIN_ROWS * self._rows:
+        if self._has_warned or self._times_again < _REPEATED_GROUPS or self._rows_again < _REPEATED_ROWS * self._rows:
             return
         self._has_warned = True
         remedy = "Copy the files to a local disk"
@@ -490,12 +490,12 @@ def _mapped(group: Group, columns: tuple[str, ...]) -> Batches:
 
 
 def _batches(table: Any) -> Batches:
-    found: Batches = []
+    batches: Batches = []
     first = 0
     for batch in table.to_batches():
-        found.append((first, list(zip(batch.schema.names, batch.columns, strict=True))))
+        batches.append((first, list(zip(batch.schema.names, batch.columns, strict=True))))
         first += batch.num_rows
-    return found
+    return batches
 
 
 class _Tables:

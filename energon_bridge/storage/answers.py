@@ -54,7 +54,7 @@ class Route:
 
 
 class Connections:
-    """The connections of this process: those that wait for another request, by scheme and server, and new ones."""
+    """HTTP connections of one process: idle ones by scheme and server, and new ones, by a proxy if one is set."""
 
     def __init__(self) -> None:
         self._idle: dict[tuple[str, str], list[tuple[float, http.client.HTTPConnection]]] = {}

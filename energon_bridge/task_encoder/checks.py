@@ -34,8 +34,8 @@ HOOKS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """The hooks with their arguments."""
 
 _NEEDED = ("encode_sample", "batch", "encode_batch", "decoder")
-_LONG = 10
-"""In names of at least so many letters, two may be wrong."""
+_LONG_NAME = 10
+"""Letters of a name from which on two of them may be wrong."""
 
 
 def check_encoder(encoder: Any) -> None:
@@ -146,7 +146,7 @@ def _meant(name: str, known: Mapping[str, Any] | Sequence[str]) -> str | None:
         return None
     for right in known:
         plain, wanted = (text.lower().replace("_", "") for text in (name, right))
-        if plain[:1] == wanted[:1] and _distance(plain, wanted) <= 1 + (len(wanted) >= _LONG):
+        if plain[:1] == wanted[:1] and _distance(plain, wanted) <= 1 + (len(wanted) >= _LONG_NAME):
             return right
     return None
 

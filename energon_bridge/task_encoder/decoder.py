@@ -86,7 +86,7 @@ class SampleDecoder:
     Videos and sound are an `AVDecoder`, decoded when and where it is asked; `torch` decodes all of it at once into an
     `AVData` (the sound of videos with `video_decode_audio`), and `pyav` opens it for the user to read and to close.
     `image_backend` says what decodes images: `auto`, the fastest for a format, with Pillow's pixels; or `torchcodec`.
-    `image_target` declares that images need be no larger than so many pixels, or `(height, width)`: JPEGs are then
+    `image_target` declares that images need be no larger than a number of pixels, or `(height, width)`: JPEGs are then
     decoded at 1/2, 1/4 or 1/8 of their size where that is not smaller, which gives other pixels.
 
     A few bytes can demand any amount of memory, so there are two limits: images of more than `max_pixels` (width times
@@ -314,7 +314,7 @@ def _npz(data: bytes) -> dict[str, Any]:
 
 
 def _array(file: Any, size: int) -> np.ndarray:
-    """Read an array from a file of so many bytes."""
+    """Read an array from a file of `size` bytes."""
     try:
         return np.lib.format.read_array(file, allow_pickle=False)
     except MemoryError as error:

@@ -18,9 +18,9 @@ from types import MappingProxyType
 from typing import Any
 
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.task_encoder.conversation import ImageToken, MultiModalSampleConfig
 from energon_bridge.task_encoder.families import QWEN_VL_TEMPLATE, Family
 from energon_bridge.task_encoder.families.registry import load_pretrained
+from energon_bridge.task_encoder.layout import ImageToken, MultiModalSampleConfig
 from energon_bridge.training.config import ModelConfig
 
 # Small models ---------------------------------------------------------------------------------------------------------

@@ -43,10 +43,9 @@ from energon_bridge.integrations.lightning import MixFeedbackCallback, RunReport
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.rng import key_of
 from energon_bridge.task_encoder.base import TaskEncoder
+from energon_bridge.task_encoder.conversation import ChatSample, read_conversation
 from energon_bridge.task_encoder.costs import BatchCost, ColumnCost
 from energon_bridge.task_encoder.decoder import SampleDecoder
-from energon_bridge.task_encoder.families import ChatSample
-from energon_bridge.task_encoder.families.chat import chat_of
 from energon_bridge.topology import WorkerConfig
 from energon_bridge.training.callbacks import (
     TIMES,
@@ -465,7 +464,7 @@ class _TextOnly(TaskEncoder[Any, list[str], list[str], list[str]]):
             value = getattr(sample, name, None)
             texts += value if isinstance(value, list | tuple) else [value]
         if isinstance(sample, ChatSample):
-            texts += [part.text for message in chat_of(sample).messages for part in message.parts]
+            texts += [part.text for turn in read_conversation(sample).turns for part in turn.parts]
         return [text for text in texts if isinstance(text, str)]
 
     def batch(self, samples: list[list[str]]) -> list[str]:

@@ -93,7 +93,7 @@ def test_what_tasks_did_is_of_the_shard_and_of_the_function(tmp_path: Path) -> N
 def test_a_run_that_was_stopped_goes_on_and_one_that_failed_begins_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(columns, "_MANY", 5)
+    monkeypatch.setattr(columns, "_MANY_SHARDS", 5)
     root = dataset(tmp_path / "data")
     computed: list[int] = []
 

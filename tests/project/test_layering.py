@@ -58,7 +58,8 @@ LAYERS = (
 ROOMS = {
     "models": """
         transforms av samples.pixels task_encoder.families task_encoder.conversation task_encoder.inputs
-        task_encoder.multimodal task_encoder.packed_sequences task_encoder.pickled task_encoder.pixels
+        task_encoder.layout task_encoder.multimodal task_encoder.packed_sequences task_encoder.pickled
+        task_encoder.pixels
         task_encoder.resize task_encoder.sample_encoders task_encoder.sequences task_encoder.templates
         task_encoder.texts task_encoder.visual
     """,
@@ -88,7 +89,7 @@ BUDGETS = {
 CROSSINGS = """
 dataloader -> replica
 datamodule -> replica
-datamodule -> task_encoder.conversation
+datamodule -> task_encoder.layout
 datamodule -> task_encoder.multimodal
 loader.position -> loader.shares
 loader.position -> loader.summary
@@ -103,6 +104,7 @@ stores.cache -> stores.disk_cache
 stream.finite -> stream.dealt
 task_encoder -> task_encoder.conversation
 task_encoder -> task_encoder.inputs
+task_encoder -> task_encoder.layout
 task_encoder -> task_encoder.multimodal
 task_encoder -> task_encoder.packed_sequences
 """
