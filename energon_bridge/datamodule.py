@@ -17,20 +17,18 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from energon_bridge.dataloader import EnergonDataloader, MaskedMicrobatches
+from energon_bridge.dataloader import EnergonDataloader, MaskedMicrobatches, Replica, open_loader
 from energon_bridge.datasets import get_savable_loader, get_train_dataset, get_val_dataset, get_val_datasets
 from energon_bridge.errors import ConfigurationError, UnknownArgumentError, did_you_mean
 from energon_bridge.loader.metrics import dataset_names
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
-from energon_bridge.replica import Balance, Exchange, Replica, StageKeys, make_balance, make_replica, open_loader
+from energon_bridge.registry import load
 from energon_bridge.samples.devices import normalise_on_device, to_device
 from energon_bridge.samples.showing import counted, described
 from energon_bridge.stream.settings import check_numbers
 from energon_bridge.task_encoder.checks import check_encoder
 from energon_bridge.task_encoder.costs import BatchCost
-from energon_bridge.task_encoder.layout import MultiModalSampleConfig
-from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
 from energon_bridge.topology import WorkerConfig, check_data_parallel, data_parallel_group
 
 logger = logging.getLogger(__name__)
@@ -127,7 +125,7 @@ class EnergonMultiModalDataModule(_Base):
         pin_memory: bool = True,
         shuffle_buffer_size: int | None = 100,
         max_samples_per_sequence: int | None = None,
-        multimodal_sample_config: MultiModalSampleConfig | None = None,
+        multimodal_sample_config: object | None = None,
         task_encoder: Any | None = None,
         decoder_seq_length: int | None = None,
         packing_buffer_size: int | None = None,
@@ -139,7 +137,7 @@ class EnergonMultiModalDataModule(_Base):
         balance: BalanceMode = "none",
         balance_cost: Callable[[Any], float] | None = None,
         balance_window: int = 1,
-        stage_keys: StageKeys | None = None,
+        stage_keys: object | None = None,
         validate_each_dataset: bool = False,
         **settings: Any,
     ) -> None:
@@ -187,7 +185,7 @@ class EnergonMultiModalDataModule(_Base):
         self.stage_keys = stage_keys
         self.validate_each_dataset = validate_each_dataset
         self.validation_names: list[str] = []
-        self.task_encoder = task_encoder or MultiModalTaskEncoder(
+        self.task_encoder = task_encoder or load("encoder", "multimodal")(
             tokenizer, image_processor, multimodal_sample_config, decoder_seq_length or seq_length
         )
         self.validation_task_encoder = validation_task_encoder or self.task_encoder
@@ -198,7 +196,7 @@ class EnergonMultiModalDataModule(_Base):
         self.val_dataloader_object: EnergonDataloader | list[EnergonDataloader] | None = None
         self.test_dataloader_object: EnergonDataloader | None = None
         self._replica: Replica | None = None
-        self._balance: Balance | None = None
+        self._balance: object | None = None
         self._restored: dict[str, Any] | None = None  # the state that training data began from; None: the beginning
         self._opened_sizes: dict[str, int] = {}
 
@@ -234,14 +232,8 @@ class EnergonMultiModalDataModule(_Base):
                 f"global_batch_size={self.global_batch_size} cannot be divided between {config.dp_size} data-parallel "
                 f"ranks of micro_batch_size={self.micro_batch_size}: it must be a multiple of {per_step}"
             )
-        logger.info(
-            "%s data of %s: data-parallel rank %d of %d, %d workers",
-            split,
-            self.path,
-            config.dp_rank,
-            config.dp_size,
-            num_workers,
-        )
+        rank = config.dp_rank, config.dp_size
+        logger.info("%s data of %s: data-parallel rank %d of %d, %d workers", split, self.path, *rank, num_workers)
         return config
 
     def datasets_provider(self, worker_config: WorkerConfig, split: Literal["train", "val"] = "val") -> Any:
@@ -331,7 +323,10 @@ class EnergonMultiModalDataModule(_Base):
             datasets = [spec.leaves[0].dataset for spec in found]
             return dataset_names([one.path for one in datasets], [one.split_part for one in datasets])
 
-        self.validation_names = opened() if self.replica is None else Exchange(self.replica).answer(opened)
+        if self.replica is None:
+            self.validation_names = opened()
+        else:
+            self.validation_names = load("loading", "replica").Exchange(self.replica).answer(opened)
         return [
             EnergonDataloader(
                 open_loader(lambda n=n: get_savable_loader(found[n], **self._loader_options("val")), self.replica)
@@ -417,13 +412,15 @@ class EnergonMultiModalDataModule(_Base):
     def replica(self) -> Replica | None:
         """The ranks around this one that get the same batches from one loader; None if every rank loads."""
         if self._replica is None and self.replica_loading == "one_rank":
-            self._replica = make_replica(pg_collection=self.pg_collection, stage_keys=self.stage_keys)
+            self._replica = load("loading", "replica").make_replica(
+                pg_collection=self.pg_collection, stage_keys=self.stage_keys
+            )
         return self._replica
 
-    def _balancing(self) -> Balance | None:
+    def _balancing(self) -> object | None:
         """Return how the data-parallel ranks balance their microbatches; None if they do not."""
         if self._balance is None and self.balance == "global_batch":
-            self._balance = make_balance(
+            self._balance = load("loading", "replica").make_balance(
                 self.balance_cost,
                 pg_collection=self.pg_collection,
                 replica=self.replica,
@@ -535,14 +532,10 @@ _NEEDED = frozenset({"seq_length", "micro_batch_size", "num_workers", "balance_w
 """Numbers that cannot be None."""
 
 # What the module passes on, and what it sets there itself or does not offer.
-_RECEIVERS: tuple[tuple[Callable[..., Any], frozenset[str]], ...] = (
-    (get_train_dataset, frozenset({"split_part", "worker_config", "batch_size", "task_encoder"})),
-    (
-        WorkerConfig,
-        frozenset({"rank", "world_size", "num_workers", "data_parallel_group", "pin_memory"})
-        | {"microbatches_per_global_batch"},
-    ),
-    (get_savable_loader, frozenset({"worker_config", "prefetch_factor", "start_at"})),
+_RECEIVERS: tuple[tuple[Callable[..., Any], str], ...] = (
+    (get_train_dataset, "split_part worker_config batch_size task_encoder"),
+    (WorkerConfig, "rank world_size num_workers data_parallel_group pin_memory microbatches_per_global_batch"),
+    (get_savable_loader, "worker_config prefetch_factor start_at"),
 )
 
 
@@ -553,7 +546,7 @@ def _passed_on() -> list[dict[str, inspect.Parameter]]:
         {
             name: parameter
             for name, parameter in inspect.signature(receiver, eval_str=True).parameters.items()
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name not in set_here and name not in own
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name not in {*set_here.split(), *own}
         }
         for receiver, set_here in _RECEIVERS
     ]

@@ -1,4 +1,4 @@
-"""What other rooms give to the core, by kind and name: stores by scheme, formats of datasets, decoders.
+"""What other rooms give to the core, by kind and name: stores by scheme, formats of datasets, decoders, ways to load.
 
 The core imports no other room (see Layers in CONTRIBUTING.md). What a room adds is a line of `registry.toml`, and is
 imported when the core first asks for it: whoever reads local shards pays for no HTTP, no tables and no video.
@@ -19,11 +19,12 @@ def _table() -> dict[str, dict[str, str]]:
 
 
 def registered(kind: str) -> dict[str, str]:
-    """Return what there is of a kind: `module:attribute` by name."""
+    """Return what there is of a kind: `module`, or `module:attribute`, by name."""
     return _table()[kind]
 
 
 def load(kind: str, name: str) -> Any:
     """Import what has this kind and name."""
-    module, _, attribute = registered(kind)[name].partition(":")
-    return getattr(import_module(module), attribute)
+    place, _, attribute = registered(kind)[name].partition(":")
+    module = import_module(place)
+    return getattr(module, attribute) if attribute else module

@@ -11,7 +11,7 @@ from energon_bridge.cli.output import count_of, print_json
 from energon_bridge.cli.prepare_options import choose_engine, chosen_task, engine_options, shard_progress
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.dataset import PreparedDataset
-from energon_bridge.prepare.engines import Task
+from energon_bridge.format.parallel import Task
 from energon_bridge.prepare.lint import Problem, lint_dataset, lint_encoded, lint_mix, lint_parts
 
 _MAX_SHOWN = 100

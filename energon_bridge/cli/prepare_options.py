@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 import click
 
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.format.media import MediaFilter
-from energon_bridge.format.parallel import Workers
-from energon_bridge.prepare.engines import RayEngine, Task, parse_task
-from energon_bridge.prepare.media import IndexedMedia
+from energon_bridge.format.media import IndexedMedia, MediaFilter
+from energon_bridge.format.parallel import Task, Workers, parse_task
+from energon_bridge.prepare.engines import RayEngine
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -357,7 +357,7 @@ MODULE_ADVICE = {
     "flavors.webdataset.tar_patcher": "`energon prepare --fix-duplicates` renames duplicates",
     "fork_hook": "use before_fork_hook and its kin, or os.register_at_fork",
     "local_copy": "data is read by ranges from where it lies, and no copy is made",
-    "media": "energon_bridge.prepare.prepare_media and `energon prepare-media` write media metadata",
+    "media": "energon_bridge.prepare.media.prepare_media and `energon prepare-media` write media metadata",
     "metadataset": "pass the path of the YAML file, or the same as a dict, to get_train_dataset",
     "module_loader": "a dataset's own code runs with trust_remote_code=True",
     "retry_stream": "reads are retried where the storage says so",

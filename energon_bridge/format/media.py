@@ -36,6 +36,14 @@ _TABLES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexedMedia:
+    """Number of files with metadata, and the keys of those that could not be read."""
+
+    num_files: int
+    failed: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ImageMetadata:
     """Width and height in pixels, the file's format (`JPEG`) and colour mode (`RGB`), as Pillow names them."""
 

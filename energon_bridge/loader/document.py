@@ -2,7 +2,7 @@
 
 It has built-in types only, so it loads with `torch.load` and its defaults, as JSON, and in restricted unpicklers::
 
-    {"format": "energon_bridge.state", "format_version": 5, "order_version": 5,
+    {"format": "energon_bridge.state", "format_version": 5, "order_version": 6,
      "kind": "train" | "passes" | "finite", "num_lanes": L, "microbatches": m0,
      "epoch": passes that are done,          # of a finite stream; m0 counts in the pass
      "epoch_steps": steps delivered of the virtual epoch,
@@ -40,6 +40,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cache, lru_cache, partial
 from itertools import pairwise
 from typing import Any, get_args
@@ -580,3 +581,30 @@ def shown(value: Any) -> str:
     if type(value) is int and abs(value) >= 1 << 128:
         return f"a number of {value.bit_length()} bits"
     return repr(value)[:200] if isinstance(value, (str, int, float, type(None))) else f"a {type(value).__name__}"
+
+
+def leaf_rows(saved: SavedRun) -> list[State]:
+    """Return a row of plain values for each leaf of a state, parked ones last.
+
+    Returns:
+        Rows with identity, path, split_part, subset, share, num_samples and parked; `draws` from the leaf and `epochs`
+        (draws / num_samples), None for a finite stream, whose passes are counted as a whole; `epoch_samples`, its
+        samples in an epoch of the mix, with repetitions; `of_lanes`, the share of the lanes that the state has;
+        `waiting_in_groups`, samples in groups that are not full; and the counters samples (delivered), skipped, errors,
+        excluded, bytes, and of samples too long for a pack: dropped, truncated, split and pieces.
+    """
+    lanes = saved.lanes.values()
+    repeats = saved.settings.get("mode") == "repetitions"
+    waiting = sum((lane.held.samples(Stage.GROUP, len(saved.leaves)) for lane in lanes), np.zeros(len(saved.leaves)))
+    rows = []
+    for number, leaf in enumerate(saved.leaves):
+        draws = sum(lane.leaf_draws[number] for lane in lanes) if saved.kind == "train" else None
+        names = ("identity", "path", "split_part", "subset", "share", "num_samples", "parked")
+        row = {name: leaf[name] for name in names}
+        row["draws"] = draws
+        row["epochs"] = None if draws is None else draws / leaf["num_samples"]
+        row["epoch_samples"] = float(leaf["num_samples"] * Fraction(leaf["share"] or 1 if repeats else 1))
+        row["of_lanes"] = len(lanes) / saved.num_lanes
+        row["waiting_in_groups"] = int(waiting[number])
+        rows.append(row | leaf["counts"])
+    return rows

@@ -30,7 +30,6 @@ from energon_bridge.loader.fits import check_fits, check_lanes, merge
 from energon_bridge.loader.run_plan import RunPlan
 from energon_bridge.loader.shares import Sharing, open_shared
 from energon_bridge.loader.streams import Start, WorkerFacts, listing_of_pass, open_stream
-from energon_bridge.loader.summary import leaf_rows
 from energon_bridge.mix import parse_weight
 from energon_bridge.plan.bans import Ban, new_keys, with_ban
 from energon_bridge.plan.weights import GivenWeights
@@ -341,7 +340,7 @@ class Position:
         """
         again = [row[-1] for row in self._counts] + [0] * len(self._parked)
         samples = [float(number) for number in self.plan.data.epoch_samples] + [0.0] * len(self._parked)
-        rows = zip(leaf_rows(self.saved()), again, samples, strict=True)
+        rows = zip(doc.leaf_rows(self.saved()), again, samples, strict=True)
         return [row | {"encoded_again": number, "epoch_samples": of_epoch} for row, number, of_epoch in rows]
 
     def document(self) -> doc.State:

@@ -40,7 +40,7 @@ from energon_bridge.stream.watchdog import HOOK, HOOKS, INDEX, LEAF, SAMPLE_HOOK
 _BEGUN, _SINCE, _MADE, _SENT, _SAID = range(5)
 _FACTS = 5
 _THREADS = 32
-"""Loading threads whose work a worker reports to the watchdog; further ones it does not report."""
+"""Loading threads whose work a worker reports to the watchdog; further ones are left out."""
 _SAMPLE_CODES = range(1, 1 + len(SAMPLE_HOOKS))
 
 

@@ -20,7 +20,6 @@ from energon_bridge.mix.leaves import OpenLeaf
 from energon_bridge.plan.bans import LeafBans
 from energon_bridge.plan.blend import Blend, ChangedBlend, EpochizedBlend, LeafWeights, WeightedBlend
 from energon_bridge.plan.leaf import LeafOrder, slice_length
-from energon_bridge.plan.scheduled import ScheduledBlend
 from energon_bridge.plan.weights import ChangedWeights, MixWeights
 from energon_bridge.rng import key_of
 from energon_bridge.samples import CrudeSample, field_names
@@ -104,12 +103,12 @@ class DatasetSpec:
     @property
     def finite(self) -> bool:
         """Whether it comes one pass at a time (validation, or training with `repeat=False`)."""
-        return self.kind != "train"
+        return self.settings.kind != "train"
 
     @property
     def shuffled(self) -> bool:
         """Whether it is training data; validation comes in the order of the datasets."""
-        return self.kind != "finite"
+        return self.settings.kind != "finite"
 
     @property
     def rows(self) -> int:
@@ -450,7 +449,8 @@ def _blend(data: DatasetSpec, leaves: Sequence[Leaf], lanes: int, seed: int, cha
         return None
     if data.mode == "weights":
         parts: list[tuple[int, LeafWeights]] = [(0, data.weights), *changes]
-        blends = tuple((start, _weighted_blend(weights, start, lanes, key_of("run", seed))) for start, weights in parts)
+        key = key_of("run", seed)
+        blends = tuple((start, WeightedBlend(weights=weights, num_lanes=lanes, key=key)) for start, weights in parts)
         return ChangedBlend(parts=blends, num_lanes=lanes) if changes else blends[0][1]
     rank = {leaf.identity: number for number, leaf in enumerate(data.ordered)}
     sequence = tuple(rank[leaf.identity] for leaf in data.leaves) if data.mode == "concat" else None
@@ -463,12 +463,6 @@ def _blend(data: DatasetSpec, leaves: Sequence[Leaf], lanes: int, seed: int, cha
         blocks=tuple(leaf.order.dealt_block for leaf in leaves),
         sequence=sequence,
     )
-
-
-def _weighted_blend(weights: LeafWeights, start: int, lanes: int, key: int) -> Blend:
-    if weights.moves:
-        return ScheduledBlend(weights=weights, num_lanes=lanes, key=key, start=start)
-    return WeightedBlend(weights=weights, num_lanes=lanes, key=key)
 
 
 def _shuffle_setting(epochs: int | None) -> bool | int:

@@ -126,17 +126,6 @@ class WeightSchedule:
             return before[1]
         return Fraction(self.at(global_draw))
 
-    def next_change(self, global_draw: int) -> int | None:
-        """Return the first draw after `global_draw` whose weight may differ, None if there is none."""
-        if self.is_constant:
-            return None
-        after = bisect_right(self.points, global_draw, key=_draw)
-        if after == len(self.points):
-            return None
-        if self.kind == "steps":
-            return self.points[max(after, 1)][0] if len(self.points) > max(after, 1) else None
-        return self.points[0][0] + 1 if after == 0 else global_draw + 1
-
     def to_plain(self) -> dict[str, Any]:
         """Return built-in values that `parse_weight` reads back to an equal schedule."""
         if self.kind == "constant":

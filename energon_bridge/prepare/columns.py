@@ -31,9 +31,8 @@ from energon_bridge.format.dataset_config import DatasetConfigs
 from energon_bridge.format.jsonl import JsonlDataset
 from energon_bridge.format.media import kind_by_name
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, read_info
-from energon_bridge.format.parallel import Workers, map_shards
+from energon_bridge.format.parallel import Task, Workers, map_shards
 from energon_bridge.format.tar import parse_sample
-from energon_bridge.prepare.engines import Task
 from energon_bridge.prepare.lint import Problem, read_samples
 from energon_bridge.prepare.media import read_image
 from energon_bridge.prepare.staging import Staging

@@ -21,10 +21,9 @@ from energon_bridge.format.dataset_config import DatasetConfigs
 from energon_bridge.format.foreign import ForeignRow, field_map_of, format_of_unprepared
 from energon_bridge.format.jsonl import PART, JsonlDataset, is_jsonl, open_jsonl, parse_line
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG, read_info, read_splits
-from energon_bridge.format.parallel import Workers, map_shards
+from energon_bridge.format.parallel import Task, Workers, map_shards
 from energon_bridge.format.tar import parse_sample
 from energon_bridge.format.tar_index import find_pieces
-from energon_bridge.prepare.engines import Task
 from energon_bridge.rows.dataset import TableDataset, open_tables, samples_of_tables, table_parts
 from energon_bridge.storage import open_store
 from energon_bridge.stores.base import follow_links

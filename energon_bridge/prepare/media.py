@@ -40,6 +40,7 @@ from energon_bridge.format.kinds import HAS_HEIF, format_by_head, open_heic
 from energon_bridge.format.media import (
     HEAD_BYTES,
     ImageMetadata,
+    IndexedMedia,
     MediaFilter,
     MediaKind,
     MediaMetadata,
@@ -57,8 +58,7 @@ from energon_bridge.format.nvmeta import (
     meta_path,
     read_info,
 )
-from energon_bridge.format.parallel import Workers, map_shards
-from energon_bridge.prepare.engines import Task
+from energon_bridge.format.parallel import Task, Workers, map_shards
 from energon_bridge.prepare.staging import Staging
 from energon_bridge.storage import Store, open_store
 from energon_bridge.storage.ranges import ByteRange
@@ -74,14 +74,6 @@ _SHARD_PARTS = """
 """
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IndexedMedia:
-    """Number of files with metadata, and the keys of those that could not be read."""
-
-    num_files: int
-    failed: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from energon_bridge.format.key_index import (
     find_key_index,
     local_key_index,
 )
-from energon_bridge.format.media import MediaFilter
+from energon_bridge.format.media import IndexedMedia, MediaFilter
 from energon_bridge.format.nvmeta import (
     DEFAULT_DATASET_CONFIG,
     DEFAULT_SPLIT_CONFIG,
@@ -50,13 +50,12 @@ from energon_bridge.format.nvmeta import (
     render_splits,
     renumbered,
 )
-from energon_bridge.format.parallel import Workers, map_shards
+from energon_bridge.format.parallel import Task, Workers, map_shards
 from energon_bridge.format.tar_index import encode_index, index_name, scan_tar
-from energon_bridge.prepare.engines import Task
-from energon_bridge.prepare.media import IndexedMedia, index_dataset_media
 from energon_bridge.prepare.shards import RECORD_SUFFIX, ShardRecord
 from energon_bridge.prepare.split import SplitRule, find_shards, split_shards
 from energon_bridge.prepare.staging import Staging
+from energon_bridge.registry import load
 from energon_bridge.storage import LocalStore, Store, open_store
 
 Progress = Callable[[int, int], None]
@@ -256,7 +255,8 @@ def _index(
                 _keep_media(store, writer)
             writer.finish()
             if media is not None:
-                indexed = index_dataset_media(store, shards, index, media, num_workers=num_workers, progress=progress)
+                add = load("prepare", "media")
+                indexed = add(store, shards, index, media, num_workers=num_workers, progress=progress)
     staging.add(meta_path(_TARS), json.dumps({"versions": versions, "part_names": sorted(part_names)}).encode())
     return counts, tuple(sorted(part_names)), indexed
 

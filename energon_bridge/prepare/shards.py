@@ -49,8 +49,8 @@ from energon_bridge.format.nvmeta import (
 from energon_bridge.format.tar import split_member_name
 from energon_bridge.format.tar_index import ShardScan, encode_index, index_name
 from energon_bridge.prepare.dataset_yaml import render_dataset_yaml
-from energon_bridge.prepare.media import read_media
 from energon_bridge.prepare.staging import Staging
+from energon_bridge.registry import load
 from energon_bridge.storage import LocalStore, open_store
 
 try:
@@ -216,7 +216,7 @@ class ShardFile:
         try:
             kind = _MEDIA.kind_of(name, data[:HEAD_BYTES])
             if kind is not None:
-                self.record.media.append((name, *metadata_row(read_media(kind, data))))
+                self.record.media.append((name, *metadata_row(load("decoder", "metadata")(kind, data))))
         except (DecodeError, ConfigurationError) as error:  # the second: PyAV is not installed
             _logger.info("%s: no media metadata: %s", name, error)
 

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from energon_bridge.errors import WrongUseError
-from energon_bridge.loader.document import read
+from energon_bridge.loader.document import leaf_rows, read
 from energon_bridge.loader.metrics import flat_metrics
-from energon_bridge.loader.summary import leaf_rows
 from energon_bridge.replica.balance import Balance, balanced
 from energon_bridge.replica.exchange import Exchange
 from energon_bridge.replica.groups import Replica

@@ -343,10 +343,10 @@ class SlabPool:
         end = start + len(rows) * size
         if not size or list(map(torch.Tensor.data_ptr, rows)) != list(range(start, end, size)):
             return None
-        found = self.lent_at(start, end - start)
-        if found is None or first.requires_grad or any(len(set(map(trait, rows))) > 1 for trait in _TRAITS):
+        lent = self.lent_at(start, end - start)
+        if lent is None or first.requires_grad or any(len(set(map(trait, rows))) > 1 for trait in _TRAITS):
             return None
-        address, base = found
+        address, base = lent
         shape, item = first.shape, first.itemsize
         strides = [item * step for step in first.stride()]
         if sum((length - 1) * step for length, step in zip(shape, strides, strict=True)) + item != size:
@@ -367,10 +367,10 @@ class SlabPool:
             if not same or row.data_ptr() != end or not row.is_contiguous():
                 return None
             end += row.nbytes
-        found = self.lent_at(start, end - start)
-        if found is None:
+        lent = self.lent_at(start, end - start)
+        if lent is None:
             return None
-        address, base = found
+        address, base = lent
         # A view of the lender's type, which is what keeps its memory.
         view = type(base)((sum(map(len, rows)), *first.shape[1:]), bits, base, start - address)
         return torch.from_numpy(view).view(first.dtype)

@@ -382,8 +382,8 @@ def export_model(bundle: ModelBundle, folder: Path) -> None:
 
 def _image_token_id(config: Any, tokenizer: Any) -> int:
     ids = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
-    found = next((token_id for token_id in ids if token_id is not None), None)
-    return int(tokenizer.convert_tokens_to_ids(_IMAGE) if found is None else found)
+    known = next((token_id for token_id in ids if token_id is not None), None)
+    return int(tokenizer.convert_tokens_to_ids(_IMAGE) if known is None else known)
 
 
 def _image_tokens(config: Any) -> int | None:

@@ -228,8 +228,8 @@ def _balance_cost(data: DataConfig, bundle: ModelBundle) -> BatchCost | ColumnCo
     given = data.balance_attention, data.balance_patches
     weights = BatchCost.of_model(bundle.model.config) if None in given else BatchCost()
     attention, patches = (
-        own if own is not None else found
-        for own, found in zip(given, (weights.attention, weights.patches), strict=True)
+        own if own is not None else computed
+        for own, computed in zip(given, (weights.attention, weights.patches), strict=True)
     )
     weights = replace(weights, attention=attention, patches=patches)
     if data.balance_column_tokens is None:
@@ -502,10 +502,10 @@ def freeze(model: Any, patterns: Sequence[str]) -> None:
     """
     parameters = dict(model.named_parameters())
     for pattern in patterns:
-        found = [name for name in parameters if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
-        if not found:
+        matching = [name for name in parameters if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
+        if not matching:
             raise ConfigurationError(_unknown(model, pattern))
-        for name in found:
+        for name in matching:
             parameters[name].requires_grad_(False)
     if parameters and not any(parameter.requires_grad for parameter in parameters.values()):
         raise ConfigurationError(

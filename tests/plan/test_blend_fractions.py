@@ -35,8 +35,10 @@ class Constant:
     def at(self, global_draw: int) -> tuple[float, ...]:
         return self.weights
 
-    def next_change(self, global_draw: int) -> int | None:
-        return None
+    def points(self) -> list[int]:
+        return [0]
+
+    moves = False
 
 
 def weights_of(kind: str, seed: int) -> np.ndarray:

@@ -14,9 +14,9 @@ from tar_builder import write_texts
 
 from energon_bridge.cli.main import main
 from energon_bridge.errors import ConfigurationError, SampleError
+from energon_bridge.format.parallel import Task
 from energon_bridge.prepare import columns, parse_ratio, prepare_dataset, render_dataset_yaml
 from energon_bridge.prepare.columns import add_column
-from energon_bridge.prepare.engines import Task
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
 SEED = os.environ.get("ENERGON_TEST_SEED", "0")

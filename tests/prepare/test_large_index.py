@@ -35,12 +35,12 @@ from energon_bridge.loader.bans import samples_by_key
 from energon_bridge.prepare import (
     parse_ratio,
     prepare_dataset,
-    prepare_media,
     rebuild_index,
     render_dataset_yaml,
     run as preparing,
     summarize_dataset,
 )
+from energon_bridge.prepare.media import prepare_media
 from energon_bridge.prepare.staging import STAGING_FOLDER, Staging
 from energon_bridge.storage import open_store
 from energon_bridge.stores import WebdatasetFileStore
