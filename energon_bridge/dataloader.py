@@ -146,7 +146,7 @@ class EnergonDataloader:
                 f"EnergonDataloader: masked_microbatches must be 'refuse' or 'allow', got {masked_microbatches!r}"
             )
         self.loader = open_loader(loader, replica, balance)
-        self._is_broadcast = hasattr(self.loader, "replica")
+        self._is_broadcast = getattr(self.loader, "is_broadcast", False)
         self.on_delivery = on_delivery
         self.masked_microbatches = masked_microbatches
         self.wait_seconds = 0.0

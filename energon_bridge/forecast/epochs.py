@@ -17,6 +17,7 @@ from energon_bridge.forecast.run import Run
 from energon_bridge.mix import Node
 from energon_bridge.mix.schedule import plain_number
 from energon_bridge.mix.tree import Blend, EpochizedBlend, JoinRef, LeafRef
+from energon_bridge.plan.choose import Cursor, draws_before
 from energon_bridge.plan.leaf import LeafOrder
 from energon_bridge.rng import IntArray
 from energon_bridge.topology import Ownership, WorkerConfig, first_microbatch, microbatches_before, step_of
@@ -166,10 +167,7 @@ def draws_per_leaf(run: Run, steps: int) -> IntArray:
     lanes = run.num_lanes
     m = first_microbatch(steps * run.per_step, num_lanes=lanes, world_size=run.world_size)
     draws = [microbatches_before(lane, m, lanes) * run.spec.rows for lane in range(lanes)]
-    blend = run.plan.blend
-    if blend is None:
-        return np.array([sum(draws)])
-    return np.sum([blend.counts(lane, draw) for lane, draw in enumerate(draws)], axis=0)
+    return np.sum([draws_before(run.plan.blend, lane, draw) for lane, draw in enumerate(draws)], axis=0)
 
 
 def _first_end(run: Run, sizes: IntArray) -> int | None:
@@ -277,11 +275,9 @@ def mixing(order: LeafOrder, lanes: int) -> float:
     ideal = float((1 - (1 - shares) ** _DRAWS).sum())
     distinct = []
     for lane in range(0, order.num_lanes, -(-order.num_lanes // lanes)):
-        drawn = np.empty(0, dtype=np.int64)
-        while drawn.size < _DRAWS * _WINDOWS:
-            drawn = np.concatenate((drawn, order.round_at(lane, drawn.size).indices))
-        drawn = drawn[: _DRAWS * _WINDOWS]
-        places = drawn - order.first_sample if order.kept is None else np.searchsorted(order.kept, drawn)
+        rounds, _ = Cursor(order, lane, lambda found: found, 1).at(0, _DRAWS * _WINDOWS)
+        samples = rounds.indices[: _DRAWS * _WINDOWS]
+        places = samples - order.first_sample if order.kept is None else np.searchsorted(order.kept, samples)
         parts = places * _PARTS // n
         distinct += [np.unique(window).size for window in parts.reshape(_WINDOWS, _DRAWS)]
     return min(1.0, float(np.mean(distinct)) / ideal)

@@ -32,6 +32,7 @@ from energon_bridge.loader.shares import Sharing, open_shared
 from energon_bridge.loader.streams import Start, WorkerFacts, listing_of_pass, open_stream
 from energon_bridge.mix import parse_weight
 from energon_bridge.plan.bans import Ban, new_keys, with_ban
+from energon_bridge.plan.choose import draws_before
 from energon_bridge.plan.weights import GivenWeights
 from energon_bridge.stream.finite import Listing
 from energon_bridge.stream.lane import Stream
@@ -203,9 +204,7 @@ class Position:
     def _unskipped(self, lane: int, begin: int) -> LaneState:
         microbatches = microbatches_before(lane, begin, self.plan.num_lanes)
         draw = microbatches * self.plan.data.rows
-        blend = self.plan.blend
-        leaf_draws = (draw,) if blend is None else tuple(blend.counts(lane, draw).tolist())
-        return LaneState(microbatches, draw, 0, leaf_draws)
+        return LaneState(microbatches, draw, 0, tuple(draws_before(self.plan.blend, lane, draw).tolist()))
 
     # Weights ---------------------------------------------------------------------------------------------------------
 

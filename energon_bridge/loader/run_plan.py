@@ -12,13 +12,16 @@ from functools import cached_property
 from types import GenericAlias
 from typing import Any, ClassVar, NoReturn, Self
 
+import numpy as np
+
 from energon_bridge.errors import ConfigurationError, WrongUseError
 from energon_bridge.format.foreign import ForeignDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.mix import Mix
 from energon_bridge.mix.leaves import OpenLeaf
 from energon_bridge.plan.bans import LeafBans
-from energon_bridge.plan.blend import Blend, ChangedBlend, EpochizedBlend, LeafWeights, WeightedBlend
+from energon_bridge.plan.blend import Blend, ChangedBlend, EpochizedBlend, InTurns, LeafWeights, WeightedBlend
+from energon_bridge.plan.choose import PassDraws
 from energon_bridge.plan.leaf import LeafOrder, slice_length
 from energon_bridge.plan.weights import ChangedWeights, MixWeights
 from energon_bridge.rng import key_of
@@ -27,7 +30,7 @@ from energon_bridge.samples.showing import counted, described
 from energon_bridge.stream.cooking import check_cooker, cooker_of
 from energon_bridge.stream.dealt import ENDLESS, Deal, Dealt
 from energon_bridge.stream.failure_log import FailureLog
-from energon_bridge.stream.finite import FinitePlan, InOrder, Shuffled, num_microbatches
+from energon_bridge.stream.finite import num_microbatches
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.settings import RunSettings, StreamKind
 from energon_bridge.stream.user_code import HookRunner, is_default, selection_of
@@ -331,12 +334,19 @@ class RunPlan:
         plan = plan_run(self.data, self.config, num_lanes, changes, blocks)
         return replace(plan, recorded=self.recorded).with_banned(self.banned)
 
-    def draws_of_pass(self, epoch: int) -> FinitePlan:
-        """Return the plan of pass number `epoch` of a finite stream: which samples its draws are."""
-        if not self.data.shuffled:
-            return InOrder(self.leaves)
-        assert self.blend is None or isinstance(self.blend, EpochizedBlend)
-        return Shuffled(self.leaves, self.blend, epoch, sum(self.data.epoch_samples))
+    def draws_of_pass(self, epoch: int) -> PassDraws:
+        """Return pass number `epoch` of a finite stream: which samples its draws are.
+
+        Validation begins each pass anew; training that ends goes on in its one lane.
+        """
+        blend = self.blend
+        if isinstance(blend, EpochizedBlend):
+            first, end = (int(blend.drawn(0, number).sum()) for number in (epoch, epoch + 1))
+        else:
+            samples = sum(self.data.epoch_samples)  # if they are a fraction, passes differ
+            passes = (epoch, epoch + 1) if self.data.shuffled else (0, 1)
+            first, end = (int(samples * number) for number in passes)
+        return PassDraws(leaves=self.leaves, blend=blend, first=first, num_draws=end - first)
 
     @property
     def dealt(self) -> Dealt | None:
@@ -445,8 +455,10 @@ def _leaf(data: DatasetSpec, leaf: OpenLeaf, lanes: int, seed: int, *, block: in
 
 
 def _blend(data: DatasetSpec, leaves: Sequence[Leaf], lanes: int, seed: int, changes: ChangedWeights) -> Blend | None:
-    if data.kind == "finite" or data.mode == "single":
+    if len(leaves) == 1 and (data.kind == "finite" or data.mode == "single"):
         return None
+    if data.kind == "finite":
+        return InTurns(sizes=np.array([[leaf.num_samples for leaf in data.ordered]], dtype=np.int64))
     if data.mode == "weights":
         parts: list[tuple[int, LeafWeights]] = [(0, data.weights), *changes]
         key = key_of("run", seed)

@@ -29,9 +29,11 @@ from energon_bridge.loader.run_plan import DatasetSpec, RunPlan
 from energon_bridge.loader.streams import Start, WorkerFacts, watched_pipeline
 from energon_bridge.mix.leaves import numbers_of_samples
 from energon_bridge.plan.balance import Integers, assign_microbatches, cut_window, imbalance
+from energon_bridge.plan.choose import Picks, plain_cursors
 from energon_bridge.rng import fold, key_of
+from energon_bridge.stream.picked import PickedLoad
 from energon_bridge.stream.pipeline import Pipeline
-from energon_bridge.stream.planned import PlannedBatch, PlannedLane, PlannedLoad, PlanRules, SampleTable, make_planned
+from energon_bridge.stream.planned import PlannedBatch, PlannedLane, PlanRules, SampleTable, make_planned
 from energon_bridge.stream.state import LaneBatch, LaneState, ShareEnd
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.task_encoder.costs import ColumnCost
@@ -271,6 +273,7 @@ class GlobalBatches:
         self._num_lanes, self._fresh = num_lanes, LaneState.fresh(len(rules.leaves))
         self._states = lanes
         self._lanes: dict[int, PlannedLane] = {}
+        self._cursors = plain_cursors(rules.leaves, most=num_lanes * len(rules.leaves))
         self._next = microbatches
 
     @property
@@ -312,7 +315,7 @@ class GlobalBatches:
         lane = self._lanes.get(number)
         if lane is None:
             state = self._states.get(number) or self._fresh
-            lane = self._lanes[number] = PlannedLane(number, self.rules, state)
+            lane = self._lanes[number] = PlannedLane(number, self.rules, self._cursors, state)
         return lane
 
 
@@ -332,10 +335,10 @@ class SharedStreams:
         self.pipeline, self._batches = pipeline, batches
         self._rank, self._ranks, self._workers = config.dp_rank, config.dp_size, config.processes
         self._planned: dict[int, tuple[PlannedBatch, ShareEnd | None]] = {}
-        self._loads: dict[int, PlannedLoad] = {}
+        self._loads: dict[int, PickedLoad] = {}
 
     def prepare(self, unit: int, count: int) -> None:
-        self._load(unit).start()
+        self._load(unit).start(as_slab=True)
 
     def produce(self, unit: int) -> LaneBatch:
         item = self._make(unit)
@@ -353,12 +356,12 @@ class SharedStreams:
             self._loads.pop(known, None)
         return item
 
-    def _load(self, unit: int) -> PlannedLoad:
+    def _load(self, unit: int) -> PickedLoad:
         load = self._loads.get(unit)
         if load is None:
             while unit not in self._planned:
                 self._plan(unit % self._workers)
-            load = self._loads[unit] = PlannedLoad(self.pipeline, self._planned[unit][0].members)
+            load = self._loads[unit] = PickedLoad(self.pipeline, Picks(self._planned[unit][0].members))
         return load
 
     def _plan(self, worker: int) -> None:

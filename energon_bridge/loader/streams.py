@@ -16,16 +16,17 @@ from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import JsonlDataset
 from energon_bridge.loader.run_plan import RunPlan
+from energon_bridge.plan.choose import PassDraws
 from energon_bridge.stream.draws import SAMPLE
 from energon_bridge.stream.finite import (
     WHOLE_PACK,
     DrawnRows,
-    FinitePlan,
     FiniteStream,
     Grouped,
     ListedRow,
     ListedRows,
     Listing,
+    PassRows,
     groups_of,
     packs_of,
 )
@@ -145,8 +146,13 @@ def open_stream(
     if not plan.data.finite:
         return LaneStreams(pipeline, plan.blend, start.lanes)
     dealt = plan.dealt
-    draws = dealt or plan.draws_of_pass(start.epoch)
-    rows = DrawnRows(pipeline, draws) if start.listing is None else ListedRows(pipeline, start.listing)
+    rows: PassRows
+    if start.listing is not None:
+        rows = ListedRows(pipeline, start.listing)
+    elif dealt is not None:
+        rows = DrawnRows(pipeline, dealt.draws, dealt.sample_number)
+    else:
+        rows = DrawnRows(pipeline, plan.draws_of_pass(start.epoch))
     return FiniteStream(pipeline, rows, drop_last=plan.data.settings.batch_drop_last, dealt=dealt)
 
 
@@ -235,7 +241,7 @@ def listing_of_pass(plan: RunPlan, epoch: int, delivered: Collection[int]) -> tu
 
 
 def _packs(
-    pipeline: Pipeline, draws: FinitePlan, buffer: int, config: WorkerConfig, enough: float, counts: Counts
+    pipeline: Pipeline, draws: PassDraws, buffer: int, config: WorkerConfig, enough: float, counts: Counts
 ) -> Listing:
     """Return the packs of a pass, at least `enough` of them, selected from `buffer` draws at a time."""
 

@@ -16,6 +16,8 @@ kept each lane within 9 draws of its sum of shares, after any draw, and any 240 
 floor(ENr)` draws over all lanes together, divided like the samples of a leaf. A lane spreads its q draws of a leaf
 evenly, draw j at place `(j + phase)/q`, and merges the draws of all leaves in the order of these places, which are
 32-bit fixed-point numbers. So all leaves of a mix epoch end at about the same time, each exactly.
+
+A pass over validation data takes its leaves one after the other (`InTurns`).
 """
 
 from __future__ import annotations
@@ -374,6 +376,40 @@ class ChangedBlend:
     def _first(self, lane: int, number: int) -> int | None:
         """Return the first draw of a lane that a part decides."""
         return max(0, -((lane - self.parts[number][0]) // self.num_lanes)) if number < len(self.parts) else None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class InTurns:
+    """Leaves one after the other, in turns; for streams of one lane.
+
+    Args:
+        sizes: Draws of each leaf in each turn, shape (turns, leaves).
+    """
+
+    sizes: IntArray
+
+    @cached_property
+    def _ends(self) -> IntArray:
+        return np.cumsum(self.sizes)
+
+    @cached_property
+    def _before(self) -> IntArray:
+        """Draws of each leaf before each turn, shape (turns, leaves)."""
+        return np.cumsum(self.sizes, axis=0) - self.sizes
+
+    def leaves(self, lane: int, draw: int, count: int) -> IntArray:
+        """Return the leaf of each of `count` consecutive draws."""
+        pieces = np.searchsorted(self._ends, np.arange(draw, draw + count), side="right")
+        return pieces % self.sizes.shape[1]
+
+    def counts(self, lane: int, draw: int) -> IntArray:
+        """Return how many of the draws before `draw`, which is no end, come from each leaf, shape (leaves,)."""
+        piece = int(np.searchsorted(self._ends, draw, side="right"))
+        turn, leaf = divmod(piece, self.sizes.shape[1])
+        counts = self._before[turn].copy()
+        counts[:leaf] += self.sizes[turn, :leaf]
+        counts[leaf] += draw - self._ends[piece] + self.sizes[turn, leaf]
+        return counts
 
 
 def _below(first: int, count: int, end: int) -> int:

@@ -19,12 +19,13 @@ from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.parallel import available_cores
 from energon_bridge.loader.run_plan import DatasetSpec, RunPlan, plan_run
 from energon_bridge.loader.streams import open_pipeline
+from energon_bridge.plan.choose import Picks
 from energon_bridge.preview.records import Record, fields_of
 from energon_bridge.stream.dataset_code import PendingSample, has_code
+from energon_bridge.stream.picked import PickedLoad
 from energon_bridge.stream.pipeline import Pipeline
-from energon_bridge.stream.reencode import load_again
 from energon_bridge.stream.report import SamplePlace
-from energon_bridge.stream.state import SampleRef
+from energon_bridge.stream.state import SampleRef, as_members
 from energon_bridge.stream.values import FailedSample
 from energon_bridge.task_encoder.base import DefaultTaskEncoder
 from energon_bridge.task_encoder.decoder import SampleDecoder
@@ -125,7 +126,7 @@ class SampleSource:
     def _load(self, keys: Sequence[tuple[str, int, int, int]]) -> list[tuple[Any, int]]:
         pipeline = self._pipeline
         refs = [SampleRef(self._leaves[identity], index, epoch, 0) for identity, index, epoch, _ in keys]
-        loading = load_again(pipeline, refs)
+        loading = PickedLoad(pipeline, Picks(as_members(refs))).start()
         loaded: list[tuple[Any, int]] = []
         while len(loading):
             part = loading.take()

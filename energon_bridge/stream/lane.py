@@ -46,7 +46,7 @@ class Lane:
         self._first_microbatch = state.microbatches
         held = state.held.entries()
         size = pipeline.settings.run.packing_buffer_size
-        self._packing = Packing(self._draws, pipeline, size, held, state.buffer) if size else None
+        self._packing = Packing(self._draws, pipeline, size, state.held, state.buffer) if size else None
         waiting = [_row(refs, output) for stage, refs, output in held if stage is Stage.GROUP]
         self._grouping = Grouping(pipeline, pipeline.settings.run.batch_size, waiting) if pipeline.code.groups else None
         # Batches that the hooks made from `_batched`, until all of them are delivered.
