@@ -6,28 +6,16 @@ modules, so the command line starts at once and a program that only reads metada
 
 from __future__ import annotations
 
-import ast
-import importlib
-from pathlib import Path
-from typing import Any
+import lazy_loader
 
 __version__ = "0.1.0"
 
-_stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text())
-_homes = {name.name: node.module for node in _stub.body if isinstance(node, ast.ImportFrom) for name in node.names}
+__getattr__, _, _names = lazy_loader.attach_stub(__name__, __file__)
 
 # `from energon_bridge import *` asks for each of these; the data module would bring Lightning along, for many seconds.
-__all__ = ["__version__", *sorted({*_homes} - {"EnergonMultiModalDataModule"})]
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name from its module."""
-    if name not in _homes:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_homes[name]}"), name)
-    return value
+__all__ = ["__version__", *sorted({*_names} - {"EnergonMultiModalDataModule"})]
 
 
 def __dir__() -> list[str]:
     """List the public names as well, whether or not they have been used."""
-    return sorted({*globals(), *_homes})
+    return sorted({*globals(), *_names})

@@ -1,4 +1,4 @@
-"""The public names of the package, each once: type checkers read this file, and the package itself does at run time."""
+"""The public names of the package, each once: type checkers read this file, and `lazy_loader` does at run time."""
 
 __all__: list[str]
 __version__: str

@@ -210,6 +210,7 @@ def test_the_namespace_without_any_other_package_and_with_one_that_comes_later(t
     (tmp_path / "later/megatron/core/__init__.py").write_text("late = 1")
     code = f"""
 from importlib.machinery import PathFinder
+import lazy_loader
 sys.path = [entry for entry in sys.path if "site-packages" not in entry]
 assert PathFinder.find_spec("megatron") is None
 from energon_bridge.compat import install

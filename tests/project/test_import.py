@@ -56,7 +56,7 @@ def test_unknown_name_is_an_attribute_error():
 
 
 def test_every_name_is_listed_once():
-    """In the stub, which type checkers and the package read, from the module that a wheel has."""
+    """In the stub, which type checkers and `lazy_loader` read, from the module that a wheel has."""
     tree = ast.parse(Path(energon_bridge.__file__).with_suffix(".pyi").read_text())
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     names = [alias.asname for node in imports for alias in node.names]
