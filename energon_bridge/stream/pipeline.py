@@ -281,7 +281,7 @@ class Pipeline:
         With `again`, the hooks' own counts were counted before. `begun` is what `begin` made of the draw.
         """
         identity, index, epoch, _ = key
-        ref = SampleRef(leaf, index, epoch, 0)
+        ref, source = (leaf, index, epoch, 0), self.source(leaf)
         if type(sample) is PendingSample:
             sample = self.steps.made(sample, ref, counts)
         if type(sample) is FailedSample:
@@ -290,19 +290,18 @@ class Pipeline:
             else:
                 self.steps.failed(sample.error, [(leaf, index)], counts, hook=sample.hook, place=sample.place)
             return []
-        cook = self.source(leaf).cook
         if begun is None:
-            encoded = self.code.encode(sample, ref, counts, cook, again=again)
+            encoded = self.code.encode(sample, source, ref, counts, again=again)
         else:
             with self.adopting():
-                encoded = self.code.encode(sample, ref, counts, cook, again=again, begun=begun)
+                encoded = self.code.encode(sample, source, ref, counts, again=again, begun=begun)
         return [((identity, index, epoch, number), one) for number, one in enumerate(encoded)]
 
     def begin_draw(self, leaf: int, sample: Any, key: RestoreKey) -> BegunDraw | None:
         """Run the first hook on a draw, before its images are decoded; None if the draw has no sample yet."""
         if type(sample) in (PendingSample, FailedSample):
             return None
-        return self.code.begin(sample, SampleRef(leaf, *key[1:]), self.source(leaf).cook)
+        return self.code.begin(sample, self.source(leaf), (leaf, *key[1:]))
 
     @contextlib.contextmanager
     def adopting(self) -> Iterator[None]:

@@ -29,13 +29,15 @@ from energon_bridge.samples import SourceInfo
 from energon_bridge.stores import CachePool
 from energon_bridge.stream.policy import FailureTracker
 from energon_bridge.stream.report import MAX_MEMBERS, SamplePlace, place_in
-from energon_bridge.stream.state import COUNTERS, Counts, SampleRef
+from energon_bridge.stream.state import COUNTERS, Counts
 from energon_bridge.stream.watchdog import Activity, Words
 from energon_bridge.task_encoder.current import BATCH, CACHE, CONFIG, FAILED, NUMBER, SAMPLE, tallying
 from energon_bridge.task_encoder.hooks import Hook
 
 logger = logging.getLogger(__name__)
 
+Ref = tuple[int, int, int, int]
+"""Leaf, sample, epoch and output: a `SampleRef`, or a tuple as cheap as can be where every sample needs one."""
 Members = Iterable[tuple[int, int]]
 """Leaf and index of the samples that a hook works on; read only if it fails, or if the policy wants to know."""
 
@@ -117,7 +119,7 @@ class Steps:
         self,
         hook: Hook,
         argument: Any,
-        ref: SampleRef,
+        ref: Ref,
         counts: Counts | None,
         members: Members | None = None,
         *,
@@ -135,12 +137,13 @@ class Steps:
             again: The hooks' own counts were counted before.
             seeds: Whether it is user code.
         """
-        step = Step(self, hook, argument, ref, counts, members, again)
+        key = self.source(ref[0]).user_key
+        step = Step(self, hook).on(argument, key, ref, counts, members, again=again)
         if seeds:
             step.begin(hook, ref[3])
         return step
 
-    def made(self, pending: PendingSample, ref: SampleRef, counts: Counts | None) -> Any:
+    def made(self, pending: PendingSample, ref: Ref, counts: Counts | None) -> Any:
         """Finish a draw with the code that comes with its dataset: return the sample, or a `FailedSample`.
 
         Raises:
@@ -216,35 +219,42 @@ class Step:
         sample: If the hooks are those of a draw: the loaded sample, which says where it comes from.
     """
 
-    __slots__ = ("_again", "_counts", "_members", "_ref", "_steps", "hook", "sample")
+    __slots__ = ("_again", "_counts", "_key", "_members", "_now", "_ref", "_steps", "hook", "sample")
 
-    def __init__(
+    def __init__(self, steps: Steps, hook: Hook) -> None:
+        self._steps = steps
+        self._now = steps.now
+        self.hook = hook
+
+    def on(
         self,
-        steps: Steps,
-        hook: Hook,
         argument: Any,
-        ref: SampleRef,
+        key: int,
+        ref: Ref,
         counts: Counts | None,
         members: Members | None = None,
+        *,
+        sample: Any = None,
         again: bool = False,
-    ) -> None:
-        self._steps = steps
+    ) -> Self:
+        """Make it one on other samples; that of the draws is used again and again."""
+        self._key = key
         self._ref = ref
         self._counts = counts
         self._members = members
         self._again = again
-        self.hook = hook
-        self.sample: Any = None
-        steps.now.hook, steps.now.sample = hook, argument
+        self.sample = sample
+        now = self._now
+        now.hook, now.sample = self.hook, argument
+        return self
 
     def begin(self, hook: Hook, *words: int) -> None:
         """Say that a hook runs from now on, and seed the generators for it; `words` end the key."""
-        steps, (leaf, index, epoch, _) = self._steps, self._ref
-        key = steps.source(leaf).user_key
+        now, key, (_, index, epoch, _) = self._now, self._key, self._ref
         if hook.is_single:
-            steps.now.at(key, index)
+            now.at(key, index)
         SAMPLE.set((key, index, epoch) if hook.arguments[0] == "sample" else ())
-        steps.now.hook = hook
+        now.hook = hook
         seed_everything(fold(key, hook.key, index, epoch, *words))
 
     def __enter__(self) -> Self:
@@ -257,7 +267,7 @@ class Step:
         if steps.tally:
             self._take_tally()
         if error is None:
-            steps.now.hook = steps.now.sample = None
+            self._now.hook = self._now.sample = None
             if steps.judge.alert:
                 steps.worked(self.hook, {leaf for leaf, _ in self._of()})
             return False

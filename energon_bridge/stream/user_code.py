@@ -10,12 +10,12 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from types import GeneratorType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from energon_bridge.errors import ConfigurationError, FatalSampleError, SampleError
 from energon_bridge.stream.hook_values import group_key, selected_lists, shown, whole_number
 from energon_bridge.stream.state import Counts, SampleRef
-from energon_bridge.stream.steps import Attempt, Members, Step, Steps
+from energon_bridge.stream.steps import Attempt, Members, Ref, Step, Steps
 from energon_bridge.task_encoder.current import BATCH, DELIVERING, LAST, UNKNOWN
 from energon_bridge.task_encoder.deferred import decode_deferred
 from energon_bridge.task_encoder.hooks import Hook, hook_of, is_overridden
@@ -114,6 +114,13 @@ class BegunDraw(Attempt):
         self.tally: Counter[str] = Counter()
 
 
+class Drawn(Protocol):
+    """What a draw needs of its leaf: the key of its random numbers, and its cooker."""
+
+    user_key: int
+    cook: Callable[[Any], Any] | None
+
+
 class HookRunner:
     """Calls the hooks of an encoder, each in its step.
 
@@ -126,13 +133,14 @@ class HookRunner:
         self.own = own
         self.steps = steps
         self._first = hook_of(encoder, own.first)
+        self._draw = Step(steps, own.first)
 
     def encode(
         self,
         sample: Any,
-        ref: SampleRef,
+        source: Drawn,
+        ref: Ref,
         counts: Counts,
-        cook: Callable[[Any], Any] | None,
         *,
         again: bool = False,
         begun: BegunDraw | None = None,
@@ -142,20 +150,18 @@ class HookRunner:
         If the encoder selects, this runs `preencode_sample` only. `begun` is what `begin` made of the draw.
         """
         if not self.own.encodes:
-            self.steps.worked(self.own.first, (ref.leaf,))
+            self.steps.worked(self.own.first, ref[:1])
             return [sample]
-        step = Step(self.steps, self.own.first, sample, ref, counts, None, again)
-        step.sample = sample
-        with step:
-            encoded = self._first_of(step, sample, cook) if begun is None else self._outputs(begun)
+        with self._draw.on(sample, source.user_key, ref, counts, sample=sample, again=again) as step:
+            encoded = self._first_of(step, sample, source.cook) if begun is None else self._outputs(begun)
             return self._posted(step, encoded) if self.own.posts_alone else encoded
         return []
 
-    def begin(self, sample: Any, ref: SampleRef, cook: Callable[[Any], Any] | None) -> BegunDraw:
+    def begin(self, sample: Any, source: Drawn, ref: Ref) -> BegunDraw:
         """Run the first part of `encode`, before images are decoded; `encode` raises its exception, if any."""
         begun, tally = BegunDraw(sample), self.steps.tally
         with begun:
-            begun.encoded = self._first_of(Step(self.steps, self.own.first, sample, ref, None), sample, cook)
+            begun.encoded = self._first_of(self._draw.on(sample, source.user_key, ref, None), sample, source.cook)
             begun.failed = False
         begun.hook = self.steps.now.hook
         begun.tally.update(tally)

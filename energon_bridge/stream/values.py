@@ -136,11 +136,14 @@ class SampleParser:
         now.dataset, now.hook = dataset, Hook.READ
         attempt = Attempt()
         parsed: list[Any] = []  # key and parts of each, or a `FailedSample`
-        for raw, index, shard in zip(raws, indices, shards, strict=True):
-            with attempt:
-                found = self._parse(raw, self._parts)
-                parsed.append(EXCLUDED if excluded and (names[shard], found[0]) in excluded else found)
-                continue
+        drawn = zip(raws, shards, strict=True)
+        while len(parsed) < len(raws):
+            with attempt:  # of all, and of those left after a failure
+                for raw, shard in drawn:
+                    found = self._parse(raw, self._parts)
+                    parsed.append(EXCLUDED if excluded and (names[shard], found[0]) in excluded else found)
+                break
+            index = indices[len(parsed)]
             error = raw.error if type(raw) is Unreadable else self._located(attempt.error, raw, names[shard], index)
             parsed.append(FailedSample(error, Hook.READ, SamplePlace(path, names[shard], index, "", ())))
         now.hook = Hook.DECODE
@@ -151,26 +154,27 @@ class SampleParser:
             images = self._decode_into(into[0], *self._turns(parsed, indices, rows))
         out: list[Any] = []
         words, decodes = now.words, self._decode is not None
-        for raw, one, index, shard, restore_key, row in zip(
-            raws, parsed, indices, shards, restore_keys, rows, strict=True
-        ):
-            if type(one) is FailedSample:
-                out.append(one)
-                continue
-            key, parts = one
-            now.index, now.key, hook = index, key, Hook.DECODE
-            if decodes:
-                words[INDEX] = restore_key[1]  # in a join: its row
+        decode, field_map = Hook.DECODE, Hook.FIELD_MAP
+        columns = zip(parsed, indices, shards, restore_keys, rows, strict=True)
+        while len(out) < len(raws):
             with attempt:
-                values = self._values(parts, images.get(row))
-                source = SourceInfo(source_path, index, names[shard], tuple(map(f"{key}.".__add__, parts)))
-                hook = Hook.FIELD_MAP
-                out.append(self._sample(key, restore_key, source, values))
-                continue
+                for one, index, shard, restore_key, row in columns:
+                    if type(one) is FailedSample:
+                        out.append(one)
+                        continue
+                    key, parts = one
+                    now.index, now.key, hook = index, key, decode
+                    if decodes:
+                        words[INDEX] = restore_key[1]  # in a join: its row
+                    values = self._values(parts, images.get(row))
+                    source = SourceInfo(source_path, index, names[shard], tuple(map(f"{key}.".__add__, parts)))
+                    hook = field_map
+                    out.append(self._sample(key, restore_key, source, values))
+                break
             error, there = attempt.error, tuple(parts)
             if isinstance(error, FieldAccessError):  # an ignored part may be the one to name
                 with contextlib.suppress(StorageError):
-                    there = self.name_of(raw, index)[1]
+                    there = self.name_of(raws[len(out)], index)[1]
                 error = dataset.field_map.missing(values, there) or error
             out.append(FailedSample(error, hook, SamplePlace(path, names[shard], index, key, there)))
         return out
