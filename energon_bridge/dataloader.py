@@ -25,12 +25,12 @@ import json
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Protocol
 
 from energon_bridge.errors import ConfigurationError, EmptyDatasetError, MaskedMicrobatchesError, WrongUseError
 from energon_bridge.loader.document import FORMAT
 from energon_bridge.loader.savable import LOADER_IS_NO_DATASET
-from energon_bridge.replica import Balance, BroadcastLoader, Replica, open_loader
+from energon_bridge.registry import load
 from energon_bridge.samples.showing import counted, described
 
 MaskedMicrobatches = Literal["refuse", "allow"]
@@ -57,6 +57,28 @@ def cyclic_iter(iterable: Iterable[Any]) -> Iterator[Any]:
                 f"cannot cycle through {type(iterable).__name__}: a pass over it yields nothing. Check the split "
                 "part (energon info shows how many samples it has) and, on many ranks, batch_drop_last"
             )
+
+
+class Replica(Protocol):
+    """The ranks that train on the same batches, one of which loads: `make_replica` makes it."""
+
+    @property
+    def is_source(self) -> bool:
+        """Whether this rank loads."""
+        ...
+
+
+def open_loader(loader: Any, replica: Replica | None = None, balance: object | None = None) -> Any:
+    """Return the loader of this rank: its own, or what `energon_bridge.replica.open_loader` makes for several ranks.
+
+    Args:
+        loader: A loader, or a function without arguments that opens one; it may itself be callable.
+        replica: From `make_replica`; None: every rank loads.
+        balance: From `make_balance`; None: each rank runs what it loads.
+    """
+    if replica is not None or balance is not None:
+        return load("loading", "replica").open_loader(loader, replica, balance)
+    return loader() if callable(loader) and not hasattr(loader, "__iter__") else loader
 
 
 class EnergonDataloader:
@@ -109,7 +131,7 @@ class EnergonDataloader:
         cycle: bool = False,
         repeat_epoch: bool = False,
         replica: Replica | None = None,
-        balance: Balance | None = None,
+        balance: object | None = None,
         on_delivery: Callable[[Any], Any] | None = None,
     ) -> None:
         if loader is None and (replica is None or replica.is_source):
@@ -124,6 +146,7 @@ class EnergonDataloader:
                 f"EnergonDataloader: masked_microbatches must be 'refuse' or 'allow', got {masked_microbatches!r}"
             )
         self.loader = open_loader(loader, replica, balance)
+        self._is_broadcast = getattr(self.loader, "is_broadcast", False)
         self.on_delivery = on_delivery
         self.masked_microbatches = masked_microbatches
         self.wait_seconds = 0.0
@@ -139,8 +162,8 @@ class EnergonDataloader:
     @property
     def endless(self) -> bool:
         """Whether the stream never ends: our loaders say so; of another iterable, one without a length is endless."""
-        if isinstance(self.loader, BroadcastLoader):
-            return self.loader.endless
+        if self._is_broadcast:
+            return bool(self.loader.endless)
         spec = getattr(self.loader, "spec", None)
         return not isinstance(self.loader, Sized) if spec is None else not spec.finite
 
@@ -215,9 +238,7 @@ class EnergonDataloader:
             state: The state, a list of the states of several ranks, or a function that returns one of these; if one
                 rank of a replica loads, only that rank calls it, and its errors reach all ranks.
         """
-        self.loader.restore_state_rank(
-            state() if callable(state) and not isinstance(self.loader, BroadcastLoader) else state
-        )
+        self.loader.restore_state_rank(state() if callable(state) and not self._is_broadcast else state)
         self._moved()
 
     def state_dict(self) -> dict[str, Any]:

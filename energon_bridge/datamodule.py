@@ -17,21 +17,18 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from energon_bridge.dataloader import EnergonDataloader, MaskedMicrobatches
+from energon_bridge.dataloader import EnergonDataloader, MaskedMicrobatches, Replica, open_loader
 from energon_bridge.datasets import get_savable_loader, get_train_dataset, get_val_dataset, get_val_datasets
 from energon_bridge.errors import ConfigurationError, UnknownArgumentError, did_you_mean
 from energon_bridge.loader.metrics import dataset_names
-from energon_bridge.loader.position import OnMismatch
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
-from energon_bridge.replica import Balance, Exchange, Replica, StageKeys, make_balance, make_replica, open_loader
+from energon_bridge.registry import load
 from energon_bridge.samples.devices import normalise_on_device, to_device
 from energon_bridge.samples.showing import counted, described
-from energon_bridge.stores import CachePool
+from energon_bridge.stream.settings import check_numbers
 from energon_bridge.task_encoder.checks import check_encoder
-from energon_bridge.task_encoder.conversation import MultiModalSampleConfig
 from energon_bridge.task_encoder.costs import BatchCost
-from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
 from energon_bridge.topology import WorkerConfig, check_data_parallel, data_parallel_group
 
 logger = logging.getLogger(__name__)
@@ -88,13 +85,8 @@ class EnergonMultiModalDataModule(_Base):
         packing_buffer_size: Encoded samples from which the task encoder selects packs; None: nothing is packed.
         validation_task_encoder: Encodes the validation samples; default: `task_encoder`.
         pg_collection: megatron-core's `ProcessGroupCollection`; its `dp` group says which data to load.
-        seed: Seed of the order.
-        num_lanes: Logical streams of the run; see `WorkerConfig`.
-        prefetch_factor: Microbatches made ahead, per worker.
-        decode_threads: Threads that read and decode, per process.
         masked_microbatches: `refuse` (the default) or `allow` microbatches that do not exist, if the number of ranks
             does not divide `num_lanes`: allow them only if the loss weighs by the mask; see `EnergonDataloader`.
-        on_mismatch: `refuse` (the default) a state of another mix, or `adapt` to it; see `get_savable_loader`.
         replica_loading: Who loads if several ranks train on the same batches: `every_rank` by itself, or `one_rank` of
             the replica, which broadcasts to the others. All processes must then ask for the data in the same order.
         validate_each_dataset: Make `val_dataloader` return a list with an iterator per dataset of the mix, named by
@@ -105,8 +97,10 @@ class EnergonMultiModalDataModule(_Base):
         balance_cost: A function of a batch, default `BatchCost()`, its tokens; or a `ColumnCost`: see `make_balance`.
         balance_window: Global batches that are cut again together, by cost (`make_balance`); 1: none is.
         stage_keys: With `one_rank`: the fields of a batch that each pipeline stage gets; None: all fields.
-        cache_pool: Caches files that cookers and hooks need later, for training and validation.
-        **kwargs: Further arguments of `get_train_dataset`, checked by name.
+        **settings: By name, those of `WorkerConfig` (`seed`, `num_lanes`, `prefetch_factor`, `decode_threads`,
+            `start_method` and others), of `get_savable_loader` (`on_mismatch`, for training; `cache_pool`,
+            `watchdog_timeout_seconds` and others) and of `get_train_dataset` (`max_tokens_per_microbatch`, `filter`,
+            `error_policy`, `trust_remote_code` and others). `help(EnergonMultiModalDataModule)` lists them.
 
     Attributes:
         init_global_step: Optimizer steps before the restored state; 0 in a new run.
@@ -114,7 +108,7 @@ class EnergonMultiModalDataModule(_Base):
         validation_names: Short names of the datasets, in the order of the validation iterators.
 
     Raises:
-        UnknownArgumentError: A keyword that neither this module nor `get_train_dataset` has.
+        UnknownArgumentError: A keyword that neither this module nor one of those three has.
         ConfigurationError: Values that contradict each other.
     """
 
@@ -131,30 +125,24 @@ class EnergonMultiModalDataModule(_Base):
         pin_memory: bool = True,
         shuffle_buffer_size: int | None = 100,
         max_samples_per_sequence: int | None = None,
-        multimodal_sample_config: MultiModalSampleConfig | None = None,
+        multimodal_sample_config: object | None = None,
         task_encoder: Any | None = None,
         decoder_seq_length: int | None = None,
         packing_buffer_size: int | None = None,
         validation_task_encoder: Any | None = None,
         pg_collection: Any | None = None,
         *,
-        seed: int = 0,
-        num_lanes: int | None = None,
-        prefetch_factor: int = 2,
-        decode_threads: int | None = None,
         masked_microbatches: MaskedMicrobatches = "refuse",
-        on_mismatch: OnMismatch = "refuse",
         replica_loading: ReplicaLoading = "every_rank",
         balance: BalanceMode = "none",
         balance_cost: Callable[[Any], float] | None = None,
         balance_window: int = 1,
-        stage_keys: StageKeys | None = None,
+        stage_keys: object | None = None,
         validate_each_dataset: bool = False,
-        cache_pool: CachePool | None = None,
-        **kwargs: Any,
+        **settings: Any,
     ) -> None:
         super().__init__()
-        _check_names(kwargs)
+        self.dataset_kwargs, self.worker_kwargs, self.loader_kwargs = _by_receiver(settings)
         _check_image_processor(image_processor)
         for name, value, least in (
             ("seq_length", seq_length, 1),
@@ -162,13 +150,12 @@ class EnergonMultiModalDataModule(_Base):
             ("global_batch_size", global_batch_size, 1),
             ("num_workers", num_workers, 0),
             ("num_val_workers", num_val_workers, 0),
-            ("shuffle_buffer_size", shuffle_buffer_size, 0),
-            ("max_samples_per_sequence", max_samples_per_sequence, 1),
             ("decoder_seq_length", decoder_seq_length, 1),
-            ("packing_buffer_size", packing_buffer_size, 1),
             ("balance_window", balance_window, 1),
         ):
             _check_number(name, value, least, optional=name not in _NEEDED)
+        numbers = {"shuffle_buffer_size": shuffle_buffer_size, "max_samples_per_sequence": max_samples_per_sequence}
+        check_numbers(self.dataset_kwargs | numbers | {"packing_buffer_size": packing_buffer_size})
         chosen: dict[str, Any] = {"replica_loading": replica_loading, "balance": balance}
         for name, kinds in {"replica_loading": get_args(ReplicaLoading), "balance": get_args(BalanceMode)}.items():
             if chosen[name] not in kinds:
@@ -189,23 +176,16 @@ class EnergonMultiModalDataModule(_Base):
         self.pin_memory = pin_memory
         self.shuffle_buffer_size = shuffle_buffer_size
         self.max_samples_per_sequence = max_samples_per_sequence
-        self.multimodal_sample_config = multimodal_sample_config
         self.packing_buffer_size = packing_buffer_size
+        self.multimodal_sample_config = multimodal_sample_config
         self.pg_collection = pg_collection
-        self.seed = seed
-        self.num_lanes = num_lanes
-        self.prefetch_factor = prefetch_factor
-        self.decode_threads = decode_threads
         self.masked_microbatches = masked_microbatches
-        self.on_mismatch = on_mismatch
         self.replica_loading, self.balance = replica_loading, balance
         self.balance_cost, self.balance_window = balance_cost or BatchCost(), balance_window
         self.stage_keys = stage_keys
         self.validate_each_dataset = validate_each_dataset
         self.validation_names: list[str] = []
-        self.cache_pool = cache_pool
-        self.dataset_kwargs = kwargs
-        self.task_encoder = task_encoder or MultiModalTaskEncoder(
+        self.task_encoder = task_encoder or load("encoder", "multimodal")(
             tokenizer, image_processor, multimodal_sample_config, decoder_seq_length or seq_length
         )
         self.validation_task_encoder = validation_task_encoder or self.task_encoder
@@ -216,7 +196,7 @@ class EnergonMultiModalDataModule(_Base):
         self.val_dataloader_object: EnergonDataloader | list[EnergonDataloader] | None = None
         self.test_dataloader_object: EnergonDataloader | None = None
         self._replica: Replica | None = None
-        self._balance: Balance | None = None
+        self._balance: object | None = None
         self._restored: dict[str, Any] | None = None  # the state that training data began from; None: the beginning
         self._opened_sizes: dict[str, int] = {}
 
@@ -240,12 +220,9 @@ class EnergonMultiModalDataModule(_Base):
         config = WorkerConfig(
             num_workers=num_workers,
             data_parallel_group=self._mesh_group() or data_parallel_group(self.pg_collection),
-            seed=self.seed,
-            num_lanes=self.num_lanes,
-            prefetch_factor=self.prefetch_factor,
-            decode_threads=self.decode_threads,
             microbatches_per_global_batch=self._microbatches_per_global_batch(),
             pin_memory=None if self.pin_memory else False,
+            **self.worker_kwargs,
         )
         if self.pg_collection is not None:
             check_data_parallel(config, self.pg_collection)
@@ -255,14 +232,8 @@ class EnergonMultiModalDataModule(_Base):
                 f"global_batch_size={self.global_batch_size} cannot be divided between {config.dp_size} data-parallel "
                 f"ranks of micro_batch_size={self.micro_batch_size}: it must be a multiple of {per_step}"
             )
-        logger.info(
-            "%s data of %s: data-parallel rank %d of %d, %d workers",
-            split,
-            self.path,
-            config.dp_rank,
-            config.dp_size,
-            num_workers,
-        )
+        rank = config.dp_rank, config.dp_size
+        logger.info("%s data of %s: data-parallel rank %d of %d, %d workers", split, self.path, *rank, num_workers)
         return config
 
     def datasets_provider(self, worker_config: WorkerConfig, split: Literal["train", "val"] = "val") -> Any:
@@ -313,7 +284,8 @@ class EnergonMultiModalDataModule(_Base):
             ConfigurationError: `micro_batch_size` was changed after the first step.
         """
         if self.train_dataloader_object is not None and self._size_changed("train"):
-            self._refuse_other_size()
+            if not self._between_trials():
+                self._refuse_other_size()
             self._forget("train")
         if self.train_dataloader_object is None:
             loader = open_loader(lambda: self._load("train", self.num_workers), self.replica, self._balancing())
@@ -351,10 +323,13 @@ class EnergonMultiModalDataModule(_Base):
             datasets = [spec.leaves[0].dataset for spec in found]
             return dataset_names([one.path for one in datasets], [one.split_part for one in datasets])
 
-        self.validation_names = opened() if self.replica is None else Exchange(self.replica).answer(opened)
+        if self.replica is None:
+            self.validation_names = opened()
+        else:
+            self.validation_names = load("loading", "replica").Exchange(self.replica).answer(opened)
         return [
             EnergonDataloader(
-                open_loader(lambda n=n: get_savable_loader(found[n], cache_pool=self.cache_pool), self.replica)
+                open_loader(lambda n=n: get_savable_loader(found[n], **self._loader_options("val")), self.replica)
             )
             for n in range(len(self.validation_names))
         ]
@@ -437,13 +412,15 @@ class EnergonMultiModalDataModule(_Base):
     def replica(self) -> Replica | None:
         """The ranks around this one that get the same batches from one loader; None if every rank loads."""
         if self._replica is None and self.replica_loading == "one_rank":
-            self._replica = make_replica(pg_collection=self.pg_collection, stage_keys=self.stage_keys)
+            self._replica = load("loading", "replica").make_replica(
+                pg_collection=self.pg_collection, stage_keys=self.stage_keys
+            )
         return self._replica
 
-    def _balancing(self) -> Balance | None:
+    def _balancing(self) -> object | None:
         """Return how the data-parallel ranks balance their microbatches; None if they do not."""
         if self._balance is None and self.balance == "global_batch":
-            self._balance = make_balance(
+            self._balance = load("loading", "replica").make_balance(
                 self.balance_cost,
                 pg_collection=self.pg_collection,
                 replica=self.replica,
@@ -475,12 +452,19 @@ class EnergonMultiModalDataModule(_Base):
             steps = int(trainer.global_step) - self.init_global_step
         else:
             steps = 0 if self.train_dataloader_object is None else self.train_dataloader_object.batches
-        if steps > 0 and not _tried_out():
+        if steps > 0:
             raise ConfigurationError(
                 f"micro_batch_size was changed from {self._opened_sizes['train']} to {self.micro_batch_size} after "
                 f"{counted(steps, 'step')} of training; it can only change before the first step. Set it back, or make "
                 "a data module for a new run"
             )
+
+    def _between_trials(self) -> bool:
+        """Return whether a running fit asks for data though it has no step left: a tuner's, before its next trial."""
+        trainer = self._lightning()
+        return (
+            trainer is not None and trainer.state.status == "running" and 0 <= trainer.max_steps <= trainer.global_step
+        )
 
     def _forget(self, split: str) -> None:
         """Close the iterators of a split; they are made again on demand."""
@@ -507,14 +491,15 @@ class EnergonMultiModalDataModule(_Base):
     def _load(self, split: Literal["train", "val", "test"], num_workers: int) -> SavableDataLoader:
         """Open the loader of a split."""
         worker_config = self._build_worker_config(num_workers, split)
-        options: dict[str, Any] = {} if self.cache_pool is None else {"cache_pool": self.cache_pool}
-        if split == "train" and self.on_mismatch != "refuse":
-            options["on_mismatch"] = self.on_mismatch
         if split == "test":
             dataset = get_val_dataset(self.path, **self._val_arguments(worker_config) | {"split_part": "test"})
         else:
             dataset = self.datasets_provider(worker_config, split)
-        return get_savable_loader(dataset, worker_config=worker_config, **options)
+        return get_savable_loader(dataset, worker_config=worker_config, **self._loader_options(split))
+
+    def _loader_options(self, split: str) -> dict[str, Any]:
+        """Return the settings of the loader of a split; a state is only ever of training data."""
+        return {name: value for name, value in self.loader_kwargs.items() if split == "train" or name != "on_mismatch"}
 
     def _finite(self, split: Literal["val", "test"]) -> EnergonDataloader:
         """Return an iterator over an evaluation split."""
@@ -546,37 +531,52 @@ class EnergonMultiModalDataModule(_Base):
 _NEEDED = frozenset({"seq_length", "micro_batch_size", "num_workers", "balance_window"})
 """Numbers that cannot be None."""
 
-_OWN_NAMES = frozenset({"path", "split_part", "worker_config", "batch_size", "task_encoder"})
-"""Arguments of `get_train_dataset` that this module sets from its own."""
+# What the module passes on, and what it sets there itself or does not offer.
+_RECEIVERS: tuple[tuple[Callable[..., Any], str], ...] = (
+    (get_train_dataset, "split_part worker_config batch_size task_encoder"),
+    (WorkerConfig, "rank world_size num_workers data_parallel_group pin_memory microbatches_per_global_batch"),
+    (get_savable_loader, "worker_config prefetch_factor start_at"),
+)
 
 
-def _check_names(kwargs: dict[str, Any]) -> None:
-    """Raise for keywords that would be ignored, or that this module sets itself."""
-    parameters = inspect.signature(get_train_dataset).parameters.values()
-    own = set(inspect.signature(EnergonMultiModalDataModule.__init__).parameters) - {"self", "kwargs"}
-    known = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD} - _OWN_NAMES - own
-    for name in kwargs:
+def _passed_on() -> list[dict[str, inspect.Parameter]]:
+    """Return the settings of each receiver by name."""
+    own = inspect.signature(EnergonMultiModalDataModule.__init__).parameters
+    return [
+        {
+            name: parameter
+            for name, parameter in inspect.signature(receiver, eval_str=True).parameters.items()
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name not in {*set_here.split(), *own}
+        }
+        for receiver, set_here in _RECEIVERS
+    ]
+
+
+def _shown_signature() -> inspect.Signature:
+    """Return the signature with every setting in it, for `help` and for command lines that are made of signatures."""
+    own = list(inspect.signature(EnergonMultiModalDataModule.__init__, eval_str=True).parameters.values())
+    return inspect.Signature([*own[:-1], *(one for part in _PASSED_ON for one in part.values())])
+
+
+_PASSED_ON = _passed_on()
+EnergonMultiModalDataModule.__init__.__signature__ = _shown_signature()  # type: ignore[attr-defined]
+
+
+def _by_receiver(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the settings of each receiver, checked by name."""
+    check_names(settings)
+    return [{name: value for name, value in settings.items() if name in part} for part in _PASSED_ON]
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise UnknownArgumentError for the first name that is no setting of the data module."""
+    known = sorted(inspect.signature(EnergonMultiModalDataModule).parameters)
+    for name in names:
         if name not in known:
-            raise UnknownArgumentError(_unknown_name(name, sorted(known | own)))
-
-
-def _unknown_name(name: str, known: list[str]) -> str:
-    hint = did_you_mean("micro_batch_size" if name == "batch_size" else name, known)
-    return f"EnergonMultiModalDataModule has no argument {name!r}." + (hint or f" It takes {', '.join(known)}.")
-
-
-def _tried_out() -> bool:
-    """Whether a tuner of Lightning is calling, whose steps are trials and not part of the run.
-
-    Only the call stack shows that: while a tuner works (Lightning 2.6), `trainer.state` is that of `fit`, and the
-    trainer's callbacks, the tuner's included, are removed.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).startswith(("lightning.pytorch.tuner", "pytorch_lightning.tuner")):
-            return True
-        frame = frame.f_back
-    return False
+            hint = did_you_mean("micro_batch_size" if name == "batch_size" else name, known)
+            raise UnknownArgumentError(
+                f"EnergonMultiModalDataModule has no argument {name!r}." + (hint or f" It takes {', '.join(known)}.")
+            )
 
 
 def _check_image_processor(image_processor: Any) -> None:

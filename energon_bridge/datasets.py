@@ -1,6 +1,9 @@
 """The builders: from a path to a dataset for training or validation, and from a dataset to a loader.
 
-The names and parameters are those that users of Megatron Energon know.
+The names and parameters are those that users of Megatron Energon know. `get_train_dataset` and `get_val_dataset` make a
+`RunSettings` of their arguments. They list them, rather than take `**settings`: type checkers, editors, `help` and the
+reference pages read them there, and a test compares the lists with the record. Whoever passes settings on by name (the
+data module, Megatron-Bridge's configuration, the files of the training script) reads the names from these signatures.
 """
 
 from __future__ import annotations
@@ -10,22 +13,22 @@ import dataclasses
 import inspect
 import logging
 from collections.abc import Callable
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from energon_bridge.errors import ConfigurationError, UnknownArgumentError, did_you_mean
 from energon_bridge.loader.position import OnMismatch
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
-from energon_bridge.mix import DatasetOpener, Mix, MixSource, index_of_datasets, load_mix, open_mix_index
+from energon_bridge.mix import DatasetOpener, MixSource, index_of_datasets, load_mix, open_mix_index
 from energon_bridge.mix.leaves import OpenLeaf, open_leaves
 from energon_bridge.plan.leaf import DEFAULT_PARALLEL_SHARD_ITERS
 from energon_bridge.stores import CachePool
 from energon_bridge.stream.policy import ErrorPolicy, Handler
+from energon_bridge.stream.settings import RunSettings
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.task_encoder.base import DefaultTaskEncoder
 from energon_bridge.task_encoder.checks import check_encoder
 from energon_bridge.task_encoder.decoder import SampleDecoder
-from energon_bridge.task_encoder.packing import MAX_LIMIT
 from energon_bridge.topology import WorkerConfig
 
 logger = logging.getLogger(__name__)
@@ -129,32 +132,26 @@ def get_train_dataset(
             shuffle_buffer_size,
             max_samples_per_sequence,
         )
-    if shuffle_over_epochs_multiplier != -1:
-        _positive("shuffle_over_epochs_multiplier", shuffle_over_epochs_multiplier)
-    mix, leaves = _open(
-        path,
+    settings = RunSettings(
+        kind="train" if repeat else "passes",
         split_part=split_part,
         dataset_config=dataset_config,
         split_config=split_config,
         trust_remote_code=trust_remote_code,
-        shuffle_epochs=shuffle_over_epochs_multiplier,
-        policy=error_policy,
-        condition=filter,
-    )
-    return DatasetSpec(
-        leaves=leaves,
-        mix=mix,
-        finite=not repeat,
-        virtual_epoch_length=_positive("virtual_epoch_length", virtual_epoch_length or None),
-        worker_config=worker_config or WorkerConfig.default_worker_config(),
+        filter=filter,
+        shuffle_over_epochs_multiplier=shuffle_over_epochs_multiplier,
+        shuffle_buffer_size=0 if shuffle_buffer_size is None else shuffle_buffer_size,
+        max_samples_per_sequence=max_samples_per_sequence,
+        parallel_shard_iters=DEFAULT_PARALLEL_SHARD_ITERS if parallel_shard_iters is None else parallel_shard_iters,
+        virtual_epoch_length=virtual_epoch_length or None,
         task_encoder=_encoder(task_encoder, image_decode),
+        batch_size=batch_size,
         batch_drop_last=batch_drop_last,
-        **_microbatches(batch_size, packing_buffer_size, max_tokens_per_microbatch),
+        packing_buffer_size=packing_buffer_size,
+        max_tokens_per_microbatch=max_tokens_per_microbatch,
         error_policy=_policy(error_policy, handler),
-        shuffle_buffer_size=_positive("shuffle_buffer_size", shuffle_buffer_size, least=0) or 0,
-        max_samples_per_sequence=_positive("max_samples_per_sequence", max_samples_per_sequence),
-        parallel_shard_iters=_positive("parallel_shard_iters", parallel_shard_iters) or DEFAULT_PARALLEL_SHARD_ITERS,
     )
+    return _open(path, settings, worker_config)
 
 
 def get_val_dataset(
@@ -194,28 +191,23 @@ def get_val_dataset(
     marked in `batch.__valid__`.
     """
     _refuse_unknown(get_val_dataset, kwargs)
-    mix, leaves = _open(
-        path,
+    settings = RunSettings(
+        kind="finite",
         split_part=split_part,
         dataset_config=dataset_config,
         split_config=split_config,
         trust_remote_code=trust_remote_code,
-        shuffle_epochs=None,
-        policy=error_policy,
-        condition=filter,
-    )
-    return DatasetSpec(
-        leaves=leaves,
-        mix=mix,
-        finite=True,
-        shuffled=False,
-        worker_config=worker_config or WorkerConfig.default_worker_config(),
+        filter=filter,
+        shuffle_over_epochs_multiplier=None,
+        limit=limit,
         task_encoder=_encoder(task_encoder, image_decode),
+        batch_size=batch_size,
         batch_drop_last=batch_drop_last,
-        limit=_positive("limit", limit),
-        **_microbatches(batch_size, packing_buffer_size, max_tokens_per_microbatch),
+        packing_buffer_size=packing_buffer_size,
+        max_tokens_per_microbatch=max_tokens_per_microbatch,
         error_policy=_policy(error_policy, handler),
     )
+    return _open(path, settings, worker_config)
 
 
 def get_val_datasets(path: MixSource, **kwargs: Any) -> list[tuple[DatasetSpec, OpenLeaf]]:
@@ -287,7 +279,7 @@ def get_savable_loader(
     if prefetch_factor is not None:
         config = dataclasses.replace(config, prefetch_factor=prefetch_factor)
     if cache_pool is not None:
-        dataset = dataclasses.replace(dataset, cache_pool=cache_pool)
+        dataset = dataset.with_settings(cache_pool=cache_pool)
     if on_hang not in ("wait", "replace"):
         raise ConfigurationError(f"get_savable_loader: on_hang must be 'wait' or 'replace', got {on_hang!r}")
     watchdog = None
@@ -327,28 +319,32 @@ def get_loader(
     return get_savable_loader(dataset, worker_config=worker_config, prefetch_factor=prefetch_factor, **kwargs)
 
 
-def _open(
-    source: MixSource,
-    *,
-    split_part: str,
-    dataset_config: str,
-    split_config: str,
-    trust_remote_code: bool,
-    shuffle_epochs: int | None,
-    policy: ErrorPolicy | None,
-    condition: str | None,
-) -> tuple[Mix, tuple[OpenLeaf, ...]]:
+def _open(source: MixSource, settings: RunSettings, worker_config: WorkerConfig | None) -> DatasetSpec:
     """Describe a mix and open its leaves, both with the help of its index if it has one."""
-    index = open_mix_index(source, split_part=split_part)
-    configs = {"dataset_config": dataset_config, "split_config": split_config}
-    mix = load_mix(source, split_part=split_part, index=index, condition=condition, **configs)
+    part = settings.split_part
+    index = open_mix_index(source, split_part=part)
+    mix = load_mix(
+        source,
+        split_part=part,
+        index=index,
+        condition=settings.filter,
+        dataset_config=settings.dataset_config,
+        split_config=settings.split_config,
+    )
     if not index.is_kept:
-        index = index_of_datasets(mix, split_part=split_part)
-    timeout = (policy or ErrorPolicy()).read_timeout_seconds
-    opener = DatasetOpener(trust_remote_code=trust_remote_code, index=index, read_timeout_seconds=timeout)
-    leaves = open_leaves(mix, opener, shuffle_epochs=shuffle_epochs)
+        index = index_of_datasets(mix, split_part=part)
+    opener = DatasetOpener(
+        trust_remote_code=settings.trust_remote_code,
+        index=index,
+        read_timeout_seconds=settings.error_policy.read_timeout_seconds,
+    )
+    leaves = open_leaves(mix, opener, shuffle_epochs=settings.shuffle_over_epochs_multiplier)
     index.save()
-    return mix, leaves
+    if settings.max_tokens_per_microbatch is not None:
+        buffer = settings.packing_buffer_size or DEFAULT_LENGTH_BUFFER
+        settings = dataclasses.replace(settings, batch_size=1, packing_buffer_size=buffer)
+    config = worker_config or WorkerConfig.default_worker_config()
+    return DatasetSpec(leaves=leaves, mix=mix, settings=settings, worker_config=config)
 
 
 def _encoder(task_encoder: Any, image_decode: str | None) -> Any:
@@ -370,37 +366,6 @@ def _policy(policy: ErrorPolicy | None, handler: Handler | None) -> ErrorPolicy:
             "thing: pass only one of them"
         )
     return dataclasses.replace(policy, on_error=handler)
-
-
-class _Microbatches(TypedDict):
-    batch_size: int | None
-    packing_buffer_size: int | None
-    max_tokens_per_microbatch: int | None
-
-
-def _microbatches(batch_size: int | None, buffer: int | None, max_tokens: int | None) -> _Microbatches:
-    """Return the settings of microbatches, checked."""
-    if (max_tokens := _positive("max_tokens_per_microbatch", max_tokens)) is not None:
-        if max_tokens > MAX_LIMIT:
-            raise ConfigurationError(f"max_tokens_per_microbatch={max_tokens} must be at most {MAX_LIMIT}")
-        if batch_size not in (None, 1):
-            raise ConfigurationError(
-                f"max_tokens_per_microbatch={max_tokens} with batch_size={batch_size}: a microbatch has as many "
-                "samples as fit into the tokens, and batch_size counts microbatches: pass batch_size=1 or None "
-                "(micro_batch_size=1 of a data module, whose global_batch_size then counts microbatches)"
-            )
-        batch_size, buffer = 1, DEFAULT_LENGTH_BUFFER if buffer is None else buffer
-    return {
-        "batch_size": _positive("batch_size", batch_size),
-        "packing_buffer_size": _positive("packing_buffer_size", buffer),
-        "max_tokens_per_microbatch": max_tokens,
-    }
-
-
-def _positive(name: str, value: int | None, least: int = 1) -> int | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-        raise ConfigurationError(f"{name} must be an integer of at least {least} or None, got {value!r}")
-    return value
 
 
 def _refuse_unknown(function: Callable[..., Any], kwargs: dict[str, Any]) -> None:

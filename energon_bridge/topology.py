@@ -56,8 +56,8 @@ class WorkerConfig:
         buffer_bytes: Bytes that the contents of samples waiting to be packed or grouped may take, per process. What is
             beyond is dropped and encoded again when it is needed; the stream stays the same.
         max_worker_restarts: How often dead workers are started again in one run before `WorkerDiedError`.
-        start_method: How workers are started: "fork"; or "forkserver" or "spawn", which take seconds and need a task
-            encoder that can be pickled, but take over no lock that a thread of this process holds.
+        start_method: How workers are started: "fork"; or "forkserver", which takes seconds once, or "spawn", seconds
+            per worker: both need a task encoder that can be pickled, but take over no lock of a thread of this process.
     """
 
     rank: int | None = None
@@ -119,28 +119,23 @@ class WorkerConfig:
         return self.world_size
 
     @property
-    def facts(self) -> RankFacts:
-        """What plans and streams need of it."""
-        return RankFacts(
-            rank=self.dp_rank,
-            world_size=self.dp_size,
-            num_workers=self.num_workers,
-            seed=self.seed + self.seed_offset,
-            num_lanes=self.num_lanes,
-            microbatches_per_global_batch=self.microbatches_per_global_batch,
-            threads=self.threads_per_process(max(1, self.num_workers)),
-            buffer_bytes=self.buffer_bytes,
-            group=self.data_parallel_group,
-            config=self,
-        )
+    def processes(self) -> int:
+        """The processes that make the microbatches of this rank."""
+        return max(1, self.num_workers)
 
-    def threads_per_process(self, processes: int) -> int:
-        """Return the decode threads of one of `processes` local loader processes."""
+    @property
+    def run_seed(self) -> int:
+        """The seed of the order."""
+        return self.seed + self.seed_offset
+
+    @property
+    def threads(self) -> int:
+        """The decode threads of one of these processes."""
         if self.decode_threads is not None:
             return self.decode_threads
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return max(1, cores // max(1, local_ranks * processes))
+        return max(1, cores // max(1, local_ranks * self.processes))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, WorkerConfig):
@@ -148,38 +143,6 @@ class WorkerConfig:
         return all(getattr(self, f.name) == getattr(other, f.name) for f in fields(self))
 
     __hash__ = None  # type: ignore[assignment]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankFacts:
-    """A worker configuration, resolved: what plans and streams need of it.
-
-    Attributes:
-        rank, world_size: Data-parallel.
-        num_workers: Worker processes of the rank; 0: the training process loads.
-        seed: Seed of the run.
-        num_lanes, microbatches_per_global_batch: As given, or None.
-        threads: Decode threads of one process.
-        buffer_bytes: As in `WorkerConfig`.
-        group: The process group of the ranks; None: torch.distributed as a whole.
-        config: The configuration itself, for programs written for megatron-energon, whose hooks may ask for it.
-    """
-
-    rank: int
-    world_size: int
-    num_workers: int
-    seed: int
-    num_lanes: int | None
-    microbatches_per_global_batch: int | None
-    threads: int
-    buffer_bytes: int
-    group: Any
-    config: Any
-
-    @property
-    def processes(self) -> int:
-        """The processes that make the microbatches of a rank."""
-        return max(1, self.num_workers)
 
 
 def _distributed() -> Any:

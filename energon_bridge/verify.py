@@ -225,9 +225,9 @@ class _Check:
         )
         for number in chosen:
             with self._loaders(self._config) as (loader,):
-                found = self._reencoded(loader, number)
-                if names := differing(self.expected[number].fields, found.fields):
-                    raise self._mismatch(number, names, found, "restore_sample")
+                reencoded = self._reencoded(loader, number)
+                if names := differing(self.expected[number].fields, reencoded.fields):
+                    raise self._mismatch(number, names, reencoded, "restore_sample")
         return len(chosen)
 
     # Comparing -------------------------------------------------------------------------------------------------------
@@ -244,21 +244,23 @@ class _Check:
                         f"verify_resume: after {after} the loader ended at microbatch {number}; the uninterrupted run "
                         f"has at least {len(self.expected)}"
                     )
-                found = _delivered(batch)
+                delivered = _delivered(batch)
                 # With several ranks there are masked microbatches that a single rank does not have.
-                extra = found.masked and len(loaders) > 1 and number < last and not self.expected[number].masked
+                extra = delivered.masked and len(loaders) > 1 and number < last and not self.expected[number].masked
                 if number == last or extra:
                     continue
-                if names := differing(self.expected[number].fields, found.fields):
-                    raise self._mismatch(number, names, found, after)
+                if names := differing(self.expected[number].fields, delivered.fields):
+                    raise self._mismatch(number, names, delivered, after)
                 number += 1
                 self.compared += 1
 
-    def _mismatch(self, number: int, names: list[str], found: _Delivered, after: str) -> ResumeMismatchError:
+    def _mismatch(self, number: int, names: list[str], delivered: _Delivered, after: str) -> ResumeMismatchError:
         expected = self.expected[number]
         lines = []
         for name in names[:4]:
-            pair = [fields[name].shown if name in fields else "missing" for fields in (expected.fields, found.fields)]
+            pair = [
+                fields[name].shown if name in fields else "missing" for fields in (expected.fields, delivered.fields)
+            ]
             lines.append(f"  {name}: {pair[0]} in the uninterrupted run, {pair[1]} now")
         fields = ", ".join(repr(name) for name in names)
         return ResumeMismatchError(

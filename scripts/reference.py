@@ -21,7 +21,11 @@ import click
 import energon_bridge
 import energon_bridge.errors
 from energon_bridge.cli.main import main as energon
-from energon_bridge.training.config import RunConfig
+from energon_bridge.datamodule import EnergonMultiModalDataModule
+from energon_bridge.datasets import get_savable_loader, get_train_dataset
+from energon_bridge.topology import WorkerConfig
+from energon_bridge.training.config import DataConfig, RunConfig
+from energon_bridge.training.config_file import data_settings
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 NOTE = "<!-- Written by scripts/reference.py: change the code, and run it again. -->"
@@ -58,6 +62,7 @@ IN_LAYERS = {
         "Conversation",
         "DeferredImage",
         "Document",
+        "Part",
         "Piece",
         "Turn",
         "TurnLayout",
@@ -155,6 +160,12 @@ def section(config: Any, prefix: str) -> list[str]:
     for field in dataclasses.fields(config):
         if field.default is not dataclasses.MISSING:
             lines.append(f"| `{prefix}{field.name}` | `{as_yaml(field.default)}` | {described[field.name]} |")
+    if config is DataConfig:
+        for takes in (get_savable_loader, get_train_dataset, WorkerConfig, EnergonMultiModalDataModule):
+            described |= arguments_of(takes)
+        for name, setting in data_settings().items():
+            words = described[name].replace("None", "null")
+            lines.append(f"| `{prefix}{name}` | `{as_yaml(setting.default)}` | {words} |")
     return lines
 
 
@@ -167,7 +178,7 @@ def as_yaml(value: object) -> str:
 
 def arguments_of(described: Any) -> dict[str, str]:
     """Return what a docstring says of each argument."""
-    text = (inspect.getdoc(described) or "").split("Args:\n", 1)[1]
+    text = (inspect.getdoc(described) or "").split("Args:\n", 1)[1].split("\n\n")[0]
     entries = re.split(r"^    (\w+): ", text, flags=re.MULTILINE)[1:]
     return {name: " ".join(words.split()) for name, words in zip(entries[::2], entries[1::2], strict=True)}
 

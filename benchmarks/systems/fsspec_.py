@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import energon_bridge
 from benchmarks.systems.same_api import run
-from energon_bridge import storage
+from energon_bridge.registry import registered
 
 if __name__ == "__main__":
-    storage._OVER_HTTP.clear()
+    stores = registered("store")
+    for scheme in stores.keys() - {"any"}:
+        del stores[scheme]
     run(energon_bridge)

@@ -317,18 +317,18 @@ class AVDecoder:
             for begin, end in audio_clip_ranges:
                 first = _sample(begin, audio_unit, reader)
                 last = None if math.isinf(end) else first + _samples(begin, end, audio_unit, reader)
-                found = reader.samples(first, last, by_time=audio_unit == "seconds")
-                if not found.shape[1] and last != first:
+                sound = reader.samples(first, last, by_time=audio_unit == "seconds")
+                if not sound.shape[1] and last != first:
                     if self.leaves_out_beyond:
                         continue
                     raise DecodeError(
                         f"{self.name}: a clip begins at {audio_unit[:-1]} {begin:g}, after the end of the sound: "
                         "check get_audio_duration() before you choose clips"
                     )
-                seconds = [float(reader.start + Fraction(n, reader.rate)) for n in (first, first + found.shape[1])]
+                seconds = [float(reader.start + Fraction(n, reader.rate)) for n in (first, first + sound.shape[1])]
                 if self.audio_format == "float32":
-                    found = resample(as_floats(found), reader.rate, audio_sample_rate or reader.rate)
-                clips[0].append(tensor_of(found))
+                    sound = resample(as_floats(sound), reader.rate, audio_sample_rate or reader.rate)
+                clips[0].append(tensor_of(sound))
                 clips[1].append((seconds[0], seconds[1]))
         return clips
 
@@ -348,10 +348,10 @@ class AVDecoder:
         """Return the mean frame rate. Raises DecodeError."""
         with self._opened() as media:
             fps = video_fps(media)
-            found = fps or self.get_metadata(get_video_frame_size=False, get_audio=False).video_fps
-        if found is None:
+            rate = fps or self.get_metadata(get_video_frame_size=False, get_audio=False).video_fps
+        if rate is None:
             raise DecodeError(f"{self.name} does not give the frame rate of its video")
-        return found
+        return rate
 
     def get_audio_samples_per_second(self) -> int:
         """Return the sample rate. Raises DecodeError."""
@@ -367,8 +367,8 @@ class AVDecoder:
 
         Counting frames reads the whole file if its index does not list them (Matroska, WebM). Raises DecodeError.
         """
-        found = self.get_metadata(get_video_frame_count=get_frame_count, get_video_frame_size=False, get_audio=False)
-        return found.video_duration, found.video_num_frames
+        metadata = self.get_metadata(get_video_frame_count=get_frame_count, get_video_frame_size=False, get_audio=False)
+        return metadata.video_duration, metadata.video_num_frames
 
     def get_time_range(self, *, video: bool, audio: bool) -> tuple[float, float]:
         """Return the time range that has both video and sound, or the one requested. Raises DecodeError."""
@@ -402,10 +402,10 @@ class AVDecoder:
         with self._opened() as media:
 
             def times(reader: Callable[[], Reader]) -> list[float]:
-                base = (found := reader()).base
-                ticks = found.times_of(numbers, int(precision / base))
+                base = (frames := reader()).base
+                ticks = frames.times_of(numbers, int(precision / base))
                 if None in ticks:
-                    late = f"{found.count} frames, and no frame {numbers[ticks.index(None)]}"
+                    late = f"{frames.count} frames, and no frame {numbers[ticks.index(None)]}"
                     raise DecodeError(f"{self.name} has {late}: check get_video_duration()")
                 return [(tick or 0) * base.numerator / base.denominator for tick in ticks]
 
@@ -432,11 +432,11 @@ class AVDecoder:
         Nothing is decoded, except to count the samples of compressed sound, and the frames of videos whose packets do
         not tell them. Raises DecodeError.
         """
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         with self._opened() as media:
             self._video = self._audio = None
             if get_video and media.video is not None:
-                found |= _known(
+                fields |= _known(
                     self._reading(
                         media,
                         lambda reader: video_metadata(
@@ -450,8 +450,8 @@ class AVDecoder:
                 )
             if get_audio and media.audio is not None:
                 self._video = self._audio = None
-                found |= _known(audio_metadata(media, duration=get_audio_duration, num_samples=get_audio_num_samples))
-        return AVMetadata(**found)
+                fields |= _known(audio_metadata(media, duration=get_audio_duration, num_samples=get_audio_num_samples))
+        return AVMetadata(**fields)
 
 
 def _made(cls: type[AVDecoder], stream: Any, suppress_warnings: bool, name: str, audio_format: Any) -> AVDecoder:
@@ -563,10 +563,10 @@ def get_single_frames_uniform(
 
     If the video has fewer frames, some are repeated. Raises ConfigurationError and DecodeError.
     """
-    found = get_clips_uniform(av_decoder, 0, num_frames, request_video=True, video_out_frame_size=video_out_frame_size)
-    if not found.video_clips or found.video_timestamps is None:
+    clips = get_clips_uniform(av_decoder, 0, num_frames, request_video=True, video_out_frame_size=video_out_frame_size)
+    if not clips.video_clips or clips.video_timestamps is None:
         raise DecodeError(f"{av_decoder.name} has no frames")
     import torch  # callers that want frames have it
 
-    frames = torch.cat(found.video_clips)
-    return (frames, [begin for begin, _ in found.video_timestamps]) if return_timestamps else frames
+    frames = torch.cat(clips.video_clips)
+    return (frames, [begin for begin, _ in clips.video_timestamps]) if return_timestamps else frames

@@ -11,7 +11,7 @@ from typing import Any
 
 from energon_bridge.av.media import Media
 
-_TELLING = ("h264", "hevc", "vp8", "vp9", "av1", "ffv1", "png")
+_PACKET_PER_FRAME = ("h264", "hevc", "vp8", "vp9", "av1", "ffv1", "png")
 """Codecs with a packet for each frame, known decoding times and exact seeks; so have those with key frames alone."""
 
 
@@ -30,7 +30,7 @@ def tells_frames(media: Media) -> bool:
         return False
     if codec.canonical_name == "h264":
         return not _may_have_fields(stream.codec_context.extradata or b"") and _has_one_edit(media, stream)
-    return bool(codec.intra_only or codec.canonical_name in _TELLING) and _has_one_edit(media, stream)
+    return bool(codec.intra_only or codec.canonical_name in _PACKET_PER_FRAME) and _has_one_edit(media, stream)
 
 
 def _has_one_edit(media: Media, stream: Any) -> bool:
@@ -40,7 +40,7 @@ def _has_one_edit(media: Media, stream: Any) -> bool:
         return True
     every = range(len(entries))
     if len(entries) == stream.frames:  # each packet once, in the common case: some places tell
-        every = range(0, len(entries), 1 + len(entries) // _PLACES)
+        every = range(0, len(entries), 1 + len(entries) // _MAX_ENTRIES)
     at, shown, keys = -1, False, 0
     for number in every:
         entry = entries[number]
@@ -52,7 +52,7 @@ def _has_one_edit(media: Media, stream: Any) -> bool:
     return True
 
 
-_PLACES = 64
+_MAX_ENTRIES = 64
 """Entries of an index that are looked at: looking at all would cost more than decoding a frame."""
 
 

@@ -109,17 +109,17 @@ class Media:
 
     def stream(self, kind: str) -> Any:
         """Return the stream of `video` or `audio`; raises DecodeError if there is none, or none that can be decoded."""
-        found = getattr(self, kind)
-        if found is None:
+        stream = getattr(self, kind)
+        if stream is None:
             has = "video" if kind == "audio" else "audio"
             raise DecodeError(
                 f"{self.name} has no {kind} stream, only {has}: check has_{kind}_stream() before you read {kind}"
             )
-        if found.codec_context is None:
+        if stream.codec_context is None:
             raise DecodeError(
                 f"{self.name} has {kind} of a codec that PyAV does not support: it is damaged, or needs another codec"
             )
-        return found
+        return stream
 
     def only(self, stream: Any) -> None:
         """Read the packets of one stream from here on, and skip those of the others."""

@@ -17,7 +17,7 @@ from energon_bridge.av.streams import Reader
 from energon_bridge.errors import DecodeError
 from energon_bridge.format.media import AVMetadata
 
-_COUNTED = ("pcm_", "flac", "alac", "wavpack")
+_EXACT_DURATIONS = ("pcm_", "flac", "alac", "wavpack")
 """Codecs whose packets have exactly the duration of their samples."""
 _CUT_OFF_SECONDS = Fraction(1, 2)
 """If the headers claim this much more than any stream has, the file is cut off."""
@@ -113,7 +113,7 @@ def audio_metadata(media: Media, *, duration: bool = True, num_samples: bool = F
     stream = media.stream("audio")
     context = stream.codec_context
     rate, channels = context.sample_rate, context.channels
-    counted = stream.time_base * rate <= 1 and context.name.startswith(_COUNTED)
+    counted = stream.time_base * rate <= 1 and context.name.startswith(_EXACT_DURATIONS)
     seconds = known_length(media, stream) if duration or num_samples else None
     count = None
     if num_samples or (duration and seconds is None):

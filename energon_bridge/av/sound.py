@@ -25,7 +25,7 @@ from energon_bridge.errors import DecodeError
 _PREROLL_SECONDS = Fraction(1, 2)
 _JITTER_SECONDS = Fraction(1, 50)
 """How far coarse timestamps may be from where counting samples leads, before they have jumped."""
-_STEADY = ("wav", "flac", "mp3")
+_COUNTING_FORMATS = ("wav", "flac", "mp3")
 """Containers whose timestamps are counts of samples."""
 
 
@@ -65,17 +65,17 @@ class AudioReader:
 
         They are numbered in order, or by the time since the first sample.
         """
-        found = self._read_near(first, last, by_time)
-        if found is None:
-            found = self._collect(self._placed(self._from_start(), 0, by_time), first, last)
-        return found if found is not None else np.empty((self._stream.codec_context.channels, 0), dtype=np.float32)
+        sound = self._read_near(first, last, by_time)
+        if sound is None:
+            sound = self._collect(self._placed(self._from_start(), 0, by_time), first, last)
+        return sound if sound is not None else np.empty((self._stream.codec_context.channels, 0), dtype=np.float32)
 
     def _is_steady(self) -> bool:
         """Whether timestamps cannot have jumped: the container counts samples, or its index shows steps of one size."""
         form = self._media.container.format.name
         if "mp4" not in form:
             # WAV gives times by its mean rate of bytes, which only PCM has exactly.
-            return form in _STEADY and (form != "wav" or self._stream.codec_context.name.startswith("pcm_"))
+            return form in _COUNTING_FORMATS and (form != "wav" or self._stream.codec_context.name.startswith("pcm_"))
         entries = self._stream.index_entries
         steps = np.diff([entry.timestamp for entry in entries])[:-1]  # the last packet may be shorter
         return len(entries) >= self._stream.frames > 0 and len(np.unique(steps)) <= 1

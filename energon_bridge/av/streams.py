@@ -152,11 +152,11 @@ class Packets:
         """Return the first frame after a time, None if there is none."""
         while True:
             place = bisect_right(self.ahead, time)
-            found = self.ahead[place] if place < len(self.ahead) else None
-            if found is not None and (self._dts >= found or len(self.ahead) - place > _MOST_REORDERED):
-                return found
+            next_time = self.ahead[place] if place < len(self.ahead) else None
+            if next_time is not None and (self._dts >= next_time or len(self.ahead) - place > _MOST_REORDERED):
+                return next_time
             if not self._look():
-                return found
+                return next_time
 
     def go_to(self, time: int) -> int | None:
         """Go to where the frame shown at a time (or else the first one) can be decoded, and return it.
@@ -166,17 +166,17 @@ class Packets:
         aim, further = time, 0
         while aim > self._first[1] or aim == time:
             reached = self._seek(aim)
-            found = self.shown_at(time) if reached else None
-            if found is not None:
-                return found
+            shown = self.shown_at(time) if reached else None
+            if shown is not None:
+                return shown
             if self._at_start:
                 return self.after(time)
             # Landed too late: by the reordering of frames, or by a whole group.
             landed = min(self._landed.pts, self._landed.dts or self._landed.pts) if reached else aim
             aim, further = min(aim, landed) - 1 - further, 2 * further + 1
         self.restart()
-        found = self.shown_at(time)
-        return self.after(time) if found is None else found
+        shown = self.shown_at(time)
+        return self.after(time) if shown is None else shown
 
     def is_near(self, time: int, decoded: int | None) -> bool:
         """Whether it is faster to decode on than to seek, from a frame or from the last jump to a time."""
@@ -299,7 +299,7 @@ def _place(packet: Any) -> tuple[int | None, int]:
 _SKIPPABLE = ("h264", "hevc")
 """Codecs whose packets show, before decoding, whether other frames refer to them."""
 _X264 = re.compile(rb"x264 - core (\d+)")
-_FOREWORD = 2048
+_X264_HEADER_BYTES = 2048
 """Bytes of the first packet that are searched for the version of x264."""
 
 
@@ -327,13 +327,13 @@ class VideoReader:
         self._settle()
         decoded = None if self._last is None else int(self._last.pts)
         if not packets.is_near(time, decoded):
-            found = packets.go_to(time)
+            shown = packets.go_to(time)
             self._settle()
-            return found
-        found = packets.shown_at(time)
-        if found is None:
+            return shown
+        shown = packets.shown_at(time)
+        if shown is None:
             return packets.after(time) if decoded is None else decoded
-        return found
+        return shown
 
     def _settle(self) -> None:
         """Forget the frames decoded before the packets jumped."""
@@ -350,7 +350,7 @@ class VideoReader:
         """
         context = self.packets.stream.codec_context
         if context.name == "h264" and not context.is_open:
-            version = _X264.search(memoryview(self.packets.opening)[:_FOREWORD])
+            version = _X264.search(memoryview(self.packets.opening)[:_X264_HEADER_BYTES])
             context.options = {"x264_build": version[1].decode()} if version else {}
 
     def frames(self, first: int) -> Iterator[Any]:

@@ -58,8 +58,8 @@ class WholeReader:
             elif stamp is not None:
                 continue  # an empty packet repeats a frame; the decoder would take it for the end
             with self._media.refusing("cannot be decoded"):
-                found = packet.decode()
-            yield from found
+                frames = packet.decode()
+            yield from frames
 
     def _all_times(self) -> IntArray:
         stamps: list[int] = []

@@ -43,9 +43,17 @@ def command(
     energon analyze-debug logs/ --out reads.svg         logs of megatron-energon's workers
 
     A run is described by a mix with options, or by saved states. Nothing is recorded for it and no data is read: the
-    order is computed, as if no sample were skipped. LOGS are what megatron-energon writes with worker_debug_path.
+    order is computed, as if no sample were skipped. A step is one of the optimizer: with gradient accumulation, give
+    --global-batch-size. LOGS are what megatron-energon writes with worker_debug_path; a step of them is one microbatch.
     """
-    from energon_bridge.preview.reads import facts_of, log_files, picture_of, reads_of_logs, reads_of_run, write_picture
+    from energon_bridge.preview.reads import (
+        count_reads,
+        log_files,
+        picture_of,
+        reads_of_logs,
+        reads_of_run,
+        write_picture,
+    )
 
     logs = log_files(source)
     notes: list[str] = []
@@ -60,13 +68,13 @@ def command(
         reads = reads_of_run(run, step, steps)
     if out is not None:
         write_picture(out, reads, title=f"What is read when: {' '.join(source)}")
-    found = facts_of(reads)
+    bands = count_reads(reads)
     if as_json:
-        print_json({"step": step, "steps": steps, "datasets": [asdict(facts) for facts in found]})
+        print_json({"step": step, "steps": steps, "datasets": [asdict(facts) for facts in bands]})
         return
     print_table(
         ("dataset", "samples", "reads", "different samples", "reads of one, at most"),
-        [(facts.name, *map(number, (facts.num_samples, facts.reads, facts.distinct, facts.most))) for facts in found],
+        [(facts.name, *map(number, (facts.num_samples, facts.reads, facts.distinct, facts.most))) for facts in bands],
     )
     if out is None and sys.stdout.isatty():
         from rich.console import Console

@@ -18,14 +18,14 @@ from typing import Any
 import click
 
 from energon_bridge.cli.output import format_bytes, print_json, print_table
-from energon_bridge.cli.run_options import encoder_of, open_mix, run_options
+from energon_bridge.cli.run_options import load_encoder, open_mix, run_options
 
 _WARM_UP = 0.3
 """Share of each run that is warm-up and not counted."""
-_ENOUGH = 0.95
+_ENOUGH_OF_BEST = 0.95
 """Share of the best rate that is enough: the fewest workers that reach it are recommended."""
 _BUSY = 0.8
-_FITS = 0.8
+_GOOD_FIT = 0.8
 """R² below which fitted weights are doubtful."""
 _CACHE = ("cache_hits", "cache_hit_bytes", "cache_misses", "cache_miss_bytes")
 
@@ -58,7 +58,7 @@ class Rate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class Measured:
     """The result of all runs; `load_average` is that of the machine before them, `workers` the fewest that suffice."""
 
     cores: int
@@ -99,18 +99,18 @@ def command(
         return
     if mix is None:
         raise click.UsageError("Missing argument 'MIX': a dataset or mix to measure (or --fit-cost FILE).")
-    found = bench(mix, options, seconds=seconds, encoder=encoder_of(encoder))
+    result = bench(mix, options, seconds=seconds, encoder=load_encoder(encoder))
     if as_json:
-        print_json(asdict(found))
+        print_json(asdict(result))
         return
-    for line in report(found):
+    for line in report(result):
         click.echo(line)
-    _print_rates(found)
-    click.echo(f"Limit: {found.limit}")
-    click.echo(f"Try: {found.advice}")
+    _print_rates(result)
+    click.echo(f"Limit: {result.limit}")
+    click.echo(f"Try: {result.advice}")
 
 
-def bench(mix: str, options: dict[str, Any], *, seconds: float, encoder: Any = None) -> Found:
+def bench(mix: str, options: dict[str, Any], *, seconds: float, encoder: Any = None) -> Measured:
     """Return how fast a mix loads on this machine, and what limits it.
 
     Raises:
@@ -129,9 +129,9 @@ def bench(mix: str, options: dict[str, Any], *, seconds: float, encoder: Any = N
         _measure(mix, options | {"num_workers": workers}, encoder, seconds) for workers in numbers_of_workers(most)
     ]
     best = max(rate.samples_per_second for rate in rates)
-    chosen = next(rate for rate in rates if rate.samples_per_second >= _ENOUGH * best)
+    chosen = next(rate for rate in rates if rate.samples_per_second >= _ENOUGH_OF_BEST * best)
     limit, advice = judge(reading, rates, chosen, cores)
-    return Found(
+    return Measured(
         cores=cores,
         load_average=load_average,
         reading=reading,
@@ -146,19 +146,19 @@ def _print_cost(path: str, *, as_json: bool) -> None:
     """Print the weights that fit the times of a run, ready to paste."""
     from energon_bridge.task_encoder.costs import fit_times
 
-    found = fit_times(path)
+    fit = fit_times(path)
     if as_json:
-        print_json(asdict(found))
+        print_json(asdict(fit))
         return
-    cost = found.cost
+    cost = fit.cost
     click.echo(f"balance_cost={cost!r}")
-    click.echo(f"Each microbatch takes another {1e3 * found.constant:.3g} ms. R² = {found.r_squared:.3f}.")
+    click.echo(f"Each microbatch takes another {1e3 * fit.constant:.3g} ms. R² = {fit.r_squared:.3f}.")
     if cost.tokens:
         attention, patches = cost.attention / cost.tokens, cost.patches / cost.tokens
         click.echo(
             f"For the training script: data.balance_attention={attention:.4g} data.balance_patches={patches:.4g}"
         )
-    if found.r_squared < _FITS:
+    if fit.r_squared < _GOOD_FIT:
         click.echo(
             "The fit is poor: time more microbatches, of more sizes, in one process on an idle machine. If it stays "
             "poor, balance will gain little."
@@ -271,11 +271,11 @@ def judge(reading: Rate, rates: list[Rate], chosen: Rate, cores: int) -> tuple[s
     )
 
 
-def report(found: Found) -> Iterator[str]:
+def report(result: Measured) -> Iterator[str]:
     """Yield lines that report the cost of a sample, stage by stage."""
-    costs = ", ".join(f"{name} {1e6 * took:,.0f} us" for name, took in _stages(found.reading, found.rates[0]).items())
+    costs = ", ".join(f"{name} {1e6 * took:,.0f} us" for name, took in _stages(result.reading, result.rates[0]).items())
     yield f"Time for a sample, without workers: {costs}"
-    reading = found.reading
+    reading = result.reading
     if reading.requests:
         yield (
             f"Requests: {format_bytes(int(reading.bytes_per_request))} each, waited for "
@@ -287,24 +287,24 @@ def report(found: Found) -> Iterator[str]:
             f"Node cache: {reading.cache_hits / blocks:.0%} of {blocks:,} blocks were there "
             f"({format_bytes(reading.cache_hit_bytes)}), {format_bytes(reading.cache_miss_bytes)} were fetched"
         )
-    if found.load_average > found.cores + 1:
+    if result.load_average > result.cores + 1:
         yield (
-            f"The machine was busy before this run (load {found.load_average:.1f}, {found.cores} cores): the rates are "
-            "too low, and the advice may be wrong."
+            f"The machine was busy before this run (load {result.load_average:.1f}, {result.cores} cores): the rates "
+            "are too low, and the advice may be wrong."
         )
 
 
-def _print_rates(found: Found) -> None:
+def _print_rates(result: Measured) -> None:
     print_table(
         ("workers", "samples/s", "bytes/s", "CPU per sample", "training process"),
         [
             (
-                f"{rate.workers}{' (enough)' if rate.workers == found.workers else ''}",
+                f"{rate.workers}{' (enough)' if rate.workers == result.workers else ''}",
                 f"{rate.samples_per_second:,.0f}",
                 format_bytes(int(rate.bytes_per_second)),
                 f"{1e6 * rate.cpu_per_sample:,.0f} us",
                 f"{rate.training_cpu:.0%} busy",
             )
-            for rate in found.rates
+            for rate in result.rates
         ],
     )

@@ -129,25 +129,25 @@ def diff(first: str, second: str, as_json: bool) -> None:
     Example:  energon checkpoint diff step-0000150.ckpt step-0000200.ckpt
     """
     then, now = (merge(read_states([path])) for path in (first, second))
-    found = difference(then, now)
+    changes = difference(then, now)
     if as_json:
-        print_json(found)
+        print_json(changes)
         return
-    lines = [*found["settings"], *_weights(found["weights"]), *_bans(found["bans"]), *found["leaves"]]
+    lines = [*changes["settings"], *_weights(changes["weights"]), *_bans(changes["bans"]), *changes["leaves"]]
     for line in lines:
         click.echo(line)
     if not lines:
         click.echo("The settings and the mix are the same.")
-    moved = [row for row in found["progress"] if any(row[name] for name in ("draws", *_COUNTS, "bytes"))]
-    if not (found["microbatches"] or found["epochs"] or moved):
+    moved = [row for row in changes["progress"] if any(row[name] for name in ("draws", *_COUNTS, "bytes"))]
+    if not (changes["microbatches"] or changes["epochs"] or moved):
         click.echo("Both are at the same position.")
         return
-    passes = f", {found['epochs']:+,} passes" if found["epochs"] else ""
-    click.echo(f"B is {found['microbatches']:+,} microbatches from A{passes}.")
-    if not found["comparable"]:
+    passes = f", {changes['epochs']:+,} passes" if changes["epochs"] else ""
+    click.echo(f"B is {changes['microbatches']:+,} microbatches from A{passes}.")
+    if not changes["comparable"]:
         click.echo("Cannot compare draws and counters: the states have different lanes.")
         return
-    more = _rare(found["progress"])
+    more = _rare(changes["progress"])
     print_table(
         ("dataset", "draws", "epochs", "delivered", *_COUNTS[1:], "bytes", *more),
         [
@@ -159,7 +159,7 @@ def diff(first: str, second: str, as_json: bool) -> None:
                 format_bytes(row["bytes"]),
                 *(number(row[name]) for name in more),
             )
-            for row in found["progress"]
+            for row in changes["progress"]
         ],
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from energon_bridge.cli.output import count_of, print_json, print_table
-from energon_bridge.cli.prepare_options import engine_options, shard_progress, task_of, task_options, workers_of
+from energon_bridge.cli.prepare_options import choose_engine, chosen_task, engine_options, shard_progress, task_options
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.columns import read_columns
 from energon_bridge.format.parallel import available_cores
@@ -80,7 +80,7 @@ def add(
     energon columns add data/captions words --of mine:count_words
     energon columns add data/captions --hash --task 3/16    a share of the shards, then once --finish
     """
-    share = task_of(task, finish=finish)
+    share = chosen_task(task, finish=finish)
     chosen: list[tuple[str | None, Any, str, bool]] = []
     if function is not None:
         chosen.append((name, _imported(function), function, raw))
@@ -96,7 +96,7 @@ def add(
     if len(chosen) != 1:
         raise ConfigurationError("give exactly one of --of, --encoder, --image-size, --hash and --bytes.")
     column, call, made_of, as_bytes = chosen[0]
-    workers = workers_of(engine, address, num_workers or min(16, available_cores()))
+    workers = choose_engine(engine, address, num_workers or min(16, available_cores()))
     with shard_progress("Computing", enabled=progress) as advance:
         added = add_column(
             path,

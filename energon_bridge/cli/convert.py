@@ -18,7 +18,7 @@ import numpy as np
 
 from energon_bridge.cli.assistant import shorten
 from energon_bridge.cli.output import count_of, format_bytes, json_option
-from energon_bridge.cli.prepare_options import engine_options, shard_progress, task_of, task_options, workers_of
+from energon_bridge.cli.prepare_options import choose_engine, chosen_task, engine_options, shard_progress, task_options
 from energon_bridge.errors import ConfigurationError, SampleError, SkipSample, SourceError
 from energon_bridge.format.field_map import describe_fields
 from energon_bridge.format.parallel import available_cores
@@ -37,7 +37,7 @@ from energon_bridge.prepare.sources import KINDS, open_source
 from energon_bridge.prepare.split import SplitRule, parse_ratio
 from energon_bridge.rows.base import Layout, Source, check_layout, first_rows
 from energon_bridge.rows.lists import check_media_meant
-from energon_bridge.rows.turns import turns_of
+from energon_bridge.rows.turns import read_turns
 from energon_bridge.samples import CrudeSample, sample_type_by_name
 from energon_bridge.storage import open_store
 
@@ -59,7 +59,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 )
 @click.option("--split-ratio", default=None, help="Shares of train, val and test, by sample: 99,1,0.")
 @click.option("--shuffle", type=int, default=None, metavar="SEED", help="Shuffle the samples of each split part.")
-@click.option("--samples-per-shard", type=click.IntRange(min=1), default=None, help="Exactly so many in each shard.")
+@click.option("--samples-per-shard", type=click.IntRange(min=1), default=None, help="Samples in each shard, exactly.")
 @click.option(
     "--bytes-per-shard", default=None, metavar="SIZE", help="No larger shards: 500M, 1Gi. Looks at all first."
 )
@@ -123,7 +123,7 @@ def command(
     energon convert hf://OWNER/NAME data/name --stream
     energon convert big.parquet data/big --task $SLURM_ARRAY_TASK_ID/16
     """
-    share = task_of(task, finish=finish)
+    share = chosen_task(task, finish=finish)
     if out.absolute() == source.absolute():
         raise ConfigurationError(f"{out}: this is the source itself. Write to another folder.")
     limit = _size(bytes_per_shard) if bytes_per_shard is not None else None
@@ -164,7 +164,7 @@ def command(
     if dry_run:
         click.echo(f"This was a dry run: nothing was written to {out}.")
         return None
-    doing = workers_of(engine, address, workers)
+    doing = choose_engine(engine, address, workers)
     with shard_progress("Converting samples", enabled=progress) as advance:
         if share is not None:
             if overwrite:
@@ -340,7 +340,7 @@ def _has_turns(out: Path, shard: str) -> bool:
     _, parts = parse_sample(store.read_range(shard, start, end - start), where=store.url(shard))
     try:
         values = json.loads(bytes(parts.get("json", b"")))
-        return isinstance(values, dict) and turns_of(values) is not None
+        return isinstance(values, dict) and read_turns(values) is not None
     except (ValueError, SampleError):
         return False
 

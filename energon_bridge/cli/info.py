@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from energon_bridge.cli.output import count_of, format_bytes, print_json, print_table
+from energon_bridge.format.foreign import format_of_unprepared
 from energon_bridge.format.nvmeta import prepared_by
 from energon_bridge.prepare.summary import DatasetSummary, summarize_dataset
-from energon_bridge.rows.dataset import is_unprepared_table
 
 _SHOWN = 10
 
@@ -62,7 +62,7 @@ def _rows(summary: DatasetSummary) -> list[tuple[str, str]]:
     ]
     rows += [("field", f"{field} = {access}") for field, access in summary.field_map.items()]
     rows += [("subflavor", f"{name} = {value}") for name, value in summary.subflavors.items()]
-    if is_unprepared_table(summary.path):
+    if format_of_unprepared(summary.path):
         rows.append(("prepared by", "nobody: its tables are read as they are"))
     elif summary.parts:
         rows += [

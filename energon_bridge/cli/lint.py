@@ -8,17 +8,17 @@ from dataclasses import asdict, dataclass, field
 import click
 
 from energon_bridge.cli.output import count_of, print_json
-from energon_bridge.cli.prepare_options import engine_options, shard_progress, task_of, workers_of
+from energon_bridge.cli.prepare_options import choose_engine, chosen_task, engine_options, shard_progress
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.dataset import PreparedDataset
-from energon_bridge.prepare.engines import Task
+from energon_bridge.format.parallel import Task
 from energon_bridge.prepare.lint import Problem, lint_dataset, lint_encoded, lint_mix, lint_parts
 
 _MAX_SHOWN = 100
 
 
 @dataclass(slots=True, kw_only=True)
-class _Found:
+class _Problems:
     """The problems so far; they are printed as they are found, but for JSON."""
 
     quiet: bool
@@ -75,11 +75,11 @@ def command(
     energon lint /data/captions --duplicates
     energon lint /data/captions --task 3/16
     """
-    share = task_of(task, finish=False)
+    share = chosen_task(task, finish=False)
     if share is not None and (encoder is not None or duplicates):
         raise ConfigurationError("--task checks shards: run --encoder and --duplicates without it.")
     parts = tuple(part.strip() for part in split_parts.split(",")) if split_parts else ()
-    found = _Found(quiet=as_json)
+    problems = _Problems(quiet=as_json)
     empty: list[str] = []
     if path.endswith(".yaml"):
         if (dataset_config, split_config) != ("dataset.yaml", "split.yaml"):
@@ -88,7 +88,7 @@ def command(
             )
         datasets, failed = lint_mix(path, split_parts=parts, trust_remote_code=trust_remote_code)
         for problem in failed:
-            found.add(problem)
+            problems.add(problem)
     else:
         datasets, empty = lint_parts(
             path,
@@ -99,7 +99,7 @@ def command(
         )
     for part in empty if not as_json else ():
         click.echo(f"The split part {part!r} is empty.")
-    workers = workers_of(engine, address, parallel)
+    workers = choose_engine(engine, address, parallel)
     checked = 0
     total = sum(dataset.num_samples - len(dataset.excluded) for dataset in datasets)
     if share is not None:
@@ -109,18 +109,18 @@ def command(
             for number, report in enumerate(lint_dataset(dataset, num_workers=workers, task=share), start=1):
                 checked += report.num_checked
                 for problem in report.problems:
-                    found.add(problem)
+                    problems.add(problem)
                 advance(number, len(dataset.shard_names if share is None else share.of(dataset.shard_names)))
     if encoder is not None:
         splits = _splits(path, datasets, parts)
-        _encode(path, splits, encoder, found, parallel, dataset_config, split_config, trust=trust_remote_code)
+        _encode(path, splits, encoder, problems, parallel, dataset_config, split_config, trust=trust_remote_code)
     if duplicates:
         from energon_bridge.prepare.columns import find_equal_samples
 
         for problem in find_equal_samples(datasets, num_workers=workers):
-            found.add(problem)
-    _report(found, checked, total, empty, as_json=as_json)
-    if found.bad:
+            problems.add(problem)
+    _report(problems, checked, total, empty, as_json=as_json)
+    if problems.bad:
         sys.exit(1)
 
 
@@ -144,52 +144,52 @@ def _encode(
     path: str,
     splits: list[str],
     encoder: str,
-    found: _Found,
+    report: _Problems,
     parallel: int,
     dataset_config: str,
     split_config: str,
     *,
     trust: bool,
 ) -> None:
-    from energon_bridge.cli.run_options import encoder_of
+    from energon_bridge.cli.run_options import load_encoder
 
     for split in splits:
         count, problems = lint_encoded(
             path,
             split,
-            encoder_of(encoder),
+            load_encoder(encoder),
             num_workers=parallel if parallel > 1 else 0,
             dataset_config=dataset_config,
             split_config=split_config,
             trust_remote_code=trust,
         )
-        if not found.quiet:
+        if not report.quiet:
             click.echo(f"{split}: {encoder} encodes {count_of(count, 'sample')}, {len(problems):,} fail.")
         for problem in problems:
-            found.add(problem)
+            report.add(problem)
 
 
-def _report(found: _Found, checked: int, total: int, empty: list[str], *, as_json: bool) -> None:
+def _report(problems: _Problems, checked: int, total: int, empty: list[str], *, as_json: bool) -> None:
     if as_json:
         print_json(
             {
-                "ok": not found.bad,
+                "ok": not problems.bad,
                 "checked": checked,
                 "samples": total,
                 "empty": empty,
-                "problems": [asdict(problem) for problem in found.problems],
+                "problems": [asdict(problem) for problem in problems.problems],
             }
         )
         return
-    if found.shown > _MAX_SHOWN:
-        click.echo(f"... and {found.shown - _MAX_SHOWN} more.")
-    if not found.bad:
+    if problems.shown > _MAX_SHOWN:
+        click.echo(f"... and {problems.shown - _MAX_SHOWN} more.")
+    if not problems.bad:
         click.echo("The one sample loads." if checked == 1 else f"All {checked:,} samples load.")
         return
     where = f" in {count_of(checked, 'sample')}"
     if checked < total:  # shards that cannot be read
         where = f"; {checked:,} of {count_of(total, 'sample')} could be checked"
-    click.echo(f"Failed: {count_of(len(found.bad), 'problem')}{where}.")
+    click.echo(f"Failed: {count_of(len(problems.bad), 'problem')}{where}.")
 
 
 def _identity(problem: Problem) -> tuple[str, str, str | None, str]:

@@ -19,12 +19,12 @@ _POOR = 0.8
 
 @click.command("plan")
 @click.argument("mix", type=click.Path())
-@click.option(
-    "--steps", type=click.IntRange(min=0), required=True, help="Steps (microbatches of each rank) of the run."
-)
+@click.option("--steps", type=click.IntRange(min=0), required=True, help="Steps of the optimizer in the run.")
 @run_options
 def command(mix: str, steps: int, as_json: bool, **options: Any) -> None:
     """Forecast a training run over MIX: a dataset's folder or URL, or a metadataset's YAML file.
+
+    A step is one microbatch on each rank, with --global-batch-size as many as it takes.
 
     Numbers are exact where each sample that is drawn gives one row: none is skipped, packed or made several of. Nothing
     is read but the metadata of the datasets.
@@ -37,14 +37,14 @@ def command(mix: str, steps: int, as_json: bool, **options: Any) -> None:
     from energon_bridge.mix import describe
 
     run = run_of_mix(open_mix(mix, options))
-    found = forecast(run, steps)
+    plan = forecast(run, steps)
     if as_json:
-        print_json(asdict(found))
+        print_json(asdict(plan))
         return
     for line in describe(run.spec.mix):
         click.echo(line)
     click.echo()
-    print_pairs(_facts(found))
+    print_pairs(_facts(plan))
     print_table(
         ("dataset", "as written", "samples", "share", "draws", "epochs", "bytes, about"),
         [
@@ -57,50 +57,51 @@ def command(mix: str, steps: int, as_json: bool, **options: Any) -> None:
                 epochs(leaf.epochs),
                 format_bytes(leaf.bytes),
             )
-            for leaf in found.leaves
+            for leaf in plan.leaves
         ],
         left=2,
     )
-    if found.schedule:
+    if plan.schedule:
         click.echo(
             "Shares of the datasets, numbered as in the table above; between the points they follow the schedule:"
         )
         print_table(
-            ("shares at global draw", "in step", *(str(place) for place in range(1, len(found.leaves) + 1))),
+            ("shares at global draw", "in step", *(str(place) for place in range(1, len(plan.leaves) + 1))),
             [
                 (number(point.global_draw), number(point.step), *(f"{share:.2%}" for share in point.shares))
-                for point in found.schedule
+                for point in plan.schedule
             ],
             left=0,
         )
-    for line in (*_mixing(found), *_ends(found)):
+    for line in (*_mixing(plan), *_ends(plan)):
         click.echo(line)
 
 
-def _facts(found: Forecast) -> Iterator[tuple[str, str]]:
-    yield "steps", f"{found.steps:,}, world size {found.world_size:,}, batch size {found.batch_size}"
-    yield "draws", f"{found.draws:,} samples in {found.microbatches:,} microbatches; the mix has {found.num_samples:,}"
-    yield "lanes", f"{found.num_lanes:,}: {found.lanes_because}"
-    if found.masked_share:
+def _facts(plan: Forecast) -> Iterator[tuple[str, str]]:
+    each = "" if plan.per_step == 1 else f" of {plan.per_step} microbatches on each rank"
+    yield "steps", f"{plan.steps:,}{each}, world size {plan.world_size:,}, batch size {plan.batch_size}"
+    yield "draws", f"{plan.draws:,} samples in {plan.microbatches:,} microbatches; the mix has {plan.num_samples:,}"
+    yield "lanes", f"{plan.num_lanes:,}: {plan.lanes_because}"
+    if plan.masked_share:
         yield (
             "masked",
-            f"{found.masked_share:.1%} of the microbatches, as {found.world_size} ranks do not divide "
-            f"{found.num_lanes} lanes; {found.even_world_size} ranks would mask none",
+            f"{plan.masked_share:.1%} of the microbatches, as {plan.world_size} ranks do not divide "
+            f"{plan.num_lanes} lanes; {plan.even_world_size} ranks would mask none",
         )
-    if found.mix_epoch is not None:
-        done = found.draws / found.mix_epoch
-        yield "mix epoch", f"{found.mix_epoch:,.10g} samples; {epochs(done)} mix epochs in all"
+    if plan.mix_epoch is not None:
+        done = plan.draws / plan.mix_epoch
+        yield "mix epoch", f"{plan.mix_epoch:,.10g} samples; {epochs(done)} mix epochs in all"
 
 
-def _mixing(found: Forecast) -> Iterator[str]:
+def _mixing(plan: Forecast) -> Iterator[str]:
     """Report how well the datasets are mixed, and which are not."""
-    if found.mixing is None:
+    if plan.mixing is None:
         return
     yield (
-        f"Mixing: {found.mixing:.2f} (1 is a perfect shuffle). Of a dataset sorted into ten classes, 32 samples that a "
-        f"lane draws in a row would have {found.mixing:.0%} of the classes that 32 random samples have."
+        f"Mixing: {plan.mixing:.2f} (1 is a perfect shuffle). Of a dataset sorted into ten classes, 32 samples that a "
+        f"lane draws in a row would have {plan.mixing:.0%} of the classes that 32 random samples have."
     )
-    poor = [leaf for leaf in found.leaves if leaf.mixing is not None and leaf.mixing < _POOR]
+    poor = [leaf for leaf in plan.leaves if leaf.mixing is not None and leaf.mixing < _POOR]
     if poor:
         names = ", ".join(f"{leaf_name(asdict(leaf))} ({leaf.mixing:.2f})" for leaf in poor[:3])
         more = f" and {len(poor) - 3} more" if len(poor) > 3 else ""
@@ -110,10 +111,10 @@ def _mixing(found: Forecast) -> Iterator[str]:
         )
 
 
-def _ends(found: Forecast) -> Iterator[str]:
-    most = max(found.leaves, key=lambda leaf: leaf.epochs)
-    if len(found.leaves) > 1 and found.draws:
+def _ends(plan: Forecast) -> Iterator[str]:
+    most = max(plan.leaves, key=lambda leaf: leaf.epochs)
+    if len(plan.leaves) > 1 and plan.draws:
         yield f"Repeated most: {leaf_name(asdict(most))}, {epochs(most.epochs)} epochs."
-    if found.first_end is not None:
-        names = ", ".join(leaf_name(asdict(found.leaves[place])) for place in found.ends_first)
-        yield f"Ends first: {names}, in step {found.first_end - 1:,}."
+    if plan.first_end is not None:
+        names = ", ".join(leaf_name(asdict(plan.leaves[place])) for place in plan.ends_first)
+        yield f"Ends first: {names}, in step {plan.first_end - 1:,}."

@@ -11,23 +11,23 @@ import click
 from energon_bridge.cli.assistant import ask_dataset_yaml, ask_field_map, ask_ratio, show_first_samples
 from energon_bridge.cli.output import count_of, json_option
 from energon_bridge.cli.prepare_options import (
+    choose_engine,
+    chosen_task,
     engine_options,
     media_filter,
     media_options,
     report_media,
     shard_progress,
-    task_of,
     task_options,
     tmp_option,
-    workers_of,
     workers_option,
 )
 from energon_bridge.errors import ConfigurationError, MetadataError, NotPreparedError
 from energon_bridge.format.jsonl import index_jsonl, is_jsonl
-from energon_bridge.format.nvmeta import INDEX_SQLITE, meta_path, read_info
+from energon_bridge.format.nvmeta import meta_path, read_info
 from energon_bridge.format.parallel import Workers
 from energon_bridge.prepare.dataset_yaml import check_found, parse_field_map, read_first_samples, render_dataset_yaml
-from energon_bridge.prepare.duplicates import rename_duplicates, undo_renames
+from energon_bridge.prepare.duplicates import rename_duplicates
 from energon_bridge.prepare.run import Prepared, prepare_dataset, rebuild_index, scan_task
 from energon_bridge.prepare.split import SplitRule, find_shards, parse_patterns, parse_ratio
 from energon_bridge.samples import CrudeSample, sample_type_by_name
@@ -56,7 +56,6 @@ _SHOWN = 10
 @click.option("--tar-index-only", is_flag=True, help="Only write the indexes of a prepared dataset again.")
 @click.option("--key-index/--no-key-index", default=True, help="Write index.sqlite, which looks samples up by key.")
 @click.option("--fix-duplicates", is_flag=True, help="Rename samples with duplicate keys, in the tars themselves.")
-@click.option("--undo-fix-duplicates", "undo", is_flag=True, help="Restore the old keys of renamed samples, and stop.")
 @click.option("--force-overwrite", is_flag=True, help="Prepare again without asking.")
 @click.option("--skip-dataset-yaml", is_flag=True, help="Write no dataset.yaml.")
 @click.option("--dataset-yaml-name", default="dataset.yaml", show_default=True, help="Name of the file to write.")
@@ -82,7 +81,6 @@ def command(
     tar_index_only: bool,
     key_index: bool,
     fix_duplicates: bool,
-    undo: bool,
     force_overwrite: bool,
     skip_dataset_yaml: bool,
     dataset_yaml_name: str,
@@ -110,10 +108,10 @@ def command(
     energon prepare /data/captions --task 3/16          a share of the tars, then once --finish
     energon prepare /data/captions --fix-duplicates     the second sample `a` becomes `a~2`
     """
-    share = task_of(task, finish=finish)
+    share = chosen_task(task, finish=finish)
     media = media_filter(media_metadata_by_glob, media_metadata_by_header, media_metadata_by_extension)
     if is_jsonl(path) or path.endswith(".yaml"):
-        if any((split_ratio, split_parts, sample_type, tar_index_only, media, share, finish, fix_duplicates, undo)):
+        if any((split_ratio, split_parts, sample_type, tar_index_only, media, share, finish, fix_duplicates)):
             what = "a JSONL file" if is_jsonl(path) else "a mix"
             raise ConfigurationError(f"{path} is {what}: these options are for the folder of a dataset.")
         if is_jsonl(path):
@@ -123,10 +121,7 @@ def command(
             return {"samples": count}
         _prepare_mix(path, num_workers=num_workers, trust=trust_remote_code, progress=progress)
         return None
-    if undo:
-        _undo_renames(path)
-        return None
-    workers = workers_of(engine, address, num_workers)
+    workers = choose_engine(engine, address, num_workers)
     if fix_duplicates and (share or finish or tar_index_only):
         raise ConfigurationError(
             "--fix-duplicates reads all tars: run it without --task, --finish and --tar-index-only."
@@ -201,17 +196,9 @@ def _rename(path: str, *, exclude: str | None, num_workers: Workers) -> None:
     if len(renamed) > _SHOWN:
         click.echo(f"... and {len(renamed) - _SHOWN:,} more.")
     if renamed:
-        click.echo(f"Renamed {count_of(len(renamed), 'sample')}; --undo-fix-duplicates restores the old keys.")
+        click.echo(f"Renamed {count_of(len(renamed), 'sample')}.")
     else:
         click.echo("No duplicate keys.")
-
-
-def _undo_renames(path: str) -> None:
-    count, gone = undo_renames(path)
-    click.echo(f"{count_of(count, 'sample')} {'has' if count == 1 else 'have'} the old key again.")
-    if gone:
-        click.echo(f"Of {count_of(gone, 'renamed sample')}, the tars are gone.")
-    click.echo("The key index was removed with the new keys: prepare the dataset again.")
 
 
 def _prepare_mix(path: str, *, num_workers: int, trust: bool, progress: bool) -> None:
@@ -314,9 +301,4 @@ def _report(store: Store, prepared: Prepared, dataset_yaml_name: str) -> None:
     click.echo(f"Found the part types {', '.join(prepared.part_names[:10])}{' ...' * (len(prepared.part_names) > 10)}.")
     if not store.exists(meta_path(dataset_yaml_name)):
         click.echo(f"Write {store.url(meta_path(dataset_yaml_name))} before you load the dataset.")
-    if prepared.supplement is not None:
-        click.echo(
-            f"The keys of the added shards are in {prepared.supplement}, because {meta_path(INDEX_SQLITE)} is large. "
-            "megatron-energon reads only the latter: prepare again, and both become one file."
-        )
     click.echo(f"Done: {_counted(prepared)}.")

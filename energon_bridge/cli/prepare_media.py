@@ -9,15 +9,15 @@ import click
 
 from energon_bridge.cli.output import json_option
 from energon_bridge.cli.prepare_options import (
+    choose_engine,
+    chosen_task,
     engine_options,
     media_filter,
     media_options,
     report_media,
     shard_progress,
-    task_of,
     task_options,
     tmp_option,
-    workers_of,
     workers_option,
 )
 from energon_bridge.errors import ConfigurationError
@@ -55,14 +55,14 @@ def command(
     media = media_filter(media_metadata_by_glob, media_metadata_by_header, media_metadata_by_extension)
     if media is None:
         raise ConfigurationError("give one of --media-metadata-by-glob, -by-header and -by-extension.")
-    workers, one = workers_of(engine, address, num_workers), task_of(task, finish=finish)
+    workers, one = choose_engine(engine, address, num_workers), chosen_task(task, finish=finish)
     with shard_progress("Reading media", enabled=progress) as advance:
         if one is not None:
             count = media_task(path, media, one, num_workers=workers, progress=advance)
         else:
-            found = prepare_media(path, media, num_workers=workers, finish=finish, progress=advance)
+            indexed = prepare_media(path, media, num_workers=workers, finish=finish, progress=advance)
     if one is not None:
         click.echo(f"Task {one}: read {count:,} shards or portions of files. After all tasks, run --finish.")
         return {"task": str(one), "shards": count}
-    report_media(found)
-    return asdict(found)
+    report_media(indexed)
+    return asdict(indexed)

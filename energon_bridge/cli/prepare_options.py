@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 import click
 
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.format.media import MediaFilter
-from energon_bridge.format.parallel import Workers
-from energon_bridge.prepare.engines import RayEngine, Task, parse_task
-from energon_bridge.prepare.media import IndexedMedia
+from energon_bridge.format.media import IndexedMedia, MediaFilter
+from energon_bridge.format.parallel import Task, Workers, parse_task
+from energon_bridge.prepare.engines import RayEngine
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -62,7 +61,7 @@ def task_options(command: Command) -> Command:
     return command
 
 
-def workers_of(engine: str, address: str | None, num_workers: int) -> Workers:
+def choose_engine(engine: str, address: str | None, num_workers: int) -> Workers:
     """Return the engine that the options choose; raises ConfigurationError."""
     if engine == "ray":
         return RayEngine(address)
@@ -71,7 +70,7 @@ def workers_of(engine: str, address: str | None, num_workers: int) -> Workers:
     return num_workers
 
 
-def task_of(task: str | None, *, finish: bool) -> Task | None:
+def chosen_task(task: str | None, *, finish: bool) -> Task | None:
     """Return the task that the options name; raises ConfigurationError."""
     if task is not None and finish:
         raise ConfigurationError("--task and --finish exclude each other: run --finish once, after all tasks.")
@@ -128,12 +127,12 @@ def media_filter(by_glob: str | None, by_header: bool, by_extension: bool) -> Me
     return MediaFilter(strategy="EXTENSION") if by_extension else None
 
 
-def report_media(found: IndexedMedia) -> None:
+def report_media(indexed: IndexedMedia) -> None:
     """Report how many media files were read, and which could not be."""
-    click.echo(f"Done: stored metadata for {found.num_files:,} files.")
-    if found.failed:
-        shown = ", ".join(found.failed[:_SHOWN]) + (", ..." if len(found.failed) > _SHOWN else "")
-        click.echo(f"{len(found.failed):,} files could not be read: {shown}")
+    click.echo(f"Done: stored metadata for {indexed.num_files:,} files.")
+    if indexed.failed:
+        shown = ", ".join(indexed.failed[:_SHOWN]) + (", ..." if len(indexed.failed) > _SHOWN else "")
+        click.echo(f"{len(indexed.failed):,} files could not be read: {shown}")
 
 
 # Progress -------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import click
 from rich.console import Console
 
 from energon_bridge.cli.output import count_of, print_json
-from energon_bridge.cli.run_options import encoder_of, is_mix, open_mix, open_run, run_options, state_of
+from energon_bridge.cli.run_options import is_mix, load_encoder, open_mix, open_run, read_state, run_options
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.samples.showing import counted
 
@@ -75,7 +75,7 @@ class _Shown:
     "--over",
     type=click.IntRange(min=1),
     metavar="STEPS",
-    help="On pages, of a mix: also shares, epochs and mixing over a run of so many steps (with --batch-size).",
+    help="On pages, of a mix: also shares, epochs and mixing over a run of STEPS steps (with --batch-size).",
 )
 @click.option("--rank", type=click.IntRange(min=0), help="Only what this rank delivers.")
 @click.option(
@@ -120,8 +120,8 @@ def command(
                                                             the same of a later step, packed or grouped too
 
     SOURCE is a dataset (a folder, a .jsonl file, or a URL of one), a metadataset's YAML file, or saved states and
-    checkpoints of a run. With --config it may also be section.key=value, as for the script. A step is one microbatch
-    on every rank; with --config, one of the optimizer.
+    checkpoints of a run. With --config it may also be section.key=value, as for the script. A step is one of the
+    optimizer: as --config says, else by --global-batch-size, else one microbatch on every rank.
     """
     with _opened(source, serve or html is not None, samples, options) as shown:
         if as_json:
@@ -189,13 +189,15 @@ def _opened(source: tuple[str, ...], pages: bool, samples: int | None, options: 
         mix = options["mix"] or (mixes[0] if len(mixes) == 1 else None)
         if mix is None:
             raise ConfigurationError("--encoder needs data: give a dataset or mix, or states and --mix")
-        encoder = encoder_of(options["encoder"])
+        encoder = load_encoder(options["encoder"])
         spec = open_mix(mix, options, task_encoder=encoder, packing_buffer_size=options["packing_buffer_size"])
-        yield _batches([name for name in source if name not in mixes], spec, steps, options, mix)
+        group = spec.worker_config.microbatches_per_global_batch
+        files = [name for name in source if name not in mixes]
+        yield _batches(files, spec, steps, options, mix, per_step=lambda ranks: 1 if group is None else group // ranks)
     elif not source:
         raise ConfigurationError("nothing to show: give a dataset, a mix, a saved state, or --config FILE")
     elif steps is not None:
-        yield _steps_of(source, steps, options)
+        yield _show_steps(source, steps, options)
     else:
         yield _samples(source, samples or (_ON_PAGES if pages else _IN_TERMINAL), options)
 
@@ -252,7 +254,7 @@ def _samples(source: tuple[str, ...], limit: int, options: dict[str, Any]) -> _S
     return _Shown(title=source[0], source=samples, drawn=drawn, batches=[], notes=[note], forecast=planned)
 
 
-def _steps_of(source: tuple[str, ...], steps: range, options: dict[str, Any]) -> _Shown:
+def _show_steps(source: tuple[str, ...], steps: range, options: dict[str, Any]) -> _Shown:
     """Return the samples that a run draws in some steps."""
     from energon_bridge.forecast.samples import assumption
     from energon_bridge.preview.sources import SampleSource, drawn_in
@@ -261,7 +263,7 @@ def _steps_of(source: tuple[str, ...], steps: range, options: dict[str, Any]) ->
     _check_rank(options["rank"], run.world_size)
     drawn = list(drawn_in(run, steps, options["rank"]))
     first = min((one.facts["microbatch"] for one in drawn if "microbatch" in one.facts), default=0)
-    said = [_name_of(steps), assumption(run, first), *notes]
+    said = [_steps_title(steps), assumption(run, first), *notes]
     return _Shown(title=" ".join(source), source=SampleSource(run.spec, run.plan), drawn=drawn, batches=[], notes=said)
 
 
@@ -275,13 +277,13 @@ def _batches(
     per_step: Callable[[int], int] = lambda ranks: 1,
 ) -> _Shown:
     """Return what a run delivers in some steps."""
-    from energon_bridge.preview.batches import delivered, stand_of
+    from energon_bridge.preview.batches import delivered, next_step
     from energon_bridge.preview.sources import SampleSource
 
-    state, ranks = state_of(files, options["world_size"]) if files else (None, options["world_size"] or 1)
+    state, ranks = read_state(files, options["world_size"]) if files else (None, options["world_size"] or 1)
     _check_rank(options["rank"], ranks)
     if steps is None:
-        first = -(-stand_of(spec, ranks, state) // per_step(ranks))
+        first = -(-next_step(spec, ranks, state) // per_step(ranks))
         steps = range(first, first + (options["batches"] or 2))
     batches = delivered(spec, steps, world_size=ranks, state=state, rank=options["rank"], per_step=per_step(ranks))
     return _Shown(
@@ -289,11 +291,11 @@ def _batches(
         source=SampleSource(spec),
         drawn=[drawn for batch in batches for drawn in batch.drawn()],
         batches=batches,
-        notes=[f"{_name_of(steps)} of {count_of(ranks, 'rank')}"],
+        notes=[f"{_steps_title(steps)} of {count_of(ranks, 'rank')}"],
     )
 
 
-def _name_of(steps: range) -> str:
+def _steps_title(steps: range) -> str:
     return f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
 
 

@@ -34,16 +34,16 @@ def show(files: tuple[str, ...], limit: int, excludes: bool, as_json: bool) -> N
 
     Example:  energon quarantine show bad.jsonl
     """
-    found = _read(files)
+    failures = _read(files)
     if excludes:
-        _print_excludes(found, as_json=as_json)
+        _print_excludes(failures, as_json=as_json)
         return
-    if not found and not as_json:
+    if not failures and not as_json:
         click.echo("No sample failed.")
         return
     kinds = Counter[tuple[str, str, str]]()
     samples = Counter[tuple[str, str, str]]()
-    for one in found:
+    for one in failures:
         kind = one.dataset, one.hook, one.error
         kinds[kind] += 1
         samples[kind] += one.size
@@ -53,7 +53,7 @@ def show(files: tuple[str, ...], limit: int, excludes: bool, as_json: bool) -> N
         print_json(
             {
                 "kinds": [dict(zip(names, row, strict=True)) for row in counted],
-                "failures": [_plain(one) for one in found],
+                "failures": [_plain(one) for one in failures],
             }
         )
         return
@@ -64,17 +64,17 @@ def show(files: tuple[str, ...], limit: int, excludes: bool, as_json: bool) -> N
     )
     print_table(
         ("dataset", "shard", "key", "hook", "error", "sample", "with others"),
-        [_row(one) for one in found[:limit]],
+        [_row(one) for one in failures[:limit]],
         left=5,
     )
-    if len(found) > limit:
-        click.echo(f"{len(found) - limit:,} more: --limit {len(found)} names them all.")
+    if len(failures) > limit:
+        click.echo(f"{len(failures) - limit:,} more: --limit {len(failures)} names them all.")
 
 
 def _read(files: Iterable[str]) -> list[QuarantinedSample]:
     """Return the failures of several files, without duplicates."""
-    found = {(one.dataset, one.index, one.hook): one for file in files for one in read_quarantine(file)}
-    return sorted(found.values(), key=lambda one: (one.dataset, one.index, one.hook))
+    failures = {(one.dataset, one.index, one.hook): one for file in files for one in read_quarantine(file)}
+    return sorted(failures.values(), key=lambda one: (one.dataset, one.index, one.hook))
 
 
 def _row(one: QuarantinedSample) -> Sequence[str]:
@@ -87,8 +87,8 @@ def _plain(one: QuarantinedSample) -> dict[str, Any]:
     return asdict(one) | {"members": members}
 
 
-def _print_excludes(found: Sequence[QuarantinedSample], *, as_json: bool) -> None:
-    entries = quarantine_excludes(found)
+def _print_excludes(failures: Sequence[QuarantinedSample], *, as_json: bool) -> None:
+    entries = quarantine_excludes(failures)
     if as_json:
         print_json(entries)
         return

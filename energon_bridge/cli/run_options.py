@@ -40,7 +40,11 @@ _OPTIONS = (
     click.option(
         "--batch-size", "--micro-batch-size", type=_CountOrNone(), default=None, help="Samples in a microbatch."
     ),
-    click.option("--global-batch-size", type=_POSITIVE, help="Samples in a global batch: decides the number of lanes."),
+    click.option(
+        "--global-batch-size",
+        type=_POSITIVE,
+        help="Samples in a step of the optimizer; decides the number of lanes.  [default: a microbatch on each rank]",
+    ),
     click.option("--world-size", type=_POSITIVE, help="Data-parallel ranks.  [default: 1]"),
     click.option("--num-workers", type=click.IntRange(min=0), default=4, show_default=True, help="Workers of a rank."),
     click.option("--num-lanes", type=_POSITIVE, help="Lanes of the run.  [default: as a loader chooses]"),
@@ -123,7 +127,7 @@ def is_mix(source: Sequence[str]) -> bool:
     return len(source) == 1 and (path.endswith(_MIX_SUFFIXES) or "://" in path or Path(path).is_dir())
 
 
-def state_of(files: Sequence[str], world_size: int | None) -> tuple[State, int]:
+def read_state(files: Sequence[str], world_size: int | None) -> tuple[State, int]:
     """Return the state stored in the files of a run's ranks, and the number of ranks: the given one, or theirs."""
     from energon_bridge.loader.fits import merge
     from energon_bridge.loader.summary import rank_of, read_states
@@ -155,10 +159,10 @@ def open_run(
     cost = None if balance is None else named(balance, "--balance", "my_project.data:COST")
     if is_mix(source):
         run = run_of_mix(open_mix(source[0], options))
-        return (
-            run if cost is None else shared_out(run, cost, run.plan.facts.microbatches_per_global_batch, window)
-        ), []
-    state, world_size = state_of(source, options["world_size"])
+        if cost is not None:
+            run = shared_out(run, cost, run.plan.config.microbatches_per_global_batch, window)
+        return run, _steps_noted(run, by_step)
+    state, world_size = read_state(source, options["world_size"])
     notes = []
     if options["world_size"] is None and by_step:
         notes.append(f"World size {world_size}: a state does not know how many ranks there were, --world-size says it.")
@@ -166,16 +170,25 @@ def open_run(
         state,
         world_size=world_size if by_step else 1,
         mix=options["mix"],
+        global_batch_size=options["global_batch_size"] if by_step else None,
         balanced=cost is not None,
         **{name: options[name] for name in ("split_part", "dataset_config", "split_config", "trust_remote_code")},
     )
-    if cost is None:
-        return run, notes
-    group = None if options["global_batch_size"] is None else options["global_batch_size"] // run.spec.rows
-    return shared_out(run, cost, group, window), notes
+    if cost is not None:
+        group = None if options["global_batch_size"] is None else options["global_batch_size"] // run.spec.rows
+        run = shared_out(run, cost, group, window)
+    if run.per_step == 1 and options["global_batch_size"] is None and by_step and not run.spec.finite:
+        notes.append(
+            "A step is taken for one microbatch on each rank: with gradient accumulation, give --global-batch-size."
+        )
+    return run, [*notes, *_steps_noted(run, by_step)]
 
 
-def encoder_of(spec: str | None) -> Any:
+def _steps_noted(run: Run, by_step: bool) -> list[str]:
+    return [f"A step is {run.per_step} microbatches on each rank."] if by_step and run.per_step > 1 else []
+
+
+def load_encoder(spec: str | None) -> Any:
     """Return the task encoder that `MODULE:NAME` names; a class or function is called.
 
     Raises:
@@ -183,8 +196,8 @@ def encoder_of(spec: str | None) -> Any:
     """
     if spec is None:
         return None
-    found = named(spec, "--encoder", "my_project.encoders:make_encoder")
-    return found() if isinstance(found, type) or not hasattr(found, "encode_sample") else found
+    encoder = named(spec, "--encoder", "my_project.encoders:make_encoder")
+    return encoder() if isinstance(encoder, type) or not hasattr(encoder, "encode_sample") else encoder
 
 
 def named(spec: str, option: str, example: str) -> Any:

@@ -28,7 +28,9 @@ _AT_A_TIME = 10_000
 @click.option(
     "--checkpoint", type=click.Path(), multiple=True, help="A checkpoint or state of a run: the same as STATE_OR_MIX."
 )
-@click.option("--step", type=click.IntRange(min=0), help="Steps before it, from the beginning of the run.")
+@click.option(
+    "--step", type=click.IntRange(min=0), help="Steps before it (of the optimizer), from the run's beginning."
+)
 @click.option("--until", type=click.IntRange(min=1), help="All steps from --step (default: the first) to before this.")
 @click.option("--microbatch", type=click.IntRange(min=0), help="Number of a microbatch of the run, instead of a step.")
 @click.option("--rank", type=click.IntRange(min=0), help="Only what this rank delivers.")
@@ -68,8 +70,9 @@ def command(
     energon which --checkpoint step-0000150.ckpt --until 150 --out seen.parquet
 
     States (one file, or those of several ranks) say everything but the number of ranks; with a mix (a dataset's folder
-    or URL, or a metadataset's YAML file) give the options that the run was started with. A step is counted from the
-    beginning of the run, on one number of ranks.
+    or URL, or a metadataset's YAML file) give the options that the run was started with. A step is one of the
+    optimizer, counted from the beginning of the run, on one number of ranks: with gradient accumulation, give
+    --global-batch-size. A microbatch is counted over all ranks.
     """
     source += checkpoint
     if not source:
@@ -107,7 +110,8 @@ def command(
     ends = [one.microbatch for _, one in found if one.microbatch is not None]
     if out is not None and microbatch is None:
         lanes, ranks = run.num_lanes, run.world_size
-        ends = [first_microbatch(number, num_lanes=lanes, world_size=ranks) for number in (steps[0], steps[-1])]
+        turns = (steps[0] * run.per_step, (steps[-1] + 1) * run.per_step - 1)
+        ends = [first_microbatch(turn, num_lanes=lanes, world_size=ranks) for turn in turns]
     # Answers before and after a state rest on different assumptions.
     notes[:0] = dict.fromkeys(assumption(run, m) for m in ((min(ends), max(ends)) if ends else (microbatch or 0,)))
     microbatches = [({"step": number} if until is not None else {}) | _plain(one, row) for number, one in found]

@@ -109,8 +109,8 @@ class _Portions:
     """The current folders of the namespace package: others may be added to `sys.path` later."""
 
     def __iter__(self) -> Iterator[str]:
-        found = PathFinder.find_spec(NAMESPACE)
-        return iter(() if found is None else found.submodule_search_locations or ())
+        spec = PathFinder.find_spec(NAMESPACE)
+        return iter(() if spec is None else spec.submodule_search_locations or ())
 
 
 class _Maker(Loader):
@@ -188,5 +188,5 @@ def other_package() -> str | None:
     namespace = PathFinder.find_spec(NAMESPACE)
     if namespace is None or namespace.submodule_search_locations is None:
         return None
-    found = PathFinder.find_spec(PACKAGE, namespace.submodule_search_locations)
-    return None if found is None else found.origin
+    spec = PathFinder.find_spec(PACKAGE, namespace.submodule_search_locations)
+    return None if spec is None else spec.origin

@@ -159,5 +159,5 @@ class DatasetCode:
         if loaded is None:
             return None  # type: ignore[return-value]  # refused as any loader's
         names = loaded if isinstance(loaded, dict) else loaded.__dataclass_fields__
-        found = {name: loaded[name] if isinstance(loaded, dict) else getattr(loaded, name) for name in names}
-        return {name: value for name, value in found.items() if name == "__key__" or not name.startswith("__")}
+        values = {name: loaded[name] if isinstance(loaded, dict) else getattr(loaded, name) for name in names}
+        return {name: value for name, value in values.items() if name == "__key__" or not name.startswith("__")}

@@ -171,18 +171,18 @@ class EPath(os.PathLike[str]):
 
     def stat(self) -> FileStat:
         """Return size and time of the file."""
-        found = self._fs().info(self._here)
-        written = found.get("mtime", found.get("last_modified", found.get("LastModified")))
+        info = self._fs().info(self._here)
+        written = info.get("mtime", info.get("last_modified", info.get("LastModified")))
         if not isinstance(written, datetime):
             written = datetime.fromtimestamp(written, UTC) if written is not None else self._fs().modified(self._here)
-        return FileStat(int(found["size"]), written)
+        return FileStat(int(info["size"]), written)
 
     def walk(self) -> Iterator[Self]:
         """Yield all files below the folder, sorted; local links to folders are followed."""
         if self.is_local():
             here = self._here
-            found = [os.path.join(at, file) for at, _, files in os.walk(here, followlinks=True) for file in files]
-            yield from self._below(found)
+            paths = [os.path.join(at, file) for at, _, files in os.walk(here, followlinks=True) for file in files]
+            yield from self._below(paths)
             return
         for path in sorted(self._fs().find(self._here)):
             yield self._other(path)
@@ -190,16 +190,16 @@ class EPath(os.PathLike[str]):
     def glob(self, pattern: str) -> Iterator[Self]:
         """Yield the files that match a pattern below the folder, sorted."""
         if self.is_local():
-            found = glob.glob(os.path.join(glob.escape(self._here), pattern), recursive=True)
-            yield from self._below(filter(os.path.isfile, found))
+            files = glob.glob(os.path.join(glob.escape(self._here), pattern), recursive=True)
+            yield from self._below(filter(os.path.isfile, files))
             return
         for path in sorted(self._fs().glob(posixpath.join(self._here, pattern))):
             yield self._other(path)
 
-    def _below(self, found: Iterable[str]) -> Iterator[Self]:
+    def _below(self, paths: Iterable[str]) -> Iterator[Self]:
         """Yield local files below this folder."""
         here = self._here
-        for path in sorted(found):
+        for path in sorted(paths):
             yield self / os.path.relpath(path, here)
 
     def with_suffix(self, suffix: str) -> Self:

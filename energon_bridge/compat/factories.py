@@ -42,9 +42,9 @@ class OpenedDataset(BaseCoreDatasetFactory):
 
     def __init__(self, dataset: DatasetSpec) -> None:
         self._dataset = dataset
-        found = dataset.leaves[0].dataset
-        self.__sample_type__ = getattr(found, "sample_type", None)
-        self.subflavors = dict(getattr(found, "subflavors", {}))
+        opened = dataset.leaves[0].dataset
+        self.__sample_type__ = getattr(opened, "sample_type", None)
+        self.subflavors = dict(getattr(opened, "subflavors", {}))
         self.paths = [EPath(leaf.dataset.path) for leaf in dataset.leaves]
 
     def __len__(self) -> int:
@@ -83,12 +83,12 @@ def get_dataset_from_config(
 
 def get_val_datasets(path: Any, **kwargs: Any) -> list[tuple[DatasetSpec, OpenedDataset]]:
     """Open the datasets of a mix for validation one by one, each with its paths and subflavors."""
-    found = []
+    pairs = []
     for dataset, _ in loading.get_val_datasets(path, **kwargs):
-        encoder = loading.with_decoder(None, dataset.task_encoder.decoder)
-        plain = dataclasses.replace(dataset, batch_size=None, packing_buffer_size=None, task_encoder=encoder)
-        found.append((dataset, OpenedDataset(plain)))
-    return found
+        encoder = loading.with_decoder(None, dataset.settings.task_encoder.decoder)
+        plain = dataset.with_settings(batch_size=None, packing_buffer_size=None, task_encoder=encoder)
+        pairs.append((dataset, OpenedDataset(plain)))
+    return pairs
 
 
 def _open(function: str, path: Any, settings: dict[str, Any], kwargs: dict[str, Any], *, training: bool) -> DatasetSpec:
@@ -296,7 +296,7 @@ def traverse_metadataset(path: Any, *, split_part: str) -> list[TraversedDataset
 
 
 def _references(mix: Mix) -> list[TraversedDatasetReference]:
-    found = []
+    references = []
     for entry in mix.leaves:
         leaf = entry.leaf
         if isinstance(leaf, JoinRef):
@@ -304,8 +304,8 @@ def _references(mix: Mix) -> list[TraversedDatasetReference]:
                 f"{leaf.where}: traverse_metadataset() does not support joins, as in megatron-energon."
             )
         aux = {name: EPath(ref.path) for name, ref in leaf.aux.items()}
-        found.append(TraversedDatasetReference(EPath(leaf.path), leaf.split_part, aux, dict(leaf.subflavors)))
-    return found
+        references.append(TraversedDatasetReference(EPath(leaf.path), leaf.split_part, aux, dict(leaf.subflavors)))
+    return references
 
 
 def _number(repetitions: Fraction | None) -> float | int | None:

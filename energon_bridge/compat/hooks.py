@@ -7,7 +7,6 @@ wrapper raises an error that names it.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -41,8 +40,8 @@ def get_val_dataset(path: Any, **kwargs: Any) -> DatasetSpec:
 def get_val_datasets(path: Any, **kwargs: Any) -> list[tuple[DatasetSpec, OpenedDataset]]:
     """Open the datasets of a mix for validation one by one, each with its paths and subflavors."""
     encoder = kwargs.get("task_encoder")
-    found = factories.get_val_datasets(path, **kwargs)
-    return [(_as_built(dataset, encoder, "build_val_datasets"), opened) for dataset, opened in found]
+    pairs = factories.get_val_datasets(path, **kwargs)
+    return [(_as_built(dataset, encoder, "build_val_datasets"), opened) for dataset, opened in pairs]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +50,7 @@ class _Built:
 
     Attributes:
         sources: Place of each dataset in the mix, how often it comes (None: forever), and its weight of 1.
-        settings: Fields of a `DatasetSpec`.
+        settings: Fields of `RunSettings`.
     """
 
     sources: tuple[tuple[int, float | None, float], ...]
@@ -64,19 +63,19 @@ def _as_built(spec: DatasetSpec, encoder: Any, hook: str) -> DatasetSpec:
     """Return the dataset as the hooks of its encoder put it together."""
     if not isinstance(encoder, DefaultTaskEncoder) or not _overridden(encoder):
         return spec
-    loaded = factories.loaded_datasets(dataclasses.replace(spec, batch_size=None, packing_buffer_size=None))
+    loaded = factories.loaded_datasets(spec.with_settings(batch_size=None, packing_buffer_size=None))
     arguments: dict[str, Any] = {
         "datasets": loaded.datasets,
         "worker_config": spec.worker_config,
-        "batch_size": spec.batch_size,
-        "batch_drop_last": spec.batch_drop_last,
-        "packing_buffer_size": spec.packing_buffer_size,
+        "batch_size": spec.settings.batch_size,
+        "batch_drop_last": spec.settings.batch_drop_last,
+        "packing_buffer_size": spec.settings.packing_buffer_size,
     }
     if hook == "build_val_datasets":
-        arguments["limit"] = spec.limit
+        arguments["limit"] = spec.settings.limit
     else:
-        arguments["virtual_epoch_length"] = spec.virtual_epoch_length or 0
-        arguments["shuffle_buffer_size"] = spec.shuffle_buffer_size or None
+        arguments["virtual_epoch_length"] = spec.settings.virtual_epoch_length or 0
+        arguments["shuffle_buffer_size"] = spec.settings.shuffle_buffer_size or None
         arguments |= {"blend_mode": loaded.blend_mode, "repeat": not spec.finite}
     built = _read(getattr(encoder, hook)(**arguments), spec, encoder)
     expected = _read(getattr(DefaultTaskEncoder, hook)(DefaultTaskEncoder(), **arguments), spec, encoder)
@@ -85,7 +84,7 @@ def _as_built(spec: DatasetSpec, encoder: Any, hook: str) -> DatasetSpec:
         if not _same(there, here):
             raise _refused(encoder, f"its datasets are {_told(built)}, but the mix has {_told(expected)}")
     changed = {name: value for name, value in built.settings.items() if value != expected.settings[name]}
-    return dataclasses.replace(spec, **changed) if changed else spec
+    return spec.with_settings(**changed) if changed else spec
 
 
 def _overridden(encoder: DefaultTaskEncoder) -> bool:
@@ -153,10 +152,10 @@ def _told(built: _Built) -> str:
     ) + (f" ({built.joined}{', repeated' if built.cycled else ''})" if built.joined else "")
 
 
-def _refused(encoder: Any, found: str) -> Exception:
+def _refused(encoder: Any, complaint: str) -> Exception:
     names = [name for name in HOOKS if getattr(type(encoder), name) is not getattr(DefaultTaskEncoder, name)]
     return NotProvidedError(
         f"{type(encoder).__qualname__} overrides {' and '.join(names)} in a way that has no counterpart in "
-        f"energon_bridge: {found}. Describe a mix with a metadataset, a Blender or a dict, and process samples in the "
-        "other hooks of the task encoder."
+        f"energon_bridge: {complaint}. Describe a mix with a metadataset, a Blender or a dict, and process samples in "
+        "the other hooks of the task encoder."
     )

@@ -222,8 +222,8 @@ def get_val_dataset(path: Any, **kwargs: Any) -> DatasetSpec:
 def get_val_datasets(path: Any, **kwargs: Any) -> list[tuple[DatasetSpec, OpenLeaf]]:
     """Open the datasets of a mix for validation, one by one."""
     said = _said_of_samples(kwargs)
-    found = datasets.get_val_datasets(_source(path), **_validation(kwargs))
-    return [(_as_energon(dataset, **said), source) for dataset, source in found]
+    pairs = datasets.get_val_datasets(_source(path), **_validation(kwargs))
+    return [(_as_energon(dataset, **said), source) for dataset, source in pairs]
 
 
 def _said_of_samples(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -241,16 +241,16 @@ def _as_energon(dataset: DatasetSpec, sample_type: type | None, subflavors: Mapp
     """
     leaves = dataset.leaves
     for leaf in leaves:
-        found = getattr(leaf.dataset, "sample_type", None)
-        if sample_type is not None and not (isinstance(found, type) and issubclass(found, sample_type)):
-            name = getattr(found, "__name__", "joined")
+        loaded_type = getattr(leaf.dataset, "sample_type", None)
+        if sample_type is not None and not (isinstance(loaded_type, type) and issubclass(loaded_type, sample_type)):
+            name = getattr(loaded_type, "__name__", "joined")
             raise ConfigurationError(
                 f"{leaf.dataset.path}: its samples are {name}, but sample_type= requests {sample_type.__name__}"
             )
     if subflavors:
         leaves = tuple(dataclasses.replace(leaf, dataset=_flavored(leaf.dataset, subflavors)) for leaf in leaves)
     leaves = tuple(dataclasses.replace(leaf, dataset=_with_epath(leaf.dataset)) for leaf in leaves)
-    return dataclasses.replace(dataset, leaves=leaves, as_energon=True)
+    return dataclasses.replace(dataset.with_settings(as_energon=True), leaves=leaves)
 
 
 def _with_epath(dataset: Any) -> Any:

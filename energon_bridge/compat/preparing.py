@@ -14,9 +14,10 @@ from energon_bridge.compat.table import not_provided
 from energon_bridge.errors import ConfigurationError, ShardMissingError
 from energon_bridge.format.jsonl import index_jsonl
 from energon_bridge.format.nvmeta import expand_braces
-from energon_bridge.prepare import MediaFilter, SplitRule, prepare_dataset, prepare_media, rebuild_index
+from energon_bridge.prepare import MediaFilter, SplitRule, prepare_dataset, rebuild_index
 from energon_bridge.prepare.duplicates import rename_duplicates
 from energon_bridge.prepare.joins import mix_joins, prepare_join
+from energon_bridge.prepare.media import prepare_media
 from energon_bridge.prepare.split import find_shards
 from energon_bridge.storage import open_store
 
@@ -132,10 +133,10 @@ def _split(ratios: Ratios | None, patterns: Patterns | None, *, shuffle: bool) -
 def _all_but(folder: str, paths: Iterable[str]) -> str | None:
     """Return a pattern for the shards below a folder that are not among `paths`, None if there are none."""
     wanted = {os.path.relpath(one, folder) if os.path.isabs(one) else one for one in _expanded(paths)}
-    found = set(find_shards(open_store(folder)))
-    if missing := sorted(wanted - found):
+    shards = set(find_shards(open_store(folder)))
+    if missing := sorted(wanted - shards):
         raise ShardMissingError(f"{folder}: no such tar: {missing[0]}")
-    others = sorted(found - wanted)
+    others = sorted(shards - wanted)
     return f"^(?:{'|'.join(map(re.escape, others))})$" if others else None
 
 

@@ -29,8 +29,8 @@ def default_get_batch_keys(batch: Any) -> list[str] | None:
     """Return the keys of the samples of a batch, None if it does not say them; of a list, those of its first entry."""
     if isinstance(batch, list):
         batch = batch[0]
-    found = (getattr(batch, "__key__", None), getattr(batch, "__keys__", None))
-    keys: Any = next((value for value in found if _are_keys(value, list)), None)
+    candidates = (getattr(batch, "__key__", None), getattr(batch, "__keys__", None))
+    keys: Any = next((value for value in candidates if _are_keys(value, list)), None)
     if keys is None and isinstance(batch, dict):
         named = (batch.get(name) for name in ("__key__", "__keys__", "keys"))
         keys = next((value for value in named if _are_keys(value, Iterable)), None)

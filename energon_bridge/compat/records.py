@@ -215,10 +215,10 @@ def get_dataset_info(path: Any) -> dict[str, Any]:
         file = EPath(path) / META_FOLDER / name
         if file.is_file():
             data = file.read_bytes()
-            found = json.loads(data) if name == INFO_JSON else parse_document(data, where=file.url)
-            if isinstance(found, dict):
-                return found
-            raise MetadataError(f"{file.url}: expected a mapping, found {type(found).__name__}")
+            info = json.loads(data) if name == INFO_JSON else parse_document(data, where=file.url)
+            if isinstance(info, dict):
+                return info
+            raise MetadataError(f"{file.url}: expected a mapping, found {type(info).__name__}")
     raise MetadataError(f"{EPath(path).url}: not prepared ({META_FOLDER}/{INFO_JSON} is missing)")
 
 

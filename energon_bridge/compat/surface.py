@@ -195,8 +195,8 @@ wrappers.watchdog_dataset: T_sample WatchdogDataset
 
 def modules() -> dict[str, tuple[str, ...]]:
     """Return the public names of each module; the key of `megatron.energon` itself is the empty string."""
-    found: dict[str, tuple[str, ...]] = {}
+    names_by_module: dict[str, tuple[str, ...]] = {}
     for line in _NAMES.strip().replace("\n    ", " ").splitlines():
         module, _, names = line.partition(":")
-        found[module.strip(".")] = tuple(names.split())
-    return found
+        names_by_module[module.strip(".")] = tuple(names.split())
+    return names_by_module

@@ -7,7 +7,6 @@ Those that mix and shuffle are for `build_…` hooks of a task encoder, which `h
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NoReturn
 
 from energon_bridge import datasets
@@ -152,12 +151,12 @@ def make_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader:
     if not isinstance(dataset, DatasetSpec) or (limit is None and not repeated):
         return datasets.get_savable_loader(dataset, **kwargs)
     if not dataset.finite:  # an endless stream repeats by itself; limiting it makes an epoch
-        return datasets.get_savable_loader(dataclasses.replace(dataset, virtual_epoch_length=limit), **kwargs)
-    if repeated and dataset.limit is not None:
+        return datasets.get_savable_loader(dataset.with_settings(virtual_epoch_length=limit), **kwargs)
+    if repeated and dataset.settings.limit is not None:
         raise not_provided("RepeatDataset of a dataset with limit=", "limit the repeated dataset by LimitDataset")
-    if limit is not None and dataset.limit is not None:
-        limit = min(limit, dataset.limit)
-    return datasets.get_savable_loader(dataclasses.replace(dataset, limit=limit, repeats=repeated), **kwargs)
+    if limit is not None and dataset.settings.limit is not None:
+        limit = min(limit, dataset.settings.limit)
+    return datasets.get_savable_loader(dataset.with_settings(limit=limit, repeats=repeated), **kwargs)
 
 
 def _ends(dataset: Any) -> bool:

@@ -17,9 +17,10 @@ from energon_bridge.forecast.run import Run
 from energon_bridge.mix import Node
 from energon_bridge.mix.schedule import plain_number
 from energon_bridge.mix.tree import Blend, EpochizedBlend, JoinRef, LeafRef
+from energon_bridge.plan.choose import Cursor, draws_before
 from energon_bridge.plan.leaf import LeafOrder
 from energon_bridge.rng import IntArray
-from energon_bridge.topology import Ownership, RankFacts, first_microbatch, microbatches_before, step_of
+from energon_bridge.topology import Ownership, WorkerConfig, first_microbatch, microbatches_before, step_of
 
 _FAR = 1 << 40
 _LANES_LOOKED_AT = 64
@@ -67,7 +68,7 @@ class Forecast:
     """How far a run gets in some steps.
 
     Attributes:
-        steps, world_size, num_lanes, batch_size: Of the run.
+        steps, per_step, world_size, num_lanes, batch_size: Of the run; `per_step` microbatches of a rank are a step.
         lanes_because: Why it has so many lanes.
         masked_share: Share of the delivered microbatches that are masked, as the ranks do not divide the lanes.
         even_world_size: The nearest number of ranks that would mask none.
@@ -85,6 +86,7 @@ class Forecast:
     """
 
     steps: int
+    per_step: int
     world_size: int
     num_lanes: int
     lanes_because: str
@@ -104,7 +106,7 @@ class Forecast:
 
 
 def forecast(run: Run, steps: int) -> Forecast:
-    """Forecast how far an endless run gets in some steps from its beginning.
+    """Forecast how far an endless run gets in some steps of the optimizer from its beginning.
 
     Raises:
         ConfigurationError: The stream is not endless.
@@ -135,19 +137,20 @@ def forecast(run: Run, steps: int) -> Forecast:
                 mixing=None if leaf.shuffle_epochs is None else mixing(plan.leaves[number].order, looked_at),
             )
         )
-    mixed = [(found.share, found.mixing) for found in leaves if found.mixing is not None and found.share]
+    mixed = [(leaf.share, leaf.mixing) for leaf in leaves if leaf.mixing is not None and leaf.share]
     first_end = _first_end(run, sizes)
     ended = draws_per_leaf(run, first_end) >= sizes if first_end is not None else np.zeros(len(order), dtype=bool)
     return Forecast(
         steps=steps,
+        per_step=run.per_step,
         world_size=ranks,
         num_lanes=plan.num_lanes,
-        lanes_because=_why(run.plan.facts),
+        lanes_because=_why(run.plan.config),
         masked_share=ownership.masked_share,
         even_world_size=ownership.nearest_even_world_size(),
-        batch_size=spec.batch_size,
+        batch_size=spec.settings.batch_size,
         mode=spec.mode,
-        microbatches=first_microbatch(steps, num_lanes=plan.num_lanes, world_size=ranks),
+        microbatches=first_microbatch(steps * run.per_step, num_lanes=plan.num_lanes, world_size=ranks),
         draws=int(counts.sum()),
         num_samples=spec.num_samples,
         leaves=tuple(leaves),
@@ -155,19 +158,16 @@ def forecast(run: Run, steps: int) -> Forecast:
         schedule=_schedule(run, steps, int(counts.sum()), order),
         first_end=first_end,
         ends_first=tuple(place for place, number in enumerate(order) if ended[number]),
-        mixing=sum(share * found for share, found in mixed) / sum(share for share, _ in mixed) if mixed else None,
+        mixing=sum(share * value for share, value in mixed) / sum(share for share, _ in mixed) if mixed else None,
     )
 
 
 def draws_per_leaf(run: Run, steps: int) -> IntArray:
     """Return the draws of each leaf, in order of identity, in the first steps of a run, shape (leaves,)."""
     lanes = run.num_lanes
-    m = first_microbatch(steps, num_lanes=lanes, world_size=run.world_size)
+    m = first_microbatch(steps * run.per_step, num_lanes=lanes, world_size=run.world_size)
     draws = [microbatches_before(lane, m, lanes) * run.spec.rows for lane in range(lanes)]
-    blend = run.plan.blend
-    if blend is None:
-        return np.array([sum(draws)])
-    return np.sum([blend.counts(lane, draw) for lane, draw in enumerate(draws)], axis=0)
+    return np.sum([draws_before(run.plan.blend, lane, draw) for lane, draw in enumerate(draws)], axis=0)
 
 
 def _first_end(run: Run, sizes: IntArray) -> int | None:
@@ -219,13 +219,14 @@ def _schedule(
     if run.spec.mode != "weights" or not run.spec.mix.is_scheduled:
         return ()
     lanes, rows = run.num_lanes, run.spec.rows
-    found = []
+    curve = []
     for point in sorted({0, *(point for point in run.spec.weights.points() if point < draws), draws} | between):
         m = point // lanes // rows * lanes + point % lanes
         shares = _shares(run, point)
-        step = steps if point == draws else step_of(m, num_lanes=lanes, world_size=run.world_size)
-        found.append(SharePoint(global_draw=point, step=step, shares=tuple(shares[number] for number in order)))
-    return tuple(found)
+        turn = step_of(m, num_lanes=lanes, world_size=run.world_size)
+        step = steps if point == draws else turn // run.per_step
+        curve.append(SharePoint(global_draw=point, step=step, shares=tuple(shares[number] for number in order)))
+    return tuple(curve)
 
 
 def _written(run: Run) -> list[str]:
@@ -248,14 +249,14 @@ def _written(run: Run) -> list[str]:
     return below(run.spec.mix.root, ())
 
 
-def _why(facts: RankFacts) -> str:
+def _why(config: WorkerConfig) -> str:
     """Say why a run has so many lanes (`default_num_lanes`)."""
-    if facts.num_lanes is not None:
+    if config.num_lanes is not None:
         return "as given"
-    if facts.microbatches_per_global_batch is not None:
-        group = facts.microbatches_per_global_batch
+    if config.microbatches_per_global_batch is not None:
+        group = config.microbatches_per_global_batch
         return f"fits every number of ranks that divides the {group} microbatches of a global batch"
-    return f"a multiple of 24 and of the world size {facts.world_size}"
+    return f"a multiple of 24 and of the world size {config.dp_size}"
 
 
 _PARTS, _DRAWS, _WINDOWS = 10, 32, 8
@@ -274,11 +275,9 @@ def mixing(order: LeafOrder, lanes: int) -> float:
     ideal = float((1 - (1 - shares) ** _DRAWS).sum())
     distinct = []
     for lane in range(0, order.num_lanes, -(-order.num_lanes // lanes)):
-        drawn = np.empty(0, dtype=np.int64)
-        while drawn.size < _DRAWS * _WINDOWS:
-            drawn = np.concatenate((drawn, order.round_at(lane, drawn.size).indices))
-        drawn = drawn[: _DRAWS * _WINDOWS]
-        places = drawn - order.first_sample if order.kept is None else np.searchsorted(order.kept, drawn)
+        rounds, _ = Cursor(order, lane, lambda found: found, 1).at(0, _DRAWS * _WINDOWS)
+        samples = rounds.indices[: _DRAWS * _WINDOWS]
+        places = samples - order.first_sample if order.kept is None else np.searchsorted(order.kept, samples)
         parts = places * _PARTS // n
         distinct += [np.unique(window).size for window in parts.reshape(_WINDOWS, _DRAWS)]
     return min(1.0, float(np.mean(distinct)) / ideal)

@@ -24,6 +24,7 @@ from energon_bridge.loader.shares import Sharing, sharing_of, why_unplanned
 from energon_bridge.mix import Blend, Concat, DatasetOpener, LeafRef, Mix, MixSource, Node, WeightSchedule, flatten
 from energon_bridge.mix.leaves import OpenLeaf, kept_samples
 from energon_bridge.mix.tree import EpochizedBlend as MixedEpochs
+from energon_bridge.stream.settings import RunSettings, StreamKind
 from energon_bridge.stream.state import LaneState
 from energon_bridge.task_encoder.base import DefaultTaskEncoder
 from energon_bridge.task_encoder.costs import ColumnCost
@@ -44,6 +45,7 @@ class Run:
         state: The saved state that it was described by; None if it is a run from the beginning.
         lanes: The lanes in the state, by number.
         sharing: How it is divided, if ranks load their own shares.
+        per_step: Microbatches of each rank in a step of the optimizer; 1 in passes, which have no such steps.
     """
 
     spec: DatasetSpec
@@ -51,6 +53,7 @@ class Run:
     state: State | None = None
     lanes: Mapping[int, LaneState] = field(default_factory=dict)
     sharing: Sharing | None = None
+    per_step: int = 1
 
     @property
     def microbatches(self) -> int:
@@ -59,7 +62,7 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        return self.plan.facts.world_size
+        return self.plan.config.dp_size
 
     @property
     def num_lanes(self) -> int:
@@ -68,9 +71,10 @@ class Run:
 
 def run_of_mix(spec: DatasetSpec) -> Run:
     """Return a run from its beginning, on the ranks and lanes of the dataset's worker configuration."""
-    plan = plan_run(spec, spec.worker_config.facts)
-    Ownership(plan.num_lanes, plan.facts.world_size, 0)  # refuses more ranks than lanes
-    return Run(spec=spec, plan=plan)
+    plan = plan_run(spec, spec.worker_config)
+    ranks, group = plan.config.dp_size, plan.config.microbatches_per_global_batch
+    Ownership(plan.num_lanes, ranks, 0)  # refuses more ranks than lanes
+    return Run(spec=spec, plan=plan, per_step=1 if group is None or spec.finite else group // ranks)
 
 
 def run_of_state(
@@ -78,6 +82,7 @@ def run_of_state(
     *,
     world_size: int,
     mix: MixSource | None = None,
+    global_batch_size: int | None = None,
     split_part: str | None = None,
     dataset_config: str = "dataset.yaml",
     split_config: str = "split.yaml",
@@ -89,6 +94,8 @@ def run_of_state(
     Args:
         state: The state, merged from those of several ranks.
         world_size: Data-parallel ranks; a state knows none.
+        global_batch_size: Samples, or packs, of a step of the optimizer; None: one microbatch on each rank, unless the
+            state has windows of balance, which say it.
         mix: What the run was started with; needed if the state does not contain it, or its datasets have moved.
         split_part: Of `mix`; default: that of the state's leaves.
         dataset_config, split_config: Names of the files in `.nv-meta`.
@@ -122,20 +129,30 @@ def run_of_state(
         part = split_part or (parts.pop() if len(parts) == 1 else "train")
         spec = _spec_of_mix(mix, kind, settings, config, split_part=part, **names)
     blocks = {row["identity"]: row["block"] for row in rows}
-    plan = plan_run(spec, config.facts, num_lanes, saved.changes, blocks)
+    plan = plan_run(spec, config, num_lanes, saved.changes, blocks)
     windows = {name: value for name, value in settings.items() if name.startswith(WINDOWS)}
     if windows and not balanced:
         raise ConfigurationError(
             f"the run divides windows of {settings.get(WINDOWS)} global batches by cost: give the ColumnCost of the "
             "run (--balance MODULE:NAME), if its ranks load their own shares"
         )
-    check_fits(saved, spec.kind, plan.settings | windows, plan.table)
+    check_fits(saved, spec.kind, plan.recorded | windows, plan.table)
     plan = plan.with_banned(banned_of(saved, saved.bans, spec.leaves))
     if kind == "train":
         Ownership(plan.num_lanes, world_size, 0)
         # Retired leaves are at the end, and nothing is drawn from them.
         lanes = {lane: replace(s, leaf_draws=s.leaf_draws[: len(plan.leaves)]) for lane, s in lanes.items()}
-    return Run(spec=spec, plan=plan, state=state, lanes=lanes)
+    per_step = 1
+    if kind == "train" and global_batch_size is not None:
+        per_step, rest = divmod(global_batch_size, spec.rows * world_size)
+        if rest or not per_step:
+            raise ConfigurationError(
+                f"--global-batch-size {global_batch_size} is not a multiple of {spec.rows * world_size}, the samples "
+                f"that {world_size} ranks with microbatches of {spec.rows} deliver at once"
+            )
+    elif "balance_window_of" in settings and settings["balance_window_of"] % world_size == 0:
+        per_step = settings["balance_window_of"] // world_size
+    return Run(spec=spec, plan=plan, state=state, lanes=lanes, per_step=per_step)
 
 
 def shared_out(run: Run, cost: Any, group: int | None, window: int | None) -> Run:
@@ -168,7 +185,7 @@ def shared_out(run: Run, cost: Any, group: int | None, window: int | None) -> Ru
     sharing = sharing_of(run.spec, group, cost, window)
     if run.state is not None:
         check_windows(settings, sharing.settings)
-    return replace(run, sharing=sharing)
+    return replace(run, sharing=sharing, per_step=group // run.world_size)
 
 
 def _spec_of_mix(mix: MixSource, kind: str, settings: State, config: WorkerConfig, **names: Any) -> DatasetSpec:
@@ -185,7 +202,13 @@ def _spec_of_mix(mix: MixSource, kind: str, settings: State, config: WorkerConfi
 
 
 def _spec_of_state(
-    kind: str, settings: State, rows: Sequence[State], config: WorkerConfig, *, trust_remote_code: bool, **names: str
+    kind: StreamKind,
+    settings: State,
+    rows: Sequence[State],
+    config: WorkerConfig,
+    *,
+    trust_remote_code: bool,
+    **names: str,
 ) -> DatasetSpec:
     """Open the leaves of a state at the paths in it."""
     mix = _mix(kind, settings, rows)
@@ -214,11 +237,8 @@ def _spec_of_state(
     return DatasetSpec(
         leaves=tuple(leaves),
         mix=mix,
-        finite=kind != "train",
-        shuffled=kind != "finite",
+        settings=RunSettings(kind=kind, task_encoder=DefaultTaskEncoder(), **known),
         worker_config=config,
-        task_encoder=DefaultTaskEncoder(),
-        **known,
     )
 
 

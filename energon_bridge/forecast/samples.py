@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 
 import numpy as np
 
@@ -23,8 +22,7 @@ from energon_bridge.format.key_index import KeyIndex, keys_at, keys_of_shard, lo
 from energon_bridge.format.nvmeta import INDEX_SQLITE, meta_path, read_info
 from energon_bridge.loader.document import read_leaves
 from energon_bridge.loader.shares import GlobalBatches, SharedBatch, Sharing
-from energon_bridge.plan.leaf import Round
-from energon_bridge.rng import IntArray
+from energon_bridge.plan.choose import Chooser, UnbannedDraws, draws_before, plain_cursors
 from energon_bridge.storage import LocalStore
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.state import LaneState
@@ -35,9 +33,9 @@ from energon_bridge.topology import Ownership, first_microbatch, microbatches_be
 # Keys of samples, looked up by shard and index in the dataset's key index, if it has one on a local disk.
 
 
-_FEW = 8
+_LOOKUPS_BEFORE_READING = 8
 """Lookups in a shard before all of its keys are read."""
-_SHARDS = 256
+_CACHED_SHARDS = 256
 """Shards whose keys are kept."""
 
 
@@ -63,9 +61,9 @@ class KeyNames:
             if known is None:
                 return None
             self._asked[place] += 1
-            if self._asked[place] <= _FEW:
+            if self._asked[place] <= _LOOKUPS_BEFORE_READING:
                 return keys_at(known[0], known[1][shard], [index])[0]
-            if len(self._shards) == _SHARDS:
+            if len(self._shards) == _CACHED_SHARDS:
                 del self._shards[next(iter(self._shards))]
             keys = self._shards[place] = keys_of_shard(known[0], known[1][shard])
             return keys[index] if index < len(keys) else None
@@ -82,11 +80,6 @@ def _index_of(dataset: PreparedDataset) -> tuple[KeyIndex, dict[str, int]] | Non
         return None
     numbers = {shard: number for number, shard in enumerate(read_info(store).shard_counts)}
     return local_key_index(store, scratch=""), numbers
-
-
-_ROUNDS = 4096
-_AT_ONCE = 256
-"""Draws of a mix that are looked at together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,16 +121,16 @@ class NamedMicrobatch:
 
 
 def name_steps(run: Run, steps: Iterable[int], *, keys: bool = True) -> Iterator[list[NamedMicrobatch]]:
-    """Name the samples of steps, for every rank.
+    """Name the samples of steps of the optimizer, for every rank.
 
     Args:
         run: The run.
-        steps: Each as the steps before it, counted from the beginning of the run (of validation: of a pass), on as
-            many ranks.
+        steps: Each as the steps before it, counted from the beginning of the run (of validation: of a pass, whose steps
+            are one microbatch on every rank), on as many ranks.
         keys: Look keys up, which takes most of the time.
 
     Raises:
-        ConfigurationError: There is no such step, or the state was saved between two steps of so many ranks.
+        ConfigurationError: There is no such step, or the state was saved between two steps of this number of ranks.
         MissingRankError: The state has not the lanes that are needed.
     """
     if run.spec.finite:
@@ -147,12 +140,14 @@ def name_steps(run: Run, steps: Iterable[int], *, keys: bool = True) -> Iterator
         return
     names = _Names(run, keys=keys)
     for step in steps:
-        yield _endless_step(run, step, names)
+        turns = range(step * run.per_step, (step + 1) * run.per_step)
+        yield [one for turn in turns for one in _endless_turn(run, turn, names)]
 
 
-def _endless_step(run: Run, step: int, names: _Names) -> list[NamedMicrobatch]:
+def _endless_turn(run: Run, turn: int, names: _Names) -> list[NamedMicrobatch]:
+    """Name one microbatch of each rank: those after the first `turn` of each."""
     lanes, ranks = run.num_lanes, run.world_size
-    m = first_microbatch(step, num_lanes=lanes, world_size=ranks)
+    m = first_microbatch(turn, num_lanes=lanes, world_size=ranks)
     stand = run.microbatches
     if first_microbatch(step_of(stand, num_lanes=lanes, world_size=ranks), num_lanes=lanes, world_size=ranks) != stand:
         raise ConfigurationError(
@@ -186,13 +181,11 @@ def name_shared_steps(
         MissingRankError: The state has not the lanes that are needed.
     """
     names, of_sample = _Names(run, keys=False), _SampleNames(run.plan.leaves, keys=keys)
-    rounds = sharing.group // run.world_size
     planned: GlobalBatches | None = None
     window: list[SharedBatch] = []
     for step in steps:
-        number, turn = divmod(step, rounds)
-        begin = sharing.begin(number * sharing.group)
-        while not window or window[-1].number < number:
+        begin = sharing.begin(step * sharing.group)
+        while not window or window[-1].number < step:
             if planned is None or (planned.end <= begin and not names.has_bans):
                 # Without bans, positions of lanes are computed directly.
                 known = sharing.begin(run.microbatches)
@@ -200,9 +193,9 @@ def name_shared_steps(
                 lanes = {lane: names.lane_at(lane, start, known) for lane in range(run.num_lanes)}
                 planned = sharing.batches(run.plan, lanes, start)
             window = planned.next_window(states=False)
-        shared = window[number - window[0].number]
+        shared = window[step - window[0].number]
         delivered = []
-        for rank, place in enumerate(shared.assignment[turn].tolist()):
+        for rank, place in (pair for turn in shared.assignment.tolist() for pair in enumerate(turn)):
             batch = shared.batches[place]
             samples = [of_sample.of(row, *member) for row, member in enumerate(batch.members.tolist())]
             m = batch.number * run.num_lanes + batch.lane
@@ -257,99 +250,45 @@ class _Names:
     def __init__(self, run: Run, *, keys: bool = True) -> None:
         self._run = run
         self._sample_names = _SampleNames(run.plan.leaves, keys=keys)
-        self._rounds: dict[tuple[int, int], Round] = {}
-        bans = (leaf.bans for leaf in run.plan.leaves)
-        self._bans = [
-            {} if of is None else dict(zip(of.samples.tolist(), of.starts.tolist(), strict=True)) for of in bans
-        ]
-        self._walks: dict[int, tuple[int, int, Iterator[tuple[int, int, int]]]] = {}
-
-    @property
-    def has_bans(self) -> bool:
-        """Whether samples are banned."""
-        return any(self._bans)
+        self._cursors = plain_cursors(run.plan.leaves)
+        # Where samples are banned, the draws of a lane from a microbatch on, and the next microbatch that they give.
+        self._walks: dict[int, tuple[int, int, UnbannedDraws]] = {}
+        self.has_bans = any(leaf.bans is not None for leaf in run.plan.leaves)
 
     def lane_at(self, lane: int, m: int, known: int) -> LaneState:
         """Return the position of a lane before microbatch m, assuming no draw was banned since the state.
 
         `known` is the microbatch at which the state was saved.
         """
-        stand, blend = self._stand(lane, self._run.microbatches if m >= known else m), self._run.plan.blend
-        number = microbatches_before(lane, m, self._run.num_lanes)
+        return self._moved(lane, self._stand(lane, self._run.microbatches if m >= known else m), m)
+
+    def _moved(self, lane: int, stand: LaneState, m: int) -> LaneState:
+        number, blend = microbatches_before(lane, m, self._run.num_lanes), self._run.plan.blend
         draw = stand.draw + (number - stand.microbatches) * self._run.spec.rows
-        leaf_draws: IntArray = np.array(stand.leaf_draws)
-        if blend is None:
-            leaf_draws = leaf_draws + (draw - stand.draw)
-        else:
-            counts = (blend.counts(lane, at - stand.origin) for at in (draw, stand.draw))
-            leaf_draws = leaf_draws + next(counts) - next(counts)
-        return LaneState(number, draw, 0, tuple(leaf_draws.tolist()), stand.origin)
+        before, after = (draws_before(blend, lane, at - stand.origin) for at in (stand.draw, draw))
+        leaf_draws = (np.array(stand.leaf_draws) + after - before).tolist()
+        return LaneState(number, draw, 0, tuple(leaf_draws), stand.origin)
 
     def microbatch(self, m: int, rank: int) -> NamedMicrobatch:
-        lane = m % self._run.num_lanes
-        samples = []
-        for row, (leaf, draw, taken) in enumerate(self._draws(lane, m)):
-            part = self._round(leaf, lane, draw)
-            place = draw - part.first
-            samples.append(self._sample_names.of(row, leaf, int(part.indices[place]), int(part.epochs[place]), taken))
+        lane, rows = m % self._run.num_lanes, self._run.spec.rows
+        stand, number = self._stand(lane, m), microbatches_before(lane, m, self._run.num_lanes)
+        if self.has_bans:  # each that has come moves the later ones
+            first, at, draws = self._walks.get(lane) or (-1, 0, None)
+            if draws is None or first != stand.microbatches or at > number:
+                first = at = stand.microbatches
+                draws = self._draws(lane, stand, stand.taken)
+            for _ in range(at, number):
+                draws.take(rows)
+            self._walks[lane] = first, number + 1, draws
+        else:
+            draws = self._draws(lane, self._moved(lane, stand, m), 0 if number > stand.microbatches else stand.taken)
+        members, _ = draws.take(rows)
+        samples = (self._sample_names.of(row, *member) for row, member in enumerate(members.tolist()))
         return NamedMicrobatch(rank=rank, microbatch=m, lane=lane, samples=tuple(samples))
 
-    def _round(self, leaf: int, lane: int, draw: int) -> Round:
-        """Return the round that holds a draw: mostly that of the draw before."""
-        part = self._rounds.get((leaf, lane))
-        if part is None or not part.first <= draw < part.first + len(part.indices):
-            if len(self._rounds) == _ROUNDS:
-                self._rounds.clear()
-            part = self._rounds[leaf, lane] = self._run.plan.leaves[leaf].order.round_at(lane, draw)
-        return part
-
-    def _draws(self, lane: int, m: int) -> Iterator[tuple[int, int, int]]:
-        """Yield for each row its leaf, the number of its draw in the leaf, and its number among the draw's outputs."""
-        rows, stand = self._run.spec.rows, self._stand(lane, m)
+    def _draws(self, lane: int, at: LaneState, taken: int) -> UnbannedDraws:
         blend = self._run.plan.blend
-        number = microbatches_before(lane, m, self._run.num_lanes) - stand.microbatches
-        if any(self._bans):
-            yield from self._next_unbanned(lane, stand, number)
-            return
-        first = stand.draw + number * rows
-        taken = 0 if number else stand.taken
-        if blend is None:
-            before: IntArray = np.array([stand.leaf_draws[0] + first - stand.draw])
-            leaves = [0] * rows
-        else:
-            at, start = first - stand.origin, stand.draw - stand.origin
-            before = np.array(stand.leaf_draws) + blend.counts(lane, at) - blend.counts(lane, start)
-            leaves = []
-            while len(leaves) < rows:
-                leaves += blend.leaves(lane, at + len(leaves), rows - len(leaves)).tolist()
-        for place, leaf in enumerate(leaves):
-            yield leaf, int(before[leaf]), 0 if place else taken
-            before[leaf] += 1
-
-    def _next_unbanned(self, lane: int, stand: LaneState, number: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the rows of the microbatch this many microbatches after a lane's position."""
-        known = self._walks.get(lane)
-        if known is None or known[0] != stand.microbatches or known[1] > number:
-            known = stand.microbatches, 0, self._unbanned(lane, stand)
-        first, done, draws = known
-        rows = self._run.spec.rows
-        yield from islice(draws, (number - done) * rows, (number - done + 1) * rows)
-        self._walks[lane] = first, number + 1, draws
-
-    def _unbanned(self, lane: int, stand: LaneState) -> Iterator[tuple[int, int, int]]:
-        """Yield the draws from a lane's position on, as `_draws` does, without banned ones."""
-        blend, lanes = self._run.plan.blend, self._run.num_lanes
-        before, draw, taken = list(stand.leaf_draws), stand.draw, stand.taken
-        while True:
-            leaves = [0] if blend is None else blend.leaves(lane, draw - stand.origin, _AT_ONCE).tolist()
-            for leaf in leaves:
-                number, bans = before[leaf], self._bans[leaf]
-                before[leaf] += 1
-                part = self._round(leaf, lane, number)
-                start = bans.get(int(part.indices[number - part.first]))
-                if taken or start is None or start > draw * lanes + lane:
-                    yield leaf, number, taken
-                draw, taken = draw + 1, 0
+        return UnbannedDraws(Chooser(self._cursors, blend, lane, at.draw, at.leaf_draws, at.origin), taken)
 
     def _stand(self, lane: int, m: int) -> LaneState:
         """Return the known position of a lane before microbatch m: from the state, or fresh."""
@@ -373,8 +312,7 @@ class _Names:
         """Whether the lanes of the state have drawn from the leaves what this mix would have from the beginning on."""
         blend = self._run.plan.blend
         return all(
-            not state.origin
-            and state.leaf_draws == ((state.draw,) if blend is None else tuple(blend.counts(lane, state.draw).tolist()))
+            not state.origin and state.leaf_draws == tuple(draws_before(blend, lane, state.draw).tolist())
             for lane, state in self._run.lanes.items()
         )
 
@@ -422,7 +360,7 @@ def _finite_step(run: Run, step: int, names: _SampleNames) -> list[NamedMicrobat
     """Name the samples of a step of a pass, of training passes counted from the first one on."""
     spec, plan, ranks = run.spec, run.plan, run.world_size
     asked, epoch = step, 0
-    if spec.as_energon:
+    if spec.settings.as_energon:
         raise ConfigurationError("cannot name the steps of a pass for a loader of the drop-in of megatron-energon")
     draws = plan.draws_of_pass(epoch)
     end = spec.end(draws.num_draws, ranks)
@@ -441,18 +379,8 @@ def _finite_step(run: Run, step: int, names: _SampleNames) -> list[NamedMicrobat
         if m >= end:
             delivered.append(NamedMicrobatch(rank=rank, microbatch=None, lane=None, samples=()))
             continue
-        rows = {}
-        for leaf, part, places in draws.runs(start, stop):
-            bans = plan.leaves[leaf].bans
-            here = (
-                np.ones(places.size, dtype=bool)
-                if bans is None
-                else ~bans.at(part.indices, draws.first + start + places)
-            )
-            for place, index, of_epoch in zip(
-                places[here].tolist(), part.indices[here].tolist(), part.epochs[here].tolist(), strict=True
-            ):
-                rows[place] = leaf, index, of_epoch
-        samples = tuple(names.of(row, *rows[place]) for row, place in enumerate(sorted(rows)))
+        members, banned = draws.picks(start, stop)
+        members = members if banned is None else members[~banned]
+        samples = tuple(names.of(row, *member) for row, member in enumerate(members.tolist()))
         delivered.append(NamedMicrobatch(rank=rank, microbatch=m, lane=None, samples=samples))
     return delivered

@@ -114,10 +114,10 @@ def column_of(dataset: PreparedDataset, name: str, columns: Mapping[str, Column]
     for shard, count, size in sizes:
         place = places.get(shard)
         if place is None or column.shards[place] != (shard, count, size):
-            found = "nothing" if place is None else "{1} samples in {2} bytes".format(*column.shards[place])
+            covered = "nothing" if place is None else "{1} samples in {2} bytes".format(*column.shards[place])
             raise MetadataError(
-                f"{dataset.path}: the column {name!r} covers {found} of the shard {shard!r}, which has {count} samples "
-                f"in {size} bytes. Add the column again: only new and changed shards are read."
+                f"{dataset.path}: the column {name!r} covers {covered} of the shard {shard!r}, which has {count} "
+                f"samples in {size} bytes. Add the column again: only new and changed shards are read."
             )
         pieces.append(numbers[starts[place] : starts[place + 1]])
     found_numbers = np.concatenate(pieces)

@@ -112,7 +112,7 @@ def read_prepared(
     sizes = _sizes(store, shards, where=splits.where, split_part=split_part)
     excluded = splits.excluded_samples(shards)
     fingerprint = _fingerprint(shards, counts, sizes, excluded, config.canonical)
-    found = prepared(
+    dataset = prepared(
         store,
         config,
         split_part=split_part,
@@ -122,7 +122,7 @@ def read_prepared(
         excluded=excluded,
         fingerprint=fingerprint,
     )
-    return found, config
+    return dataset, config
 
 
 def prepared(

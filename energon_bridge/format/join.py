@@ -153,14 +153,15 @@ class _Line:
 
     def places(self, shards: IntArray, locals_: IntArray) -> IntArray:
         """Return the places of samples; -1 for those that are missing (-1, -1), excluded or in another split part."""
-        if shards.size and (shards.max() >= self.counts.size or (locals_ >= self.counts[shards]).any()):
+        shards = np.where(shards < self.counts.size, shards, -1)  # not listed: of a run that has not ended
+        if ((shards >= 0) & (locals_ >= self.counts[shards])).any():
             raise _stale(self.index)
-        found = np.where((shards >= 0) & (self.starts[shards] >= 0), self.starts[shards] + locals_, -1)
-        return np.where(np.isin(found, self.excluded), -1, found) if self.excluded.size else found
+        numbers = np.where((shards >= 0) & (self.starts[shards] >= 0), self.starts[shards] + locals_, -1)
+        return np.where(np.isin(numbers, self.excluded), -1, numbers) if self.excluded.size else numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
+class _JoinedRows:
     """The rows of some shards of the primary; for each dataset, how many keys it lacks, and some of them."""
 
     rows: IntArray
@@ -185,11 +186,11 @@ def find_rows(
         lines = [_line(part, str(Path(scratch) / f"{number}.sqlite")) for number, part in enumerate(parts)]
         runs = _runs(parts[0].dataset.shard_counts, num_workers)
         with closing(map_shards(partial(_join_shards, lines), runs, num_workers=num_workers)) as results:
-            for run, found in zip(runs, results, strict=True):
-                for place, count in enumerate(found.missing):
+            for run, shards in zip(runs, results, strict=True):
+                for place, count in enumerate(shards.missing):
                     missing[place] += count
-                    keys[place] += found.keys[place][: _NAMED_KEYS - len(keys[place])]
-                yield found.rows
+                    keys[place] += shards.keys[place][: _NAMED_KEYS - len(keys[place])]
+                yield shards.rows
                 progress(run.stop, runs[-1].stop)
     for part, count, some in zip(parts, missing, keys, strict=True):
         if count:
@@ -235,26 +236,26 @@ def _excluded(dataset: PreparedDataset, index: KeyIndex, numbers: IntArray, firs
         return np.empty(0, dtype=np.int64)
     excluded = sorted(dataset.excluded)
     places: list[int] = []
-    for (shard, _), found in zip(excluded, find_keys(index, [key for _, key in excluded]), strict=True):
-        if found is None:
+    for (shard, _), place in zip(excluded, find_keys(index, [key for _, key in excluded]), strict=True):
+        if place is None:
             continue
-        for position in np.flatnonzero(numbers == found[0]).tolist():  # several only if the split lists a shard twice
+        for position in np.flatnonzero(numbers == place[0]).tolist():  # several only if the split lists a shard twice
             if dataset.shard_names[position] == shard:
-                places.append(int(firsts[position]) + found[1])
+                places.append(int(firsts[position]) + place[1])
     return np.array(sorted(places), dtype=np.int64)
 
 
-def _join_shards(lines: Sequence[_Line], shards: range) -> _Found:
+def _join_shards(lines: Sequence[_Line], shards: range) -> _JoinedRows:
     """Find the rows of some shards of the primary's line; runs in any process."""
-    found = [_join_shard(lines, shard) for shard in shards]
-    return _Found(
-        rows=np.concatenate([one.rows for one in found]),
-        missing=[sum(counts) for counts in zip(*(one.missing for one in found), strict=True)],
-        keys=[list(chain.from_iterable(keys)) for keys in zip(*(one.keys for one in found), strict=True)],
+    joined = [_join_shard(lines, shard) for shard in shards]
+    return _JoinedRows(
+        rows=np.concatenate([one.rows for one in joined]),
+        missing=[sum(counts) for counts in zip(*(one.missing for one in joined), strict=True)],
+        keys=[list(chain.from_iterable(keys)) for keys in zip(*(one.keys for one in joined), strict=True)],
     )
 
 
-def _join_shard(lines: Sequence[_Line], shard: int) -> _Found:
+def _join_shard(lines: Sequence[_Line], shard: int) -> _JoinedRows:
     primary = lines[0]
     number = int(primary.numbers[shard])
     count = int(primary.counts[number])
@@ -262,10 +263,10 @@ def _join_shard(lines: Sequence[_Line], shard: int) -> _Found:
     rows = np.empty((count, len(lines)), dtype=np.int64)
     rows[:, 0] = np.arange(start, start + count)
     for place, line in enumerate(lines[1:], start=1):
-        found = matches(primary.index, line.index, number)
-        if not np.array_equal(found[:, 0], np.arange(count)):
+        matched = matches(primary.index, line.index, number)
+        if not np.array_equal(matched[:, 0], np.arange(count)):
             raise _stale(primary.index)
-        rows[:, place] = line.places(found[:, 1], found[:, 2])
+        rows[:, place] = line.places(matched[:, 1], matched[:, 2])
     kept = ~np.isin(rows[:, 0], primary.excluded)
     for place, line in enumerate(lines):
         if line.nonmatch == "skip":
@@ -278,7 +279,7 @@ def _join_shard(lines: Sequence[_Line], shard: int) -> _Found:
             missing[place] = bad.size
             if bad.size:
                 keys[place] = keys_at(primary.index, number, bad[:_NAMED_KEYS].tolist())
-    return _Found(rows=rows[kept], missing=missing, keys=keys)
+    return _JoinedRows(rows=rows[kept], missing=missing, keys=keys)
 
 
 def _stale(index: KeyIndex) -> KeyIndexError:
@@ -341,9 +342,9 @@ def open_index(
     key = _key(parts)
     name = f"{_PREFIX}{key.hex()[:32]}.bin"
     for folder in folders:
-        found = _load(os.path.join(folder, name), key, parts)
-        if found is not None:
-            return found
+        index = _load(os.path.join(folder, name), key, parts)
+        if index is not None:
+            return index
     for folder in folders:
         path = os.path.join(folder, name)
         with contextlib.ExitStack() as stack:
@@ -356,25 +357,25 @@ def open_index(
                 _log.info("%s: cannot write here (%s)", folder, error)
                 continue
             stack.callback(_unlink, temporary)
-            found = _load(path, key, parts)
-            if found is not None:
-                return found
+            index = _load(path, key, parts)
+            if index is not None:
+                return index
             _write(file, key, parts, num_workers=num_workers, progress=progress)
             os.replace(temporary, path)
-            found = _load(path, key, parts)
-            if found is None:
+            index = _load(path, key, parts)
+            if index is None:
                 raise StorageError(f"{path}: is damaged right after writing it. Check the disk.")
-            return found
+            return index
     _log.warning(
         "cannot write the rows of a join to any of %s, so every process looks them up. Make one of them writable",
         ", ".join(folders),
     )
     with tempfile.TemporaryFile() as file:
         _write(file, key, parts, num_workers=num_workers, progress=progress)
-        found = _mapped(file, key, parts, path=None)
-    if found is None:
+        index = _mapped(file, key, parts, path=None)
+    if index is None:
         raise StorageError("a temporary file with the rows of a join is damaged. Check the disk.")
-    return found
+    return index
 
 
 def remove_others(folder: str, keep: set[str]) -> list[str]:
@@ -426,15 +427,15 @@ def _load(path: str, key: bytes, parts: Sequence[JoinPart]) -> JoinIndex | None:
     """Return the rows in a file; None if it is missing or damaged."""
     try:
         with open(path, "rb") as file:
-            found = _mapped(file, key, parts, path=path)
+            index = _mapped(file, key, parts, path=path)
     except FileNotFoundError:
         return None
     except OSError as error:
         _log.warning("%s: cannot read it (%s); looking up the rows of the join again", path, error)
         return None
-    if found is None:
+    if index is None:
         _log.warning("%s: damaged; looking up the rows of the join again", path)
-    return found
+    return index
 
 
 def _mapped(file: BinaryIO, key: bytes, parts: Sequence[JoinPart], *, path: str | None) -> JoinIndex | None:
@@ -452,12 +453,12 @@ def _mapped(file: BinaryIO, key: bytes, parts: Sequence[JoinPart], *, path: str 
     rows = mapped.view(np.ndarray)
     ends = np.cumsum(parts[0].dataset.shard_counts)
     counts = np.zeros(ends.size, dtype=np.int64)
-    found = 0
+    computed = 0
     for start in range(0, count, _CHUNK):  # one pass, without a copy of the whole
         chunk = rows[start : start + _CHUNK]
-        found = zlib.crc32(chunk.data, found)
+        computed = zlib.crc32(chunk.data, computed)
         counts += np.bincount(np.searchsorted(ends, chunk[:, 0], side="right"), minlength=ends.size)[: ends.size]
-    return JoinIndex(rows=rows, shard_counts=counts, checksum=checksum, path=path) if found == checksum else None
+    return JoinIndex(rows=rows, shard_counts=counts, checksum=checksum, path=path) if computed == checksum else None
 
 
 @contextlib.contextmanager

@@ -121,11 +121,11 @@ def _check_index(store: Store, name: str, *, size: int) -> int:
     """Return the number of samples in the index, after checking that it belongs to this file."""
     rel = index_name(name)
     length = store.size(rel)
-    found = None
+    indexed = None
     if length >= 16 and length % 8 == 0:
-        found = int.from_bytes(store.read_range(rel, length - 8, 8), "little")
-    if found != size:
-        what = "is damaged" if found is None else f"is one of a file of {found} bytes"
+        indexed = int.from_bytes(store.read_range(rel, length - 8, 8), "little")
+    if indexed != size:
+        what = "is damaged" if indexed is None else f"is one of a file of {indexed} bytes"
         raise CorruptShardError(
             f"{store.url(name)}: has {size} bytes, but its index {store.url(rel)} {what}: the file changed after it "
             f"was indexed, or the index belongs to another file. Rebuild it with `energon prepare {store.url(name)}`."

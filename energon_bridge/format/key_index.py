@@ -4,9 +4,10 @@ Tables `samples(tar_file_id, sample_key UNIQUE, sample_index, byte_offset, byte_
 sample_index, part_name, content_byte_offset, content_byte_size)` with three indexes; a tar_file_id is the position of
 the shard in `.info.json`. Schema and names: reference section 1.5.
 
-The shards that are added to a large index are in a second file with the same tables, its supplement
-`index.<index.uuid>.sqlite`. Writing `index.sqlite` again gives `index.uuid` a new value, so that no supplement of an
-earlier index is used.
+Invariant: whoever reads a local index finds the state before or after a run that adds keys to it in place (one
+transaction of sqlite). Readers open it with sqlite's locks; one that was killed in its transaction leaves a journal
+beside it, which the next connection that may write rolls back. Rows of shards that `.info.json` does not list are
+those of a run that was killed after it: they count as missing, and the next run replaces them.
 """
 
 from __future__ import annotations
@@ -36,25 +37,24 @@ from energon_bridge.storage import LocalStore, Store
 # ---------------------------------------------------------------------------------------------------------------------
 # Reading key indexes, and matching the keys of one dataset with those of another.
 #
-# Invariant: a key index is opened read-only and as immutable, with one connection per task, so any number of processes
-# can share it and nothing stays open. An index at a URL is copied to a local file first, and its supplement into it.
+# Invariant: a key index is opened with one connection per task, so any number of processes can share it and nothing
+# stays open. An index at a URL is copied to a local file first.
 
 
 _COPY_BYTES = 64 << 20
-_STEPS = 1_000_000
+_CHECK_EVERY_STEPS = 1_000_000
 """Steps of sqlite's virtual machine between two checks of the time limit; a lookup takes a few dozen."""
-_PIECE_SECONDS = 3600.0
+_TASK_SECONDS = 3600.0
 """Seconds allowed for one task, such as matching the keys of a shard."""
 
 _MATCHES = """
-    SELECT own.sample_index, COALESCE({shards}, -1), COALESCE({numbers}, -1) FROM {own}.samples AS own {joins}
+    SELECT own.sample_index, COALESCE(other.tar_file_id, -1), COALESCE(other.sample_index, -1) FROM samples AS own
+    LEFT JOIN other.samples AS other ON other.sample_key = own.sample_key
     WHERE own.tar_file_id = ? ORDER BY own.sample_index
 """
-_SUPPLEMENT = re.compile(rf"{re.escape(meta_path('index.'))}[0-9a-f]{{8}}(-[0-9a-f]{{4}}){{3}}-[0-9a-f]{{12}}\.sqlite")
-_MERGE = (
-    "DELETE FROM main.{table} WHERE tar_file_id >= (SELECT min(tar_file_id) FROM old.samples)",
-    "INSERT INTO main.{table} SELECT * FROM old.{table} ORDER BY rowid",
-)
+_WAIT_SECONDS = 60.0
+"""How long a reader waits for a run that writes its keys, which takes about a second."""
+_NO_LOCKS = frozenset({sqlite3.SQLITE_IOERR_LOCK, sqlite3.SQLITE_IOERR_RDLOCK, sqlite3.SQLITE_PERM})
 
 
 def key_index_version(store: Store) -> list[str | int]:
@@ -83,48 +83,16 @@ def _uuid_of(store: Store) -> str:
 
 
 class KeyIndex(NamedTuple):
-    """A key index as local files, with its dataset; `supplement` is empty if it has none."""
+    """A key index as a local file, with its dataset."""
 
     path: str
     dataset: str
-    supplement: str = ""
-
-    def schemas(self, name: str = "main") -> list[str]:
-        """Return the names of its files in a connection, where the first is called `name`."""
-        return [name, f"{name}_supplement"] if self.supplement else [name]
-
-
-def supplement_name(uuid: str) -> str:
-    """Return the path in the dataset of the supplement for an `index.uuid`."""
-    return meta_path(f"index.{uuid}.sqlite")
-
-
-def find_supplement(store: Store) -> str | None:
-    """Return the path in the dataset of its supplement; None if there is none."""
-    name = supplement_name(_uuid_of(store))
-    return name if _SUPPLEMENT.fullmatch(name) and store.exists(name) else None
-
-
-def remove_supplements(store: Store, *, keep: Collection[str | None] = ()) -> None:
-    """Remove all supplements of a dataset but those with these paths."""
-    for name, _ in store.list((".sqlite",)):
-        if _SUPPLEMENT.fullmatch(name) and name not in keep:
-            store.delete(name)
-
-
-def count_supplemented(index: KeyIndex, num_shards: int) -> int:
-    """Return how many of a dataset's shards are in the supplement."""
-    if not index.supplement:
-        return 0
-    with _connected(index) as connection:
-        first = connection.execute("SELECT min(tar_file_id) FROM main_supplement.samples").fetchone()[0]
-    return 0 if first is None else num_shards - int(first)
 
 
 def find_key_index(store: Store, scratch: str) -> KeyIndex:
     """Return the key index of a dataset, copied to the file `scratch` if it is at a URL.
 
-    Raises ShardMissingError if there is none, and KeyIndexError if its supplement is damaged and has to be copied.
+    Raises ShardMissingError if there is none.
     """
     rel = meta_path(INDEX_SQLITE)
     if not isinstance(store, LocalStore):
@@ -132,8 +100,7 @@ def find_key_index(store: Store, scratch: str) -> KeyIndex:
         return KeyIndex(scratch, store.root)
     if not store.exists(rel):
         raise ShardMissingError(f"{store.url(rel)} does not exist.")
-    supplement = find_supplement(store)
-    return KeyIndex(store.url(rel), store.root, store.url(supplement) if supplement else "")
+    return KeyIndex(store.url(rel), store.root)
 
 
 def local_key_index(store: Store, scratch: str) -> KeyIndex:
@@ -147,62 +114,36 @@ def local_key_index(store: Store, scratch: str) -> KeyIndex:
     except ShardMissingError as error:
         raise _missing(store) from error
     with _connected(index) as connection:
-        for schema in index.schemas():
-            if not any(is_unique for _, _, is_unique, *_ in connection.execute(f"PRAGMA {schema}.index_list(samples)")):
-                raise sqlite3.DatabaseError("it has no table of samples with unique keys")
-        check_complete(connection, index, store)
+        if not any(is_unique for _, _, is_unique, *_ in connection.execute("PRAGMA index_list(samples)")):
+            raise sqlite3.DatabaseError("it has no table of samples with unique keys")
+        check_complete(connection, store)
     return index
 
 
-def check_complete(connection: sqlite3.Connection, index: KeyIndex, store: Store) -> None:
-    """Raise sqlite3.DatabaseError if an index ends before the last shard of a prepared dataset: a file is missing."""
+def check_complete(connection: sqlite3.Connection, store: Store) -> None:
+    """Raise sqlite3.DatabaseError if an index ends before the last shard of a prepared dataset."""
     if not store.exists(meta_path(INFO_JSON)):
         return
     counts = read_info(store).shard_counts
-    queries = (f"SELECT max(tar_file_id) FROM {schema}.samples" for schema in index.schemas())
-    ends = [connection.execute(query).fetchone()[0] for query in queries]
-    end = max((end for end in ends if isinstance(end, int)), default=-1)
+    end = connection.execute("SELECT max(tar_file_id) FROM samples").fetchone()[0]
+    end = end if isinstance(end, int) else -1
     lacking = next((shard for number, (shard, count) in enumerate(counts.items()) if number > end and count), None)
     if lacking is not None:
-        raise sqlite3.DatabaseError(
-            f"it ends before {lacking}, which `.info.json` lists. Was {supplement_name(_uuid_of(store))} "
-            "left out of a copy of the dataset?"
-        )
+        raise sqlite3.DatabaseError(f"it ends before {lacking}, which `.info.json` lists: it is of an earlier state")
 
 
 def copy_key_index(store: Store, path: str) -> None:
-    """Copy the key index of a dataset to one local file, in pieces of bounded size, its supplement included."""
-    _copy(store, meta_path(INDEX_SQLITE), path)
-    name = find_supplement(store)
-    if name is None:
-        return
-    supplement = f"{path}-supplement"
-    try:
-        _copy(store, name, supplement)
-        with _naming(store.root), closing(sqlite3.connect(path, isolation_level=None)) as connection:
-            connection.execute("PRAGMA journal_mode = OFF")
-            connection.execute("ATTACH ? AS old", (supplement,))
-            connection.execute("BEGIN")
-            merge_supplement(connection)
-            connection.execute("COMMIT")
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(supplement)
-
-
-def _copy(store: Store, rel: str, path: str) -> None:
+    """Copy the key index of a dataset to a local file, in pieces of bounded size."""
+    rel = meta_path(INDEX_SQLITE)
+    if store.exists(f"{rel}-journal"):
+        raise KeyIndexError(
+            f"{store.root}: {rel} is being changed, or was when it was copied here: {rel}-journal lies beside it. Wait "
+            "for the `energon prepare` that adds its keys, or run it again if it was killed, and copy both again."
+        )
     size = store.size(rel)
     with open(path, "wb") as file:
         for start in range(0, size, _COPY_BYTES):
             file.write(store.read_range(rel, start, min(_COPY_BYTES, size - start)))
-
-
-def merge_supplement(connection: sqlite3.Connection) -> None:
-    """Add the rows of a supplement, attached as `old`, to the index."""
-    for table in ("sample_parts", "samples"):
-        check_table(connection, "old", table)
-        for statement in _MERGE:
-            connection.execute(statement.format(table=table))
 
 
 def matches(own: KeyIndex, other: KeyIndex, shard: int) -> IntArray:
@@ -219,63 +160,41 @@ def matches(own: KeyIndex, other: KeyIndex, shard: int) -> IntArray:
     Raises:
         KeyIndexError: One of the two cannot be read.
     """
-    others = other.schemas("other")
-    shards = ", ".join(f"{name}.tar_file_id" for name in others)
-    numbers = ", ".join(f"{name}.sample_index" for name in others)
-    joins = " ".join(f"LEFT JOIN {name}.samples AS {name} ON {name}.sample_key = own.sample_key" for name in others)
     with _connected(own, other) as connection:
-        query = _MATCHES.format(own=_home(connection, own, shard), shards=shards, numbers=numbers, joins=joins)
-        rows = connection.execute(query, (shard,))
+        rows = connection.execute(_MATCHES, (shard,))
         return np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int64).reshape(-1, 3)
 
 
 def find_keys(index: KeyIndex, keys: Sequence[str]) -> list[tuple[int, int] | None]:
     """Return (shard number, number in the shard) of each key; None for a missing key."""
     with _connected(index) as connection:
-        found: dict[str, tuple[int, int]] = {}
-        for schema in index.schemas():
-            query = f"SELECT tar_file_id, sample_index FROM {schema}.samples WHERE sample_key = ?"
-            rows = ((key, connection.execute(query, (key,)).fetchone()) for key in keys if key not in found)
-            found.update((key, row) for key, row in rows if row is not None)
-        return [found.get(key) for key in keys]
+        query = "SELECT tar_file_id, sample_index FROM samples WHERE sample_key = ?"
+        return [connection.execute(query, (key,)).fetchone() for key in keys]
 
 
 def keys_at(index: KeyIndex, shard: int, indices: Sequence[int]) -> list[str]:
     """Return the keys of some samples of a shard."""
     with _connected(index) as connection:
-        home = _home(connection, index, shard)
-        query = f"SELECT sample_key FROM {home}.samples WHERE tar_file_id = ? AND sample_index = ?"
+        query = "SELECT sample_key FROM samples WHERE tar_file_id = ? AND sample_index = ?"
         return [str(connection.execute(query, (shard, number)).fetchone()[0]) for number in indices]
 
 
 def keys_of_shard(index: KeyIndex, shard: int) -> list[str]:
     """Return the keys of all samples of a shard, in its order."""
     with _connected(index) as connection:
-        home = _home(connection, index, shard)
-        query = f"SELECT sample_key FROM {home}.samples WHERE tar_file_id = ? ORDER BY sample_index"
+        query = "SELECT sample_key FROM samples WHERE tar_file_id = ? ORDER BY sample_index"
         return [str(key) for (key,) in connection.execute(query, (shard,))]
-
-
-def _home(connection: sqlite3.Connection, index: KeyIndex, shard: int) -> str:
-    """Return the name of the file that has a shard."""
-    main, *supplements = index.schemas()
-    for schema in supplements:
-        if connection.execute(f"SELECT 1 FROM {schema}.samples WHERE tar_file_id = ? LIMIT 1", (shard,)).fetchone():
-            return schema
-    return main
 
 
 @contextmanager
 def _connected(own: KeyIndex, other: KeyIndex | None = None) -> Iterator[sqlite3.Connection]:
     """Open a key index, with another one attached as `other`; errors inside the block become KeyIndexErrors."""
     with _naming(own.dataset, other.dataset if other else None), closing(connect_key_index(own)) as connection:
-        limit_time(connection, _PIECE_SECONDS)
-        schemas = own.schemas()
+        limit_time(connection, _TASK_SECONDS)
+        check_table(connection, "main", "samples")
         if other is not None:
-            _attach(connection, other, "other")
-            schemas += other.schemas("other")
-        for schema in schemas:
-            check_table(connection, schema, "samples")
+            connection.execute("ATTACH ? AS other", (_locked_uri(other),))
+            check_table(connection, "other", "samples")
         yield connection
 
 
@@ -292,22 +211,33 @@ def _naming(own: str, other: str | None = None) -> Iterator[None]:
         ) from error
 
 
-def connect_key_index(index: KeyIndex, *, any_thread: bool = False) -> sqlite3.Connection:
-    """Open the files of a key index, under the names of `KeyIndex.schemas`; raises sqlite3.Error."""
-    connection = sqlite3.connect(sqlite_uri(index.path), uri=True, check_same_thread=not any_thread)
+def connect_key_index(index: KeyIndex, *, locks: bool = True, any_thread: bool = False) -> sqlite3.Connection:
+    """Open a key index for reading; raises sqlite3.Error.
+
+    With `locks=False` a row that is found is right, but one may be missed, or unreadable, while a run adds keys.
+    """
+    uri = _locked_uri(index) if locks else sqlite_uri(index.path)
+    connection = sqlite3.connect(uri, timeout=_WAIT_SECONDS, uri=True, check_same_thread=not any_thread)
     try:
+        connection.execute("PRAGMA query_only = ON")
         connection.execute("PRAGMA schema_version")  # opens the file, which may be unlinked from then on
-        if index.supplement:
-            connection.execute("ATTACH ? AS main_supplement", (sqlite_uri(index.supplement),))
     except sqlite3.Error:
         connection.close()
         raise
     return connection
 
 
-def _attach(connection: sqlite3.Connection, index: KeyIndex, name: str) -> None:
-    for path, schema in zip((index.path, index.supplement), index.schemas(name), strict=False):
-        connection.execute(f"ATTACH ? AS {schema}", (sqlite_uri(path),))
+def _locked_uri(index: KeyIndex) -> str:
+    """Return the URI that reads an index with locks; without them on a file system that has none."""
+    uri = _uri(index.path)
+    try:
+        with closing(sqlite3.connect(uri, timeout=_WAIT_SECONDS, uri=True)) as connection:
+            connection.execute("PRAGMA schema_version")
+    except sqlite3.Error as error:
+        if error.sqlite_errorcode not in _NO_LOCKS or os.path.exists(f"{index.path}-journal"):
+            raise
+        return sqlite_uri(index.path)
+    return uri
 
 
 def check_table(connection: sqlite3.Connection, schema: str, name: str) -> None:
@@ -323,12 +253,17 @@ def check_table(connection: sqlite3.Connection, schema: str, name: str) -> None:
 def limit_time(connection: sqlite3.Connection, seconds: float) -> None:
     """Make queries of a connection raise sqlite3.OperationalError ("interrupted") after some time."""
     deadline = time.monotonic() + seconds
-    connection.set_progress_handler(lambda: time.monotonic() > deadline, _STEPS)
+    connection.set_progress_handler(lambda: time.monotonic() > deadline, _CHECK_EVERY_STEPS)
 
 
 def sqlite_uri(path: str) -> str:
     """Return the URI under which sqlite opens a local file read-only, without looking for locks or journals."""
-    return f"file:{urllib.parse.quote(path)}?mode=ro&immutable=1"
+    return f"{_uri(path, 'ro')}&immutable=1"
+
+
+def _uri(path: str, mode: str = "rw") -> str:
+    """Return the URI of a local file; with "rw" sqlite opens it for reading if its user may not write."""
+    return f"file:{urllib.parse.quote(path)}?mode={mode}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -357,56 +292,70 @@ _INDEXES = (
     "CREATE INDEX idx_sample_parts_full ON sample_parts"
     "(tar_file_id, sample_index, part_name, content_byte_offset, content_byte_size)",
 )
-_TAKEN = (
-    "SELECT 1 FROM main.samples WHERE tar_file_id = ? "
-    "AND EXISTS (SELECT 1 FROM base.samples AS earlier WHERE earlier.sample_key = main.samples.sample_key) LIMIT 1"
-)
 _MEDIA_TABLES = ("media_metadata", "media_filters")
-# The file is built under a temporary name and thrown away after a crash: no journal, no waiting for the disk.
-_PRAGMAS = (
-    "PRAGMA journal_mode = OFF",
-    "PRAGMA synchronous = OFF",
-    "PRAGMA locking_mode = EXCLUSIVE",
-    "PRAGMA cache_size = -262144",
-)
+# A new file is built under a temporary name and thrown away after a crash: no journal, no waiting for the disk.
+_NEW = ("PRAGMA journal_mode = OFF", "PRAGMA synchronous = OFF", "PRAGMA locking_mode = EXCLUSIVE")
+_IN_PLACE = ("PRAGMA journal_mode = DELETE", "PRAGMA synchronous = FULL")
+_CACHE_KIB = 256 << 10
+"""Changed pages are held until the transaction ends, up to this size; while they are written, readers wait."""
+
+
+def can_add_keys(path: str) -> bool:
+    """Whether keys can be added to an index in place: its user may write it, and its file system has locks."""
+    try:
+        with closing(sqlite3.connect(_uri(path), uri=True, isolation_level=None)) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            return True
+    except sqlite3.Error:
+        return False
+
+
+def settle_key_index(path: str) -> None:
+    """Roll back what a run that was killed while it added keys has left; raises StorageError."""
+    if not os.path.exists(f"{path}-journal"):
+        return
+    try:
+        if os.path.exists(path):
+            with closing(sqlite3.connect(_uri(path), timeout=_WAIT_SECONDS, uri=True)) as connection:
+                connection.execute("PRAGMA schema_version")
+        with suppress(FileNotFoundError):
+            os.unlink(f"{path}-journal")  # it would be rolled back into the next index of this name
+    except (sqlite3.Error, OSError) as error:
+        raise StorageError(
+            f"{path}: a run was killed while it added keys, which cannot be rolled back: {error}. Delete this file and "
+            f"{os.path.basename(path)}-journal, and prepare the dataset again."
+        ) from error
 
 
 class KeyIndexWriter:
-    """Writes a new key index to a local file, one shard after the other; a context manager.
+    """Writes a key index to a local file, one shard after the other; a context manager.
 
     Args:
         path: The file.
         shards: Names of all shards in the order of `.info.json`.
-        supplements: Write a supplement to this index instead, for the shards that it and its supplement lack.
+        in_place: Add to the index in this file, which has the first `in_place` shards, in one transaction. Whatever it
+            has of later shards is of a run that was killed and is removed. None: write a new file.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], shards: Sequence[str], *, supplements: KeyIndex | None = None
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], shards: Sequence[str], *, in_place: int | None = None) -> None:
         self._shards = shards
         self._path = os.fspath(path)
         self._continued = ""
-        self._base = supplements
-        if supplements is not None and supplements.supplement:
-            self._continue(supplements.supplement)
+        if in_place is None:
+            self._connect(_NEW, *_TABLES)
         else:
-            self._connect(*_TABLES)
+            self._continue(in_place, _IN_PLACE)
 
-    def _connect(self, *statements: str) -> None:
+    def _connect(self, pragmas: Sequence[str], *statements: str) -> None:
         with self._writing():
-            self._connection = sqlite3.connect(f"file:{urllib.parse.quote(self._path)}", uri=True, isolation_level=None)
-            for pragma in _PRAGMAS:
-                self._connection.execute(pragma)
-            if self._base is not None:
-                self._connection.execute("ATTACH ? AS base", (sqlite_uri(self._base.path),))
-            for statement in (*statements, "BEGIN"):
+            self._connection = sqlite3.connect(_uri(self._path, "rwc"), uri=True, isolation_level=None, timeout=600)
+            for statement in (*pragmas, f"PRAGMA cache_size = -{_CACHE_KIB}", "BEGIN IMMEDIATE", *statements):
                 self._connection.execute(statement)
 
-    def _continue(self, old: str, *statements: str) -> None:
-        with self._writing(f", copying {old}"):
-            shutil.copyfile(old, self._path)
-        self._continued = f", which continues {old} (delete that to do without)"
-        self._connect(*statements)
+    def _continue(self, num_shards: int, pragmas: Sequence[str], *statements: str) -> None:
+        self._continued = ", which has the keys of earlier shards (delete it to do without)"
+        removed = (f"DELETE FROM {table} WHERE tar_file_id >= {num_shards}" for table in ("sample_parts", "samples"))
+        self._connect(pragmas, *removed, *statements)
 
     def take_over(self, old: KeyIndex, shards: Sequence[str], kept: Collection[str], *, media: bool) -> None:
         """Copy the rows of some shards from an earlier key index, before anything is added.
@@ -419,30 +368,27 @@ class KeyIndexWriter:
         """
         if list(self._shards[: len(shards)]) == list(shards) and len(kept) == len(shards):
             self._connection.close()
-            self._continue(old.path, *(f"DROP TABLE IF EXISTS {name}" for name in _MEDIA_TABLES if not media))
-            if old.supplement:
-                with self._reading(old.supplement):
-                    merge_supplement(self._connection)
+            with self._writing(f", copying {old.path}"):
+                shutil.copyfile(old.path, self._path)
+            self._continue(len(shards), _NEW, *(f"DROP TABLE IF EXISTS {name}" for name in _MEDIA_TABLES if not media))
             return
         places = {shard: number for number, shard in enumerate(self._shards)}
         moves = [(number, places[shard]) for number, shard in enumerate(shards) if shard in kept]
         self._connection.execute("CREATE TEMP TABLE moves(old INTEGER PRIMARY KEY, new INTEGER)")
         self._connection.executemany("INSERT INTO moves VALUES (?, ?)", moves)
-        for path in filter(None, (old.supplement, old.path)):  # a shard that both have comes from the supplement
-            with self._reading(path):
-                for table, columns, order in (
-                    ("samples", "sample_key, sample_index, byte_offset, byte_size", "sample_index"),
-                    (
-                        "sample_parts",
-                        "sample_index, part_name, content_byte_offset, content_byte_size",
-                        "sample_index, content_byte_offset",
-                    ),
-                ):
-                    self._connection.execute(
-                        f"INSERT INTO main.{table} SELECT new, {columns} FROM moves JOIN old.{table} "
-                        f"ON tar_file_id = old ORDER BY new, {order}"
-                    )
-                self._connection.execute("DELETE FROM moves WHERE old >= (SELECT min(tar_file_id) FROM old.samples)")
+        with self._reading(old.path):
+            for table, columns, order in (
+                ("samples", "sample_key, sample_index, byte_offset, byte_size", "sample_index"),
+                (
+                    "sample_parts",
+                    "sample_index, part_name, content_byte_offset, content_byte_size",
+                    "sample_index, content_byte_offset",
+                ),
+            ):
+                self._connection.execute(
+                    f"INSERT INTO main.{table} SELECT new, {columns} FROM moves JOIN old.{table} "
+                    f"ON tar_file_id = old ORDER BY new, {order}"
+                )
         self._connection.execute("DROP TABLE moves")
 
     def add(self, shard: int, scan: ShardScan) -> None:
@@ -456,8 +402,6 @@ class KeyIndexWriter:
                 self._connection.executemany("INSERT INTO sample_parts VALUES (?, ?, ?, ?, ?)", parts)
             except sqlite3.IntegrityError as error:
                 raise self._duplicate(shard, scan) from error
-            if self._base is not None and self._connection.execute(_TAKEN, (shard,)).fetchone():
-                raise self._duplicate(shard, scan)
 
     def keep_media_tables(self, old: str | os.PathLike[str]) -> None:
         """Copy the media metadata of the index that this one replaces, since preparing again does not make it."""
@@ -519,11 +463,9 @@ class KeyIndexWriter:
     def _duplicate(self, shard: int, scan: ShardScan) -> DuplicateKeyError:
         """Find the key that made the insertion fail; rows of this shard before it may be in the table."""
         seen: set[str] = set()
-        query = "SELECT tar_file_id FROM {}.samples WHERE sample_key = ? AND tar_file_id != ?"
-        queries = [query.format(schema) for schema in (("main",) if self._base is None else ("base", "main"))]
+        query = "SELECT tar_file_id FROM samples WHERE sample_key = ? AND tar_file_id != ?"
         for key in scan.keys:
-            rows = (self._connection.execute(query, (key, shard)).fetchone() for query in queries)
-            row = next(filter(None, rows), None)
+            row = self._connection.execute(query, (key, shard)).fetchone()
             if row is not None or key in seen:
                 other = self._shards[row[0]] if row is not None else self._shards[shard]
                 there, here = self._parts_of(key), scan.parts_of(scan.keys.index(key))
@@ -539,13 +481,9 @@ class KeyIndexWriter:
 
     def _parts_of(self, key: str) -> set[str]:
         """Return the names of the parts of the earlier sample with a key."""
-        query = (
-            "SELECT part_name FROM {0}.sample_parts JOIN {0}.samples USING (tar_file_id, sample_index) "
-            "WHERE sample_key = ?"
-        )
-        found: set[str] = set()
-        for schema in ("main",) if self._base is None else ("base", "main"):
-            with suppress(sqlite3.Error):  # an index of another tool may lack the table
-                check_table(self._connection, schema, "sample_parts")
-                found |= {str(name) for (name,) in self._connection.execute(query.format(schema), (key,))}
-        return found
+        query = "SELECT part_name FROM sample_parts JOIN samples USING (tar_file_id, sample_index) WHERE sample_key = ?"
+        names: set[str] = set()
+        with suppress(sqlite3.Error):  # an index of another tool may lack the table
+            check_table(self._connection, "main", "sample_parts")
+            names |= {str(name) for (name,) in self._connection.execute(query, (key,))}
+        return names

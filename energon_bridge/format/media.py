@@ -36,6 +36,14 @@ _TABLES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexedMedia:
+    """Number of files with metadata, and the keys of those that could not be read."""
+
+    num_files: int
+    failed: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ImageMetadata:
     """Width and height in pixels, the file's format (`JPEG`) and colour mode (`RGB`), as Pillow names them."""
 
@@ -96,7 +104,7 @@ def create_media_tables(connection: sqlite3.Connection) -> None:
 
 def write_media(connection: sqlite3.Connection, rows: Iterable[tuple[str, MediaMetadata]]) -> None:
     """Write the metadata of some files by key, replacing earlier entries."""
-    write_media_rows(connection, ((key, *metadata_row(found)) for key, found in rows))
+    write_media_rows(connection, ((key, *metadata_row(metadata)) for key, metadata in rows))
 
 
 def write_media_rows(connection: sqlite3.Connection, rows: Iterable[Sequence[str]]) -> None:
@@ -165,20 +173,20 @@ class MediaFilter:
 
 def kind_by_name(name: str) -> MediaKind | None:
     """Return the kind of a file by the extension of its name."""
-    found = BY_EXTENSION.get(name.rpartition(".")[2].lower())
-    return None if found is None else found.kind
+    known = BY_EXTENSION.get(name.rpartition(".")[2].lower())
+    return None if known is None else known.kind
 
 
 def kind_by_head(head: bytes) -> MediaKind | None:
     """Return the kind of a file by its first bytes."""
-    found = format_by_head(head)
-    return None if found is None else found.kind
+    known = format_by_head(head)
+    return None if known is None else known.kind
 
 
 def extension_by_head(head: bytes) -> str | None:
     """Return the usual extension of a file by its first bytes; None if unknown."""
-    found = format_by_head(head)
-    return None if found is None else found.extensions[0]
+    known = format_by_head(head)
+    return None if known is None else known.extensions[0]
 
 
 # Headers of plain JPEGs ----------------------------------------------------------------------------------------------
@@ -198,21 +206,21 @@ def plain_jpeg(data: bytes) -> ImageMetadata | None:
     if not data.startswith(b"\xff\xd8\xff"):
         return None
     at, end = 2, len(data)
-    found = None
+    metadata = None
     while at + 4 <= end and data[at] == 0xFF:
         marker, size = data[at + 1], data[at + 2] << 8 | data[at + 3]
         if at + 2 + size > end or size < 2:
             return None
         if marker == _SOS:
-            return found
+            return metadata
         if marker in _JPEG_FRAMES:
-            if found is not None or size < 8:
+            if metadata is not None or size < 8:
                 return None
             depth, height, width, parts = data[at + 4], *struct.unpack_from(">HHB", data, at + 5)
             mode = _JPEG_MODES.get(parts)
             if mode is None or depth != 8 or size != 8 + 3 * parts or not 0 < width * height <= _MOST_PIXELS:
                 return None
-            found = ImageMetadata(width=width, height=height, format="JPEG", mode=mode)
+            metadata = ImageMetadata(width=width, height=height, format="JPEG", mode=mode)
         elif marker == _DQT:
             if (size - 2) % 65 or any(data[place] > 15 for place in range(at + 4, at + 2 + size, 65)):
                 return None

@@ -75,8 +75,8 @@ def _expand(text: str, position: int, *, inside: bool) -> tuple[list[str], int]:
         elif character == "}" or (inside and character == ","):
             break
         else:
-            found = _PLAIN.match(text, position)
-            run = found[0] if found else character
+            plain = _PLAIN.match(text, position)
+            run = plain[0] if plain else character
             _check_size(names, len(run), text)
             names = [name + run for name in names]
             position += len(run)
@@ -222,14 +222,14 @@ class Splits:
         if not self.exclude:
             return NOTHING  # one for all: each would take 216 bytes
         known = set(shards)
-        found: set[tuple[str, str]] = set()
+        samples: set[tuple[str, str]] = set()
         for entry in self.exclude:
             slash = entry.find("/")
             while slash >= 0:  # shard names and keys may both hold slashes: try every cut
                 if entry[:slash] in known:
-                    found.add((entry[:slash], entry[slash + 1 :]))
+                    samples.add((entry[:slash], entry[slash + 1 :]))
                 slash = entry.find("/", slash + 1)
-        return frozenset(found)
+        return frozenset(samples)
 
 
 def prepared_by(energon_version: str | None) -> str:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from energon_bridge.errors import EnergonError
+from energon_bridge.errors import ConfigurationError, EnergonError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -81,3 +83,38 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+# Shares of the work, as tasks that a scheduler starts -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One of `count` equal shares of the shards: every `count`th of them, from shard `number` on."""
+
+    number: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.number < self.count:
+            raise ConfigurationError(
+                f"task {self}: tasks are numbered from 0/{self.count} to {self.count - 1}/{self.count}."
+            )
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    def of(self, items: Sequence[Item]) -> Sequence[Item]:
+        """Return the items of this task."""
+        return items[self.number :: self.count]
+
+
+def parse_task(text: str) -> Task:
+    """Parse the value of `--task`: 3/16 is the fourth of 16."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
+    if match is None:
+        raise ConfigurationError(
+            f"--task {text!r}: expected NUMBER/COUNT, from 0/16 to 15/16; in a SLURM array "
+            "--task $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT."
+        )
+    return Task(int(match[1]), int(match[2]))

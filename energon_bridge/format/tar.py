@@ -114,7 +114,7 @@ def parse_sample(
     if _tar is not None and (plain := _tar.split(view, parts)) is not None:
         return plain
     length = len(view)
-    found: dict[str, memoryview] = {}
+    contents: dict[str, memoryview] = {}
     key = ""
     position = 0
     while position + BLOCK <= length:
@@ -139,14 +139,14 @@ def parse_sample(
                 content = view[member.content : member.content + member.size]
             else:
                 content = memoryview(_linked(member, follow, where).read())
-            if found.setdefault(names[1], content) != content:
+            if contents.setdefault(names[1], content) != content:
                 raise part_twice(where, member.name)
     if not key:
         raise CorruptShardError(
             f"{where}: no member of a sample in a range of {length} bytes: the index does not fit the tar. "
             f"Rebuild it with `energon prepare --tar-index-only`."
         )
-    return key, found
+    return key, contents
 
 
 def _linked(member: Member, follow: Follow | None, where: str) -> ByteRange:
@@ -155,7 +155,7 @@ def _linked(member: Member, follow: Follow | None, where: str) -> ByteRange:
     return follow(member)
 
 
-def not_a_file(member: Member, where: str, found: str = "") -> CorruptShardError:
+def not_a_file(member: Member, where: str, advice: str = "") -> CorruptShardError:
     """Return the error for a member in the place of a part that has no content of its own."""
     what = _OTHERS.get(member.kind, f"of the type {chr(member.kind)!r}")
     if not member.target:
@@ -165,7 +165,7 @@ def not_a_file(member: Member, where: str, found: str = "") -> CorruptShardError
         )
     option = "--hard-dereference" if member.is_hard_link else "--dereference"
     return CorruptShardError(
-        f"{where}: {member.name!r} is {what} to {member.target!r}{found}. Write the tar again with the files "
+        f"{where}: {member.name!r} is {what} to {member.target!r}{advice}. Write the tar again with the files "
         f"themselves: tar {option}."
     )
 
@@ -335,7 +335,7 @@ def open_sample(
     `parts` limits what is returned to these part names, `follow` finds hard links. Raises what `parse_sample` raises,
     and StorageError.
     """
-    found: dict[str, bytes | ByteRange] = {}
+    contents: dict[str, bytes | ByteRange] = {}
     key: str | None = None
     position = 0
     while position + BLOCK <= sample.size:
@@ -356,15 +356,15 @@ def open_sample(
             part = ByteRange(store=sample.store, rel=sample.rel, offset=sample.offset + content, size=member.size)
             if not member.regular:
                 part = _linked(member, follow, sample.url)
-            if names[1] in found and part.read() != _read(found[names[1]]):
+            if names[1] in contents and part.read() != _read(contents[names[1]]):
                 raise part_twice(sample.url, member.name)
-            found[names[1]] = part if keep(names[1]) else part.read()
+            contents[names[1]] = part if keep(names[1]) else part.read()
     if key is None:
         raise CorruptShardError(
             f"{sample.url}: no member of a sample in the {sample.size} bytes from {sample.offset}: the index does not "
             f"fit the tar. Rebuild it with `energon prepare --tar-index-only`."
         )
-    return key, found
+    return key, contents
 
 
 def _read(part: bytes | ByteRange) -> bytes:

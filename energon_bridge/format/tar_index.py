@@ -136,10 +136,10 @@ class ShardScan:
     def check(self, *, unseen: bool = False) -> None:
         """Raise the first fault; with `unseen`, of those that reading the samples one by one does not find."""
         kind = (DuplicateKeyError, UnsupportedShardError) if unseen else DatasetError
-        found = [error for _, error in self.faults if isinstance(error, kind)]
-        if found:
-            more = f" The tar has {len(found) - 1:,} more of such faults." if len(found) > 1 else ""
-            raise type(found[0])(f"{found[0]}{more}")
+        errors = [error for _, error in self.faults if isinstance(error, kind)]
+        if errors:
+            more = f" The tar has {len(errors) - 1:,} more of such faults." if len(errors) > 1 else ""
+            raise type(errors[0])(f"{errors[0]}{more}")
 
     def parts_of(self, sample: int) -> list[str]:
         """Return the names of a sample's parts."""
@@ -201,8 +201,8 @@ def _scan(store: Store, rel: str) -> ShardScan:
         base += position
         if needed == 0:
             break
-        found = len(scan.part_names) - before
-        window = min(window * 4, _MAX_WINDOW) if found > 8 else max(window // 4, _MIN_WINDOW) if found < 4 else window
+        added = len(scan.part_names) - before
+        window = min(window * 4, _MAX_WINDOW) if added > 8 else max(window // 4, _MIN_WINDOW) if added < 4 else window
     if not scan.keys:
         raise CorruptShardError(
             f"{where}: no samples before the end of the archive at byte {base}. Leave it out with --exclude "
@@ -314,13 +314,13 @@ def _follow(scan: ShardScan, others: _Others, where: str) -> None:
         name = f"{scan.keys[sample]}.{scan.part_names[number]}"
         if number in links:
             member, start = links[number]
-            found = [place for place in places.get(_path(member.target), ()) if place[0] <= start]
-            if not member.is_hard_link or not found:
+            targets = [place for place in places.get(_path(member.target), ()) if place[0] <= start]
+            if not member.is_hard_link or not targets:
                 scan.faults.append((sample, not_a_file(member, where, _NOT_IN_FRONT * member.is_hard_link)))
                 lost.append(number)
                 continue
             scan.linked.append(number - len(lost))
-            scan.part_offsets[number], scan.part_sizes[number] = found[-1]
+            scan.part_offsets[number], scan.part_sizes[number] = targets[-1]
         places.setdefault(_path(name), []).append((scan.part_offsets[number], scan.part_sizes[number]))
     for number in reversed(lost):
         del scan.part_samples[number], scan.part_names[number], scan.part_offsets[number], scan.part_sizes[number]

@@ -12,13 +12,14 @@ ranks (`rank_files`).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from energon_bridge.dataloader import EnergonDataloader
-from energon_bridge.datamodule import BalanceMode, EnergonMultiModalDataModule, ReplicaLoading
+from energon_bridge.datamodule import BalanceMode, EnergonMultiModalDataModule, ReplicaLoading, check_names
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.integrations.bridge_encoders import (
     HFEnergonTaskEncoderConfig,
@@ -40,19 +41,8 @@ __all__ = [
     "energon_train_valid_test_datasets_provider",
 ]
 
-_RESERVED = frozenset(
-    {
-        "batch_size",
-        "max_samples_per_sequence",
-        "max_tokens_per_microbatch",
-        "packing_buffer_size",
-        "shuffle_buffer_size",
-        "split_part",
-        "task_encoder",
-        "worker_config",
-    }
-)
-"""Dataset arguments for which the configuration has its own fields."""
+_SET_BY_BUILDER = frozenset({"batch_size", "split_part", "worker_config"})
+_WITHOUT_EFFECT = frozenset({"persistent_workers"})
 
 _PACK_BATCHES = (HFEnergonTaskEncoderConfig, QwenVLEnergonTaskEncoderConfig, NemotronOmniEnergonTaskEncoderConfig)
 """The declared encoders that can pack the samples of a microbatch."""
@@ -89,7 +79,8 @@ class EnergonDatasetConfig:
             have the same work; needs `global_batch_size`. `none`: each runs what it loads.
         balance_cost: The weights of a microbatch's cost, as arguments of `BatchCost`: `tokens`, `attention`,
             `patches`, `patch_size`; or a function of the batch. None: its tokens.
-        dataset_kwargs: More arguments of `get_train_dataset`, plain values.
+        dataset_kwargs: More settings of `EnergonMultiModalDataModule` by name, such as `filter` or `start_method`:
+            plain values.
         enable_in_batch_packing: Pack the samples of each microbatch into one row; only with the encoders that
             this module's configurations declare. `packing_buffer_size` chooses
             from more samples than one batch, and fills rows better.
@@ -177,8 +168,10 @@ class EnergonDatasetConfig:
                 f"task_encoder is a {type(self.task_encoder).__name__}: pass a configuration with a method "
                 "build(context), for example MultiModalTaskEncoderConfig, or a task encoder"
             )
-        if reserved := sorted(_RESERVED & self.dataset_kwargs.keys()):
+        own = {entry.name for entry in fields(self)} - {"trust_remote_code"} - _WITHOUT_EFFECT
+        if reserved := sorted((own | _SET_BY_BUILDER) & self.dataset_kwargs.keys()):
             _refuse(f"dataset_kwargs contains {', '.join(reserved)}: use the configuration's own fields instead")
+        check_names(self.dataset_kwargs)
         for name, value in self.dataset_kwargs.items():
             _check_plain(f"dataset_kwargs[{name!r}]", value)
 
@@ -261,7 +254,6 @@ class EnergonDatasetBuilder:
         """Return the data module of the run: one task encoder for training and validation."""
         config = self.config
         encoder = config.task_encoder
-        cost: Any = config.balance_cost
         if isinstance(encoder, TaskEncoderConfig):
             encoder = encoder.build(
                 TaskEncoderContext(
@@ -275,32 +267,19 @@ class EnergonDatasetBuilder:
                     ),
                 )
             )
+        given = {entry.name: getattr(config, entry.name) for entry in fields(config)}
+        known = inspect.signature(EnergonMultiModalDataModule).parameters.keys() - _WITHOUT_EFFECT
+        settings = {name: value for name, value in given.items() if name in known} | {
+            "task_encoder": encoder,
+            "global_batch_size": config.global_batch_size or 1,
+            "trust_remote_code": bool(config.trust_remote_code),
+            "pg_collection": context.pg_collection,
+        }
+        cost: Any = config.balance_cost
+        if isinstance(cost, Mapping):
+            settings["balance_cost"] = BatchCost(**cost)
         # What the dataset itself may run was said for the dataset.
-        kwargs = {"trust_remote_code": bool(config.trust_remote_code)} | config.dataset_kwargs
-        return EnergonMultiModalDataModule(
-            str(config.path),
-            context.tokenizer,
-            None,
-            seq_length=config.seq_length,
-            micro_batch_size=config.micro_batch_size,
-            global_batch_size=config.global_batch_size or 1,
-            num_workers=config.num_workers,
-            num_val_workers=config.num_val_workers,
-            pin_memory=config.pin_memory,
-            shuffle_buffer_size=config.shuffle_buffer_size,
-            max_samples_per_sequence=config.max_samples_per_sequence,
-            task_encoder=encoder,
-            packing_buffer_size=config.packing_buffer_size,
-            max_tokens_per_microbatch=config.max_tokens_per_microbatch,
-            balance=config.balance,
-            balance_cost=BatchCost(**cost) if isinstance(cost, Mapping) else cost,
-            pg_collection=context.pg_collection,
-            seed=config.seed,
-            num_lanes=config.num_lanes,
-            replica_loading=config.replica_loading,
-            stage_keys=config.stage_keys,
-            **kwargs,
-        )
+        return EnergonMultiModalDataModule(tokenizer=context.tokenizer, **(settings | config.dataset_kwargs))
 
     def build(self, context: DatasetBuildContext) -> tuple[EnergonDataloader | None, EnergonDataloader | None, None]:
         """Return iterators over the training and validation data (None if not wanted), and None for test data."""

@@ -139,12 +139,12 @@ def _packed(batch: MultiModalBatch) -> dict[str, Any]:
     """Return the fields with the ends of the samples in packed rows."""
     assert batch.cu_seqlens is not None
     assert batch.cu_seqlens_padded is not None
-    found: dict[str, Any] = {"total_tokens": int(batch.tokens.numel())}
+    arguments: dict[str, Any] = {"total_tokens": int(batch.tokens.numel())}
     for side in ("q", "kv"):
-        found[f"cu_seqlens_{side}"] = batch.cu_seqlens
-        found[f"cu_seqlens_{side}_padded"] = batch.cu_seqlens_padded  # context parallelism reads it in any case
-        found[f"max_seqlen_{side}"] = torch.tensor(batch.max_seqlen, dtype=torch.int32)
-    return found
+        arguments[f"cu_seqlens_{side}"] = batch.cu_seqlens
+        arguments[f"cu_seqlens_{side}_padded"] = batch.cu_seqlens_padded  # context parallelism reads it in any case
+        arguments[f"max_seqlen_{side}"] = torch.tensor(batch.max_seqlen, dtype=torch.int32)
+    return arguments
 
 
 # Not frozen, unlike other configurations: Megatron-Bridge changes fields after they were made.

@@ -305,15 +305,15 @@ def _fields(batch: Any, token_fields: Sequence[str] | None) -> _Fields:
 
 def _others(batch: Any, shape: tuple[int, int]) -> dict[str, Tensor]:
     """Return the tensors of a batch that may have a value per token."""
-    found: dict[str, Tensor] = {}
+    fields: dict[str, Tensor] = {}
     for name, value in read_fields(batch).items():
         if str(name).startswith(_NOT_TOKENS) and not str(name).endswith("_mask"):
             continue
         if isinstance(value, Tensor):
-            found[name] = value
+            fields[name] = value
         elif _is_per_token(value, shape):
             raise _not_a_tensor(name, value)
-    return found
+    return fields
 
 
 def _is_per_token(value: Any, shape: tuple[int, int]) -> bool:

@@ -187,10 +187,10 @@ class MixFeedback:
         """Return what all ranks have recorded; the single numbers, so that their exact sum has no order."""
         if not dist.is_initialized():
             return self._sums
-        found: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(found, self._sums, group=self.group)
+        all_sums: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(all_sums, self._sums, group=self.group)
         merged: _Sums = {}
-        for sums in found:
+        for sums in all_sums:
             for name, (totals, tokens) in sums.items():
                 known, before = merged.get(name, ([], 0))
                 merged[name] = ([*known, *totals], before + tokens)
@@ -217,11 +217,11 @@ def losses_by_dataset(batch: Any, losses: Tensor) -> dict[str, tuple[float, int]
     learned = mask.to(device=losses.device, dtype=torch.float64)
     sums = torch.cumsum(torch.where(learned > 0, losses.detach().double() * learned, 0.0), 1)
     both = torch.stack([sums, torch.cumsum(learned, 1)]).cpu()
-    found: dict[str, tuple[float, int]] = {}
+    losses_by_name: dict[str, tuple[float, int]] = {}
     for row, parts in enumerate(segments):
         for part in parts:
             first, last = part.start, part.start + part.length - 1
             total, tokens = (both[:, row, last] - (both[:, row, first - 1] if first else 0.0)).tolist()
-            known, before = found.get(part.dataset, (0.0, 0))
-            found[part.dataset] = known + total, before + round(tokens)
-    return found
+            known, before = losses_by_name.get(part.dataset, (0.0, 0))
+            losses_by_name[part.dataset] = known + total, before + round(tokens)
+    return losses_by_name

@@ -183,7 +183,7 @@ class EnergonTrainer(Trainer):
             spec = dataclasses.replace(spec, worker_config=config)
         loader = get_savable_loader(spec, **self._loader_arguments)
         steps = len(loader)
-        if spec.virtual_epoch_length is not None and steps % accumulate:
+        if spec.settings.virtual_epoch_length is not None and steps % accumulate:
             raise ConfigurationError(
                 f"EnergonTrainer: virtual_epoch_length={steps} must be a multiple of "
                 f"gradient_accumulation_steps={accumulate}: an epoch is a whole number of optimizer steps"

@@ -83,11 +83,11 @@ class DataMonitor(Callback):
         loader = _loader(trainer)
         if loader is None or not trainer.is_global_zero:
             return
-        found = loader.metrics() | {"wait_share": self._clock.share(loader)}
+        metrics = loader.metrics() | {"wait_share": self._clock.share(loader)}
         if self.export is not None:
-            self.export(found)
+            self.export(metrics)
         for logger in trainer.loggers:
-            logger.log_metrics({f"data/{name}": value for name, value in found.items()}, step=step)
+            logger.log_metrics({f"data/{name}": value for name, value in metrics.items()}, step=step)
 
 
 class RunReport(Callback):

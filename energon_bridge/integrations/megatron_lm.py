@@ -80,8 +80,8 @@ def read_rank_files(root: str | os.PathLike[str], iteration: int, *, group: Any 
     # Listed by one rank, because others may see new files later.
     files = _of_all(lambda: [] if rank else _files(folder), group)[0]
     states: list[Any] = [None] * len(files)
-    for first, found in enumerate(_of_all(lambda: [_read(path) for path in files[rank::ranks]], group)):
-        states[first::ranks] = found
+    for first, read in enumerate(_of_all(lambda: [_read(path) for path in files[rank::ranks]], group)):
+        states[first::ranks] = read
     _check_one_run(folder, files, states)
     return states
 
@@ -97,12 +97,12 @@ def _of_all(make: Callable[[], T], group: Any) -> list[T]:
         own = error
     except Exception as error:  # the others wait for an answer
         own = StateFormatError(f"rank {group.rank()} of {group.size()} failed to read its files: {error!r}")
-    found: list[Any] = [None] * group.size()
-    torch.distributed.all_gather_object(found, own, group=group)
-    for one in found:
+    answers: list[Any] = [None] * group.size()
+    torch.distributed.all_gather_object(answers, own, group=group)
+    for one in answers:
         if isinstance(one, StateError):
             raise one
-    return found
+    return answers
 
 
 def _files(folder: Path) -> list[Path]:
@@ -386,13 +386,13 @@ class _Run:
 
     def _validation(self, data: EnergonMultiModalDataModule) -> list[SharedStream]:
         if self._valid is None:
-            found = data.val_dataloaders() if self._each else [data.val_dataloader()]
+            dataloaders = data.val_dataloaders() if self._each else [data.val_dataloader()]
             microbatches = _microbatches_of_full_validation(self._arguments())
-            for dataloader in found:
+            for dataloader in dataloaders:
                 dataloader.on_delivery = _with_pixels
-            for dataloader in found if microbatches else ():
+            for dataloader in dataloaders if microbatches else ():
                 dataloader.length = -(-len(dataloader) // microbatches)
-            self._valid = [SharedStream(dataloader) for dataloader in found]
+            self._valid = [SharedStream(dataloader) for dataloader in dataloaders]
         return self._valid
 
     def _restore(self, data: EnergonMultiModalDataModule, train: EnergonDataloader) -> None:

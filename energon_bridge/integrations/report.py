@@ -165,10 +165,10 @@ class RunRecorder:
 
     def _look_at_balance(self, loader: EnergonDataloader, step: int) -> None:
         """Note how uneven the global batches were that were exchanged since the last step."""
-        found = getattr(_inner(loader), "balance_sums", None)
-        if found is None:
+        balance_sums = getattr(_inner(loader), "balance_sums", None)
+        if balance_sums is None:
             return
-        count, own, sums = found[0], found[1], list(found[2][: len(BALANCE)])
+        count, own, sums = balance_sums[0], balance_sums[1], list(balance_sums[2][: len(BALANCE)])
         before, self._balanced = self._balanced, (count, sums)
         if count <= before[0]:
             return
@@ -286,11 +286,11 @@ def summary(recorder: RunRecorder, loader: EnergonDataloader | None) -> RankSumm
 
 def gathered(own: RankSummary | None) -> list[RankSummary]:
     """Return the summaries of all data-parallel ranks, in order; every process of the run must call it."""
-    found = [own]
+    summaries = [own]
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        found = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(found, own)
-    by_rank = {one.rank: one for one in reversed(found) if one is not None}
+        summaries = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(summaries, own)
+    by_rank = {one.rank: one for one in reversed(summaries) if one is not None}
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 

@@ -98,24 +98,24 @@ def _sections(
 
 
 def _head(ranks: Sequence[RankSummary], recorder: RunRecorder) -> dict[str, object]:
-    found: dict[str, object] = {}
+    facts: dict[str, object] = {}
     if recorder.loss.points:
         step, count, total, *_ = recorder.loss.points[-1]
-        found |= {"steps": f"{int(step):,}", "loss at the end": f"{total / count:.4f}"}
-    found |= {"data-parallel ranks": ranks[0].ranks if ranks else 1}
+        facts |= {"steps": f"{int(step):,}", "loss at the end": f"{total / count:.4f}"}
+    facts |= {"data-parallel ranks": ranks[0].ranks if ranks else 1}
     samples = sum(row.counts["samples"] for rank in ranks for row in rank.datasets)
     draws = sum(row.draws for rank in ranks for row in rank.datasets)
     size = sum(row.epoch_samples for row in ranks[0].datasets) if ranks else 0
     if samples:
-        found["samples delivered"] = f"{samples:,}"
+        facts["samples delivered"] = f"{samples:,}"
     if draws and size:
-        found["epochs"] = f"{draws / size:.2f}"
+        facts["epochs"] = f"{draws / size:.2f}"
     if recorder.seconds > 0:
-        found |= {
+        facts |= {
             "time spent training": _duration(recorder.seconds),
             "waiting for data": f"{100 * recorder.waited / recorder.seconds:.1f} %",
         }
-    return found | {"written": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+    return facts | {"written": time.strftime("%Y-%m-%d %H:%M:%S %z")}
 
 
 def _mix_section(ranks: Sequence[RankSummary]) -> Iterator[str]:
@@ -219,10 +219,10 @@ def _time_section(ranks: Sequence[RankSummary]) -> Iterator[str]:
     stages = ("load_seconds", "encode_seconds", "batch_seconds")
     lines = []
     for rank in ranks:
-        found = rank.metrics
+        metrics = rank.metrics
         waited = f"{100 * rank.waited / rank.seconds:.1f} %" if rank.seconds > 0 else "–"
-        spent = [f"{found[stage]:,.1f} s" if stage in found else "–" for stage in stages]
-        lines.append((str(rank.rank), waited, *spent, f"{found.get('worker_restarts', 0):.0f}"))
+        spent = [f"{metrics[stage]:,.1f} s" if stage in metrics else "–" for stage in stages]
+        lines.append((str(rank.rank), waited, *spent, f"{metrics.get('worker_restarts', 0):.0f}"))
     columns = ("rank", "waiting", "reading and decoding", "hooks", "batching", "workers lost")
     yield _table(columns, lines, numbers=range(6))
     yield '<p class="quiet">Times of all worker processes of a rank together, since this process began.</p>'

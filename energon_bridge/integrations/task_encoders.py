@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.task_encoder.conversation import MultiModalSampleConfig
 from energon_bridge.task_encoder.families import ChatConfig, ChatTemplateTaskEncoder
+from energon_bridge.task_encoder.layout import MultiModalSampleConfig
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
 
 

@@ -87,11 +87,11 @@ def _looked_up(dataset: PreparedDataset, keys: list[str], firsts: list[int]) -> 
     for place, shard in enumerate(dataset.shard_names):
         places.setdefault(shard, []).append(place)
     for key, one in zip(keys, found, strict=True):
-        if one is None:
+        if one is None or one[0] >= len(shards):  # not listed: of a run that has not ended
             continue
         number, local = one
-        of_shard = places.get(shards[number], []) if number < len(shards) else None
-        if of_shard is None or any(local >= dataset.shard_counts[place] for place in of_shard):
+        of_shard = places.get(shards[number], [])
+        if any(local >= dataset.shard_counts[place] for place in of_shard):
             raise KeyIndexError(
                 f"{dataset.path}: the key index and `.info.json` list different samples. Rebuild both: "
                 f"`energon prepare --tar-index-only {dataset.path}`."

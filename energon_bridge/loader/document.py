@@ -2,7 +2,7 @@
 
 It has built-in types only, so it loads with `torch.load` and its defaults, as JSON, and in restricted unpicklers::
 
-    {"format": "energon_bridge.state", "format_version": 5, "order_version": 5,
+    {"format": "energon_bridge.state", "format_version": 5, "order_version": 6,
      "kind": "train" | "passes" | "finite", "num_lanes": L, "microbatches": m0,
      "epoch": passes that are done,          # of a finite stream; m0 counts in the pass
      "epoch_steps": steps delivered of the virtual epoch,
@@ -40,9 +40,10 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cache, lru_cache, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -58,6 +59,7 @@ from energon_bridge.plan.bans import Ban, LeafBans
 from energon_bridge.plan.leaf import ORDER_VERSION
 from energon_bridge.plan.weights import ChangedWeights, GivenWeights
 from energon_bridge.rng import IntArray
+from energon_bridge.stream.settings import StreamKind
 from energon_bridge.stream.state import COUNTERS, LANE_COLUMNS, LARGEST, BufferedRefs, LaneState, Stage
 
 FORMAT = "energon_bridge.state"
@@ -66,7 +68,6 @@ FORMAT_VERSION = 5
 State = dict[str, Any]
 
 _TEXTS = ("path", "split_part", "share", "subset")
-_KINDS = ("train", "passes", "finite")
 _NUMBERS = {"num_lanes": (1, 1 << 20), "microbatches": (0, LARGEST), "epoch": (0, LARGEST), "epoch_steps": (0, LARGEST)}
 """Whole numbers of a run, with their ranges."""
 _SETTINGS = {
@@ -104,7 +105,7 @@ class SavedRun:
     The other attributes are those of the document.
     """
 
-    kind: str
+    kind: StreamKind
     num_lanes: int
     microbatches: int
     epoch: int
@@ -329,8 +330,8 @@ def read(state: Any) -> SavedRun:
     """
     document = _checked_format(state)
     kind = document["kind"]
-    if kind not in _KINDS:
-        raise damaged("kind", f"should be one of {', '.join(_KINDS)}, found {shown(kind)}")
+    if kind not in get_args(StreamKind):
+        raise damaged("kind", f"should be one of {', '.join(get_args(StreamKind))}, found {shown(kind)}")
     numbers = {name: _number(document[name], name, *ends) for name, ends in _NUMBERS.items()}
     settings = _read_settings(document["settings"])
     leaves = read_leaves(document)
@@ -580,3 +581,30 @@ def shown(value: Any) -> str:
     if type(value) is int and abs(value) >= 1 << 128:
         return f"a number of {value.bit_length()} bits"
     return repr(value)[:200] if isinstance(value, (str, int, float, type(None))) else f"a {type(value).__name__}"
+
+
+def leaf_rows(saved: SavedRun) -> list[State]:
+    """Return a row of plain values for each leaf of a state, parked ones last.
+
+    Returns:
+        Rows with identity, path, split_part, subset, share, num_samples and parked; `draws` from the leaf and `epochs`
+        (draws / num_samples), None for a finite stream, whose passes are counted as a whole; `epoch_samples`, its
+        samples in an epoch of the mix, with repetitions; `of_lanes`, the share of the lanes that the state has;
+        `waiting_in_groups`, samples in groups that are not full; and the counters samples (delivered), skipped, errors,
+        excluded, bytes, and of samples too long for a pack: dropped, truncated, split and pieces.
+    """
+    lanes = saved.lanes.values()
+    repeats = saved.settings.get("mode") == "repetitions"
+    waiting = sum((lane.held.samples(Stage.GROUP, len(saved.leaves)) for lane in lanes), np.zeros(len(saved.leaves)))
+    rows = []
+    for number, leaf in enumerate(saved.leaves):
+        draws = sum(lane.leaf_draws[number] for lane in lanes) if saved.kind == "train" else None
+        names = ("identity", "path", "split_part", "subset", "share", "num_samples", "parked")
+        row = {name: leaf[name] for name in names}
+        row["draws"] = draws
+        row["epochs"] = None if draws is None else draws / leaf["num_samples"]
+        row["epoch_samples"] = float(leaf["num_samples"] * Fraction(leaf["share"] or 1 if repeats else 1))
+        row["of_lanes"] = len(lanes) / saved.num_lanes
+        row["waiting_in_groups"] = int(waiting[number])
+        rows.append(row | leaf["counts"])
+    return rows

@@ -25,7 +25,7 @@ from typing import Protocol
 from torch.autograd.profiler import record_function
 
 from energon_bridge.errors import HookTimeoutError, LoaderError, WorkerDiedError
-from energon_bridge.loader.processes import Board, StackFile, StartMethod, start_process
+from energon_bridge.loader.processes import Board, StackFile, StartMethod, refused_part, start_process
 from energon_bridge.loader.transport import Arena, BatchMessage, unpack
 from energon_bridge.loader.workers import (
     AGAIN,
@@ -45,9 +45,9 @@ logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.5
 """Between two looks at a worker that is waited for."""
 _BEGIN_SECONDS = 30.0
-"""For a fork to begin, and twice as long after each one that did not."""
+"""Time for a forked worker to begin; it doubles with each attempt that failed."""
 _IMPORT_FACTOR = 10
-"""So many times as long for workers that import everything first, on nodes that are busy with that."""
+"""Factor of that time for workers that import everything first, on nodes that are busy with it."""
 _END_SECONDS = 5.0
 _STACK_SECONDS = 1.0
 _RESTARTS_WITHOUT_A_BATCH = 3
@@ -383,10 +383,13 @@ class WorkerPool:
         except (pickle.PicklingError, AttributeError, TypeError) as error:  # which of them, Python's version decides
             if self._method == "fork":
                 raise
+            data = work.position.plan.data
+            part = refused_part(data.settings) or refused_part(data)
             raise LoaderError(
-                f"worker {number} of {self._number} cannot start by {self._method}, because pickle refuses what "
-                f"it is to do: {error}. Let the task encoder be of a class that stands at the top of a module, and "
-                'hold no lambdas, locks or open files, or use start_method="fork"'
+                f"worker {number} of {self._number} cannot start by {self._method}, because pickle refuses "
+                f"{part or 'what it is to do'}: {error}. A task encoder must be of a class at the top of a module, and "
+                "make locks, open files and the like where they are first used (__getstate__ leaves them out), lambdas "
+                'functions at the top of a module; or use start_method="fork", which pickles nothing'
             ) from error
 
     def _replace(self, worker: Worker) -> None:

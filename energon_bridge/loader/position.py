@@ -30,15 +30,15 @@ from energon_bridge.loader.fits import check_fits, check_lanes, merge
 from energon_bridge.loader.run_plan import RunPlan
 from energon_bridge.loader.shares import Sharing, open_shared
 from energon_bridge.loader.streams import Start, WorkerFacts, listing_of_pass, open_stream
-from energon_bridge.loader.summary import leaf_rows
 from energon_bridge.mix import parse_weight
 from energon_bridge.plan.bans import Ban, new_keys, with_ban
+from energon_bridge.plan.choose import draws_before
 from energon_bridge.plan.weights import GivenWeights
 from energon_bridge.stream.finite import Listing
 from energon_bridge.stream.lane import Stream
 from energon_bridge.stream.state import COLUMNS, COUNTERS, LARGEST, BufferedRefs, Counts, LaneBatch, LaneState
 from energon_bridge.stream.watchdog import WatchdogSettings
-from energon_bridge.topology import Ownership, RankFacts, first_microbatch, microbatches_before
+from energon_bridge.topology import Ownership, WorkerConfig, first_microbatch, microbatches_before
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +60,9 @@ class Position:
     """
 
     def __init__(self, plan: RunPlan) -> None:
-        self._data, self._facts = plan.data, plan.facts
         self.sharing: Sharing | None = None
         self.plan = plan
-        self.ownership = Ownership(plan.num_lanes, plan.facts.world_size, 0)
+        self.ownership = Ownership(plan.num_lanes, plan.config.dp_size, 0)
         self.microbatches = 0
         self.epoch = 0
         self.epoch_steps = 0
@@ -80,44 +79,44 @@ class Position:
     @property
     def own_lanes(self) -> range:
         """The lanes of this rank; a finite stream has none."""
-        return range(0) if self._data.finite else self.ownership.lanes_of(self._facts.rank)
+        return range(0) if self.plan.data.finite else self.ownership.lanes_of(self.plan.config.dp_rank)
 
     @property
     def end(self) -> int:
         """The microbatch at which the pass of a finite stream ends."""
         if self._ends[0] != self.epoch:
-            listing, rank, ranks = self.listing, self._facts.rank, self._facts.world_size
+            listing, rank, ranks = self.listing, self.plan.config.dp_rank, self.plan.config.dp_size
             dealt = self.plan.dealt
             if dealt is not None:
                 self._ends = self.epoch, dealt.steps(rank) * ranks
                 return self._ends[1]
             rows = self.plan.draws_of_pass(self.epoch).num_draws if listing is None else len(listing.rows)
             batches = None if listing is None or listing.ends is None else len(listing.ends)
-            self._ends = self.epoch, self._data.end_of(rank, rows, ranks, batches)
+            self._ends = self.epoch, self.plan.data.end_of(rank, rows, ranks, batches)
         return self._ends[1]
 
     @property
     def listing(self) -> Listing | None:
         """The rows of a packed or grouped pass, else None; all ranks make the list together, once per pass."""
-        if not self._data.listed:
+        if not self.plan.data.listed:
             return None
-        epoch = self.epoch if self._data.shuffled else 0
+        epoch = self.epoch if self.plan.data.shuffled else 0
         if self._listing is None or self._listing[0] != epoch:
             self._listing = epoch, *listing_of_pass(self.plan, epoch, self.delivered)
         return self._listing[1]
 
     def advance(self) -> None:
         """Move on by one step."""
-        ranks = self._facts.world_size
+        ranks = self.plan.config.dp_size
         if not self.microbatches and self.listing is not None:
             assert self._listing is not None
             self._add(self._listing[2])  # once, though each process that continues the pass lists it again
-        self.microbatches += ranks if self._data.finite else self.ownership.step_size(self.microbatches)
-        self.epoch_steps += self._data.virtual_epoch_length is not None
+        self.microbatches += ranks if self.plan.data.finite else self.ownership.step_size(self.microbatches)
+        self.epoch_steps += self.plan.data.settings.virtual_epoch_length is not None
 
     def rewind(self) -> None:
         """Go to the beginning of a finite stream or of its next pass."""
-        self.epoch += self._data.shuffled
+        self.epoch += self.plan.data.shuffled
         self.microbatches = self.epoch_steps = 0
 
     def stream(self, watchdog: WatchdogSettings | None = None, worker: WorkerFacts | None = None) -> Stream:
@@ -130,19 +129,19 @@ class Position:
     def share_out(self, sharing: Sharing) -> None:
         """Share the run out before it is loaded, from its beginning on, or from the next state that is restored."""
         self.sharing = sharing
-        self.plan = dataclasses.replace(self.plan, settings=self.plan.settings | dict(sharing.settings))
+        self.plan = dataclasses.replace(self.plan, recorded=self.plan.recorded | dict(sharing.settings))
 
-    def copied(self, facts: RankFacts | None = None) -> Position:
-        """Return an independent copy, with other facts for a worker."""
+    def copied(self, config: WorkerConfig | None = None) -> Position:
+        """Return an independent copy, with another configuration for a worker."""
         other = copy.copy(self)
-        if facts is not None:
-            other.plan, other._facts = dataclasses.replace(self.plan, facts=facts), facts
+        if config is not None:
+            other.plan = dataclasses.replace(self.plan, config=config)
         other.lanes, other._counts = dict(self.lanes), list(self._counts)
         return other
 
     def lane(self) -> int | None:
         """Return the lane that this rank delivers next; None if its next microbatch does not exist."""
-        return self.ownership.lane_in_step(self._facts.rank, self.microbatches)
+        return self.ownership.lane_in_step(self.plan.config.dp_rank, self.microbatches)
 
     @property
     def counts(self) -> Sequence[Sequence[int]]:
@@ -153,7 +152,7 @@ class Position:
     def delivered(self) -> frozenset[int]:
         """The leaves that the run has delivered samples of, as far as this rank can know; empty at the start."""
         leaves = range(len(self.plan.leaves))
-        if self._data.finite:
+        if self.plan.data.finite:
             # After a run on other ranks, another rank may hold these counts.
             begins = not (self.microbatches or self.epoch or any(map(any, self._counts)))
             return frozenset() if begins else frozenset(leaves)
@@ -179,12 +178,13 @@ class Position:
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ConfigurationError(f"start_at must be a number of steps of at least 0, got {step!r}")
-        ranks, lanes = self._facts.world_size, self.plan.num_lanes
-        self.epoch_steps = step % self._data.virtual_epoch_length if self._data.virtual_epoch_length else 0
+        ranks, lanes = self.plan.config.dp_size, self.plan.num_lanes
+        virtual = self.plan.data.settings.virtual_epoch_length
+        self.epoch_steps = step % virtual if virtual else 0
         self._counts = [[0] * len(COLUMNS) for _ in self.plan.leaves]
-        if self._data.finite:
+        if self.plan.data.finite:
             self.epoch = 0
-            while self._data.shuffled and step >= (steps := -(-self.end // ranks)):
+            while self.plan.data.shuffled and step >= (steps := -(-self.end // ranks)):
                 self.epoch, step = self.epoch + 1, step - steps
             self.microbatches = min(step * ranks, self.end)
             return
@@ -199,23 +199,22 @@ class Position:
 
     def _needed_lanes(self, ownership: Ownership) -> range:
         """Return the lanes whose states this rank needs to continue."""
-        return range(ownership.num_lanes) if self.sharing is not None else ownership.lanes_of(self._facts.rank)
+        return range(ownership.num_lanes) if self.sharing is not None else ownership.lanes_of(self.plan.config.dp_rank)
 
     def _unskipped(self, lane: int, begin: int) -> LaneState:
         microbatches = microbatches_before(lane, begin, self.plan.num_lanes)
-        draw = microbatches * self._data.rows
-        blend = self.plan.blend
-        leaf_draws = (draw,) if blend is None else tuple(blend.counts(lane, draw).tolist())
-        return LaneState(microbatches, draw, 0, leaf_draws)
+        draw = microbatches * self.plan.data.rows
+        return LaneState(microbatches, draw, 0, tuple(draws_before(self.plan.blend, lane, draw).tolist()))
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
     def set_weights(self, weights: Mapping[str, Any] | Sequence[Any], from_draw: int | None) -> int:
         """Change the weights from a global draw on; return that draw."""
-        if self._data.finite or self._data.mode != "weights":
+        data = self.plan.data
+        if data.finite or data.mode != "weights":
             raise ConfigurationError(
-                f"set_weights needs an endless blend by weights, but this loader delivers a {self._data.kind} stream "
-                f"of mode {self._data.mode!r}"
+                f"set_weights needs an endless blend by weights, but this loader delivers a {data.kind} stream of mode "
+                f"{data.mode!r}"
             )
         given = self._by_identity(weights)
         lanes = self.plan.num_lanes
@@ -238,17 +237,17 @@ class Position:
 
     def _agreed(self, what: str, own: int, choose: Callable[[list[int]], int]) -> int:
         """Return the global draw that all ranks agree on: `choose` picks it from the values of all ranks."""
-        if self._data.finite or self._facts.world_size == 1:
+        if self.plan.data.finite or self.plan.config.dp_size == 1:
             return own
         if not torch.distributed.is_initialized():
             raise ConfigurationError(f"{what}: pass the same from_draw on every rank, or initialize torch.distributed")
-        found: list[Any] = [None] * self._facts.world_size
-        torch.distributed.all_gather_object(found, own, group=self._facts.group)
+        found: list[Any] = [None] * self.plan.config.dp_size
+        torch.distributed.all_gather_object(found, own, group=self.plan.config.data_parallel_group)
         return choose(found)
 
     def _by_identity(self, weights: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
         """Return weights given by path or in mix order, in the order of the leaves' identities."""
-        leaves = self._data.leaves
+        leaves = self.plan.data.leaves
         if isinstance(weights, Mapping):
             paths = [leaf.dataset.path for leaf in leaves]
             if len(set(paths)) != len(paths) or set(weights) != set(paths):
@@ -261,13 +260,13 @@ class Position:
         if len(weights) != len(leaves):
             raise ConfigurationError(f"set_weights got {len(weights)} weights for a mix of {len(leaves)} datasets")
         by_identity = {leaf.identity: weight for leaf, weight in zip(leaves, weights, strict=True)}
-        return [by_identity[leaf.identity] for leaf in self._data.ordered]
+        return [by_identity[leaf.identity] for leaf in self.plan.data.ordered]
 
     # Bans ------------------------------------------------------------------------------------------------------------
 
     def ban(self, keys: Iterable[str], from_draw: int | None, dataset: str | None, ignore_unknown: bool) -> int:
         """Withdraw samples from a global draw on; return that draw."""
-        data, given, path = self._data, checked_keys(keys), dataset or ""
+        data, given, path = self.plan.data, checked_keys(keys), dataset or ""
         if from_draw is not None and (type(from_draw) is not int or not 0 <= from_draw <= LARGEST):
             raise ConfigurationError(f"ban: from_draw must be an integer of at least 0, got {from_draw!r}")
         fixed = data.kind == "finite" and data.listed and self.microbatches > 0
@@ -310,7 +309,7 @@ class Position:
 
         Lanes that are ahead have delivered some later draws; those stay delivered.
         """
-        data, lanes = self._data, self.plan.num_lanes
+        data, lanes = self.plan.data, self.plan.num_lanes
         if not data.finite:
             first = min(self.lane_state(lane).draw * lanes + lane for lane in self.own_lanes)
             if from_draw is None:
@@ -339,8 +338,8 @@ class Position:
         state, in the listing of a pass, or beyond `WorkerConfig.buffer_bytes`.
         """
         again = [row[-1] for row in self._counts] + [0] * len(self._parked)
-        samples = [float(number) for number in self._data.epoch_samples] + [0.0] * len(self._parked)
-        rows = zip(leaf_rows(self.saved()), again, samples, strict=True)
+        samples = [float(number) for number in self.plan.data.epoch_samples] + [0.0] * len(self._parked)
+        rows = zip(doc.leaf_rows(self.saved()), again, samples, strict=True)
         return [row | {"encoded_again": number, "epoch_samples": of_epoch} for row, number, of_epoch in rows]
 
     def document(self) -> doc.State:
@@ -361,18 +360,18 @@ class Position:
             for row, counts in zip(self.plan.table, self._counts, strict=True)
         ]
         return doc.SavedRun(
-            kind=self._data.kind,
+            kind=self.plan.data.kind,
             num_lanes=self.plan.num_lanes,
             microbatches=self.microbatches,
             epoch=self.epoch,
             epoch_steps=self.epoch_steps,
-            settings=dict(self.plan.settings),
+            settings=dict(self.plan.recorded),
             changes=self.plan.changes,
             bans=self._bans,
             banned=self.plan.banned,
             leaves=[*leaves, *self._parked],
             lanes=lanes,
-            ranks=(1, self._facts.world_size) if self._data.finite else None,
+            ranks=(1, self.plan.config.dp_size) if self.plan.data.finite else None,
         )
 
     def restore(self, saved: doc.SavedRun, on_mismatch: OnMismatch) -> None:
@@ -383,18 +382,18 @@ class Position:
         """
         if on_mismatch not in get_args(OnMismatch):
             raise ConfigurationError(f'on_mismatch must be "refuse" or "adapt", got {on_mismatch!r}')
-        facts, data = self._facts, self._data
+        config, data = self.plan.config, self.plan.data
         num_lanes = self.plan.num_lanes if data.finite else saved.num_lanes  # a pass is the same on any ranks
         changes = saved.changes
         blocks = {row["identity"]: row["block"] for row in saved.leaves}
         adapt = on_mismatch == "adapt" and data.kind == "train"
-        difference = check_fits(saved, data.kind, self.plan.settings, self.plan.table, adapt=adapt)
+        difference = check_fits(saved, data.kind, self.plan.recorded, self.plan.table, adapt=adapt)
         microbatches, lanes = saved.microbatches, saved.lanes
-        ownership = Ownership(num_lanes, facts.world_size, microbatches)
+        ownership = Ownership(num_lanes, config.dp_size, microbatches)
         if not data.finite:
             check_lanes(lanes, self._needed_lanes(ownership), self._begin(microbatches), num_lanes)
-        if facts.num_lanes not in (None, num_lanes):
-            logger.info("num_lanes=%d comes from the state; the configuration says %s", num_lanes, facts.num_lanes)
+        if config.num_lanes not in (None, num_lanes):
+            logger.info("num_lanes=%d comes from the state; the configuration says %s", num_lanes, config.num_lanes)
         if difference:
             logger.warning("the mix has changed; the run continues with the new one:\n  %s", "\n  ".join(difference))
             if changes:
@@ -407,15 +406,15 @@ class Position:
         self.microbatches, self.epoch = microbatches, saved.epoch
         self.epoch_steps = saved.epoch_steps
         # Counts belong to the run: one rank may carry those of several.
-        own = saved.ranks == (1, facts.world_size) if data.finite else len(lanes) == len(self.own_lanes)
-        self._take_over(saved.leaves, lanes, counts=own or facts.rank == 0, changed=bool(difference))
+        own = saved.ranks == (1, config.dp_size) if data.finite else len(lanes) == len(self.own_lanes)
+        self._take_over(saved.leaves, lanes, counts=own or config.dp_rank == 0, changed=bool(difference))
 
     def _take_over(self, saved: list[doc.State], lanes: dict[int, LaneState], *, counts: bool, changed: bool) -> None:
         """Continue each leaf from the saved state; new leaves start fresh, and removed ones are parked."""
         place = {row["identity"]: number for number, row in enumerate(saved)}
         kept = [place.pop(row["identity"], None) for row in self.plan.table]
         gone = list(place.values())
-        relative = self._data.mode in ("repetitions", "concat")
+        relative = self.plan.data.mode in ("repetitions", "concat")
         self.lanes, self._parked_draws = {}, {}
         for number, state in lanes.items():
             self._parked_draws[number] = tuple([state.leaf_draws[old] for old in gone])
@@ -457,23 +456,23 @@ def _renumbered(held: BufferedRefs, kept: Sequence[int | None]) -> BufferedRefs:
     return BufferedRefs.of(rows)
 
 
-def merged_state(own: doc.State, facts: RankFacts, global_dst_rank: int | None = None) -> doc.State | None:
+def merged_state(own: doc.State, config: WorkerConfig, global_dst_rank: int | None = None) -> doc.State | None:
     """Return the state of the whole run from those of its data-parallel ranks, all of which must call it.
 
     Args:
         own: The state of this rank.
-        facts: The ranks and their process group.
+        config: That of this rank.
         global_dst_rank: Only this global rank gets the state (others None); default: every rank gets it.
     """
-    if facts.world_size == 1:
+    if config.dp_size == 1:
         return own
     if not torch.distributed.is_initialized():
         raise LoaderError(
-            f"save_state_global needs torch.distributed to reach the other {facts.world_size - 1} ranks: initialize "
+            f"save_state_global needs torch.distributed to reach the other {config.dp_size - 1} ranks: initialize "
             "it, or save save_state_rank() of every rank and pass the list of them to restore_state_rank"
         )
-    states: list[Any] = [None] * facts.world_size
-    torch.distributed.all_gather_object(states, own, group=facts.group)
+    states: list[Any] = [None] * config.dp_size
+    torch.distributed.all_gather_object(states, own, group=config.data_parallel_group)
     if global_dst_rank is not None and torch.distributed.get_rank() != global_dst_rank:
         return None
     return merge(states)

@@ -12,22 +12,28 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import copyreg
+import functools
 import gc
 import mmap
-import multiprocessing.forkserver
+import multiprocessing
 import os
+import pickle
 import queue
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from multiprocessing import forkserver
 from multiprocessing.context import ForkProcess, ForkServerProcess, SpawnProcess
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
 from typing import Any, Literal
 
+from energon_bridge.errors import LoaderError
 from energon_bridge.storage.helpers import at_rest
 from energon_bridge.stream.watchdog import HOOK, INDEX, LEAF, WORDS
 from energon_bridge.task_encoder.hooks import Hook
@@ -35,7 +41,7 @@ from energon_bridge.task_encoder.hooks import Hook
 _BEGUN, _SINCE, _MADE, _SENT, _SAID = range(5)
 _FACTS = 5
 _THREADS = 32
-"""Threads that load whose work is told; further ones are not."""
+"""Loading threads whose work a worker reports to the watchdog; further ones are left out."""
 _BY_CODE = {hook.code: hook for hook in Hook}
 
 
@@ -49,7 +55,7 @@ class SharedMemory(mmap.mmap):
     _owner: int
 
     def __new__(cls, size: int, *, sendable: bool = False, file: int | None = None) -> SharedMemory:
-        """Map so many bytes, of the file if one is given."""
+        """Map `size` bytes, of the file if one is given."""
         if sendable and file is None:
             file = os.memfd_create("energon-shared")
             os.ftruncate(file, size)
@@ -211,6 +217,10 @@ class _OfThisProcess:
 
     _started_by = 0
 
+    def __init__(self, **arguments: Any) -> None:
+        self._surroundings = _Surroundings()  # first, so that it is unpickled before the arguments
+        super().__init__(**arguments)
+
     def start(self) -> None:
         self._started_by = os.getpid()
         super().start()  # type: ignore[misc]
@@ -229,6 +239,27 @@ class _OfThisProcess:
             super().join(timeout)  # type: ignore[misc]
 
 
+class _Surroundings:
+    """Unpickled in a worker, gives it the environment of the training process.
+
+    The forkserver keeps that of its own start, and finds modules where a new interpreter does.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _take_over, (dict(os.environ), __file__)
+
+
+def _take_over(environment: dict[str, str], file: str) -> None:
+    if file != __file__:
+        raise LoaderError(
+            f"a worker of the forkserver has imported {__file__}, the training process {file}: the folder of the "
+            "package is not on the path of a new interpreter, or another one precedes it. Put it into PYTHONPATH, or "
+            'use start_method="fork" or "spawn"'
+        )
+    os.environ.clear()
+    os.environ.update(environment)
+
+
 class ForkedWorker(_OfThisProcess, ForkProcess):
     """A worker that is a copy of this process."""
 
@@ -242,7 +273,9 @@ class SpawnedWorker(_OfThisProcess, SpawnProcess):
 
 
 _KINDS: dict[str, Any] = {"fork": ForkedWorker, "forkserver": ServedWorker, "spawn": SpawnedWorker}
-_FORKSERVER_TRIES, _FORKSERVER_PAUSE_SECONDS = 20, 0.05
+_PRELOADED = "energon_bridge.loader.workers"
+"""What the forkserver imports once, with torch and all else that it needs, so that its workers need not."""
+_FORKSERVER_END_SECONDS, _FORKSERVER_PAUSE_SECONDS = 30.0, 0.05
 """The forkserver ends when a client breaks off, for example one that has no descriptors left."""
 _starting = threading.Lock()
 _calls: queue.SimpleQueue[tuple[contextvars.Context, Callable[[], None], Future[None]]] | None = None
@@ -250,21 +283,10 @@ _calls: queue.SimpleQueue[tuple[contextvars.Context, Callable[[], None], Future[
 
 def start_process(method: StartMethod, name: str, target: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
     """Start a process that runs a function, and return what multiprocessing knows of it."""
+    if method == "forkserver" and not _forkserver_is_ours():
+        method = "spawn"
     process = _KINDS[method](target=target, args=arguments, name=name, daemon=True)
-
-    def start() -> None:
-        # An interrupt while it starts must not reach it before it ignores it; this process gets it afterwards.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        collecting = gc.isenabled()
-        gc.disable()  # the fork must not destroy this process's garbage; `set_up_worker` turns it on again
-        try:
-            with at_rest() if method == "fork" else contextlib.nullcontext():
-                _start(process)
-        finally:
-            if collecting:
-                gc.enable()
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
+    start = functools.partial(_start_forked if method == "fork" else _start_unforked, process)
     if threading.current_thread() is threading.main_thread():
         start()
     else:
@@ -272,15 +294,92 @@ def start_process(method: StartMethod, name: str, target: Callable[..., None], a
     return process
 
 
-def _start(process: Any) -> None:
-    """Start a process; if the forkserver is about to end, wait, and multiprocessing starts another one."""
-    for _ in range(_FORKSERVER_TRIES):
-        try:
+def _forkserver_is_ours() -> bool:
+    """Have the forkserver of multiprocessing run; False in a fork, whose parent's it is (workers are spawned there).
+
+    It imports what `_PRELOADED` names beside what the program has it import.
+    """
+    server = forkserver._forkserver
+    named = getattr(server, "_preload_modules", [])  # there is no public way to read it
+    if _PRELOADED not in named:
+        multiprocessing.set_forkserver_preload([*named, _PRELOADED])
+    try:
+        with _interrupts_blocked():
+            forkserver.ensure_running()
+    except ChildProcessError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Let an interrupt wait: a worker inherits that, and so gets none before it ignores them (`set_up_worker`)."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start_forked(process: ForkedWorker) -> None:
+    collecting = gc.isenabled()
+    gc.disable()  # the fork must not destroy this process's garbage; `set_up_worker` turns it on again
+    try:
+        with _interrupts_blocked(), at_rest():
+            _leave_scalers_behind()
             process.start()
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _start_unforked(process: ServedWorker | SpawnedWorker) -> None:
+    """Start a worker; if the forkserver is about to end, wait, and multiprocessing starts another one."""
+    deadline = time.monotonic() + _FORKSERVER_END_SECONDS
+    while True:
+        try:
+            with _interrupts_blocked() if isinstance(process, SpawnedWorker) else contextlib.nullcontext():
+                process.start()
             return
-        except (ConnectionError, EOFError):
+        except (ConnectionError, EOFError) as error:
+            if time.monotonic() > deadline:
+                raise ConnectionError(f"the forkserver of multiprocessing does not serve: {error!r}") from error
             time.sleep(_FORKSERVER_PAUSE_SECONDS)
-    process.start()
+
+
+def refused_part(value: object, path: str = "", above: tuple[object, ...] = ()) -> str | None:
+    """Name the innermost part of an object that pickle refuses, such as `task_encoder.lock (lock)`; None: no part."""
+    above = *above, value
+    for name, part in _parts(value):
+        if any(part is one for one in above) or _is_pickled(part):
+            continue
+        inner = f"{path}{name}" if path else name.removeprefix(".")
+        return refused_part(part, inner, above) or f"{inner} ({type(part).__name__})"
+    return None
+
+
+def _parts(value: object) -> Iterator[tuple[str, object]]:
+    """Give the attributes of an object, or the items of a collection, by how they are written behind it."""
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", item) for key, item in value.items())
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from ((f"[{number}]", item) for number, item in enumerate(value))
+    elif isinstance(value, functools.partial):
+        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
+    elif isinstance(value, types.MethodType):
+        yield ".__self__", value.__self__
+    else:
+        for name in {**getattr(value, "__dict__", {}), **dict.fromkeys(copyreg._slotnames(type(value)))}:  # type: ignore[attr-defined]
+            if hasattr(value, name):
+                yield f".{name}", getattr(value, name)
+
+
+def _is_pickled(value: object) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:
+        return False
+    return True
 
 
 def _by_the_lasting_thread(call: Callable[[], None]) -> None:
@@ -307,15 +406,17 @@ def _serve(calls: queue.SimpleQueue[tuple[contextvars.Context, Callable[[], None
         del context, call, done
 
 
-def _begin_anew() -> None:
-    """Forget, in a fork, what serves the process that it was forked from: its starting thread and its forkserver."""
+def _forget_starter() -> None:
+    """Forget, in a fork, the starting thread of the process that it was forked from."""
     global _calls, _starting
     _calls, _starting = None, threading.Lock()
-    multiprocessing.forkserver._forkserver.__init__()  # type: ignore[misc]  # its server is no child of ours
+
+
+os.register_at_fork(after_in_child=_forget_starter)
 
 
 def _leave_scalers_behind() -> None:
-    """Drop what PyAV keeps per thread for `VideoFrame.reformat` (from PyAV 19 on), so that no fork inherits it.
+    """Drop what PyAV keeps per thread for `VideoFrame.reformat` (from PyAV 19 on), so that no worker inherits it.
 
     A scaler of FFmpeg owns threads. A fork has the scaler without its threads, and waits for them forever: when it
     scales a frame, or when Python destroys there what belonged to other threads. PyAV makes a new one when it needs it.
@@ -323,6 +424,3 @@ def _leave_scalers_behind() -> None:
     frames: Any = sys.modules.get("av.video.frame")
     if frames is not None and hasattr(frames, "_thread_local"):
         frames._thread_local = threading.local()  # a thread that is scaling now holds its own scaler
-
-
-os.register_at_fork(before=_leave_scalers_behind, after_in_child=_begin_anew)

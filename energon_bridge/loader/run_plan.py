@@ -1,88 +1,81 @@
-"""What a run loads: its description (leaves and settings, checked; nothing is open), and its plan.
+"""What a run loads: the dataset that users hold (leaves and settings, checked; nothing is open), and its plan.
 
-The plan is the description cut into lanes for some ranks, so that every draw is arithmetic. `DatasetSpec` at the end is
-the description that users hold.
+The plan is the dataset cut into lanes for some ranks, so that every draw is arithmetic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from types import GenericAlias
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, Self
+
+import numpy as np
 
 from energon_bridge.errors import ConfigurationError, WrongUseError
+from energon_bridge.format.foreign import ForeignDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.mix import Mix
 from energon_bridge.mix.leaves import OpenLeaf
 from energon_bridge.plan.bans import LeafBans
-from energon_bridge.plan.blend import Blend, ChangedBlend, EpochizedBlend, LeafWeights, WeightedBlend
-from energon_bridge.plan.leaf import DEFAULT_PARALLEL_SHARD_ITERS, LeafOrder, slice_length
-from energon_bridge.plan.scheduled import ScheduledBlend
+from energon_bridge.plan.blend import Blend, ChangedBlend, EpochizedBlend, InTurns, LeafWeights, WeightedBlend
+from energon_bridge.plan.choose import PassDraws
+from energon_bridge.plan.leaf import LeafOrder, slice_length
 from energon_bridge.plan.weights import ChangedWeights, MixWeights
 from energon_bridge.rng import key_of
-from energon_bridge.rows.dataset import TableDataset
 from energon_bridge.samples import CrudeSample, field_names
 from energon_bridge.samples.showing import counted, described
-from energon_bridge.stores import CachePool, NoCachePool
 from energon_bridge.stream.cooking import check_cooker, cooker_of
 from energon_bridge.stream.dealt import ENDLESS, Deal, Dealt
 from energon_bridge.stream.failure_log import FailureLog
-from energon_bridge.stream.finite import FinitePlan, InOrder, Shuffled, num_microbatches
+from energon_bridge.stream.finite import num_microbatches
 from energon_bridge.stream.leaf import Leaf
-from energon_bridge.stream.policy import ErrorPolicy
+from energon_bridge.stream.settings import RunSettings, StreamKind
 from energon_bridge.stream.user_code import OwnHooks, selection_of
 from energon_bridge.task_encoder.collate import REMEDY_FOR_TYPES
 from energon_bridge.task_encoder.hooks import Hook, is_overridden
-from energon_bridge.topology import RankFacts, WorkerConfig, default_num_lanes
+from energon_bridge.topology import WorkerConfig, default_num_lanes
+
+DATASET_IS_NO_LOADER = (
+    "a dataset of energon_bridge describes what to load and gives no samples by itself. Make a loader of it and "
+    "iterate that: `for batch in get_loader(dataset)`. It takes the place of torch.utils.data.DataLoader and starts "
+    "the workers itself. For the Trainer of transformers use energon_bridge.integrations.huggingface.EnergonTrainer, "
+    "for Lightning EnergonMultiModalDataModule"
+)
+_KINDS = {"train": "training", "passes": "training, pass by pass", "finite": "validation"}
+_MOST_SHOWN = 6
+"""Datasets named in the text of a mix."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Description:
-    """The data of a run and the settings of its stream: frozen, checked, and without anything open.
+class DatasetSpec:
+    """What `get_train_dataset` and `get_val_dataset` return, for `get_loader` and `get_savable_loader`.
+
+    It is a description: before a loader is iterated, only the metadata of the datasets is read. `len()` is the number
+    of batches of a rank in a pass, or in an epoch of an endless stream, as for its loader. (If samples are packed or
+    grouped, each counts as a row; only the loader of a pass knows the number.)
 
     Args:
-        leaves: The leaves, in the order of the mix.
+        leaves: The datasets, in the order of the mix.
         mix: How they are combined.
-        finite: One pass at a time (validation, or training with `repeat=False`) instead of an endless stream.
-        shuffled: Whether a finite pass is shuffled (training) or in dataset order (validation).
-        virtual_epoch_length: Steps after which an iterator over training data ends; the next one continues.
-        limit: Steps after which a pass over validation data ends.
-        cache_pool: Where files that are needed later are cached.
-        error_policy: Decides about samples that fail.
-        as_energon: Behave as megatron-energon does, for programs written for it: validation in the order of its ranks
-            and workers (`stream.dealt`), microbatches and samples numbered by rank, and no masked rows.
-        repeats: With `as_energon`: a pass starts over until its limit, or without end.
-
-    The other arguments are those of `get_train_dataset`.
+        settings: How they are ordered and made into microbatches.
+        worker_config: Who loads what, unless a loader is given another.
     """
+
+    __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)  # annotations of energon users give it type arguments
 
     leaves: tuple[OpenLeaf, ...]
     mix: Mix
-    finite: bool
-    batch_size: int | None
-    task_encoder: Any
-    batch_drop_last: bool = False
-    shuffle_buffer_size: int = 0
-    max_samples_per_sequence: int | None = None
-    parallel_shard_iters: int = DEFAULT_PARALLEL_SHARD_ITERS
-    limit: int | None = None
-    shuffled: bool = True
-    virtual_epoch_length: int | None = None
-    packing_buffer_size: int | None = None
-    max_tokens_per_microbatch: int | None = None
-    cache_pool: CachePool = field(default_factory=NoCachePool)
-    error_policy: ErrorPolicy = field(default_factory=ErrorPolicy)
-    as_energon: bool = False
-    repeats: bool = False
+    settings: RunSettings
+    worker_config: WorkerConfig
 
     def __post_init__(self) -> None:
         _ = self.grouped  # raises if hooks exclude each other
         for leaf in self.leaves:
-            check_cooker(self.task_encoder, leaf.dataset, leaf.aux)
-        if not (self.finite and self.shuffled):
+            check_cooker(self.settings.task_encoder, leaf.dataset, leaf.aux)
+        if self.kind != "passes":
             return
         if self.mix.mode == "weights" and len(self.leaves) > 1:
             raise ConfigurationError(
@@ -98,21 +91,33 @@ class Description:
 
     def check_types(self) -> None:
         """Raise if the leaves' sample types cannot share microbatches; loaders check this, forecasts need not."""
-        together = self.rows > 1 and self.packing_buffer_size is None and not self.grouped
-        if together or self.max_tokens_per_microbatch is not None:
-            _check_types(self.leaves, self.task_encoder)
+        together = self.rows > 1 and self.settings.packing_buffer_size is None and not self.grouped
+        if together or self.settings.max_tokens_per_microbatch is not None:
+            _check_types(self.leaves, self.settings.task_encoder)
+
+    def with_settings(self, **changes: Any) -> Self:
+        """Return the same data with other settings."""
+        return replace(self, settings=replace(self.settings, **changes))
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> StreamKind:
         """The kind of its states: `train` (endless), `passes` (training that ends) or `finite` (validation)."""
-        if not self.finite:
-            return "train"
-        return "passes" if self.shuffled else "finite"
+        return self.settings.kind
+
+    @property
+    def finite(self) -> bool:
+        """Whether it comes one pass at a time (validation, or training with `repeat=False`)."""
+        return self.settings.kind != "train"
+
+    @property
+    def shuffled(self) -> bool:
+        """Whether it is training data; validation comes in the order of the datasets."""
+        return self.settings.kind != "finite"
 
     @property
     def rows(self) -> int:
         """Samples in a full microbatch."""
-        return self.batch_size or 1
+        return self.settings.rows
 
     @property
     def block(self) -> int:
@@ -136,26 +141,26 @@ class Description:
     @cached_property
     def grouped(self) -> bool:
         """Whether the encoder batches rows by groups."""
-        selects = selection_of(self.packing_buffer_size, self.max_tokens_per_microbatch)
-        return OwnHooks(self.task_encoder, selects=selects).groups
+        selects = selection_of(self.settings.packing_buffer_size, self.settings.max_tokens_per_microbatch)
+        return OwnHooks(self.settings.task_encoder, selects=selects).groups
 
     @property
     def listed(self) -> bool:
         """Whether all ranks agree on the rows of a pass before it begins, since it is packed or grouped."""
-        return self.finite and (self.packing_buffer_size is not None or self.grouped)
+        return self.finite and (self.settings.packing_buffer_size is not None or self.grouped)
 
     def end(self, num_rows: int, world_size: int, num_batches: int | None = None) -> int:
         """Return the microbatch at which a pass of so many rows (grouped: batches) ends for every rank."""
-        end = num_microbatches(num_rows, self.rows, drop_last=self.batch_drop_last)
+        end = num_microbatches(num_rows, self.rows, drop_last=self.settings.batch_drop_last)
         end = end if num_batches is None else num_batches
-        return end if self.limit is None else min(end, self.limit * world_size)
+        return end if self.settings.limit is None else min(end, self.settings.limit * world_size)
 
     def end_of(self, rank: int, num_rows: int, world_size: int, num_batches: int | None = None) -> int:
         """Return the microbatch at which a pass ends for one rank; as a drop-in, a rank stops when it has none left."""
-        if self.repeats:
-            return ENDLESS if self.limit is None else self.limit * world_size
+        if self.settings.repeats:
+            return ENDLESS if self.settings.limit is None else self.settings.limit * world_size
         end = self.end(num_rows, world_size, num_batches)
-        return max(0, end - rank) if self.as_energon else end
+        return max(0, end - rank) if self.settings.as_energon else end
 
     @cached_property
     def ordered(self) -> tuple[OpenLeaf, ...]:
@@ -164,7 +169,8 @@ class Description:
 
     def epoch_length(self, world_size: int) -> int:
         """Return the microbatches of one rank in an epoch of an endless stream; at least 1."""
-        each = map(int, self.epoch_samples) if self.as_energon else self.epoch_samples  # it rounds, so as drop-in, too
+        rounded = self.settings.as_energon  # as megatron-energon does
+        each = map(int, self.epoch_samples) if rounded else self.epoch_samples
         return max(1, int(sum(each) // (self.rows * world_size)))
 
     @property
@@ -185,7 +191,60 @@ class Description:
     @cached_property
     def failure_log(self) -> FailureLog:
         """The log of failures; one for all loaders of this dataset in the process."""
-        return FailureLog(self.error_policy)
+        return FailureLog(self.settings.error_policy)
+
+    def __iter__(self) -> NoReturn:
+        raise WrongUseError(DATASET_IS_NO_LOADER)
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise WrongUseError(DATASET_IS_NO_LOADER)
+
+    def __len__(self) -> int:
+        return self.num_batches(self.worker_config.dp_size)
+
+    def __repr__(self) -> str:
+        return described(
+            f"{type(self).__name__} for {_KINDS[self.kind]}",
+            [
+                f"{counted(self.num_samples, 'sample')} of {counted(len(self.leaves), 'dataset')}, "
+                f"{counted(len(self), 'batch', 'batches')} of {self._what_batches_have()}",
+                *(leaf_line(leaf) for leaf in self.leaves[:_MOST_SHOWN]),
+                *([f"and {len(self.leaves) - _MOST_SHOWN:,} more"] if len(self.leaves) > _MOST_SHOWN else []),
+            ],
+        )
+
+    def _what_batches_have(self) -> str:
+        if self.settings.max_tokens_per_microbatch is not None:
+            return f"up to {counted(self.settings.max_tokens_per_microbatch, 'token')}"
+        if self.settings.batch_size is None:
+            return "one sample"
+        return counted(self.settings.batch_size, "sample" if self.settings.packing_buffer_size is None else "pack")
+
+    def num_batches(self, world_size: int, end: int | None = None) -> int:
+        """Return the batches of one rank in a pass or virtual epoch, or in an epoch of an endless stream.
+
+        Args:
+            world_size: Data-parallel ranks.
+            end: The microbatch at which the pass of a finite stream ends, if known.
+        """
+        if self.settings.virtual_epoch_length is not None:
+            return self.settings.virtual_epoch_length
+        if not self.finite:
+            return self.epoch_length(world_size)
+        if end is None:
+            rank, dealt = self.worker_config.dp_rank, self._plan.dealt
+            if dealt is not None:
+                return dealt.steps(rank)
+            end = self.end_of(rank, self._rows_of_a_pass, world_size)
+        return -(-end // world_size)
+
+    @property
+    def _plan(self) -> RunPlan:
+        return plan_run(self, self.worker_config)
+
+    @cached_property
+    def _rows_of_a_pass(self) -> int:
+        return self._plan.draws_of_pass(0).num_draws
 
 
 def _check_types(leaves: Sequence[OpenLeaf], encoder: Any) -> None:
@@ -223,19 +282,19 @@ _FEWEST_GROUPS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """A description cut into lanes (finite passes have one lane), and the ranks that it is for.
+    """A dataset cut into lanes (finite passes have one lane), and the ranks that it is for.
 
-    `settings` has everything that the order depends on besides the leaves; `changes` are those of weights during the
-    run.
+    `recorded` has everything that the order depends on besides the leaves, as states have it; `changes` are those of
+    weights during the run.
     """
 
-    data: Description
-    facts: RankFacts
+    data: DatasetSpec
+    config: WorkerConfig
     num_lanes: int
     leaves: tuple[Leaf, ...]
     blend: Blend | None
     changes: ChangedWeights
-    settings: dict[str, Any]
+    recorded: dict[str, Any]
 
     @cached_property
     def table(self) -> list[dict[str, Any]]:
@@ -272,36 +331,43 @@ class RunPlan:
         given = {identity: blocks.get(identity, self.data.block) for identity in own}
         if (num_lanes, changes, given) == (self.num_lanes, self.changes, own):
             return self
-        plan = plan_run(self.data, self.facts, num_lanes, changes, blocks)
-        return replace(plan, settings=self.settings).with_banned(self.banned)
+        plan = plan_run(self.data, self.config, num_lanes, changes, blocks)
+        return replace(plan, recorded=self.recorded).with_banned(self.banned)
 
-    def draws_of_pass(self, epoch: int) -> FinitePlan:
-        """Return the plan of pass number `epoch` of a finite stream: which samples its draws are."""
-        if not self.data.shuffled:
-            return InOrder(self.leaves)
-        assert self.blend is None or isinstance(self.blend, EpochizedBlend)
-        return Shuffled(self.leaves, self.blend, epoch, sum(self.data.epoch_samples))
+    def draws_of_pass(self, epoch: int) -> PassDraws:
+        """Return pass number `epoch` of a finite stream: which samples its draws are.
+
+        Validation begins each pass anew; training that ends goes on in its one lane.
+        """
+        blend = self.blend
+        if isinstance(blend, EpochizedBlend):
+            first, end = (int(blend.drawn(0, number).sum()) for number in (epoch, epoch + 1))
+        else:
+            samples = sum(self.data.epoch_samples)  # if they are a fraction, passes differ
+            passes = (epoch, epoch + 1) if self.data.shuffled else (0, 1)
+            first, end = (int(samples * number) for number in passes)
+        return PassDraws(leaves=self.leaves, blend=blend, first=first, num_draws=end - first)
 
     @property
     def dealt(self) -> Dealt | None:
         """How megatron-energon divides a validation pass; None unless its order is requested."""
         data = self.data
-        if not data.as_energon or data.kind != "finite" or data.listed:
+        if not data.settings.as_energon or data.kind != "finite" or data.listed:
             return None
         deal = Deal(
-            ranks=self.facts.world_size,
-            workers=self.facts.processes,
+            ranks=self.config.dp_size,
+            workers=self.config.processes,
             batch_size=data.rows,
-            drop_last=data.batch_drop_last,
-            limit=data.limit,
-            repeats=data.repeats,
+            drop_last=data.settings.batch_drop_last,
+            limit=data.settings.limit,
+            repeats=data.settings.repeats,
         )
         return Dealt(self.leaves, [leaf.dataset.num_samples for leaf in data.ordered], deal)
 
 
 def plan_run(
-    data: Description,
-    facts: RankFacts,
+    data: DatasetSpec,
+    config: WorkerConfig,
     num_lanes: int | None = None,
     changes: ChangedWeights = (),
     blocks: Mapping[str, int] | None = None,
@@ -310,43 +376,43 @@ def plan_run(
 
     Args:
         data: The leaves and settings.
-        facts: The ranks and their workers (`WorkerConfig.facts`).
+        config: This rank and its workers.
         num_lanes: The number of lanes in a state; it overrides the configured one.
         changes: Changes of weights during the run.
         blocks: `LeafOrder.block` of a state's leaves by identity: a leaf keeps its block when the mix changes.
     """
-    ranks, seed = facts.world_size, facts.seed
-    lanes = num_lanes or facts.num_lanes
+    ranks, seed = config.dp_size, config.run_seed
+    lanes = num_lanes or config.num_lanes
     if data.finite:  # a pass has no lanes, so any number of ranks can share it
         lanes = max(lanes or ranks, ranks)
-    lanes = lanes or default_num_lanes(ranks, facts.microbatches_per_global_batch)
-    settings: dict[str, Any] = {"seed": seed, "batch_size": data.batch_size}
+    lanes = lanes or default_num_lanes(ranks, config.microbatches_per_global_batch)
+    settings: dict[str, Any] = {"seed": seed, "batch_size": data.settings.batch_size}
     if data.finite:
-        settings |= {"batch_drop_last": data.batch_drop_last}
+        settings |= {"batch_drop_last": data.settings.batch_drop_last}
         settings |= {"grouped": True} if data.grouped else {}
-        if data.as_energon and data.kind == "finite" and not data.listed:
-            settings |= {"dp_size": ranks, "num_workers": facts.processes, "limit": data.limit}
-    if data.packing_buffer_size is not None:
-        settings |= {"packing_buffer_size": data.packing_buffer_size}
-    if data.max_tokens_per_microbatch is not None:
-        settings |= {"max_tokens_per_microbatch": data.max_tokens_per_microbatch}
+        if data.settings.as_energon and data.kind == "finite" and not data.listed:
+            settings |= {"dp_size": ranks, "num_workers": config.processes, "limit": data.settings.limit}
+    if data.settings.packing_buffer_size is not None:
+        settings |= {"packing_buffer_size": data.settings.packing_buffer_size}
+    if data.settings.max_tokens_per_microbatch is not None:
+        settings |= {"max_tokens_per_microbatch": data.settings.max_tokens_per_microbatch}
     if data.kind != "finite":
         shuffle = [_shuffle_setting(leaf.shuffle_epochs) for leaf in data.ordered]
         settings |= {
-            "max_samples_per_sequence": data.max_samples_per_sequence,
-            "shuffle_buffer_size": data.shuffle_buffer_size,
-            "parallel_shard_iters": data.parallel_shard_iters,
+            "max_samples_per_sequence": data.settings.max_samples_per_sequence,
+            "shuffle_buffer_size": data.settings.shuffle_buffer_size,
+            "parallel_shard_iters": data.settings.parallel_shard_iters,
             "shuffle": shuffle[0] if len(set(shuffle)) == 1 else shuffle,
             "mode": data.mode,
         }
         if data.mode == "weights" and data.mix.is_scheduled:
             settings["schedule"] = data.weights.fingerprint()
-    target = getattr(data.task_encoder.decoder, "image_target", None)
+    target = getattr(data.settings.task_encoder.decoder, "image_target", None)
     if target is not None:  # this changes pixels, not the order, and nobody would see it
         settings["image_target"] = list(target)
-    if getattr(data.task_encoder.decoder, "image_backend", "auto") != "auto":
-        settings["image_backend"] = data.task_encoder.decoder.image_backend
-    settings |= getattr(data.task_encoder, "pixel_settings", {})
+    if getattr(data.settings.task_encoder.decoder, "image_backend", "auto") != "auto":
+        settings["image_backend"] = data.settings.task_encoder.decoder.image_backend
+    settings |= getattr(data.settings.task_encoder, "pixel_settings", {})
     # A pass has the same order whoever delivers it.
     cut = 1 if data.finite else lanes
     leaves = tuple(
@@ -354,22 +420,22 @@ def plan_run(
     )
     return RunPlan(
         data=data,
-        facts=facts,
+        config=config,
         num_lanes=lanes,
         leaves=leaves,
         blend=_blend(data, leaves, cut, seed, changes),
         changes=changes,
-        settings=settings,
+        recorded=settings,
     )
 
 
-def _leaf(data: Description, leaf: OpenLeaf, lanes: int, seed: int, *, block: int) -> Leaf:
+def _leaf(data: DatasetSpec, leaf: OpenLeaf, lanes: int, seed: int, *, block: int) -> Leaf:
     shuffle = leaf.shuffle_epochs is not None
     # A pass has one lane, but slices as long as a run's.
     cut = default_num_lanes(1) if data.finite else lanes
-    length = slice_length(leaf.num_samples, cut, data.rows, data.max_samples_per_sequence)
-    iters = data.parallel_shard_iters
-    group = leaf.dataset.group_rows if isinstance(leaf.dataset, TableDataset) else 0
+    length = slice_length(leaf.num_samples, cut, data.rows, data.settings.max_samples_per_sequence)
+    iters = data.settings.parallel_shard_iters
+    group = leaf.dataset.group_rows if isinstance(leaf.dataset, ForeignDataset) else 0
     if length < group and leaf.num_samples >= _FEWEST_GROUPS * group * cut:
         length, iters = group, 1  # a group is read as a whole, and few at a time
     order = LeafOrder(
@@ -377,7 +443,7 @@ def _leaf(data: Description, leaf: OpenLeaf, lanes: int, seed: int, *, block: in
         num_lanes=lanes,
         key=key_of("leaf", seed, leaf.identity),
         slice_length=length,
-        shuffle_buffer_size=data.shuffle_buffer_size,
+        shuffle_buffer_size=data.settings.shuffle_buffer_size,
         parallel_shard_iters=iters,
         block=block if shuffle else data.rows,
         shuffle=shuffle,
@@ -388,12 +454,15 @@ def _leaf(data: Description, leaf: OpenLeaf, lanes: int, seed: int, *, block: in
     return Leaf(identity=leaf.identity, dataset=leaf.dataset, order=order, aux=leaf.aux)
 
 
-def _blend(data: Description, leaves: Sequence[Leaf], lanes: int, seed: int, changes: ChangedWeights) -> Blend | None:
-    if data.kind == "finite" or data.mode == "single":
+def _blend(data: DatasetSpec, leaves: Sequence[Leaf], lanes: int, seed: int, changes: ChangedWeights) -> Blend | None:
+    if len(leaves) == 1 and (data.kind == "finite" or data.mode == "single"):
         return None
+    if data.kind == "finite":
+        return InTurns(sizes=np.array([[leaf.num_samples for leaf in data.ordered]], dtype=np.int64))
     if data.mode == "weights":
         parts: list[tuple[int, LeafWeights]] = [(0, data.weights), *changes]
-        blends = tuple((start, _weighted_blend(weights, start, lanes, key_of("run", seed))) for start, weights in parts)
+        key = key_of("run", seed)
+        blends = tuple((start, WeightedBlend(weights=weights, num_lanes=lanes, key=key)) for start, weights in parts)
         return ChangedBlend(parts=blends, num_lanes=lanes) if changes else blends[0][1]
     rank = {leaf.identity: number for number, leaf in enumerate(data.ordered)}
     sequence = tuple(rank[leaf.identity] for leaf in data.leaves) if data.mode == "concat" else None
@@ -408,97 +477,9 @@ def _blend(data: Description, leaves: Sequence[Leaf], lanes: int, seed: int, cha
     )
 
 
-def _weighted_blend(weights: LeafWeights, start: int, lanes: int, key: int) -> Blend:
-    if weights.moves:
-        return ScheduledBlend(weights=weights, num_lanes=lanes, key=key, start=start)
-    return WeightedBlend(weights=weights, num_lanes=lanes, key=key)
-
-
 def _shuffle_setting(epochs: int | None) -> bool | int:
     """Return how a leaf is shuffled, as states have it: False, True (each epoch), or the epochs shuffled as one."""
     return epochs is not None if epochs in (None, 1) else epochs
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The dataset object that users get: the description, its length, and its text.
-
-
-DATASET_IS_NO_LOADER = (
-    "a dataset of energon_bridge describes what to load and gives no samples by itself. Make a loader of it and "
-    "iterate that: `for batch in get_loader(dataset)`. It takes the place of torch.utils.data.DataLoader and starts "
-    "the workers itself. For the Trainer of transformers use energon_bridge.integrations.huggingface.EnergonTrainer, "
-    "for Lightning EnergonMultiModalDataModule"
-)
-_KINDS = {"train": "training", "passes": "training, pass by pass", "finite": "validation"}
-_MOST_SHOWN = 6
-"""Datasets named in the text of a mix."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DatasetSpec(Description):
-    """What `get_train_dataset` and `get_val_dataset` return, for `get_loader` and `get_savable_loader`.
-
-    It is a description: before a loader is iterated, only the metadata of the datasets is read. `len()` is the number
-    of batches of a rank in a pass, or in an epoch of an endless stream, as for its loader. (If samples are packed or
-    grouped, each counts as a row; only the loader of a pass knows the number.)
-    """
-
-    __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)  # annotations of energon users give it type arguments
-
-    worker_config: WorkerConfig
-
-    def __iter__(self) -> NoReturn:
-        raise WrongUseError(DATASET_IS_NO_LOADER)
-
-    def __getitem__(self, index: Any) -> NoReturn:
-        raise WrongUseError(DATASET_IS_NO_LOADER)
-
-    def __len__(self) -> int:
-        return self.num_batches(self.worker_config.dp_size)
-
-    def __repr__(self) -> str:
-        return described(
-            f"{type(self).__name__} for {_KINDS[self.kind]}",
-            [
-                f"{counted(self.num_samples, 'sample')} of {counted(len(self.leaves), 'dataset')}, "
-                f"{counted(len(self), 'batch', 'batches')} of {self._what_batches_have()}",
-                *(leaf_line(leaf) for leaf in self.leaves[:_MOST_SHOWN]),
-                *([f"and {len(self.leaves) - _MOST_SHOWN:,} more"] if len(self.leaves) > _MOST_SHOWN else []),
-            ],
-        )
-
-    def _what_batches_have(self) -> str:
-        if self.max_tokens_per_microbatch is not None:
-            return f"up to {counted(self.max_tokens_per_microbatch, 'token')}"
-        if self.batch_size is None:
-            return "one sample"
-        return counted(self.batch_size, "sample" if self.packing_buffer_size is None else "pack")
-
-    def num_batches(self, world_size: int, end: int | None = None) -> int:
-        """Return the batches of one rank in a pass or virtual epoch, or in an epoch of an endless stream.
-
-        Args:
-            world_size: Data-parallel ranks.
-            end: The microbatch at which the pass of a finite stream ends, if known.
-        """
-        if self.virtual_epoch_length is not None:
-            return self.virtual_epoch_length
-        if not self.finite:
-            return self.epoch_length(world_size)
-        if end is None:
-            rank, dealt = self.worker_config.dp_rank, self._plan.dealt
-            if dealt is not None:
-                return dealt.steps(rank)
-            end = self.end_of(rank, self._rows_of_a_pass, world_size)
-        return -(-end // world_size)
-
-    @property
-    def _plan(self) -> RunPlan:
-        return plan_run(self, self.worker_config.facts)
-
-    @cached_property
-    def _rows_of_a_pass(self) -> int:
-        return self._plan.draws_of_pass(0).num_draws
 
 
 def leaf_line(leaf: OpenLeaf) -> str:

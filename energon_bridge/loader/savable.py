@@ -92,7 +92,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         self.on_mismatch = on_mismatch
         check_data_parallel(config)
         dataset.check_types()
-        self._position = Position(plan_run(dataset, config.facts))
+        self._position = Position(plan_run(dataset, config))
         workers = config.num_workers
         with warnings.catch_warnings():
             # DataLoader would say of every loader that the machine has fewer cores; `_say_what_is_idle` does, once.
@@ -136,16 +136,16 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
                     self._stop()
             self._resumed = False
             self._pass += 1
-        if self.spec.virtual_epoch_length is not None:
-            if position.epoch_steps >= self.spec.virtual_epoch_length:
+        if self.spec.settings.virtual_epoch_length is not None:
+            if position.epoch_steps >= self.spec.settings.virtual_epoch_length:
                 position.epoch_steps = 0
             self._pass += not self.spec.finite
         return _Iterator(self)
 
     def __len__(self) -> int:
         """Return the steps of a finite stream or virtual epoch, or this rank's microbatches in an epoch of the data."""
-        packs = self.spec.as_energon and self.spec.listed  # there each sample counts as a row
-        finite = self.spec.finite and self.spec.virtual_epoch_length is None and not packs
+        packs = self.spec.settings.as_energon and self.spec.listed  # there each sample counts as a row
+        finite = self.spec.finite and self.spec.settings.virtual_epoch_length is None and not packs
         return self.spec.num_batches(self.config.dp_size, self._position.end if finite else None)
 
     def __getitem__(self, index: Any) -> NoReturn:
@@ -171,8 +171,8 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
     def deliver(self) -> Any:
         """Return the next microbatch of this rank."""
         self._check_process()
-        position = self._position
-        if self.spec.virtual_epoch_length is not None and position.epoch_steps >= self.spec.virtual_epoch_length:
+        position, virtual = self._position, self.spec.settings.virtual_epoch_length
+        if virtual is not None and position.epoch_steps >= virtual:
             raise StopIteration
         if self.spec.finite:
             if position.microbatches >= position.end:
@@ -209,7 +209,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     def _ends_an_epoch(self) -> bool:
         """Whether the pass, the virtual epoch, or the epoch of the data is over with the microbatch just delivered."""
-        position, virtual = self._position, self.spec.virtual_epoch_length
+        position, virtual = self._position, self.spec.settings.virtual_epoch_length
         if virtual is not None:
             return position.epoch_steps >= virtual
         return position.microbatches >= position.end if self.spec.finite else not self._steps % self._epoch_length
@@ -234,7 +234,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         """Say which samples failed on the way to a microbatch, and judge whether they are too many."""
         spec, config, position = self.spec, self.config, self._position
         spec.failure_log.write(item.reports, config.dp_rank, config.dp_size)
-        check_rates(spec.error_policy, position.plan.leaves, position.counts, item.counts, spec.failure_log)
+        check_rates(spec.settings.error_policy, position.plan.leaves, position.counts, item.counts, spec.failure_log)
 
     def _name_losses(self, least: int) -> None:
         """Warn of datasets that have lost much, each once."""
@@ -297,7 +297,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
             return
         ownership, workers = self._position.ownership, self.config.num_workers
         lanes, ranks, nearest = ownership.num_lanes, ownership.world_size, ownership.nearest_even_world_size()
-        if self.spec.as_energon and not ownership.even:
+        if self.spec.settings.as_energon and not ownership.even:
             raise ConfigurationError(
                 f"{ranks} data-parallel ranks do not divide the {lanes} lanes, so some microbatches would be masked, "
                 f"which programs written for megatron-energon do not expect: use {nearest} ranks, or import "
@@ -344,7 +344,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
     def work(self, worker: int, barred: frozenset[tuple[int, int]], careful: bool) -> Work:
         """Return the work of a worker from the delivered position on."""
         # A process group belongs to this process; what the worker needs of it, the configuration has resolved.
-        position = self._position.copied(dataclasses.replace(self.config, data_parallel_group=None).facts)
+        position = self._position.copied(dataclasses.replace(self.config, data_parallel_group=None))
         for item, (lane, _) in zip(self._held, self._due(), strict=False):
             assert item.state is not None  # only endless streams hold something back
             position.lanes[lane] = item.state
@@ -510,7 +510,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         Args:
             global_dst_rank: Only this global rank gets the state (others None); default: every rank gets it.
         """
-        return merged_state(self.save_state_rank(), self.config.facts, global_dst_rank)
+        return merged_state(self.save_state_rank(), self.config, global_dst_rank)
 
     def restore_state_global(self, state: doc.State | None, *, src_rank: int | None = None) -> None:
         """Continue from the state of a whole run.

@@ -25,19 +25,21 @@ from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import JsonlDataset
 from energon_bridge.loader.document import State, sign
 from energon_bridge.loader.fits import check_windows, read_all
-from energon_bridge.loader.run_plan import Description, RunPlan
+from energon_bridge.loader.run_plan import DatasetSpec, RunPlan
 from energon_bridge.loader.streams import Start, WorkerFacts, watched_pipeline
 from energon_bridge.mix.leaves import numbers_of_samples
 from energon_bridge.plan.balance import Integers, assign_microbatches, cut_window, imbalance
+from energon_bridge.plan.choose import Picks, plain_cursors
 from energon_bridge.rng import fold, key_of
+from energon_bridge.stream.picked import PickedLoad
 from energon_bridge.stream.pipeline import Pipeline
-from energon_bridge.stream.planned import PlannedBatch, PlannedLane, PlannedLoad, PlanRules, SampleTable, make_planned
+from energon_bridge.stream.planned import PlannedBatch, PlannedLane, PlanRules, SampleTable, make_planned
 from energon_bridge.stream.state import LaneBatch, LaneState, ShareEnd
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.task_encoder.costs import ColumnCost
 from energon_bridge.task_encoder.hooks import Hook, hook_of
 from energon_bridge.task_encoder.packing import SAMPLES, Packer
-from energon_bridge.topology import RankFacts
+from energon_bridge.topology import WorkerConfig
 
 _RESOLUTION = 2.0**30
 _ONE_OF_ONE = (Hook.ENCODE, Hook.PREENCODE, Hook.PACK, Hook.BATCH, Hook.ENCODE_BATCH)
@@ -81,18 +83,18 @@ class Sharing:
             tables=self.tables,
             rows=plan.data.rows,
             packer=self.packer,
-            buffer_size=plan.data.packing_buffer_size or 0,
+            buffer_size=plan.data.settings.packing_buffer_size or 0,
         )
-        ranks, seed = plan.facts.world_size, plan.facts.seed
+        ranks, seed = plan.config.dp_size, plan.config.run_seed
         return GlobalBatches(self, rules, plan.num_lanes, ranks, seed, lanes, microbatches)
 
 
-def why_unplanned(data: Description) -> str | None:
+def why_unplanned(data: DatasetSpec) -> str | None:
     """Return the reason why a stream cannot be planned from columns; None if it can."""
-    encoder = data.task_encoder
-    if data.as_energon:
+    encoder = data.settings.task_encoder
+    if data.settings.as_energon:
         return "the loader stands in for megatron-energon"
-    if getattr(data, "max_tokens_per_microbatch", None) is not None:
+    if data.settings.max_tokens_per_microbatch is not None:
         return "max_tokens_per_microbatch makes microbatches of the lengths of encoded samples"
     if data.grouped:
         return f"{type(encoder).__name__} batches by groups (batch_group_criterion)"
@@ -109,19 +111,19 @@ def why_unplanned(data: Description) -> str | None:
     return None
 
 
-def sharing_of(data: Description, group: int, cost: ColumnCost, window: int) -> Sharing:
+def sharing_of(data: DatasetSpec, group: int, cost: ColumnCost, window: int) -> Sharing:
     """Read the columns that a cost names, and return how a run is divided by them.
 
     Raises:
         ConfigurationError, MetadataError: A column is missing or not numeric, or sizes do not fit the packer.
     """
     packer = None
-    if data.packing_buffer_size is not None:
-        packer = cost.packer or getattr(data.task_encoder, "packer", None)
+    if data.settings.packing_buffer_size is not None:
+        packer = cost.packer or getattr(data.settings.task_encoder, "packer", None)
         if not isinstance(packer, Packer):
             raise ConfigurationError(
-                f"ColumnCost: {type(data.task_encoder).__name__} packs, but has no `packer` to plan packs with: "
-                "pass ColumnCost(packer=…), the Packer that its select_samples_to_pack uses"
+                f"ColumnCost: {type(data.settings.task_encoder).__name__} packs, but has no `packer` to plan packs "
+                "with: pass ColumnCost(packer=…), the Packer that its select_samples_to_pack uses"
             )
     known: dict[tuple[str, str], tuple[Any, Any, Any]] = {}
     for leaf in data.ordered:
@@ -272,6 +274,7 @@ class GlobalBatches:
         self._num_lanes, self._fresh = num_lanes, LaneState.fresh(len(rules.leaves))
         self._states = lanes
         self._lanes: dict[int, PlannedLane] = {}
+        self._cursors = plain_cursors(rules.leaves, most=num_lanes * len(rules.leaves))
         self._next = microbatches
 
     @property
@@ -313,7 +316,7 @@ class GlobalBatches:
         lane = self._lanes.get(number)
         if lane is None:
             state = self._states.get(number) or self._fresh
-            lane = self._lanes[number] = PlannedLane(number, self.rules, state)
+            lane = self._lanes[number] = PlannedLane(number, self.rules, self._cursors, state)
         return lane
 
 
@@ -326,17 +329,17 @@ class SharedStreams:
     Args:
         pipeline: Loads samples.
         batches: The global batches, from the beginning of a window on.
-        facts: The rank and its workers.
+        config: That of this rank.
     """
 
-    def __init__(self, pipeline: Pipeline, batches: GlobalBatches, facts: RankFacts) -> None:
+    def __init__(self, pipeline: Pipeline, batches: GlobalBatches, config: WorkerConfig) -> None:
         self.pipeline, self._batches = pipeline, batches
-        self._rank, self._ranks, self._workers = facts.rank, facts.world_size, facts.processes
+        self._rank, self._ranks, self._workers = config.dp_rank, config.dp_size, config.processes
         self._planned: dict[int, tuple[PlannedBatch, ShareEnd | None]] = {}
-        self._loads: dict[int, PlannedLoad] = {}
+        self._loads: dict[int, PickedLoad] = {}
 
     def prepare(self, unit: int, count: int) -> None:
-        self._load(unit).start()
+        self._load(unit).start(as_slab=True)
 
     def produce(self, unit: int) -> LaneBatch:
         item = self._make(unit)
@@ -354,12 +357,12 @@ class SharedStreams:
             self._loads.pop(known, None)
         return item
 
-    def _load(self, unit: int) -> PlannedLoad:
+    def _load(self, unit: int) -> PickedLoad:
         load = self._loads.get(unit)
         if load is None:
             while unit not in self._planned:
                 self._plan(unit % self._workers)
-            load = self._loads[unit] = PlannedLoad(self.pipeline, self._planned[unit][0].members)
+            load = self._loads[unit] = PickedLoad(self.pipeline, Picks(self._planned[unit][0].members))
         return load
 
     def _plan(self, worker: int) -> None:
@@ -394,4 +397,4 @@ def open_shared(
     """
     pipeline = watched_pipeline(plan, start.delivered, watchdog, worker)
     batches = sharing.batches(plan, start.lanes, sharing.begin(microbatches))
-    return SharedStreams(pipeline, batches, plan.facts)
+    return SharedStreams(pipeline, batches, plan.config)

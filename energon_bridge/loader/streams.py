@@ -16,16 +16,17 @@ from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import JsonlDataset
 from energon_bridge.loader.run_plan import RunPlan
+from energon_bridge.plan.choose import PassDraws
 from energon_bridge.stream.draws import SAMPLE
 from energon_bridge.stream.finite import (
     WHOLE_PACK,
     DrawnRows,
-    FinitePlan,
     FiniteStream,
     Grouped,
     ListedRow,
     ListedRows,
     Listing,
+    PassRows,
     groups_of,
     packs_of,
 )
@@ -36,7 +37,7 @@ from energon_bridge.stream.settings import StreamSettings
 from energon_bridge.stream.state import BufferedRefs, Counts, LaneState, SampleRef, Stage
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.task_encoder.images import IMAGE_EXTENSIONS
-from energon_bridge.topology import RankFacts
+from energon_bridge.topology import WorkerConfig
 
 _READ_BYTES = 256 << 20
 """Bytes allowed for the rounds of all lanes of a process; beyond that, draws are read one microbatch at a time."""
@@ -98,38 +99,28 @@ def open_pipeline(
         delivered: Leaves that the run has delivered samples of.
         worker: What a worker process knows about itself; None: this is the training process.
     """
-    data, facts = plan.data, plan.facts
-    decodes = data.task_encoder.decoder is not None and any(_decodes_media(leaf.dataset) for leaf in data.leaves)
+    data, config = plan.data, plan.config
+    run = data.settings
+    decodes = run.task_encoder.decoder is not None and any(_decodes_media(leaf.dataset) for leaf in data.leaves)
     if threads is None:
-        threads = facts.threads if decodes else 0
+        threads = config.threads if decodes else 0
         # A single loading thread would only pass the interpreter lock back and forth with the worker's own thread.
-        threads = 0 if facts.num_workers and threads == 1 else threads
-    lanes = -(-plan.num_lanes // (facts.world_size * facts.processes))
+        threads = 0 if config.num_workers and threads == 1 else threads
+    lanes = -(-plan.num_lanes // (config.dp_size * config.processes))
     # Approximate bytes if every lane holds one sample of every leaf.
     unit = lanes * sum(max(1, int(leaf.dataset.shard_sizes.sum()) // leaf.dataset.num_samples) for leaf in data.leaves)
     is_far = any(leaf.is_far for leaf in data.leaves)
     settings = StreamSettings(
-        batch_size=data.batch_size,
-        encoder=data.task_encoder,
-        threads=threads,
-        reads_rounds=unit * max(data.shuffle_buffer_size, 4 * data.parallel_shard_iters) <= _READ_BYTES,
-        read_together=min(_TOGETHER, _TOGETHER_BYTES // unit),
-        background_reads=_FAR_READERS if is_far else int(not facts.num_workers),
-        draws_ahead=min(_TOGETHER, max(_LEAST_AHEAD, _TOGETHER_BYTES // unit)) if is_far else 0,
-        restore_generators=not facts.num_workers,
-        packing_buffer_size=data.packing_buffer_size,
-        max_tokens_per_microbatch=data.max_tokens_per_microbatch,
-        buffer_bytes=facts.buffer_bytes,
+        run=run,
+        config=config,
         lanes=lanes,
-        cache=data.cache_pool,
-        policy=data.error_policy,
+        threads=threads,
+        reads_rounds=unit * max(run.shuffle_buffer_size, 4 * run.parallel_shard_iters) <= _READ_BYTES,
+        read_together=min(_TOGETHER, _TOGETHER_BYTES // unit),
+        background_reads=_FAR_READERS if is_far else int(not config.num_workers),
+        draws_ahead=min(_TOGETHER, max(_LEAST_AHEAD, _TOGETHER_BYTES // unit)) if is_far else 0,
         failure_log=data.failure_log,
         delivered=delivered,
-        rank=facts.rank,
-        ranks=facts.world_size,
-        energon_ranks=facts.world_size if data.as_energon else 0,
-        energon_workers=facts.processes,
-        config=facts.config if data.as_energon else None,
         words=() if worker is None else worker.words,
         barred=frozenset() if worker is None else worker.barred,
         in_worker=worker is not None,
@@ -155,9 +146,14 @@ def open_stream(
     if not plan.data.finite:
         return LaneStreams(pipeline, plan.blend, start.lanes)
     dealt = plan.dealt
-    draws = dealt or plan.draws_of_pass(start.epoch)
-    rows = DrawnRows(pipeline, draws) if start.listing is None else ListedRows(pipeline, start.listing)
-    return FiniteStream(pipeline, rows, drop_last=plan.data.batch_drop_last, dealt=dealt)
+    rows: PassRows
+    if start.listing is not None:
+        rows = ListedRows(pipeline, start.listing)
+    elif dealt is not None:
+        rows = DrawnRows(pipeline, dealt.draws, dealt.sample_number)
+    else:
+        rows = DrawnRows(pipeline, plan.draws_of_pass(start.epoch))
+    return FiniteStream(pipeline, rows, drop_last=plan.data.settings.batch_drop_last, dealt=dealt)
 
 
 def watched_pipeline(
@@ -167,9 +163,9 @@ def watched_pipeline(
     threads = 0 if worker is not None and worker.careful else None
     pipeline = open_pipeline(plan, threads, delivered, worker)
     if watchdog is not None and worker is None:
-        pipeline.watch(watchdog, f"rank {plan.facts.rank}")
+        pipeline.watch(watchdog, f"rank {plan.config.dp_rank}")
     elif watchdog is not None and worker is not None:
-        pipeline.watch(watchdog, f"rank {plan.facts.rank}, worker {worker.number}", worker.said)
+        pipeline.watch(watchdog, f"rank {plan.config.dp_rank}, worker {worker.number}", worker.said)
     return pipeline
 
 
@@ -218,24 +214,25 @@ def listing_of_pass(plan: RunPlan, epoch: int, delivered: Collection[int]) -> tu
     Raises:
         EmptyDatasetError: There are draws, but every one of them was left out.
     """
-    data, facts, draws = plan.data, plan.facts, plan.draws_of_pass(epoch)
-    enough = math.inf if data.limit is None else data.limit * facts.world_size
+    data, config, draws = plan.data, plan.config, plan.draws_of_pass(epoch)
+    run = data.settings
+    enough = math.inf if run.limit is None else run.limit * config.dp_size
     logger.info("%s %d samples before the pass starts", "grouping" if data.grouped else "packing", draws.num_draws)
     counts = Counts()
     pipeline = open_pipeline(plan, delivered=delivered)
     try:
         listing = Listing(rows=(), ends=None)
-        if data.packing_buffer_size is not None:
-            most = math.inf if data.grouped else enough * data.rows
-            listing = _packs(pipeline, draws, data.packing_buffer_size, facts, most, counts)
+        if run.packing_buffer_size is not None:
+            most = math.inf if data.grouped else enough * run.rows
+            listing = _packs(pipeline, draws, run.packing_buffer_size, config, most, counts)
         if data.grouped:
-            packs = data.packing_buffer_size is not None
+            packs = run.packing_buffer_size is not None
             rows = ListedRows(pipeline, listing) if packs else DrawnRows(pipeline, draws)
             listing = _groups(pipeline, rows, plan, enough, counts)
     finally:
         pipeline.flush_reports()
         pipeline.close()
-    if draws.num_draws and not listing.rows and not data.batch_drop_last:
+    if draws.num_draws and not listing.rows and not run.batch_drop_last:
         raise EmptyDatasetError(
             f"{pipeline.paths}: every one of the {draws.num_draws} samples of the split was skipped or left out of "
             "packs"
@@ -244,7 +241,7 @@ def listing_of_pass(plan: RunPlan, epoch: int, delivered: Collection[int]) -> tu
 
 
 def _packs(
-    pipeline: Pipeline, draws: FinitePlan, buffer: int, facts: RankFacts, enough: float, counts: Counts
+    pipeline: Pipeline, draws: PassDraws, buffer: int, config: WorkerConfig, enough: float, counts: Counts
 ) -> Listing:
     """Return the packs of a pass, at least `enough` of them, selected from `buffer` draws at a time."""
 
@@ -252,7 +249,7 @@ def _packs(
         return BufferedRefs.of((Stage.PACK, pack, 0) for pack in packs_of(pipeline, draws, start, stop, counted))
 
     packs: list[list[SampleRef]] = []
-    for found in _blocks(select, draws.num_draws, buffer, facts, counts):
+    for found in _blocks(select, draws.num_draws, buffer, config, counts):
         packs += [refs for _, refs, _ in found.entries()]
         if len(packs) >= enough:
             break
@@ -268,16 +265,16 @@ def _groups(pipeline: Pipeline, rows: DrawnRows | ListedRows, plan: RunPlan, eno
     def ask(start: int, stop: int, counted: Counts) -> list[Grouped]:
         return groups_of(pipeline, rows, start, stop, counted)
 
-    groups: Groups[ListedRow] = Groups(plan.data.batch_size)
+    groups: Groups[ListedRow] = Groups(plan.data.settings.batch_size)
     batches: list[list[ListedRow]] = []
-    for found in _blocks(ask, rows.count, _BLOCK, plan.facts, counts):
+    for found in _blocks(ask, rows.count, _BLOCK, plan.config, counts):
         batches += [full for full in (groups.add(row, key, size) for row, key, size in found) if full]
         if len(batches) >= enough:
             break
     else:
-        drop = plan.data.batch_drop_last
+        drop = plan.data.settings.batch_drop_last
         batches += [] if drop else groups.left()
-        if drop and plan.facts.rank == 0 and groups.num_rows > _NOTABLE * rows.count:
+        if drop and plan.config.dp_rank == 0 and groups.num_rows > _NOTABLE * rows.count:
             logger.warning("%s: batch_drop_last drops %s, of %d of a pass", pipeline.paths, groups, rows.count)
     ends: list[int] = []
     for batch in batches:
@@ -286,11 +283,11 @@ def _groups(pipeline: Pipeline, rows: DrawnRows | ListedRows, plan: RunPlan, eno
 
 
 def _blocks(
-    make: Callable[[int, int, Counts], T], total: int, block: int, facts: RankFacts, counts: Counts
+    make: Callable[[int, int, Counts], T], total: int, block: int, config: WorkerConfig, counts: Counts
 ) -> Iterator[T]:
     """Yield the result for each block of [0, total), in order; ranks that can reach each other share the work."""
-    shared = facts.world_size > 1 and torch.distributed.is_initialized()
-    ranks, rank = (facts.world_size, facts.rank) if shared else (1, 0)
+    shared = config.dp_size > 1 and torch.distributed.is_initialized()
+    ranks, rank = (config.dp_size, config.dp_rank) if shared else (1, 0)
     for first in range(0, total, block * ranks):
         start = first + rank * block
         own: T | None = None
@@ -298,10 +295,10 @@ def _blocks(
             counted = Counts()
             own = make(start, min(start + block, total), counted)
             # If several ranks each make the whole list, only one counts it.
-            if shared or facts.rank == 0:
+            if shared or config.dp_rank == 0:
                 counts.add(counted)
         found: list[Any] = [own]
         if shared:
             found = [None] * ranks
-            torch.distributed.all_gather_object(found, own, group=facts.group)
+            torch.distributed.all_gather_object(found, own, group=config.data_parallel_group)
         yield from (one for one in found if one is not None)

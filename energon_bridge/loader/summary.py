@@ -9,15 +9,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from fractions import Fraction
 from typing import Any
 
-import numpy as np
-
 from energon_bridge.errors import StateError, StateFormatError
-from energon_bridge.loader.document import FORMAT, SavedRun, State, read
+from energon_bridge.loader.document import FORMAT, SavedRun, State, leaf_rows, read
 from energon_bridge.loader.fits import diff_leaves
-from energon_bridge.stream.state import COUNTERS, Stage
+from energon_bridge.stream.state import COUNTERS
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Reading states from files: JSON, `torch.save`, checkpoints that hold a state somewhere inside.
@@ -113,33 +110,6 @@ def _states_in(value: Any, depth: int) -> Iterator[State]:
 
 
 _RUN_SETTINGS = ("kind", "num_lanes")
-
-
-def leaf_rows(saved: SavedRun) -> list[State]:
-    """Return a row of plain values for each leaf of a state, parked ones last.
-
-    Returns:
-        Rows with identity, path, split_part, subset, share, num_samples and parked; `draws` from the leaf and `epochs`
-        (draws / num_samples), None for a finite stream, whose passes are counted as a whole; `epoch_samples`, its
-        samples in an epoch of the mix, with repetitions; `of_lanes`, the share of the lanes that the state has;
-        `waiting_in_groups`, samples in groups that are not full; and the counters samples (delivered), skipped, errors,
-        excluded, bytes, and of samples too long for a pack: dropped, truncated, split and pieces.
-    """
-    lanes = saved.lanes.values()
-    repeats = saved.settings.get("mode") == "repetitions"
-    waiting = sum((lane.held.samples(Stage.GROUP, len(saved.leaves)) for lane in lanes), np.zeros(len(saved.leaves)))
-    rows = []
-    for number, leaf in enumerate(saved.leaves):
-        draws = sum(lane.leaf_draws[number] for lane in lanes) if saved.kind == "train" else None
-        names = ("identity", "path", "split_part", "subset", "share", "num_samples", "parked")
-        row = {name: leaf[name] for name in names}
-        row["draws"] = draws
-        row["epochs"] = None if draws is None else draws / leaf["num_samples"]
-        row["epoch_samples"] = float(leaf["num_samples"] * Fraction(leaf["share"] or 1 if repeats else 1))
-        row["of_lanes"] = len(lanes) / saved.num_lanes
-        row["waiting_in_groups"] = int(waiting[number])
-        rows.append(row | leaf["counts"])
-    return rows
 
 
 def summarize(document: State) -> State:

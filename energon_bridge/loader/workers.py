@@ -74,8 +74,8 @@ def schedule(position: Position, began: int) -> Iterator[tuple[int, int]]:
 
     `began` is the microbatch of a finite pass at which its units were divided among the workers.
     """
-    facts = position.plan.facts
-    ranks, rank, workers = facts.world_size, facts.rank, facts.processes
+    config = position.plan.config
+    ranks, rank, workers = config.dp_size, config.dp_rank, config.processes
     if position.sharing is not None:
         return ((unit, unit % workers) for unit in itertools.count(position.microbatches // ranks))
     if not position.plan.data.finite:
@@ -125,27 +125,6 @@ class Work:
         if arena is not None:
             stream.pipeline.write_into(arena)
         return Production(stream, units, self.ahead)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerInfo:
-    """What `torch.utils.data.get_worker_info()` says in a worker, as in DataLoader's."""
-
-    id: int
-    num_workers: int
-    seed: int
-    dataset: Any
-
-
-WORKER: WorkerInfo | None = None
-"""This process, if it is a worker."""
-
-
-def _worker_info() -> Any:
-    # Becomes the code of torch's function, so that it finds nothing of this module but what it asks for.
-    import sys
-
-    return sys.modules["energon_bridge.loader.workers"].WORKER
 
 
 def run_worker(
@@ -254,7 +233,6 @@ def set_up_worker(work: Work, board: Board, stacks: StackFile, parent: int) -> N
         stacks: File in which it writes down where its threads are, at `DUMP_SIGNAL`.
         parent: The training process, or 0 if another one starts the workers for it.
     """
-    global WORKER
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked in the fork
@@ -270,14 +248,15 @@ def set_up_worker(work: Work, board: Board, stacks: StackFile, parent: int) -> N
     torch.set_num_threads(1)
     # Where code draws that nobody seeds, such as that of threads of a hook, workers must not draw the same.
     plan = work.position.plan
-    seed = key_of("worker", plan.facts.seed, plan.facts.rank, work.number)
+    seed = key_of("worker", plan.config.run_seed, plan.config.dp_rank, work.number)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.manual_seed(seed >> 1)
-    WORKER = WorkerInfo(id=work.number, num_workers=plan.facts.num_workers, seed=seed >> 1, dataset=plan.data)
-    # DataLoader's workers set a variable that only they can; the function that reads it is public, and may have been
-    # imported by its name.
-    torch.utils.data.get_worker_info.__code__ = _worker_info.__code__
+    # As torch's own workers do: where `get_worker_info` is defined stands what it returns in this process.
+    theirs: Any = sys.modules[torch.utils.data.get_worker_info.__module__]
+    theirs._worker_info = theirs.WorkerInfo(
+        id=work.number, num_workers=plan.config.num_workers, seed=seed >> 1, dataset=plan.data
+    )
     board.begin()
 
 

@@ -68,10 +68,10 @@ def evaluate_number(text: str, columns: Mapping[str, np.ndarray], *, num_samples
 
     Shapes are those of `evaluate`. Raises ConfigurationError, also for a negative or infinite number.
     """
-    found = _value(text, columns)
-    if found.dtype.kind not in "bif":
-        raise ConfigurationError(f"expression {text!r}: gives {_kind(found)}, expected numbers.")
-    numbers = np.array(np.broadcast_to(found, (num_samples,)), dtype=np.float64)
+    value = _value(text, columns)
+    if value.dtype.kind not in "bif":
+        raise ConfigurationError(f"expression {text!r}: gives {_kind(value)}, expected numbers.")
+    numbers = np.array(np.broadcast_to(value, (num_samples,)), dtype=np.float64)
     wrong = np.flatnonzero(~(np.isfinite(numbers) & (numbers >= 0)))
     if wrong.size:
         raise ConfigurationError(
@@ -170,10 +170,10 @@ class _Evaluation:
         if isinstance(op, ast.In | ast.NotIn):
             if not isinstance(right, ast.List | ast.Tuple):
                 self._refuse(right, "is not a list: write one after `in`, as in `language in ['en', 'de']`")
-            found: np.ndarray = np.asarray(False)
+            is_in: np.ndarray = np.asarray(False)
             for item in right.elts:
-                found = np.logical_or(found, self._compare(left, ast.Eq(), item))
-            return found if isinstance(op, ast.In) else np.logical_not(found)
+                is_in = np.logical_or(is_in, self._compare(left, ast.Eq(), item))
+            return is_in if isinstance(op, ast.In) else np.logical_not(is_in)
         if type(op) not in _COMPARISONS:
             self._refuse(right, "is compared with `is`: use == or !=")
         first, second = self.value(left), self.value(right)

@@ -94,11 +94,6 @@ class Mix:
         """Return the global draws at which a schedule of the mix has a point, ascending."""
         return sorted({draw for schedule in _schedules(self.root) for draw, _ in schedule.points})
 
-    def next_change(self, global_draw: int) -> int | None:
-        """Return the first later draw at which a weight may differ, None if there is none."""
-        changes = [schedule.next_change(global_draw) for schedule in _schedules(self.root)]
-        return min((change for change in changes if change is not None), default=None)
-
 
 def flatten(root: Node) -> Mix:
     """List the leaves of a tree with their effective weights or repetitions.

@@ -14,11 +14,11 @@ from energon_bridge.errors import ConfigurationError, EnergonError, MetadataErro
 from energon_bridge.format.code import import_class
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.dataset_config import OWN_PACKAGES
+from energon_bridge.format.foreign import ForeignDataset
 from energon_bridge.format.join import JoinedDataset, JoinPart, joined_dataset, open_index
 from energon_bridge.format.parallel import available_cores
 from energon_bridge.mix.paths import user_cache
 from energon_bridge.mix.tree import AuxRef, Joiner, JoinRef, LeafRef
-from energon_bridge.rows.dataset import TableDataset
 from energon_bridge.samples import CrudeSample, Sample, sample_type_by_name
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ def register_joiner(joiner: str | Callable[..., Any]) -> Callable[..., Any]:
         ConfigurationError: Something else has that name.
     """
     if isinstance(joiner, str):
-        return lambda found: _register(joiner, found)
+        return lambda target: _register(joiner, target)
     return _register(f"{joiner.__module__}.{joiner.__qualname__}", joiner)
 
 
@@ -74,10 +74,10 @@ def resolve_joiner(join: JoinRef, sample_types: list[type], *, trust: bool) -> C
     MetadataError for one that cannot be found or called like that.
     """
     joiner, where = join.joiner, f"{join.where}, field `joiner`"
-    found = joiner.target or _find(joiner, where=where, trust=trust)
-    function = found
-    if isinstance(found, type):
-        function = getattr(found, "from_joined", None)
+    target = joiner.target or _find(joiner, where=where, trust=trust)
+    function = target
+    if isinstance(target, type):
+        function = getattr(target, "from_joined", None)
         if function is None:
             raise MetadataError(
                 f"{where}: {joiner.module}.{joiner.name} has no `from_joined`. Name a sample type that has one, or a "
@@ -85,8 +85,8 @@ def resolve_joiner(join: JoinRef, sample_types: list[type], *, trust: bool) -> C
             )
         if getattr(function, "__func__", None) is vars(Sample)["from_joined"].__func__:
             _check_plain(join, sample_types, where=where)
-    elif not callable(found):
-        raise MetadataError(f"{where}: {joiner.module}.{joiner.name} is {found!r}, expected a function.")
+    elif not callable(target):
+        raise MetadataError(f"{where}: {joiner.module}.{joiner.name} is {target!r}, expected a function.")
     _check_call(join, function, where=where)
     return function
 
@@ -181,18 +181,18 @@ def aux_of_join(join: JoinRef, dataset: JoinedDataset) -> dict[str, AuxRef]:
     Raises:
         MetadataError: Two entries mean different stores by one name.
     """
-    found: dict[str, AuxRef] = {}
+    stores: dict[str, AuxRef] = {}
     for entry in join.entries:
         for name, ref in entry.leaf.aux.items():
-            if found.setdefault(name, ref) != ref:
+            if stores.setdefault(name, ref) != ref:
                 raise MetadataError(
-                    f"{join.where}: two entries of the join have an auxiliary store {name!r}: {found[name].path} and "
+                    f"{join.where}: two entries of the join have an auxiliary store {name!r}: {stores[name].path} and "
                     f"{ref.path}. One cooker gets them all, so use different names."
                 )
-    if found and not dataset.is_crude:  # Energon accepts this
+    if stores and not dataset.is_crude:  # Energon accepts this
         _log.warning("%s: `aux` has no effect: no dataset of the join is crude, so nothing is cooked.", join.where)
         return {}
-    return found
+    return stores
 
 
 def join_parts(join: JoinRef, open_part: Callable[[LeafRef], PreparedDataset]) -> tuple[JoinPart, ...]:
@@ -200,7 +200,7 @@ def join_parts(join: JoinRef, open_part: Callable[[LeafRef], PreparedDataset]) -
     parts = []
     for entry in join.entries:
         dataset = open_part(entry.leaf)
-        if isinstance(dataset, TableDataset):
+        if isinstance(dataset, ForeignDataset):
             raise MetadataError(
                 f"{join.where}: {dataset.path} is a table, whose rows have no keys to join by. Convert it to "
                 "shards: energon convert --help"

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from energon_bridge.errors import ConfigurationError, DatasetError, EmptyDatasetError, MetadataError
 from energon_bridge.format.columns import column_of, read_columns
 from energon_bridge.format.dataset import PreparedDataset
+from energon_bridge.format.foreign import ForeignDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import JsonlDataset, is_jsonl, open_jsonl
 from energon_bridge.format.key_index import key_index_version
@@ -27,7 +28,6 @@ from energon_bridge.mix.opener import DatasetOpener
 from energon_bridge.mix.subset import evaluate_subset
 from energon_bridge.mix.tree import AuxRef, JoinRef, LeafRef, combine_multipliers
 from energon_bridge.rng import IntArray
-from energon_bridge.rows.dataset import TableDataset, read_values
 from energon_bridge.samples import CrudeSample
 from energon_bridge.storage import as_far, open_store
 
@@ -204,9 +204,9 @@ def _columns_of(
         raise MetadataError(f"{where}: {what} has no columns and cannot be {use}: {text}")
     columns: dict[str, np.ndarray]
     hint = ""
-    if isinstance(dataset, TableDataset):
+    if isinstance(dataset, ForeignDataset):
         known: Mapping[str, object] = dict.fromkeys(dataset.columns)
-        columns = {name: read_values(dataset, name)[start:stop] for name in column_names(text) if name in known}
+        columns = {name: dataset.read_values(name)[start:stop] for name in column_names(text) if name in known}
     else:
         known = added = read_columns(dataset.store)
         columns = {name: column_of(dataset, name, added)[start:stop] for name in column_names(text) if name in added}

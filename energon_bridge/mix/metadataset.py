@@ -121,12 +121,12 @@ def read_aux(item: Mapping[str, Any], *, base: str, where: str, field: str) -> d
     if value is None:
         return {}
     place = f"{field}.aux"
-    found: dict[str, AuxRef] = {}
+    stores: dict[str, AuxRef] = {}
     for name, reference in expect_mapping(value, where=where, field=place).items():
         if name in _RESERVED_AUX_NAMES:
             raise MetadataError(f"{where}, field `{place}`: the name `{name}` is reserved. Use another.")
-        found[name] = _aux(reference, base=base, where=where, field=f"{place}.{name}")
-    return found
+        stores[name] = _aux(reference, base=base, where=where, field=f"{place}.{name}")
+    return stores
 
 
 def _aux(value: Any, *, base: str, where: str, field: str) -> AuxRef:

@@ -21,6 +21,7 @@ from energon_bridge.errors import MetadataError, NotPreparedError
 from energon_bridge.format.dataset import FINGERPRINT_VERSION, PreparedDataset, check_counts, prepared, read_prepared
 from energon_bridge.format.dataset_config import DatasetConfig, DatasetConfigs
 from energon_bridge.format.documents import parse_document
+from energon_bridge.format.foreign import ForeignFormat, format_at, format_named
 from energon_bridge.format.jsonl import open_jsonl
 from energon_bridge.format.nvmeta import (
     DEFAULT_DATASET_CONFIG,
@@ -33,7 +34,6 @@ from energon_bridge.format.nvmeta import (
 )
 from energon_bridge.mix.paths import split_path, user_cache
 from energon_bridge.mix.tree import LeafRef
-from energon_bridge.rows.dataset import has_tables, is_table, open_tables
 from energon_bridge.storage import READ_TIMEOUT_SECONDS, OpenFiles, Stalls, Store, as_far, open_store
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -69,8 +69,8 @@ VERSION = [1, FINGERPRINT_VERSION]
 MIN_DATASETS = 32
 """Mixes of fewer datasets get no index: they open within milliseconds."""
 _SETTLED_NS = 2_000_000_000
-_LISTED, _LISTED_EACH = 20_000, 20
-"""A bucket is listed as far as so many files, and so many more for each dataset: a request lists a thousand."""
+_MAX_LISTED, _MAX_LISTED_PER_DATASET = 20_000, 20
+"""Buckets with more files than this, and more for each dataset, are not listed: a request lists a thousand."""
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 Place = tuple[str, str, str, str]
@@ -79,7 +79,7 @@ Place = tuple[str, str, str, str]
 Stamp = list[Any]
 
 
-class Known(NamedTuple):
+class Entry(NamedTuple):
     """The index entry of a dataset; `config` is the content of its dataset.yaml as JSON."""
 
     stamps: list[Stamp]
@@ -104,11 +104,14 @@ class MixIndex:
     def __init__(self, folders: Sequence[str] = (), *, request: str = "") -> None:
         self._folders = tuple(folders)
         self._name = f"opened_{_hash(request.encode())}.json"
-        self._known: dict[bytes, list[bytes]] = {}
+        # Lines of earlier starts by key: of a dataset one from each folder that has a file, valid or not.
+        self._saved: dict[bytes, list[bytes]] = {}
         self._documents: dict[str, tuple[bytes, bytes]] = {}
         self._configs: dict[str, str] = {}
-        self._found: dict[bytes, tuple[bytes, str]] = {}
+        # What the file of this start will have: entries that are still valid, and new ones; each with its config.
+        self._entries: dict[bytes, tuple[bytes, str]] = {}
         self._changed = False
+        # Files of buckets, with bytes and ETag, and the datasets all of whose files are among them.
         self._listed: dict[str, tuple[int, str]] = {}
         self._is_listed: set[str] = set()
         for folder in self._folders:
@@ -129,8 +132,8 @@ class MixIndex:
         folder, name = split_path(path)
         data = open_store(folder).read(name)
         key = _line([path, _hash(data)])
-        if key in self._known:
-            line = self._known[key][0]
+        if key in self._saved:
+            line = self._saved[key][0]
             value = json.loads(line)
         else:
             if not data.strip():
@@ -141,24 +144,24 @@ class MixIndex:
         self._documents[path] = (key, line)
         return value
 
-    def find(self, place: Place) -> Known | None:
+    def find(self, place: Place) -> Entry | None:
         """Return the entry of a dataset if it is still valid."""
         key = _line(place)
-        for line in self._known.get(key, ()):
+        for line in self._saved.get(key, ()):
             stamps, shards, counts, sizes, excluded, config, fingerprint = json.loads(line)
-            known = Known(stamps, shards, counts, sizes, excluded, self._configs[config], fingerprint)
+            known = Entry(stamps, shards, counts, sizes, excluded, self._configs[config], fingerprint)
             if self._is_current(place[0], known):
-                self._found[key] = (line, config)
+                self._entries[key] = (line, config)
                 return known
         return None
 
-    def record(self, place: Place, known: Known) -> None:
+    def record(self, place: Place, known: Entry) -> None:
         """Keep the entry of a dataset, unless it changed so recently that a later change might get the same time."""
         newest = max((time for stamp in known.stamps for time in stamp[2:4] if isinstance(time, int)), default=0)
         if newest < time.time_ns() - _SETTLED_NS:
             config = _hash(known.config.encode())
             self._configs[config] = known.config
-            self._found[_line(place)] = (_line(known._replace(config=config)), config)
+            self._entries[_line(place)] = (_line(known._replace(config=config)), config)
             self._changed = True
 
     def look_up(self, places: Iterable[Place]) -> None:
@@ -170,9 +173,9 @@ class MixIndex:
             store = as_far(open_store(os.path.commonpath(paths).replace(":/", "://", 1)))
             if not self.is_kept or store is None or len(paths) < MIN_DATASETS:
                 continue
-            found = store.versions(_LISTED + _LISTED_EACH * len(paths))
-            if found is not None:
-                self._listed.update({store.url(name): version for name, version in found.items()})
+            versions = store.versions(_MAX_LISTED + _MAX_LISTED_PER_DATASET * len(paths))
+            if versions is not None:
+                self._listed.update({store.url(name): version for name, version in versions.items()})
                 self._is_listed.update(paths)
 
     def stamps_of(self, place: Place) -> list[Stamp]:
@@ -202,7 +205,7 @@ class MixIndex:
             return [name]
         return [name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
-    def _is_current(self, path: str, known: Known) -> bool:
+    def _is_current(self, path: str, known: Entry) -> bool:
         if "://" in path and path not in self._is_listed:
             return False
         for stamp in known.stamps:
@@ -221,7 +224,7 @@ class MixIndex:
 
     def save(self) -> None:
         """Write the file if this start has found new entries."""
-        if not self._changed or len(self._found) < MIN_DATASETS:
+        if not self._changed or len(self._entries) < MIN_DATASETS:
             return
         head = _line({"format": FORMAT, "version": VERSION, "checksum": _hash_of(self._payload())}) + b"\n"
         for folder in self._folders:
@@ -230,15 +233,15 @@ class MixIndex:
             except OSError as error:
                 logger.info("%s: cannot write the index of the mix here: %s", folder, error)
             else:
-                logger.info("%s: wrote the index of %d datasets", folder, len(self._found))
+                logger.info("%s: wrote the index of %d datasets", folder, len(self._entries))
                 return
 
     def _payload(self) -> Iterator[bytes]:
         """Yield the lines after the first one in pieces; joining them all would take half the time of opening."""
-        yield _line({config: json.loads(self._configs[config]) for _, config in self._found.values()})
+        yield _line({config: json.loads(self._configs[config]) for _, config in self._entries.values()})
         for key, line in self._documents.values():
             yield b"\n%b\t%b" % (key, line)
-        for key, (line, _) in self._found.items():
+        for key, (line, _) in self._entries.items():
             yield b"\n%b\t%b" % (key, line)
 
     def _read(self, path: str) -> None:
@@ -263,7 +266,7 @@ class MixIndex:
             return
         self._configs |= configs
         for key, lines in known.items():
-            self._known.setdefault(key, []).extend(lines)
+            self._saved.setdefault(key, []).extend(lines)
 
 
 def index_folders(mix: str) -> tuple[str, ...]:
@@ -307,7 +310,7 @@ def _write(folder: str, name: str, pieces: Iterable[bytes]) -> None:
 # Opening the datasets of a mix.
 
 
-_AT_ONCE = 32
+_OPENING_THREADS = 32
 
 
 class DatasetOpener:
@@ -334,34 +337,35 @@ class DatasetOpener:
         self._opened: dict[Place, PreparedDataset] = {}
 
     def open(self, ref: LeafRef) -> PreparedDataset:
-        """Open the prepared dataset, the JSONL file or the tables of a reference.
+        """Open the prepared dataset, the JSONL file or the foreign dataset of a reference.
 
-        Errors are those of `open_dataset`, `open_jsonl` and `open_tables`.
+        Errors are those of `open_dataset`, `open_jsonl` and `ForeignFormat.open`.
         """
         place = _place_of(ref)
         dataset = self._opened.get(place)
         if dataset is None:
             if ref.is_jsonl:
                 dataset = open_jsonl(ref.path, files=self._files)
-            elif is_table(ref.path):
-                dataset = self._tables(place)
+            elif (foreign := format_named(ref.path)) is not None:
+                dataset = self._foreign(foreign, place)
             else:
-                dataset = self._prepared_or_tables(place)
+                dataset = self._prepared_or_foreign(place)
             self._opened[place] = dataset
         return dataset
 
-    def _prepared_or_tables(self, place: Place) -> PreparedDataset:
+    def _prepared_or_foreign(self, place: Place) -> PreparedDataset:
         try:
             dataset = self._open(place)
         except NotPreparedError:
-            if not has_tables(place[0]):
+            foreign = format_at(place[0])
+            if foreign is None:
                 raise
-            return self._tables(place)
+            return self._foreign(foreign, place)
         check_counts(dataset)
         return dataset
 
-    def _tables(self, place: Place) -> PreparedDataset:
-        return open_tables(place[0], split_part=place[1], dataset_config=place[2], open_files=self._files)
+    def _foreign(self, foreign: ForeignFormat, place: Place) -> PreparedDataset:
+        return foreign.open(place[0], split_part=place[1], dataset_config=place[2], open_files=self._files)
 
     def open_ahead(self, refs: Sequence[LeafRef]) -> None:
         """Open datasets at URLs, many at once, since each needs several requests.
@@ -379,7 +383,7 @@ class DatasetOpener:
             with contextlib.suppress(Exception):
                 self.open(ref)
 
-        with ThreadPoolExecutor(min(_AT_ONCE, len(far)), "energon-open") as pool:
+        with ThreadPoolExecutor(min(_OPENING_THREADS, len(far)), "energon-open") as pool:
             list(pool.map(try_to_open, far.values()))
 
     def _open(self, place: Place) -> PreparedDataset:
@@ -395,7 +399,7 @@ class DatasetOpener:
         if stamps and not config.form.has_code and config.split_config is None:  # a file that has no stamp
             self._index.record(
                 place,
-                Known(
+                Entry(
                     stamps=stamps,
                     shards=list(dataset.shard_names),
                     counts=dataset.shard_counts.tolist(),
@@ -407,7 +411,7 @@ class DatasetOpener:
             )
         return dataset
 
-    def _from_index(self, store: Store, place: Place, known: Known) -> PreparedDataset:
+    def _from_index(self, store: Store, place: Place, known: Entry) -> PreparedDataset:
         config = self._indexed_configs.get(known.config)
         if config is None:
             where = store.url(meta_path(place[2]))

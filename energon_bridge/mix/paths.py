@@ -12,8 +12,8 @@ import re
 from enum import StrEnum
 
 from energon_bridge.errors import DatasetNotFoundError, MetadataError, NotPreparedError
+from energon_bridge.format.foreign import format_at, format_named
 from energon_bridge.format.nvmeta import INDEX_SQLITE, INFO_JSON, INFO_YAML, meta_path, not_prepared
-from energon_bridge.rows.dataset import has_tables, is_table
 from energon_bridge.storage import open_store
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -126,7 +126,7 @@ def kind_of_source(path: str) -> DatasetKind:
     """
     named_as_file = path.endswith((".jsonl", ".yaml", ".yml"))
     store = open_store(path)
-    if is_table(path):
+    if format_named(path):
         return DatasetKind.PREPARED
     # A web server answers for folders as it does for files, so the metadata is looked for first.
     if not named_as_file and (store.exists(meta_path(INFO_JSON)) or store.exists(meta_path(INFO_YAML))):
@@ -150,7 +150,7 @@ def kind_of_source(path: str) -> DatasetKind:
             f"{path}: a folder of files with a media index can only be the `aux` of a dataset. To train on its "
             f"tars, run `energon prepare {path}`."
         )
-    if has_tables(path):
+    if format_at(path):
         return DatasetKind.PREPARED
     raise not_prepared(path)
 

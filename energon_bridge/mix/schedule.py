@@ -126,17 +126,6 @@ class WeightSchedule:
             return before[1]
         return Fraction(self.at(global_draw))
 
-    def next_change(self, global_draw: int) -> int | None:
-        """Return the first draw after `global_draw` whose weight may differ, None if there is none."""
-        if self.is_constant:
-            return None
-        after = bisect_right(self.points, global_draw, key=_draw)
-        if after == len(self.points):
-            return None
-        if self.kind == "steps":
-            return self.points[max(after, 1)][0] if len(self.points) > max(after, 1) else None
-        return self.points[0][0] + 1 if after == 0 else global_draw + 1
-
     def to_plain(self) -> dict[str, Any]:
         """Return built-in values that `parse_weight` reads back to an equal schedule."""
         if self.kind == "constant":
@@ -185,7 +174,7 @@ def _parse_schedule(value: dict[str, Any], *, where: str, field: str) -> WeightS
 
 
 def _points(points: Iterable[Any]) -> tuple[tuple[int, Fraction], ...]:
-    found: list[tuple[int, Fraction]] = []
+    parsed: list[tuple[int, Fraction]] = []
     for point in points:
         if not isinstance(point, (list, tuple)) or len(point) != 2:
             raise ConfigurationError(f"a point of a schedule is [draw, weight], got {point!r}")
@@ -193,8 +182,8 @@ def _points(points: Iterable[Any]) -> tuple[tuple[int, Fraction], ...]:
         number = exact_number(draw)  # 1e5 is a whole number, too
         if number is None or number.denominator != 1:
             raise ConfigurationError(f"the draw of a point must be a whole number, got {draw!r}")
-        found.append((int(number), _weight(weight)))
-    return tuple(found)
+        parsed.append((int(number), _weight(weight)))
+    return tuple(parsed)
 
 
 def _weight(value: Any) -> Fraction:

@@ -41,10 +41,6 @@ class MixWeights:
             weights = [leaf.weight or Fraction(0) for leaf in self.mix.leaves]
         return [weights[place] for place in self.order]
 
-    def next_change(self, global_draw: int) -> int | None:
-        """Return the first later global draw whose weights may differ."""
-        return self.mix.next_change(global_draw)
-
     def points(self) -> list[int]:
         """Return the global draws at which a schedule has a point."""
         return self.mix.schedule_points()
@@ -71,11 +67,6 @@ class GivenWeights:
     def at(self, global_draw: int) -> Sequence[float | Fraction]:
         """Return the weights of a global draw."""
         return [schedule.exact_at(global_draw) for schedule in self.schedules]
-
-    def next_change(self, global_draw: int) -> int | None:
-        """Return the first later global draw whose weights may differ."""
-        changes = [schedule.next_change(global_draw) for schedule in self.schedules]
-        return min((change for change in changes if change is not None), default=None)
 
     def points(self) -> list[int]:
         """Return the global draws at which a schedule has a point."""

@@ -31,9 +31,8 @@ from energon_bridge.format.dataset_config import DatasetConfigs
 from energon_bridge.format.jsonl import JsonlDataset
 from energon_bridge.format.media import kind_by_name
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, read_info
-from energon_bridge.format.parallel import Workers, map_shards
+from energon_bridge.format.parallel import Task, Workers, map_shards
 from energon_bridge.format.tar import parse_sample
-from energon_bridge.prepare.engines import Task
 from energon_bridge.prepare.lint import Problem, read_samples
 from energon_bridge.prepare.media import read_image
 from energon_bridge.prepare.staging import Staging
@@ -49,7 +48,7 @@ OfSample = Callable[[Any], Value | Mapping[str, Value]]
 HASH_MADE_OF = "hash of the content"
 _MOST_VALUES = 1 << 20
 _PIECES = ".nv-meta.columns"
-_MANY = 64
+_MANY_SHARDS = 64
 """From this many shards on, each is kept until the column is complete."""
 
 
@@ -115,7 +114,7 @@ def add_column(
         there = read_columns(dataset.store)
         old = _kept_rows(dataset, there, name, made_of)
         new = [number for number, shard in enumerate(shards) if shard not in old]
-        compute = partial(_rows, dataset, rows_of, folder if finish or len(new) >= _MANY else None, finish)
+        compute = partial(_rows, dataset, rows_of, folder if finish or len(new) >= _MANY_SHARDS else None, finish)
         rows: dict[str, dict[int, np.ndarray]] = {}
         failed = 0
         left: list[str] = []
@@ -125,9 +124,9 @@ def add_column(
                 if values_of is None:
                     left.append(shard[0])
                     continue
-                found, bad = values_of
+                columns, bad = values_of
                 failed += bad
-                for column, values in found.items():
+                for column, values in columns.items():
                     rows.setdefault(column, {})[number] = values
                 if progress is not None:
                     progress(number + 1, len(shards))
@@ -252,8 +251,8 @@ def image_size(parts: Mapping[str, Any]) -> dict[str, int]:
     """Return `width` and `height` of a sample's first image, read from its header; for `raw=True`."""
     for part, data in parts.items():
         if kind_by_name(part) == "image":
-            found = read_image(data)
-            return {"width": found.width, "height": found.height}
+            image = read_image(data)
+            return {"width": image.width, "height": image.height}
     raise ValueError(f"no image among the parts {', '.join(key for key in parts if key != '__key__')}")
 
 

@@ -30,9 +30,8 @@ from energon_bridge.errors import ConfigurationError, SampleError, SkipSample, S
 from energon_bridge.format.kinds import HAS_HEIF, open_heic
 from energon_bridge.format.media import HEAD_BYTES, MediaFilter, extension_by_head
 from energon_bridge.format.nvmeta import INFO_JSON, META_FOLDER, meta_path, read_info
-from energon_bridge.format.parallel import Workers, map_shards
+from energon_bridge.format.parallel import Task, Workers, map_shards
 from energon_bridge.format.tar_index import index_name
-from energon_bridge.prepare.engines import Task
 from energon_bridge.prepare.shards import (
     END_BYTES,
     PartsFolder,
@@ -251,12 +250,12 @@ def check_first_files(source: Source) -> None:
             continue
         rest = first.relative_to(parent)
         near = [one for one in sorted(parent.iterdir()) if one.is_dir() and (one / rest).exists()]
-        found = f" It is in {near[0]}: pass --media {near[0]}." if near else ""
+        hint = f" It is in {near[0]}: pass --media {near[0]}." if near else ""
         break
     else:
-        found = ""
+        hint = ""
     raise SourceError(
-        f"{source.where}: none of the {len(missing)} files named in the first rows exists, such as {first}.{found} "
+        f"{source.where}: none of the {len(missing)} files named in the first rows exists, such as {first}.{hint} "
         "Paths are relative to --media."
     )
 

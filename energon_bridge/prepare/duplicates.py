@@ -1,13 +1,12 @@
-"""Rename samples with duplicate keys, in the headers of the tars, so that it can be undone.
+"""Rename samples with duplicate keys, in the headers of the tars.
 
 The first sample keeps its key, the next ones become `KEY~2`, `KEY~3`, ... Shards that were prepared before come first,
 so existing indexes stay valid. Only the header blocks with the names change; no byte moves.
 
-Invariant: all planned changes are on the disk before the first tar changes, so a run that is killed at any moment
-can be continued or undone. Both only write bytes at known places, and can be repeated.
+Invariant: all planned changes are on the disk before the first tar changes, so the next run completes one that was
+killed at any moment. It only writes bytes at known places, and can be repeated.
 
-    .nv-meta/renaming.jsonl        the log while tars are being changed
-    .nv-meta/renamed_keys.jsonl    the same afterwards: one `Renamed` per line
+    .nv-meta/renaming.jsonl        the log while tars are being changed: one `Renamed` per line
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from hashlib import blake2b
 import numpy as np
 
 from energon_bridge.errors import ConfigurationError, DuplicateKeyError, EnergonError, MetadataError, StorageError
-from energon_bridge.format.nvmeta import INDEX_SQLITE, meta_path, read_info
+from energon_bridge.format.nvmeta import meta_path, read_info
 from energon_bridge.format.parallel import Workers, map_shards
 from energon_bridge.format.tar import BLOCK, Member, NeedMoreBytes, next_member
 from energon_bridge.format.tar_index import other_parts, scan_tar
@@ -32,7 +31,6 @@ from energon_bridge.prepare.split import find_shards
 from energon_bridge.prepare.staging import Staging
 from energon_bridge.storage import LocalStore, Store, open_store
 
-RENAMED = "renamed_keys.jsonl"
 RENAMING = "renaming.jsonl"
 
 _WINDOW = 4 << 10
@@ -67,29 +65,9 @@ def rename_duplicates(
         shards = _prepared_first(store, find_shards(store, exclude=exclude))
         renamed = list(_plan(store, shards, num_workers=num_workers))
         if renamed:
-            earlier = (one for one in _read_log(store, RENAMED) if _is_renamed(store, one))
-            _write_log(store, [*earlier, *renamed])
+            _write_log(store, renamed)
             _complete(store)
     return renamed
-
-
-def undo_renames(path: str | os.PathLike[str]) -> tuple[int, int]:
-    """Give all renamed samples their old keys; return their number, and the number of those whose tars are gone.
-
-    Raises MetadataError if nothing was renamed or a tar was replaced since; then no tar has changed.
-    """
-    store = _local(path)
-    with Staging(store):
-        name = RENAMING if store.exists(meta_path(RENAMING)) else RENAMED
-        if not store.exists(meta_path(name)):
-            raise MetadataError(f"{store.root}: no key was renamed here: there is no {meta_path(RENAMED)}.")
-        renamed = _read_log(store, name)
-        there = [one for one in renamed if store.exists(one.shard)]
-        store.delete(meta_path(INDEX_SQLITE))  # it contains the new keys
-        _patch(store, reversed(there), back=True)
-        for log in (RENAMED, RENAMING):
-            store.delete(meta_path(log))
-    return len(there), len(renamed) - len(there)
 
 
 def _local(path: str | os.PathLike[str]) -> LocalStore:
@@ -281,11 +259,9 @@ def _sign(blocks: bytearray, at: int) -> None:
 # --- the log ------------------------------------------------------------------------------------------------------
 
 
-def _read_log(store: LocalStore, name: str) -> list[Renamed]:
-    if not store.exists(meta_path(name)):
-        return []
+def _read_log(store: LocalStore) -> list[Renamed]:
     try:
-        rows = [json.loads(line) for line in store.read(meta_path(name)).splitlines()]
+        rows = [json.loads(line) for line in store.read(meta_path(RENAMING)).splitlines()]
         return [
             Renamed(
                 shard=str(row["shard"]),
@@ -297,8 +273,8 @@ def _read_log(store: LocalStore, name: str) -> list[Renamed]:
         ]
     except (ValueError, KeyError, TypeError) as error:
         raise MetadataError(
-            f"{store.url(meta_path(name))}: damaged ({type(error).__name__}: {error}). It lists the renamed keys. "
-            "Restore it, or delete it to keep the names as they are."
+            f"{store.url(meta_path(RENAMING))}: damaged ({type(error).__name__}: {error}). It lists keys that a "
+            "killed run was renaming. Restore it, or delete it to keep the names as they are."
         ) from error
 
 
@@ -322,50 +298,38 @@ def _write_log(store: LocalStore, renamed: Iterable[Renamed]) -> None:
 
 
 def _complete(store: LocalStore) -> None:
-    """Write all names of the log into the tars, and keep it as the record of what was renamed."""
+    """Write all names of the log into the tars."""
     if not store.exists(meta_path(RENAMING)):
         return
-    _patch(store, (one for one in _read_log(store, RENAMING) if store.exists(one.shard)), back=False)
-    os.replace(store.url(meta_path(RENAMING)), store.url(meta_path(RENAMED)))
+    _patch(store, (one for one in _read_log(store) if store.exists(one.shard)))
+    store.delete(meta_path(RENAMING))
 
 
-def _patch(store: LocalStore, renamed: Iterable[Renamed], *, back: bool) -> None:
-    """Write the bytes of all changes, those before (`back`) or after them; raises MetadataError for another tar."""
+def _patch(store: LocalStore, renamed: Iterable[Renamed]) -> None:
+    """Write the bytes of all changes; raises MetadataError for another tar."""
     by_shard: dict[str, dict[int, tuple[bytes, ...]]] = {}
     for one in renamed:
         blocks = by_shard.setdefault(one.shard, {})
-        for at, old, new in reversed(one.changes) if back else one.changes:
-            states = blocks.get(at, ())  # a block may have been renamed repeatedly: all its versions, the target last
-            blocks[at] = (*states, *((bytes.fromhex(new), bytes.fromhex(old))[:: 1 if back else -1]))
+        for at, old, new in one.changes:
+            blocks[at] = (bytes.fromhex(old), bytes.fromhex(new))
     for shard, blocks in by_shard.items():
         with open(store.url(shard), "rb") as file:
             for at, states in blocks.items():
                 file.seek(at)
-                found = file.read(BLOCK)
-                if found not in states and not _torn(found, states):
+                block = file.read(BLOCK)
+                if block not in states and not _torn(block, states):
                     raise MetadataError(
-                        f"{store.url(shard)}: was replaced after keys were renamed in it: the header at byte {at} "
-                        f"differs. Restore the tar, or delete {store.url(meta_path(RENAMED))} and "
-                        f"{RENAMING} beside it to keep the names as they are."
+                        f"{store.url(shard)}: was replaced while keys were renamed in it: the header at byte {at} "
+                        f"differs. Restore the tar, or delete {store.url(meta_path(RENAMING))} to keep the names as "
+                        "they are."
                     )
     for shard, blocks in by_shard.items():
         _write_blocks(store.url(shard), {at: states[-1] for at, states in blocks.items()})
 
 
-def _torn(found: bytes, states: tuple[bytes, ...]) -> bool:
+def _torn(block: bytes, states: tuple[bytes, ...]) -> bool:
     """Return whether a block mixes two states, as after a power loss in the middle of a write."""
-    return len(found) == BLOCK and all(byte in known for byte, *known in zip(found, *states, strict=True))
-
-
-def _is_renamed(store: LocalStore, one: Renamed) -> bool:
-    """Return whether a sample of the log still has its new name; its tar may be gone or replaced."""
-    if not store.exists(one.shard):
-        return False
-    size = store.size(one.shard)
-    return all(
-        at + BLOCK <= size and store.read_range(one.shard, at, BLOCK) == bytes.fromhex(new)
-        for at, _, new in one.changes
-    )
+    return len(block) == BLOCK and all(byte in known for byte, *known in zip(block, *states, strict=True))
 
 
 def _write_blocks(path: str, blocks: dict[int, bytes]) -> None:
@@ -383,4 +347,4 @@ def _write_blocks(path: str, blocks: dict[int, bytes]) -> None:
         ):  # with a coarse clock, `prepare` must still see that the tar changed
             os.utime(path, ns=(after.st_atime_ns, after.st_mtime_ns + 1))
     except OSError as error:
-        raise StorageError(f"{path}: cannot change it: {error}. Run this again, or undo it.") from error
+        raise StorageError(f"{path}: cannot change it: {error}. Run this again.") from error

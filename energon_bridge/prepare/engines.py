@@ -1,4 +1,4 @@
-"""Process shards on more than one machine: on a Ray cluster, or as tasks that a scheduler starts.
+"""Process shards on a Ray cluster.
 
 All machines need to see the dataset at the same path. Shards are independent, and each is written under another name
 and then renamed, so a task that is killed or runs twice does no harm.
@@ -6,10 +6,8 @@ and then renamed, so a task that is killed or runs twice does no harm.
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from energon_bridge.errors import ConfigurationError, EnergonError
@@ -19,38 +17,6 @@ Result = TypeVar("Result")
 
 _AHEAD = 3  # results per core that may wait for the caller: bounds memory
 _RETRIES = 5  # of a shard whose process or machine is lost
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """One of `count` equal shares of the shards: every `count`th of them, from shard `number` on."""
-
-    number: int
-    count: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.number < self.count:
-            raise ConfigurationError(
-                f"task {self}: tasks are numbered from 0/{self.count} to {self.count - 1}/{self.count}."
-            )
-
-    def __str__(self) -> str:
-        return f"{self.number}/{self.count}"
-
-    def of(self, items: Sequence[Item]) -> Sequence[Item]:
-        """Return the items of this task."""
-        return items[self.number :: self.count]
-
-
-def parse_task(text: str) -> Task:
-    """Parse the value of `--task`: 3/16 is the fourth of 16."""
-    match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
-    if match is None:
-        raise ConfigurationError(
-            f"--task {text!r}: expected NUMBER/COUNT, from 0/16 to 15/16; in a SLURM array "
-            "--task $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT."
-        )
-    return Task(int(match[1]), int(match[2]))
 
 
 class RayEngine:

@@ -54,10 +54,10 @@ def download(source: str | Path) -> Path:
             revision=name.revision,
             allow_patterns=f"{name.folder}/*" if name.folder else None,
         )
-    found = Path(root) / name.folder
-    if not found.is_dir():
+    folder = Path(root) / name.folder
+    if not folder.is_dir():
         raise SourceError(f"{name.where}: the dataset {name.repository} has no folder {name.folder!r}.")
-    return found
+    return folder
 
 
 def stream(source: str | Path) -> Source:

@@ -26,19 +26,19 @@ def files_below(root: Path) -> tuple[list[str], tuple[str, ...]]:
     def refuse(error: OSError) -> None:
         raise SourceError(f"{error.filename}: cannot read this folder: {error.strerror}.") from error
 
-    found, hidden, links = [], 0, 0
+    files, hidden, links = [], 0, 0
     for folder, folders, names in os.walk(root, onerror=refuse):
         links += sum(os.path.islink(os.path.join(folder, name)) for name in folders)
         inside = os.path.relpath(folder, root).replace(os.sep, "/")
         before = "" if inside == "." else f"{inside}/"
         shown = [before + name for name in names if "/." not in f"/{before}{name}"]
-        found += shown
+        files += shown
         hidden += len(names) - len(shown)
     beside = (
         f"{hidden:,} hidden" if hidden else "",
         f"{links:,} link{'s' * (links > 1)} to folders (not followed)" if links else "",
     )
-    return sorted(found), tuple(one for one in beside if one)
+    return sorted(files), tuple(one for one in beside if one)
 
 
 def stem_of(name: str) -> str:
@@ -48,9 +48,9 @@ def stem_of(name: str) -> str:
 
 def extension_of(root: Path, name: str) -> str:
     """Return the extension of a file in lower case; of one without, that of its first bytes, "" for no media."""
-    found = os.path.splitext(name)[1][1:].lower()
-    if found:
-        return found
+    extension = os.path.splitext(name)[1][1:].lower()
+    if extension:
+        return extension
     try:
         with (root / name).open("rb") as file:
             return extension_by_head(file.read(HEAD_BYTES)) or ""
@@ -96,8 +96,8 @@ def beside_media(
 
 def only(files: Iterable[str], beside: tuple[str, ...], extensions: Mapping[str, str]) -> str:
     """Return a sentence on what is in a folder without media."""
-    found = beside_media(files, beside, extensions, {})
-    return f" There are {', '.join(found)}." if found else ""
+    others = beside_media(files, beside, extensions, {})
+    return f" There are {', '.join(others)}." if others else ""
 
 
 def beside_tars(root: Path) -> tuple[str, ...]:
@@ -125,5 +125,5 @@ def _row(source: Source, number: int) -> Row | None:
 def _counted(files: Iterable[str], why: Callable[[str], str]) -> tuple[str, ...]:
     """Return the number of files by extension and reason; without a reason, a file is taken."""
     counts = Counter((os.path.splitext(name)[1] or "without an extension", why(name)) for name in files)
-    found = [f"{count:,} {suffix} ({reason})" for (suffix, reason), count in sorted(counts.items()) if reason]
-    return tuple(one.encode("utf-8", "backslashreplace").decode() for one in found)
+    counted = [f"{count:,} {suffix} ({reason})" for (suffix, reason), count in sorted(counts.items()) if reason]
+    return tuple(one.encode("utf-8", "backslashreplace").decode() for one in counted)

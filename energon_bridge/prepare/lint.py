@@ -18,21 +18,13 @@ from energon_bridge.errors import DecodeError, EmptyDatasetError, EnergonError, 
 from energon_bridge.format.code import fields_of
 from energon_bridge.format.dataset import PreparedDataset, open_dataset, read_index
 from energon_bridge.format.dataset_config import DatasetConfigs
+from energon_bridge.format.foreign import ForeignRow, field_map_of, format_of_unprepared
 from energon_bridge.format.jsonl import PART, JsonlDataset, is_jsonl, open_jsonl, parse_line
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG, read_info, read_splits
-from energon_bridge.format.parallel import Workers, map_shards
+from energon_bridge.format.parallel import Task, Workers, map_shards
 from energon_bridge.format.tar import parse_sample
 from energon_bridge.format.tar_index import find_pieces
-from energon_bridge.prepare.engines import Task
-from energon_bridge.rows.dataset import (
-    TableDataset,
-    TableRow,
-    compiled,
-    is_unprepared_table,
-    open_tables,
-    samples_of_tables,
-    table_parts,
-)
+from energon_bridge.rows.dataset import TableDataset, open_tables, samples_of_tables, table_parts
 from energon_bridge.storage import open_store
 from energon_bridge.stores.base import follow_links
 
@@ -82,7 +74,7 @@ def lint_parts(
     """
     if is_jsonl(path):
         return [open_jsonl(path)], []
-    if is_unprepared_table(path):
+    if format_of_unprepared(path):
         return [open_tables(path, split_part=part) for part in split_parts or table_parts(path)], []
     store = open_store(path)
     store.check_root()
@@ -273,7 +265,7 @@ def _check_shard(dataset: PreparedDataset, decode: Callable[[str, memoryview], A
 def _check_row(
     dataset: TableDataset,
     decode: Callable[[str, memoryview], Any],
-    row: TableRow | Exception,
+    row: ForeignRow | Exception,
     report: Callable[..., None],
 ) -> None:
     if isinstance(row, Exception):
@@ -285,9 +277,9 @@ def _check_row(
             decoded[part] = decode(part, data)
         except (EnergonError, ImportError) as error:
             report(error, key=row.key, part=part)
-    if decoded.keys() == row.parts.keys() and not dataset.layout.is_crude:
+    if decoded.keys() == row.parts.keys() and not dataset.is_crude:
         try:
-            dataset.sample_type(__key__=row.key, **compiled(tuple(row.fields.items()))(decoded))
+            dataset.sample_type(__key__=row.key, **field_map_of(tuple(row.fields.items()))(decoded))
         except Exception as error:  # a sample type may raise anything
             report(error, key=row.key)
 

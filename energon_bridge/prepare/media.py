@@ -4,8 +4,10 @@ In a prepared dataset the metadata is stored with the key index. Any other folde
 else, and can then be an auxiliary store for cookers. Invariant: the new index replaces the old one atomically. Format:
 `format/media.py`.
 
-The results of tasks (`media_task`) are kept until the end in `.nv-meta.media/<hash>.found`, by a hash of the filter and
-the names and sizes of the files: JSON, a list of `[key, [type, metadata as JSON]]` or `[key, error]`.
+The work is cut into portions, a shard or some files each. Reading a portion gives *results*, and writing all results
+gives the index. Both may happen in one process, or tasks (`media_task`) read, and a last run writes: then results are
+stored in between, in `.nv-meta.media/<hash>.found`, by a hash of the filter and the names and sizes of the files: JSON,
+a list of `[key, [type, metadata as JSON]]` or `[key, error]`.
 """
 
 from __future__ import annotations
@@ -17,13 +19,12 @@ import logging
 import os
 import sqlite3
 import tempfile
-import uuid
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from energon_bridge.av import AVDecoder
 from energon_bridge.errors import (
@@ -34,11 +35,12 @@ from energon_bridge.errors import (
     ShardMissingError,
     StorageError,
 )
-from energon_bridge.format.key_index import copy_key_index, find_supplement, remove_supplements, sqlite_uri
+from energon_bridge.format.key_index import copy_key_index, sqlite_uri
 from energon_bridge.format.kinds import HAS_HEIF, format_by_head, open_heic
 from energon_bridge.format.media import (
     HEAD_BYTES,
     ImageMetadata,
+    IndexedMedia,
     MediaFilter,
     MediaKind,
     MediaMetadata,
@@ -50,24 +52,21 @@ from energon_bridge.format.media import (
 )
 from energon_bridge.format.nvmeta import (
     INDEX_SQLITE,
-    INDEX_UUID,
     INFO_JSON,
     INFO_YAML,
     META_FOLDER,
     meta_path,
     read_info,
 )
-from energon_bridge.format.parallel import Workers, map_shards
-from energon_bridge.prepare.engines import Task
+from energon_bridge.format.parallel import Task, Workers, map_shards
 from energon_bridge.prepare.staging import Staging
 from energon_bridge.storage import Store, open_store
 from energon_bridge.storage.ranges import ByteRange
 
 Progress = Callable[[int, int], None]
-Item = TypeVar("Item")
 
 _FILES_AT_A_TIME = 256
-_KEPT, _KEPT_SUFFIX = ".nv-meta.media", ".found"
+_RESULTS_FOLDER, _RESULTS_SUFFIX = ".nv-meta.media", ".found"
 _SHARD_PARTS = """
     SELECT sample_key || '.' || part_name, content_byte_offset, content_byte_size FROM samples JOIN sample_parts
     ON sample_parts.tar_file_id = samples.tar_file_id AND sample_parts.sample_index = samples.sample_index
@@ -75,14 +74,6 @@ _SHARD_PARTS = """
 """
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IndexedMedia:
-    """Number of files with metadata, and the keys of those that could not be read."""
-
-    num_files: int
-    failed: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +89,7 @@ class _File:
 Portion = tuple[int, str] | list[_File]
 """A shard with its number in the key index, or some files."""
 
-Found = list[tuple[str, tuple[str, str] | str]]
+Results = list[tuple[str, tuple[str, str] | str]]
 """For each media file its key, and its metadata (type, JSON) or the error."""
 
 
@@ -125,8 +116,6 @@ def prepare_media(
         index = staging.path(rel)
         if store.exists(rel):
             copy_key_index(store, index)
-            if find_supplement(store) is not None:  # the copy includes it
-                staging.add(meta_path(INDEX_UUID), str(uuid.uuid4()).encode())
         elif is_dataset:
             raise KeyIndexError(
                 f"{store.root}: media metadata is stored in the key index, which is missing. Run `energon prepare "
@@ -134,17 +123,16 @@ def prepare_media(
             )
         if is_dataset:
             shards = tuple(read_info(store).shard_counts)
-            found = index_dataset_media(
+            indexed = index_dataset_media(
                 store, shards, index, media, num_workers=num_workers, finish=finish, progress=progress
             )
         else:
-            found = _index_folder(store, index, media, num_workers=num_workers, finish=finish, progress=progress)
+            indexed = _index_folder(store, index, media, num_workers=num_workers, finish=finish, progress=progress)
         staging.commit()
-        remove_supplements(store)
-    for name, _ in store.list(_KEPT_SUFFIX) if finish else ():
-        if name.startswith(f"{_KEPT}/"):
+    for name, _ in store.list(_RESULTS_SUFFIX) if finish else ():
+        if name.startswith(f"{_RESULTS_FOLDER}/"):
             store.delete(name)
-    return found
+    return indexed
 
 
 def media_task(
@@ -162,13 +150,15 @@ def media_task(
     """
     store = open_store(path)
     store.check_root()
-    portions = task.of(_shards_of(store) if _is_dataset(store) else _portions_of(store, media))
+    portions = task.of(_list_shards(store) if _is_dataset(store) else _list_portions(store, media))
     with tempfile.TemporaryDirectory(prefix="energon-media-") as folder:
         index = os.path.join(folder, INDEX_SQLITE)
         if _is_dataset(store):
             copy_key_index(store, index)
-        measure = partial(_measured, store, index, media)
-        with closing(map_shards(partial(_keep, store, media, measure), portions, num_workers=num_workers)) as done:
+        read_portion = partial(_read_portion, store, index, media)
+        with closing(
+            map_shards(partial(_store_results, store, media, read_portion), portions, num_workers=num_workers)
+        ) as done:
             for number, _ in enumerate(done):
                 if progress is not None:
                     progress(number + 1, len(portions))
@@ -179,11 +169,11 @@ def _is_dataset(store: Store) -> bool:
     return any(store.exists(meta_path(name)) for name in (INFO_JSON, INFO_YAML))
 
 
-def _shards_of(store: Store) -> list[Portion]:
+def _list_shards(store: Store) -> list[Portion]:
     return list(enumerate(read_info(store).shard_counts))
 
 
-def _portions_of(store: Store, media: MediaFilter) -> list[Portion]:
+def _list_portions(store: Store, media: MediaFilter) -> list[Portion]:
     files = [
         _File(name, name, 0, size)
         for name, size in store.list()
@@ -203,72 +193,65 @@ def index_dataset_media(
     progress: Progress | None = None,
 ) -> IndexedMedia:
     """Add the metadata of a dataset's media to its key index, a local file; `shards` are in the order of the index."""
-    measure = partial(_kept, store, media) if finish else partial(_measured, store, index, media)
-    return _collect(index, media, measure, list(enumerate(shards)), num_workers=num_workers, progress=progress)
+    read_portion = partial(_stored_results, store, media) if finish else partial(_read_portion, store, index, media)
+    return _write_index(index, media, read_portion, list(enumerate(shards)), num_workers=num_workers, progress=progress)
 
 
 def _index_folder(
     store: Store, index: str, media: MediaFilter, *, num_workers: Workers, finish: bool, progress: Progress | None
 ) -> IndexedMedia:
-    portions = _portions_of(store, media)
-    measure = partial(_kept, store, media) if finish else partial(_measured, store, index, media)
-    found = _collect(index, media, measure, portions, num_workers=num_workers, progress=progress)
-    if not found.num_files:
+    portions = _list_portions(store, media)
+    read_portion = partial(_stored_results, store, media) if finish else partial(_read_portion, store, index, media)
+    indexed = _write_index(index, media, read_portion, portions, num_workers=num_workers, progress=progress)
+    if not indexed.num_files:
         raise EmptyDatasetError(
             f"{store.root}: no media files match the filter {media.strategy} {media.patterns or ''}. For a folder of "
             "tars, run `energon prepare` first."
         )
-    return found
+    return indexed
 
 
-def _collect(
+def _write_index(
     index: str,
     media: MediaFilter,
-    measure: Callable[[Item], Found],
-    items: Sequence[Item],
+    read_portion: Callable[[Portion], Results],
+    portions: Sequence[Portion],
     *,
     num_workers: Workers,
     progress: Progress | None,
 ) -> IndexedMedia:
-    """Read the metadata of portions of files in several processes, and write it to the index.
+    """Read portions in several processes, and write their results to the index.
 
     The rows go to a separate file first, since the processes are still reading the index.
     """
     try:
-        return _collect_rows(index, media, measure, items, num_workers=num_workers, progress=progress)
+        with tempfile.TemporaryDirectory(prefix="energon-media-") as folder:
+            rows = os.path.join(folder, "rows.sqlite")
+            with closing(map_shards(read_portion, portions, num_workers=num_workers)) as all_results:
+                indexed = _write_rows(rows, all_results, lambda number: progress and progress(number, len(portions)))
+            _merge(rows, index, media)
     except sqlite3.Error as error:
         raise StorageError(
             f"{index}: cannot write the media metadata: {error}. Is the disk full, or {tempfile.gettempdir()}?"
         ) from error
+    return indexed
 
 
-def _collect_rows(
-    index: str,
-    media: MediaFilter,
-    measure: Callable[[Item], Found],
-    items: Sequence[Item],
-    *,
-    num_workers: Workers,
-    progress: Progress | None,
-) -> IndexedMedia:
+def _write_rows(path: str, all_results: Iterable[Results], advance: Callable[[int], object]) -> IndexedMedia:
+    """Write results to an index of their own, and name the files that could not be read."""
     count, failed = 0, []
-    with tempfile.TemporaryDirectory(prefix="energon-media-") as folder:
-        rows = os.path.join(folder, "rows.sqlite")
-        found_all = map_shards(measure, items, num_workers=num_workers)
-        with closing(sqlite3.connect(rows)) as connection, closing(found_all):
-            create_media_tables(connection)
-            for number, found in enumerate(found_all, start=1):
-                good = [(key, *known) for key, known in found if not isinstance(known, str)]
-                write_media_rows(connection, good)
-                count += len(good)
-                for key, why in found:
-                    if isinstance(why, str):
-                        failed.append(key)
-                        _logger.warning("%s: %s", key, why)
-                if progress is not None:
-                    progress(number, len(items))
-            connection.commit()
-        _merge(rows, index, media)
+    with closing(sqlite3.connect(path)) as connection:
+        create_media_tables(connection)
+        for number, results in enumerate(all_results, start=1):
+            rows = [(key, *row) for key, row in results if not isinstance(row, str)]
+            write_media_rows(connection, rows)
+            count += len(rows)
+            for key, error in results:
+                if isinstance(error, str):
+                    failed.append(key)
+                    _logger.warning("%s: %s", key, error)
+            advance(number)
+        connection.commit()
     return IndexedMedia(num_files=count, failed=tuple(failed))
 
 
@@ -283,44 +266,46 @@ def _merge(rows: str, index: str, media: MediaFilter) -> None:
         connection.execute("COMMIT")
 
 
-def _measured(store: Store, index: str, media: MediaFilter, portion: Portion) -> Found:
-    """Return the media metadata of a shard or of some files."""
+def _read_portion(store: Store, index: str, media: MediaFilter, portion: Portion) -> Results:
     if isinstance(portion, list):
-        return _measure(store, media, portion)
-    return _measure_shard(store, index, media, portion)
+        return _read_files(store, media, portion)
+    return _read_shard(store, index, media, portion)
 
 
-def _keep(store: Store, media: MediaFilter, measure: Callable[[Portion], Found], portion: Portion) -> None:
-    """Read the metadata of a portion and keep it until the end, unless it is already kept."""
-    name = _name_of(store, media, portion)
+def _store_results(
+    store: Store, media: MediaFilter, read_portion: Callable[[Portion], Results], portion: Portion
+) -> None:
+    """Read a portion and store its results for the run that writes the index, unless that is done."""
+    name = _results_file(store, media, portion)
     if not store.exists(name):
-        store.write(name, json.dumps(measure(portion)).encode())
+        store.write(name, json.dumps(read_portion(portion)).encode())
 
 
-def _kept(store: Store, media: MediaFilter, portion: Portion) -> Found:
-    name = _name_of(store, media, portion)
+def _stored_results(store: Store, media: MediaFilter, portion: Portion) -> Results:
+    """Return the results that a task has stored of a portion."""
+    name = _results_file(store, media, portion)
     try:
-        found = json.loads(store.read(name))
+        results = json.loads(store.read(name))
     except ShardMissingError:
         what = portion[0].rel if isinstance(portion, list) else portion[1]
         raise ConfigurationError(
             f"{store.url(what)}: no task has read it with this filter, or it changed since. Run its task again "
             "(--task NUMBER/COUNT), or run this without --finish."
         ) from None
-    return [(key, known if isinstance(known, str) else (known[0], known[1])) for key, known in found]
+    return [(key, known if isinstance(known, str) else (known[0], known[1])) for key, known in results]
 
 
-def _name_of(store: Store, media: MediaFilter, portion: Portion) -> str:
+def _results_file(store: Store, media: MediaFilter, portion: Portion) -> str:
     """Return the file for the results of a portion, named by the filter and the names and sizes of its files."""
     if isinstance(portion, list):
         files: list[Any] = [[file.rel, file.size] for file in portion]
     else:
         files = [[portion[1], store.size(portion[1])]]
-    told = json.dumps([media.strategy, media.patterns, files]).encode()
-    return f"{_KEPT}/{hashlib.sha256(told).hexdigest()[:32]}{_KEPT_SUFFIX}"
+    identity = json.dumps([media.strategy, media.patterns, files]).encode()
+    return f"{_RESULTS_FOLDER}/{hashlib.sha256(identity).hexdigest()[:32]}{_RESULTS_SUFFIX}"
 
 
-def _measure_shard(store: Store, index: str, media: MediaFilter, shard: tuple[int, str]) -> Found:
+def _read_shard(store: Store, index: str, media: MediaFilter, shard: tuple[int, str]) -> Results:
     number, rel = shard
     try:
         with closing(sqlite3.connect(sqlite_uri(index), uri=True)) as connection:
@@ -330,23 +315,25 @@ def _measure_shard(store: Store, index: str, media: MediaFilter, shard: tuple[in
             f"{store.root}: cannot read the key index: {error}. Rebuild it with `energon prepare --tar-index-only "
             f"{store.root}`."
         ) from error
-    return _measure(store, media, (_File(key, rel, offset, size) for key, offset, size in rows if media.may_pass(key)))
+    return _read_files(
+        store, media, (_File(key, rel, offset, size) for key, offset, size in rows if media.may_pass(key))
+    )
 
 
-def _measure(store: Store, media: MediaFilter, files: Iterable[_File]) -> Found:
+def _read_files(store: Store, media: MediaFilter, files: Iterable[_File]) -> Results:
     """Return the metadata of those files that are media."""
-    out: Found = []
+    results: Results = []
     for file in files:
         content = ByteRange(store=store, rel=file.rel, offset=file.offset, size=file.size)
         try:
             kind = media.kind_of(file.key, content.read(HEAD_BYTES))
             if kind is not None:
-                out.append((file.key, metadata_row(read_media(kind, content))))
+                results.append((file.key, metadata_row(read_media(kind, content))))
         except (DecodeError, StorageError) as error:
-            out.append((file.key, f"{store.url(file.rel)}: {error}"))
+            results.append((file.key, f"{store.url(file.rel)}: {error}"))
         except ConfigurationError as error:
             raise ConfigurationError(f"{store.url(file.rel)}: {file.key}: {error}") from error
-    return out
+    return results
 
 
 # Files ----------------------------------------------------------------------------------------------------------------
@@ -378,9 +365,9 @@ def read_media(kind: MediaKind, content: ByteRange | bytes) -> MediaMetadata:
 
 def read_image(data: bytes) -> ImageMetadata:
     """Return the metadata of an image; raises DecodeError."""
-    found = plain_jpeg(data)
-    if found is not None:
-        return found
+    header = plain_jpeg(data)
+    if header is not None:
+        return header
     from PIL import Image  # the command line starts without it
 
     known = format_by_head(data[:HEAD_BYTES])

@@ -6,8 +6,8 @@ Where shards get other numbers, the dataset is unprepared meanwhile.
 
 If there are many tars, the scan of each is kept until everything is written, so that a stopped run can continue and
 tasks can divide the tars. `.nv-meta/tars.json` lists the tars that the indexes were made from; these are not scanned
-again when tars are added. A large key index is not copied then: the new shards get the next numbers, and their keys go
-to its supplement (`format/key_index.py`), until that has grown to an eighth of the index.
+again when tars are added. A large key index is not copied then: the new shards get the next numbers, and their keys are
+added to it in place, in one transaction before anything is moved (`format/key_index.py`).
 
     .nv-meta.scans/<shard>.rec    an encoded `ShardRecord`; `made_of` is what `_version` says of the tar
     .nv-meta/tars.json            {"versions": {shard: version}, "part_names": [name]}
@@ -30,16 +30,12 @@ from functools import partial
 from energon_bridge.errors import ConfigurationError, EnergonError, MetadataError
 from energon_bridge.format.documents import dump_yaml, read_document
 from energon_bridge.format.key_index import (
-    KeyIndex,
     KeyIndexWriter,
-    count_supplemented,
+    can_add_keys,
     find_key_index,
-    find_supplement,
     local_key_index,
-    remove_supplements,
-    supplement_name,
 )
-from energon_bridge.format.media import MediaFilter
+from energon_bridge.format.media import IndexedMedia, MediaFilter
 from energon_bridge.format.nvmeta import (
     DEFAULT_DATASET_CONFIG,
     DEFAULT_SPLIT_CONFIG,
@@ -54,13 +50,12 @@ from energon_bridge.format.nvmeta import (
     render_splits,
     renumbered,
 )
-from energon_bridge.format.parallel import Workers, map_shards
+from energon_bridge.format.parallel import Task, Workers, map_shards
 from energon_bridge.format.tar_index import encode_index, index_name, scan_tar
-from energon_bridge.prepare.engines import Task
-from energon_bridge.prepare.media import IndexedMedia, index_dataset_media
 from energon_bridge.prepare.shards import RECORD_SUFFIX, ShardRecord
 from energon_bridge.prepare.split import SplitRule, find_shards, split_shards
 from energon_bridge.prepare.staging import Staging
+from energon_bridge.registry import load
 from energon_bridge.storage import LocalStore, Store, open_store
 
 Progress = Callable[[int, int], None]
@@ -72,23 +67,19 @@ _MANY = 64
 _LARGE_BYTES = 256 << 20
 """A key index of this size is not copied to add some shards: that would take a second."""
 _PART_ADDED = 8
-"""The shards of a supplement are at most those of the index, divided by this."""
+"""Of so many shards, one more is added in place; more than that would keep readers waiting."""
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What `prepare_dataset` wrote: samples per shard, shards per split part, all part names, and media.
-
-    `supplement` is the path in the dataset of the second file of the key index, if it has one.
-    """
+    """What `prepare_dataset` wrote: samples per shard, shards per split part, all part names, and media."""
 
     shard_counts: dict[str, int]
     split_parts: dict[str, list[str]]
     part_names: tuple[str, ...]
     media: IndexedMedia | None = None
-    supplement: str | None = None
 
     @property
     def num_samples(self) -> int:
@@ -132,7 +123,7 @@ def prepare_dataset(
             _logger.info("%s: the split part %r gets none of the %d shards.", store.root, part, len(shards))
     identity = str(uuid.uuid4())
     with Staging(store) as staging:
-        counts, part_names, found = _index(
+        counts, part_names, indexed = _index(
             store,
             shards,
             staging,
@@ -149,13 +140,7 @@ def prepare_dataset(
             staging.add(meta_path(dataset_yaml_name), dataset_yaml)
         _commit(store, staging, counts, identity, key_index=key_index)
     _forget_scans(store)
-    return Prepared(
-        shard_counts=counts,
-        split_parts=split_parts,
-        part_names=part_names,
-        media=found,
-        supplement=find_supplement(store) if key_index else None,
-    )
+    return Prepared(shard_counts=counts, split_parts=split_parts, part_names=part_names, media=indexed)
 
 
 def scan_task(
@@ -223,19 +208,19 @@ def _index(
     counts: dict[str, int] = {}
     part_names: set[str] = set(earlier.part_names) if earlier is not None and known else set()
     versions: dict[str, str] = {}
-    old = _large_index(store, earlier, known) if key_index and media is None else None
-    if old is not None and earlier is not None:
+    in_place = None
+    if key_index and media is None and earlier is not None and _takes_in_place(store, earlier, known, len(new)):
         shards = [*earlier.counts, *new]  # their numbers stay
-    supplements = old is not None and _is_supplement(old, len(known), len(new))
-    is_done = old is not None and not new and not old.supplement
+        in_place = len(known)
     with ExitStack() as stack:
         scan = partial(_scan, store, len(new) >= _MANY, finish)
         scans = stack.enter_context(closing(map_shards(scan, new, num_workers=num_workers)))
-        writer, found = None, None
-        if key_index and not is_done:
-            index = staging.path(supplement_name(identity) if supplements else meta_path(INDEX_SQLITE))
-            writer = stack.enter_context(KeyIndexWriter(index, shards, supplements=old if supplements else None))
-            if not supplements and earlier is not None and known:
+        writer, indexed = None, None
+        if key_index:
+            rel = meta_path(INDEX_SQLITE)
+            index = staging.path(rel) if in_place is None else store.url(rel)
+            writer = stack.enter_context(KeyIndexWriter(index, shards, in_place=in_place))
+            if in_place is None and earlier is not None and known:
                 before = find_key_index(store, scratch="")
                 writer.take_over(before, list(earlier.counts), known, media=media is None)
         missing: list[str] = []
@@ -266,13 +251,14 @@ def _index(
                 f"the first is {missing[0]}. Run their tasks again, or run this without --finish."
             )
         if writer is not None:
-            if media is None and not supplements:
+            if media is None and in_place is None:
                 _keep_media(store, writer)
             writer.finish()
             if media is not None:
-                found = index_dataset_media(store, shards, index, media, num_workers=num_workers, progress=progress)
+                add = load("prepare", "media")
+                indexed = add(store, shards, index, media, num_workers=num_workers, progress=progress)
     staging.add(meta_path(_TARS), json.dumps({"versions": versions, "part_names": sorted(part_names)}).encode())
-    return counts, tuple(sorted(part_names)), found
+    return counts, tuple(sorted(part_names)), indexed
 
 
 def _scan(store: Store, keep: bool, find_only: bool, shard: str) -> ShardRecord | None:
@@ -330,18 +316,15 @@ def _earlier(store: Store, *, key_index: bool) -> _Earlier | None:
         return None
 
 
-def _large_index(store: Store, earlier: _Earlier | None, known: Mapping[str, int]) -> KeyIndex | None:
-    """Return the earlier key index if it is large and all its shards are as they were; raises KeyIndexError."""
-    if earlier is None or known.keys() != earlier.counts.keys():
-        return None
-    is_large = os.path.getsize(store.url(meta_path(INDEX_SQLITE))) >= _LARGE_BYTES
-    return local_key_index(store, scratch="") if is_large else None
-
-
-def _is_supplement(old: KeyIndex, num_known: int, num_new: int) -> bool:
-    """Whether new shards go to a supplement: they and what it has already are few beside the index."""
-    num_supplemented = count_supplemented(old, num_known)
-    return num_new > 0 and _PART_ADDED * (num_supplemented + num_new) <= num_known - num_supplemented
+def _takes_in_place(store: Store, earlier: _Earlier, known: Mapping[str, int], num_new: int) -> bool:
+    """Whether a few new shards come to a large key index whose shards are all as they were; raises KeyIndexError."""
+    path = store.url(meta_path(INDEX_SQLITE))
+    if known.keys() != earlier.counts.keys() or _PART_ADDED * num_new > len(known):
+        return False
+    if os.path.getsize(path) < _LARGE_BYTES or not can_add_keys(path):
+        return False
+    local_key_index(store, scratch="")
+    return True
 
 
 def _forget_scans(store: Store) -> None:
@@ -358,12 +341,9 @@ def _commit(store: Store, staging: Staging, counts: dict[str, int], identity: st
     if store.exists(meta_path(INFO_YAML)):  # older readers use it, so keep it up to date
         staging.add(meta_path(INFO_YAML), dump_yaml({"energon_version": FORMAT_VERSION, "shard_counts": counts}))
     staging.add(meta_path(INFO_JSON), render_info(counts))
-    earlier = find_supplement(store)
     staging.commit(withdraw=renumbered(store, counts))
     if not key_index:
         store.delete(meta_path(INDEX_SQLITE))  # it describes the old shards
-    # A reader may be about to open the one that was valid a moment ago.
-    remove_supplements(store, keep=(earlier, supplement_name(identity)) if key_index else ())
 
 
 def _old_excludes(store: Store) -> list[str]:

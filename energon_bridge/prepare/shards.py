@@ -33,7 +33,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from energon_bridge.errors import ConfigurationError, DecodeError, SourceError, StorageError
-from energon_bridge.format.key_index import KeyIndexWriter, remove_supplements
+from energon_bridge.format.key_index import KeyIndexWriter
 from energon_bridge.format.media import HEAD_BYTES, MediaFilter, metadata_row
 from energon_bridge.format.nvmeta import (
     DEFAULT_DATASET_CONFIG,
@@ -49,8 +49,8 @@ from energon_bridge.format.nvmeta import (
 from energon_bridge.format.tar import split_member_name
 from energon_bridge.format.tar_index import ShardScan, encode_index, index_name
 from energon_bridge.prepare.dataset_yaml import render_dataset_yaml
-from energon_bridge.prepare.media import read_media
 from energon_bridge.prepare.staging import Staging
+from energon_bridge.registry import load
 from energon_bridge.storage import LocalStore, open_store
 
 try:
@@ -216,7 +216,7 @@ class ShardFile:
         try:
             kind = _MEDIA.kind_of(name, data[:HEAD_BYTES])
             if kind is not None:
-                self.record.media.append((name, *metadata_row(read_media(kind, data))))
+                self.record.media.append((name, *metadata_row(load("decoder", "metadata")(kind, data))))
         except (DecodeError, ConfigurationError) as error:  # the second: PyAV is not installed
             _logger.info("%s: no media metadata: %s", name, error)
 
@@ -361,7 +361,6 @@ def publish(
                 (root / shard).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(parts.path / shard, root / shard)
         staging.commit(withdraw=renumbered(store, counts))
-        remove_supplements(store)
     return counts
 
 

@@ -159,7 +159,7 @@ class FolderSource:
         self.where = str(root)
         self._root = root
         files, beside = files_below(root)
-        self._found = {name: found for name in files if (found := extension_of(root, name))}
+        self._found = {name: extension for name in files if (extension := extension_of(root, name))}
         media = [name for name in files if kind_by_name(f".{self._found.get(name)}") is not None]
         if not media:
             there = f"no file that lists any.{only(files, beside, self._found)}"
@@ -455,9 +455,9 @@ class MixSource:
         for split in [part for part in SPLIT_ORDER if part in (named or ())]:
             mix = load_mix(path, split_part=split)
             leaves = open_leaves(mix, DatasetOpener(), shuffle_epochs=None)
-            found = [self._samples_of(leaf) for leaf in leaves]
-            self._parts += found
-            counts.append((split, sum(numbers.size for _, numbers in found)))
+            samples = [self._samples_of(leaf) for leaf in leaves]
+            self._parts += samples
+            counts.append((split, sum(numbers.size for _, numbers in samples)))
         self.split_parts = tuple(counts)
         self._starts = np.cumsum([0, *(numbers.size for _, numbers in self._parts)]).tolist()
         if not numbered:

@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from energon_bridge.errors import ConfigurationError, EnergonError, MetadataError, StorageError
-from energon_bridge.format.nvmeta import META_FOLDER, leads_out
+from energon_bridge.format.key_index import settle_key_index
+from energon_bridge.format.nvmeta import INDEX_SQLITE, META_FOLDER, leads_out, meta_path
 from energon_bridge.storage import LocalStore, Store
 
 try:
@@ -137,6 +138,7 @@ class Staging:
             except OSError:
                 pass  # a file system without locks
         try:
+            settle_key_index(os.path.join(self._store.root, meta_path(INDEX_SQLITE)))
             self._complete()
         except EnergonError:
             os.close(self._lock)

@@ -13,6 +13,7 @@ from typing import Any
 from energon_bridge.errors import EnergonError, ShardMissingError
 from energon_bridge.format.columns import Column, read_columns, read_numbers
 from energon_bridge.format.documents import expect_mapping, read_document
+from energon_bridge.format.foreign import ForeignFormat, format_of_unprepared
 from energon_bridge.format.jsonl import is_jsonl, open_jsonl
 from energon_bridge.format.key_index import connect_key_index, find_key_index
 from energon_bridge.format.nvmeta import (
@@ -23,7 +24,6 @@ from energon_bridge.format.nvmeta import (
     read_info,
     read_splits,
 )
-from energon_bridge.rows.dataset import is_unprepared_table, open_tables, table_parts
 from energon_bridge.storage import LocalStore, Store, open_store
 
 _MOST_COUNTED = 10_000_000  # samples whose parts are counted: some seconds
@@ -107,8 +107,9 @@ def summarize_dataset(
     """
     if is_jsonl(path):
         return _summarize_jsonl(path)
-    if is_unprepared_table(path):
-        return _summarize_tables(path)
+    foreign = format_of_unprepared(path)
+    if foreign is not None:
+        return _summarize_foreign(foreign, path)
     store = open_store(path)
     store.check_root()
     info = read_info(store)
@@ -166,12 +167,14 @@ def _new_shards(store: Store, known: Collection[str]) -> tuple[str, ...]:
 
 
 def _column_numbers(store: Store, columns: Mapping[str, Column]) -> dict[str, ColumnNumbers]:
-    found = {}
+    numbers = {}
     for name, column in columns.items():
         if column.values is None and column.num_samples:
             values = read_numbers(store, name, column)
-            found[name] = ColumnNumbers(least=float(values.min()), mean=float(values.mean()), most=float(values.max()))
-    return found
+            numbers[name] = ColumnNumbers(
+                least=float(values.min()), mean=float(values.mean()), most=float(values.max())
+            )
+    return numbers
 
 
 def _of_key_index(store: Store, num_samples: int) -> tuple[dict[str, PartType], dict[str, MediaNumbers]]:
@@ -184,10 +187,7 @@ def _of_key_index(store: Store, num_samples: int) -> tuple[dict[str, PartType], 
         with closing(connect_key_index(files)) as index:
             tables = {name for (name,) in index.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
             if num_samples <= _MOST_COUNTED and "sample_parts" in tables:
-                rows = " UNION ALL ".join(
-                    f"SELECT part_name, content_byte_size AS size FROM {name}.sample_parts" for name in files.schemas()
-                )
-                query = f"SELECT part_name, count(*), sum(size) FROM ({rows}) GROUP BY 1 ORDER BY 1"
+                query = "SELECT part_name, count(*), sum(content_byte_size) FROM sample_parts GROUP BY 1 ORDER BY 1"
                 names = {name: PartType(count=count, num_bytes=size) for name, count, size in index.execute(query)}
             return names, _media(index) if "media_metadata" in tables else {}
     except sqlite3.Error:
@@ -205,7 +205,7 @@ def _names_of_parts(store: Store) -> dict[str, PartType]:
 
 
 def _media(index: sqlite3.Connection) -> dict[str, MediaNumbers]:
-    found = {}
+    numbers = {}
     kinds = index.execute("SELECT metadata_type, count(*) FROM media_metadata GROUP BY 1 ORDER BY 1").fetchall()
     for kind, count in kinds:
         ranges: dict[str, tuple[float, float]] = {}
@@ -217,8 +217,8 @@ def _media(index: sqlite3.Connection) -> dict[str, MediaNumbers]:
             ).fetchone()
             if least is not None:
                 ranges[name] = (least, most)
-        found[str(kind)] = MediaNumbers(count=count, ranges=ranges)
-    return found
+        numbers[str(kind)] = MediaNumbers(count=count, ranges=ranges)
+    return numbers
 
 
 def _summarize_jsonl(path: str | os.PathLike[str]) -> DatasetSummary:
@@ -239,8 +239,8 @@ def _summarize_jsonl(path: str | os.PathLike[str]) -> DatasetSummary:
     )
 
 
-def _summarize_tables(path: str | os.PathLike[str]) -> DatasetSummary:
-    parts = [open_tables(path, split_part=part) for part in table_parts(path)]
+def _summarize_foreign(foreign: ForeignFormat, path: str | os.PathLike[str]) -> DatasetSummary:
+    parts = [foreign.open(path, split_part=part) for part in foreign.split_parts(path)]
     first = parts[0]
     return DatasetSummary(
         path=first.path,
@@ -250,7 +250,7 @@ def _summarize_tables(path: str | os.PathLike[str]) -> DatasetSummary:
         missing_shards=(),
         energon_version=None,
         sample_type=first.sample_type.__name__,
-        field_map=dict(first.layout.fields),
+        field_map=dict(first.fields),
         subflavors={},
         has_key_index=False,
         parts=tuple(

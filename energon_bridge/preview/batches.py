@@ -98,19 +98,19 @@ def delivered(
 
     Args:
         spec: What the run reads, with its task encoder.
-        steps: Steps before them, counted from the beginning of the run on so many ranks.
+        steps: Steps before them, counted from the beginning of the run on `world_size` ranks.
         world_size: Data-parallel ranks.
         state: Where to start; without it, loading starts at the first step.
         rank: Return the steps of this rank only.
         per_step: Microbatches of a rank in a step.
 
     Raises:
-        ConfigurationError: The state is after the first step, or between two steps of so many ranks.
+        ConfigurationError: The state is after the first step, or between two steps of this number of ranks.
     """
     batches = []
     for number in range(world_size) if rank is None else (rank,):
         for step, batch, lanes in _deliver(spec, steps, world_size, number, state, per_step):
-            batches.append(shown(batch, spec.task_encoder, step=step, rank=number, num_lanes=lanes))
+            batches.append(shown(batch, spec.settings.task_encoder, step=step, rank=number, num_lanes=lanes))
     return sorted(batches, key=lambda batch: (batch.step, batch.rank))  # stable: those of a step and rank stay in order
 
 
@@ -124,7 +124,7 @@ def _deliver(
     try:
         if state is not None:
             loader.restore_state_rank(state)
-        first = _stand(loader.ownership.num_lanes, world_size, state)
+        first = _next_step(loader.ownership.num_lanes, world_size, state)
         asked = range(steps.start * per_step, steps.stop * per_step)
         if asked.start < first:
             raise ConfigurationError(
@@ -145,15 +145,15 @@ def _deliver(
         loader.close()
 
 
-def stand_of(spec: DatasetSpec, world_size: int, state: State | None = None) -> int:
+def next_step(spec: DatasetSpec, world_size: int, state: State | None = None) -> int:
     """Return the next step of a state, 0 without a state."""
     if state is None:
         return 0
-    lanes = read(state).num_lanes if spec.kind == "train" else plan_run(spec, spec.worker_config.facts).num_lanes
-    return _stand(lanes, world_size, state)
+    lanes = read(state).num_lanes if spec.kind == "train" else plan_run(spec, spec.worker_config).num_lanes
+    return _next_step(lanes, world_size, state)
 
 
-def _stand(lanes: int, world_size: int, state: State | None) -> int:
+def _next_step(lanes: int, world_size: int, state: State | None) -> int:
     """Return the next step of a state."""
     if state is None:
         return 0
@@ -215,7 +215,7 @@ def _row(batch: Any, row: int, valid: Sequence[bool]) -> list[tuple[str, tuple[I
     get = _getter(batch)
     keys = get("__key__")
     batched = isinstance(keys, list)
-    found = [("key", items_of(keys[row] if batched and row < len(keys) else keys))] if keys else []
+    fields = [("key", items_of(keys[row] if batched and row < len(keys) else keys))] if keys else []
     for name in names:
         value = get(name)
         if name.startswith("__") or value is None:
@@ -225,8 +225,8 @@ def _row(batch: Any, row: int, valid: Sequence[bool]) -> list[tuple[str, tuple[I
             value = value[row]
         elif row:
             continue  # fields that belong to no row are shown once
-        found.append((name, items_of(value, name)))
-    return found
+        fields.append((name, items_of(value, name)))
+    return fields
 
 
 def _is_record(batch: Any) -> bool:
@@ -298,15 +298,15 @@ def _tokens(ids: Sequence[int], labels: Sequence[int], learned: Sequence[float],
     """Return the tokens of a segment; those of an image count as one."""
     said = [names.text(label) if loss else None for label, loss in zip(labels, learned, strict=False)]
     said += [None] * (len(ids) - len(said))
-    found = []
+    tokens = []
     for kind, run in groupby(range(len(ids)), lambda place: names.kind(ids[place])):
         places = list(run)
         # The last token of an image may carry loss: its label is the token that follows.
         if kind == "image" and all(said[place] is None for place in places[:-1]):
-            found.append(Token(kind, names.text(ids[places[0]]), said[places[-1]], len(places)))
+            tokens.append(Token(kind, names.text(ids[places[0]]), said[places[-1]], len(places)))
         else:
-            found += [Token(kind, names.text(ids[place]), said[place]) for place in places]
-    return found
+            tokens += [Token(kind, names.text(ids[place]), said[place]) for place in places]
+    return tokens
 
 
 def _pictures(pixels: Any, count: int) -> list[Picture]:

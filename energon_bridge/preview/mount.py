@@ -26,13 +26,13 @@ from energon_bridge.format.nvmeta import read_info
 from energon_bridge.format.tar_index import scan_tar
 from energon_bridge.storage import Store
 
-_SHARDS = 32
+_CACHED_SHARDS = 32
 """Shards whose parts are remembered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """A file of the tree: so many bytes of a shard."""
+    """A file of the tree: a range of bytes of a shard."""
 
     shard: str
     offset: int
@@ -72,38 +72,38 @@ class DatasetTree:
         Raises:
             EnergonError: A shard on the way cannot be read.
         """
-        found: Any = self._top
+        node: Any = self._top
         for name in path.split("/"):
             if not name:
                 continue
-            if not isinstance(found, dict) or name not in found:
+            if not isinstance(node, dict) or name not in node:
                 return None
-            found = found[name]
-            if isinstance(found, str):
-                found = self._parts_of(found)
-        return found
+            node = node[name]
+            if isinstance(node, str):
+                node = self._parts_of(node)
+        return node
 
     def is_shard(self, path: str) -> bool:
         """Whether a path is that of a shard; reads nothing."""
-        found: Any = self._top
+        node: Any = self._top
         for name in filter(None, path.split("/")):
-            found = found.get(name) if isinstance(found, dict) else None
-        return isinstance(found, str)
+            node = node.get(name) if isinstance(node, dict) else None
+        return isinstance(node, str)
 
     def read(self, part: Part, offset: int, length: int) -> bytes:
-        """Return up to so many bytes of a file from an offset on."""
+        """Return at most `length` bytes of a file from an offset on."""
         length = max(0, min(length, part.size - offset))
         return self._store.read_range(part.shard, part.offset + offset, length) if length else b""
 
     def _parts_of(self, shard: str) -> Folder:
         with self._lock:
-            found = self._scanned.get(shard)
-            if found is None:
-                found = self._scanned[shard] = self._scan(shard)
-                if len(self._scanned) > _SHARDS:
+            folder = self._scanned.get(shard)
+            if folder is None:
+                folder = self._scanned[shard] = self._scan(shard)
+                if len(self._scanned) > _CACHED_SHARDS:
                     self._scanned.popitem(last=False)
             self._scanned.move_to_end(shard)
-            return found
+            return folder
 
     def _scan(self, shard: str) -> Folder:
         scan = scan_tar(self._store, shard)
@@ -131,15 +131,15 @@ _SAFE = {"": "%", ".": "%2E", "..": "%2E%2E"}
 
 def _folder_in(place: Folder, name: str) -> Folder:
     """Return the folder of a name, made if it is not there; a file that has the name keeps it."""
-    found = place.get(name)
-    if isinstance(found, Part):
+    node = place.get(name)
+    if isinstance(node, Part):
         name = f"{name}~2"
-        found = place.get(name)
-    if found is None:
+        node = place.get(name)
+    if node is None:
         made: Folder = {}
         place[name] = made
         return made
-    return _folder_in(place, name) if isinstance(found, Part) else found
+    return _folder_in(place, name) if isinstance(node, Part) else node
 
 
 def _free(place: Folder, name: str) -> str:
@@ -187,22 +187,22 @@ def mount(tree: DatasetTree, mountpoint: Path, *, detach: bool = False) -> None:
             self.mounted = True
 
         def getattr(self, path: str, fh: int | None = None) -> dict[str, int]:
-            found = None if tree.is_shard(path) else self._found(path)
-            is_file = isinstance(found, Part)
+            node = None if tree.is_shard(path) else self._found(path)
+            is_file = isinstance(node, Part)
             return {
                 "st_mode": (stat.S_IFREG | 0o444) if is_file else (stat.S_IFDIR | 0o555),
                 "st_nlink": 1 if is_file else 2,
-                "st_size": found.size if isinstance(found, Part) else 0,
+                "st_size": node.size if isinstance(node, Part) else 0,
                 "st_uid": os.getuid(),
                 "st_gid": os.getgid(),
                 **dict.fromkeys(("st_atime", "st_mtime", "st_ctime"), began),
             }
 
         def readdir(self, path: str, fh: int) -> Iterator[str]:
-            found = self._found(path)
-            if isinstance(found, Part):
+            node = self._found(path)
+            if isinstance(node, Part):
                 raise failing(errno.ENOTDIR)
-            yield from (".", "..", *found)
+            yield from (".", "..", *node)
 
         def open(self, path: str, flags: int) -> int:
             if flags & (os.O_WRONLY | os.O_RDWR):
@@ -210,22 +210,22 @@ def mount(tree: DatasetTree, mountpoint: Path, *, detach: bool = False) -> None:
             return 0
 
         def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
-            found = self._found(path)
-            if not isinstance(found, Part):
+            node = self._found(path)
+            if not isinstance(node, Part):
                 raise failing(errno.EISDIR)
             try:
-                return tree.read(found, offset, size)
+                return tree.read(node, offset, size)
             except EnergonError as error:
                 raise failing(errno.EIO) from error
 
         def _found(self, path: str) -> Folder | Part:
             try:
-                found = tree.find(path)
+                node = tree.find(path)
             except EnergonError as error:  # a damaged shard
                 raise failing(errno.EIO) from error
-            if found is None:
+            if node is None:
                 raise failing(errno.ENOENT)
-            return found
+            return node
 
     files = Files()
     try:

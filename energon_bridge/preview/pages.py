@@ -38,7 +38,7 @@ from energon_bridge.storage.ranges import ByteRange
 
 _PER_FILE = 60
 _PER_SEARCH_FILE = 5000
-_SEARCHED = 1000
+_SEARCHED_CHARACTERS = 1000
 """Characters of a sample's texts that are searched."""
 _BINS = 32
 _MARK = 'content="energon preview"'
@@ -137,14 +137,14 @@ def _jpeg(picture: Picture) -> bytes:
 
 def _numbered(items: list[list[Any]], first: int) -> list[list[Any]]:
     """Return items with their files numbered across the whole preview."""
-    found = []
+    numbered = []
     for item in items:
         if item[0] in "pva":
             item = [item[0], first + item[1], *item[2:]]
         elif item[0] == "r":
             item = ["r", item[1], _numbered(item[2], first)]
-        found.append(item)
-    return found
+        numbered.append(item)
+    return numbered
 
 
 class _Writer:
@@ -185,7 +185,7 @@ class _Writer:
                 "error": record.error,
             }
         )
-        for values, value in zip(self._search, (record.key, record.text()[:_SEARCHED], part), strict=True):
+        for values, value in zip(self._search, (record.key, record.text()[:_SEARCHED_CHARACTERS], part), strict=True):
             values.append(value)  # type: ignore[attr-defined]
         for name, sizes in record.sizes().items():
             self._sizes.setdefault(name, array("q")).extend(sizes)

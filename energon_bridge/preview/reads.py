@@ -167,21 +167,21 @@ def _events(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
                     yield event
 
 
-def _collected(bands: tuple[Band, ...], first: int, count: int, found: Iterable[tuple[int, int, int]]) -> Reads:
-    reads: IntArray = np.fromiter(chain.from_iterable(found), dtype=np.int64).reshape(-1, 3)
+def _collected(bands: tuple[Band, ...], first: int, count: int, triples: Iterable[tuple[int, int, int]]) -> Reads:
+    reads: IntArray = np.fromiter(chain.from_iterable(triples), dtype=np.int64).reshape(-1, 3)
     steps, ranks, samples = reads[:, 0], reads[:, 1], reads[:, 2]
     return Reads(bands=bands, first_step=first, num_steps=count, steps=steps, ranks=ranks, samples=samples)
 
 
-def facts_of(reads: Reads) -> list[BandFacts]:
+def count_reads(reads: Reads) -> list[BandFacts]:
     """Return the reads of each dataset."""
-    found = []
+    facts = []
     for band in reads.bands:
         own = reads.samples[(reads.samples >= band.first) & (reads.samples < band.first + band.count)]
         _, counts = np.unique(own, return_counts=True)
         most = int(counts.max()) if counts.size else 0
-        found.append(BandFacts(name=band.name, num_samples=band.count, reads=own.size, distinct=counts.size, most=most))
-    return found
+        facts.append(BandFacts(name=band.name, num_samples=band.count, reads=own.size, distinct=counts.size, most=most))
+    return facts
 
 
 def picture_of(reads: Reads, *, columns: int = _COLUMNS, rows: int = _ROWS) -> Image.Image:

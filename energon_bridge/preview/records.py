@@ -112,15 +112,15 @@ class Record:
         """Return the values for histograms."""
         items = self.items()
         pictures = [item for item in items if isinstance(item, Picture)]
-        found = {"bytes": [self.size]} if self.size else {}
+        sizes = {"bytes": [self.size]} if self.size else {}
         if text := sum(len(item.text) for item in items if isinstance(item, Text) and item.kind == "text"):
-            found["characters of text"] = [text]
+            sizes["characters of text"] = [text]
         if pictures:
-            found["width of pictures"] = [picture.width for picture in pictures]
-            found["height of pictures"] = [picture.height for picture in pictures]
+            sizes["width of pictures"] = [picture.width for picture in pictures]
+            sizes["height of pictures"] = [picture.height for picture in pictures]
         if turns := sum(isinstance(item, Turn) for _, items in self.fields for item in items):
-            found["turns"] = [turns]
-        return found
+            sizes["turns"] = [turns]
+        return sizes
 
 
 def fields_of(sample: Any) -> list[tuple[str, tuple[Item, ...]]]:
@@ -132,10 +132,10 @@ def fields_of(sample: Any) -> list[tuple[str, tuple[Item, ...]]]:
     else:
         values = [("value", sample)]
     shown = [(str(name), value) for name, value in values if value is not None and not str(name).startswith("__")]
-    found = [(name[:200], items_of(value, name)) for name, value in shown[:_MOST_FIELDS]]
+    named = [(name[:200], items_of(value, name)) for name, value in shown[:_MOST_FIELDS]]
     if len(shown) > _MOST_FIELDS:
-        found.append(("…", (Text("note", f"and {len(shown) - _MOST_FIELDS:,} more fields"),)))
-    return found
+        named.append(("…", (Text("note", f"and {len(shown) - _MOST_FIELDS:,} more fields"),)))
+    return named
 
 
 def items_of(value: Any, name: str = "") -> tuple[Item, ...]:
@@ -180,9 +180,9 @@ def _items(value: Any, name: str) -> list[Item]:
         if turns := _turns(value):
             return turns
         if len(value) and all(_is_shown(entry) for entry in value[:_MOST_ITEMS]):
-            found = [item for entry in value[:_MOST_ITEMS] for item in items_of(entry, name)]
+            listed = [item for entry in value[:_MOST_ITEMS] for item in items_of(entry, name)]
             more = len(value) - _MOST_ITEMS
-            return [*found, Text("note", f"and {more:,} more")] if more > 0 else found
+            return [*listed, Text("note", f"and {more:,} more")] if more > 0 else listed
         return [_json(value)]
     if is_dataclass(value) and not isinstance(value, type):
         return [item for _, items in fields_of(value) for item in items]
@@ -220,34 +220,34 @@ def _turns(value: Any) -> list[Item]:
     """Return the turns of a conversation, nothing if it is not one: `role` and `content`, or `from` and `value`."""
     if not isinstance(value, (list, tuple)) or not value or not all(isinstance(turn, Mapping) for turn in value):
         return []
-    found: list[Item] = []
+    turns: list[Item] = []
     for turn in value[:_MOST_ITEMS]:
         role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
         beside = {name: said for name, said in turn.items() if name not in _OWN_KEYS and said is not None}
         if not isinstance(role, str) or (content is None and not beside):
             return []
         items = [*([] if content is None else _content(content)), *([_json(beside)] if beside else [])]
-        found.append(Turn(_ROLES.get(role, role)[:40], tuple(items)))
+        turns.append(Turn(_ROLES.get(role, role)[:40], tuple(items)))
     if len(value) > _MOST_ITEMS:
-        found.append(Turn("…", (Text("note", f"and {len(value) - _MOST_ITEMS:,} more turns"),)))
-    return found
+        turns.append(Turn("…", (Text("note", f"and {len(value) - _MOST_ITEMS:,} more turns"),)))
+    return turns
 
 
 def _content(content: Any) -> list[Text | Picture]:
     """Return the parts of a turn; an image that comes from another field is its placeholder."""
-    found: list[Text | Picture] = []
+    items: list[Text | Picture] = []
     for part in content if isinstance(content, (list, tuple)) else [content]:
         if isinstance(part, str):
-            found.append(_text(part))
+            items.append(_text(part))
         elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
-            found.append(_text(part["text"]))
+            items.append(_text(part["text"]))
         elif isinstance(part, Mapping) and part.get("type") in ("image", "video"):
             held = part.get(part["type"])
             picture = None if held is None or isinstance(held, str) else picture_of(held)
-            found.append(picture or Text("text", f"<{part['type']}>"))
+            items.append(picture or Text("text", f"<{part['type']}>"))
         else:
-            found.append(_json(part))
-    return found
+            items.append(_json(part))
+    return items
 
 
 def _text(text: str) -> Text:

@@ -19,12 +19,13 @@ from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.parallel import available_cores
 from energon_bridge.loader.run_plan import DatasetSpec, RunPlan, plan_run
 from energon_bridge.loader.streams import open_pipeline
+from energon_bridge.plan.choose import Picks
 from energon_bridge.preview.records import Record, fields_of
 from energon_bridge.stream.dataset_code import has_code
+from energon_bridge.stream.picked import PickedLoad
 from energon_bridge.stream.pipeline import Pipeline
-from energon_bridge.stream.reencode import load_again
 from energon_bridge.stream.report import SamplePlace
-from energon_bridge.stream.state import SampleRef
+from energon_bridge.stream.state import SampleRef, as_members
 from energon_bridge.stream.steps import PendingSample
 from energon_bridge.stream.values import FailedSample
 from energon_bridge.task_encoder.base import DefaultTaskEncoder
@@ -78,9 +79,9 @@ class SampleSource:
     def __init__(self, spec: DatasetSpec, plan: RunPlan | None = None) -> None:
         coded = any(has_code(leaf.dataset) for leaf in spec.leaves)
         encoder = _ForCode() if coded else _AsTheyAre()
-        self._spec = replace(spec, task_encoder=encoder, batch_size=None, packing_buffer_size=None)
-        facts = replace(spec.worker_config, num_workers=0, data_parallel_group=None).facts
-        self._plan = replace(plan, data=self._spec, facts=facts) if plan else plan_run(self._spec, facts)
+        self._spec = spec.with_settings(task_encoder=encoder, batch_size=None, packing_buffer_size=None)
+        config = replace(spec.worker_config, num_workers=0, data_parallel_group=None)
+        self._plan = replace(plan, data=self._spec, config=config) if plan else plan_run(self._spec, config)
         self._pipeline: Pipeline = open_pipeline(self._plan, threads=0)
         self._leaves = {leaf.identity: number for number, leaf in enumerate(self._plan.leaves)}
 
@@ -127,7 +128,7 @@ class SampleSource:
     def _load(self, keys: Sequence[tuple[str, int, int, int]]) -> list[tuple[Any, int]]:
         pipeline = self._pipeline
         refs = [SampleRef(self._leaves[identity], index, epoch, 0) for identity, index, epoch, _ in keys]
-        loading = load_again(pipeline, refs)
+        loading = PickedLoad(pipeline, Picks(as_members(refs))).start()
         loaded: list[tuple[Any, int]] = []
         while len(loading):
             part = loading.take()

@@ -71,7 +71,7 @@ def clean(text: str) -> str:
 
 
 def half_blocks(image: Image.Image, columns: int) -> Iterator[Styled]:
-    """Yield the lines of an image that is so many columns wide, two pixels above each other in a character."""
+    """Yield the lines of an image `columns` wide: a character is two pixels, one above the other."""
     width = min(columns, max(8, image.width))
     height = max(2, round(image.height * width / image.width / 2) * 2)
     pixels = image.convert("RGB").resize((width, height), Image.Resampling.BILINEAR).load()

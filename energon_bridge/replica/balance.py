@@ -237,7 +237,7 @@ class ExchangingLoader(BalancedLoader):
         super().__init__(loader, size // loader.config.dp_size, balance.window)
         self._cost = balance.cost
         self._peers = Peers(balance.group)
-        self._key = key_of("balance window", loader.config.seed + loader.config.seed_offset)
+        self._key = key_of("balance window", loader.config.run_seed)
         self._settings = window_settings(balance.window, size)
         self._stream: Iterator[Any] | None = None
         self._ready: deque[Any] = deque()
@@ -455,7 +455,7 @@ def _check(loader: Any, balance: Balance, *, asks: bool) -> int:
             f"{type(loader).__name__}"
         )
     spec, config = loader.spec, loader.config
-    if spec.finite or spec.virtual_epoch_length is not None:
+    if spec.finite or spec.settings.virtual_epoch_length is not None:
         kind = "a finite stream" if spec.finite else "a virtual epoch"
         raise ConfigurationError(
             f"balance needs an endless training stream, got {kind}, whose last global batch may lack microbatches: "

@@ -18,14 +18,13 @@ import numpy as np
 import torch.distributed as dist
 
 from energon_bridge.errors import BalanceError, ConfigurationError, StepMismatchError, WrongUseError
-from energon_bridge.loader.document import State, read, write
+from energon_bridge.loader.document import State, leaf_rows, read, write
 from energon_bridge.loader.fits import read_all
 from energon_bridge.loader.metrics import flat_metrics
 from energon_bridge.loader.position import merged_state
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.shares import Sharing
-from energon_bridge.loader.summary import leaf_rows
 from energon_bridge.topology import Ownership, WorkerConfig
 
 _FIGURES = ("step_before", "step", "round_before", "round", "moved")
@@ -138,7 +137,7 @@ class BalancedLoader(ABC):
 
     def state_dict(self) -> State:
         """Return the state of the whole run."""
-        state = merged_state(self.save_state_rank(), self.config.facts)
+        state = merged_state(self.save_state_rank(), self.config)
         assert state is not None
         return state
 

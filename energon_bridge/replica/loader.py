@@ -8,12 +8,11 @@ exceptions: they communicate with nobody, because every batch carries the state 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from energon_bridge.errors import WrongUseError
-from energon_bridge.loader.document import read
+from energon_bridge.loader.document import leaf_rows, read
 from energon_bridge.loader.metrics import flat_metrics
-from energon_bridge.loader.summary import leaf_rows
 from energon_bridge.replica.balance import Balance, balanced
 from energon_bridge.replica.exchange import Exchange
 from energon_bridge.replica.groups import Replica
@@ -56,6 +55,8 @@ class BroadcastLoader:
         endless: Whether the stream never ends.
         ownership: Which data-parallel rank delivers which lane; None if the loader does not say.
     """
+
+    is_broadcast: ClassVar[bool] = True  # how EnergonDataloader, which does not import this, tells
 
     def __init__(self, loader: Any, replica: Replica) -> None:
         self.replica = replica

@@ -228,9 +228,9 @@ def open_remote(where: str, root: str, files: Mapping[str, Stamp]) -> ArrowSourc
     if is_split:
         named.sort(key=lambda item: (SPLIT_ORDER.index(item[0] or ""), item[1]))
     store = open_store(root)
-    found = far_groups(store, [name for _, name in named], [files[name] for _, name in named])
+    groups = far_groups(store, [name for _, name in named], [files[name] for _, name in named])
     parts = [part or "" if is_split else "" for part, _ in named]
-    return ArrowSource(where, list(zip(parts, found, strict=True)), store, "parquet")
+    return ArrowSource(where, list(zip(parts, groups, strict=True)), store, "parquet")
 
 
 def parquet_files(path: Path) -> list[tuple[str, Path]]:
@@ -293,7 +293,7 @@ def groups_of(path: Path) -> list[Group]:
     parquet = path.suffix == ".parquet"
     arrow = pyarrow_modules()
     try:
-        stamp = stamp_of(path)
+        stamp = file_stamp(path)
         if parquet:
             return _parquet_groups(str(path), stamp, parquet_file(str(path), stamp).metadata)
         table = read_table(str(path))
@@ -350,10 +350,10 @@ def pyarrow_modules() -> Any:
     return pyarrow
 
 
-def stamp_of(path: Path) -> Stamp:
+def file_stamp(path: Path) -> Stamp:
     """Return the current stamp of a file."""
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
 
 
 @lru_cache(maxsize=16)
@@ -380,14 +380,14 @@ def table_of(group: Group) -> Any:
     """Return the rows of a group; those of the last two are kept, but not their store."""
     key = group.key
     with _tables_lock:
-        found = _tables.pop(key, None)
-    if found is None:
-        found = read_table(group.path) if group.group < 0 else read_group(group, ())
+        table = _tables.pop(key, None)
+    if table is None:
+        table = read_table(group.path) if group.group < 0 else read_group(group, ())
     with _tables_lock:
-        _tables[key] = found
+        _tables[key] = table
         while len(_tables) > _TABLES:
             del _tables[next(iter(_tables))]
-    return found
+    return table
 
 
 def release_tables() -> None:
@@ -431,7 +431,7 @@ def sizes_of(store: Store, names: Sequence[str]) -> list[int]:
 
 def far_groups(store: Store, names: Sequence[str], stamps: Sequence[Stamp]) -> list[list[Group]]:
     """Return the groups of files behind URLs; a version 0 becomes a hash of the end of the file. Raises SourceError."""
-    found: list[list[Group]] = []
+    groups: list[list[Group]] = []
     for first in range(0, len(names), _TAILS):
         some = slice(first, first + _TAILS)
         tails = _tails(store, names[some], [size for size, _ in stamps[some]])
@@ -439,16 +439,16 @@ def far_groups(store: Store, names: Sequence[str], stamps: Sequence[Stamp]) -> l
             path = store.url(name)
             try:
                 if not name.endswith(".parquet"):
-                    found.append(_arrow_groups(store, path, stamp))
+                    groups.append(_arrow_groups(store, path, stamp))
                     continue
                 version = stamp[1] or int.from_bytes(hashlib.blake2b(tail, digest_size=7).digest(), "little")
                 whole = ByteRange(store=store, rel=name, offset=0, size=stamp[0])
                 file = RangeReader(whole, [(stamp[0] - len(tail), tail)])
                 metadata = pyarrow_modules().parquet.ParquetFile(file, pre_buffer=False).metadata
-                found.append(_parquet_groups(path, (stamp[0], version), metadata, store))
+                groups.append(_parquet_groups(path, (stamp[0], version), metadata, store))
             except (pyarrow_modules().ArrowException, struct.error) as error:
                 raise SourceError(f"{path}: cannot be read: {error}. Was the upload cut off?") from error
-    return found
+    return groups
 
 
 def _tails(store: Store, names: Sequence[str], sizes: Sequence[int]) -> list[bytes]:
@@ -459,8 +459,8 @@ def _tails(store: Store, names: Sequence[str], sizes: Sequence[int]) -> list[byt
     ]
     far = as_far(store)
     blocks = far.read_all(wanted) if far is not None else [store.read_ranges(*one) for one in wanted]
-    found = iter([bytes(block[0]) for block in blocks])
-    return [next(found) if length else b"" for length in lengths]
+    tails = iter([bytes(block[0]) for block in blocks])
+    return [next(tails) if length else b"" for length in lengths]
 
 
 def _rel(store: Store, path: str) -> str:

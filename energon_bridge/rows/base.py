@@ -85,10 +85,10 @@ class FileRef:
     def mark(self) -> str:
         """Return what changes if the file does."""
         try:
-            found = os.stat(self.path)
+            stat = os.stat(self.path)
         except (OSError, ValueError):
             return f"{self.path} missing"
-        return f"{self.path} {found.st_size} {found.st_mtime_ns}"
+        return f"{self.path} {stat.st_size} {stat.st_mtime_ns}"
 
     def _unreadable(self, error: OSError | ValueError) -> SourceError:
         """Return the error for a file that is not there, or for a name that no file can have (a ValueError)."""
@@ -318,11 +318,11 @@ def lay_out(row: Row, layout: Layout, number: int) -> RowSample:
         bare = column in layout.bare
         if isinstance(contents, tuple):
             prefix = "" if bare else f"{column}."
-            found = [(f"{prefix}{at}.{content.extension}", content) for at, content in enumerate(contents)]
+            named = [(f"{prefix}{at}.{content.extension}", content) for at, content in enumerate(contents)]
         else:
-            found = [(contents.extension if bare else f"{column}.{contents.extension}", contents)]
-        names[column] = [name for name, _ in found]
-        parts += found
+            named = [(contents.extension if bare else f"{column}.{contents.extension}", contents)]
+        names[column] = [name for name, _ in named]
+        parts += named
     values = row.values
     fields: dict[str, str] = {}
     for name, access in layout.fields.items():

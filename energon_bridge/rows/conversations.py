@@ -28,16 +28,16 @@ from energon_bridge.rows.turns import (
     check_places,
     check_sound,
     check_turns,
+    find_pair,
     has_preferences,
-    medium_of,
+    medium_by_name,
     num_rejected,
-    pair_of,
     part_kind,
     part_payload,
     part_text,
     preferred,
-    tools_of,
-    turns_of,
+    read_tools,
+    read_turns,
 )
 
 _MEDIA_KEYS = {
@@ -56,17 +56,17 @@ def file_columns(rows: Iterable[Mapping[str, Any]], media: MediaRoot, where: str
     for row in rows:
         for name, value in row.items():
             if value is not None and value not in ("", [], b""):
-                found = holds_media(value) or is_file_of(value, name, media)
-                seen.setdefault(name, []).append((found, value))
+                is_file = holds_media(value) or is_file_of(value, name, media)
+                seen.setdefault(name, []).append((is_file, value))
     columns = []
     for name, values in seen.items():
-        files = [value for found, value in values if found]
+        files = [value for is_file, value in values if is_file]
         if len(files) * 2 > len(values):
             columns.append(name)
             continue
         there = next((one for one in files if is_media_path(one) and is_file_of(one, "", media)), None)
         if there is not None:
-            other = next(value for found, value in values if not found)
+            other = next(value for is_file, value in values if not is_file)
             raise SourceError(
                 f"{where}: the column `{name}` names files ({there!r}) in {len(files)} of its first {len(values)} "
                 f"rows, but also has {str(other)[:60]!r}. Leave it empty in rows without a file."
@@ -76,7 +76,7 @@ def file_columns(rows: Iterable[Mapping[str, Any]], media: MediaRoot, where: str
 
 def media_columns(entry: Mapping[str, Any], columns: Sequence[str]) -> Iterable[str]:
     """Return the columns of an entry with media: those of the first rows, and those that a question calls so."""
-    if pair_of(entry) is None:
+    if find_pair(entry) is None:
         return columns
     return dict.fromkeys((*columns, *(name for name in _MEDIA_KEYS if entry.get(name) and holds_media(entry[name]))))
 
@@ -95,13 +95,13 @@ def holds_media(value: Any) -> bool:
 def as_files(value: Any, media: MediaRoot, column: str) -> Content | tuple[Content, ...]:
     """Return the files that a value stands for: a path, bytes, `{"bytes": …, "path": …}`, a data URI, or a list."""
     if isinstance(value, list | tuple):
-        found = [as_files(item, media, column) for item in value]
-        if any(isinstance(item, tuple) for item in found):
+        files = [as_files(item, media, column) for item in value]
+        if any(isinstance(item, tuple) for item in files):
             raise SourceError(
                 f"`{column}`: expected a list of files, found a list in it, {str(value)[:60]!r}. Make one file of the "
                 "frames of a video."
             )
-        return tuple(item for item in found if not isinstance(item, tuple))
+        return tuple(item for item in files if not isinstance(item, tuple))
     if isinstance(value, Mapping):
         data, path = value.get("bytes"), value.get("path")
         if data is None and isinstance(path, str):
@@ -132,8 +132,8 @@ def conversation_row(entry: Mapping[str, Any], where: str, media: MediaRoot) -> 
     taken: dict[str, set[str]] = {}
 
     def take(column: str, value: Any, place: str) -> None:
-        found = as_files(value if isinstance(value, list) else [value], media, column)
-        files[column] = (*files.get(column, ()), *(found if isinstance(found, tuple) else (found,)))
+        contents = as_files(value if isinstance(value, list) else [value], media, column)
+        files[column] = (*files.get(column, ()), *(contents if isinstance(contents, tuple) else (contents,)))
         named.extend(item for item in (value if isinstance(value, list) else [value]) if is_media_path(item))
         taken.setdefault(column, set()).add(place)
         if len(taken[column]) > 1:
@@ -248,7 +248,7 @@ _SAID_OF_FILES = ("type", "detail", "format", "media_type")
 
 def is_conversation(values: Mapping[str, Any]) -> bool:
     """Return whether a row is a conversation, a question with its answer, or has preferences."""
-    return any(name in values for name in CONVERSATIONS) or pair_of(values) is not None or has_preferences(values)
+    return any(name in values for name in CONVERSATIONS) or find_pair(values) is not None or has_preferences(values)
 
 
 def only_preferred(entry: Mapping[str, Any], layout: Layout) -> tuple[Mapping[str, Any], int]:
@@ -272,9 +272,9 @@ def learnable(row: Row, layout: Layout, is_chat: bool) -> Row:
     try:
         if not layout.is_crude:
             if has_preferences(row.values, tags_only=True):
-                turns_of(row.values)  # says so
+                read_turns(row.values)  # says so
             return row
-        turns = turns_of(row.values)
+        turns = read_turns(row.values)
         if turns is None:
             if is_chat:
                 raise SampleError(
@@ -282,7 +282,7 @@ def learnable(row: Row, layout: Layout, is_chat: bool) -> Row:
                 )
             return row
         check_turns(turns)
-        tools_of(row.values)
+        read_tools(row.values)
         if not row.files:
             _check_no_media(row.values)
         files = {name: _of_known_kind(name, content) for name, content in row.files.items()}
@@ -297,13 +297,13 @@ def _several(contents: Content | tuple[Content, ...]) -> tuple[Content, ...]:
 
 
 def _medium(column: str, content: Content) -> Medium:
-    found = medium_of(f"{column}.0.{content.extension}")
-    if found is None:
-        found = "image" if kind_by_head(content.read()[:HEAD_BYTES]) == "image" else None
-    if found is None or (found == "image" and column in ("video", "videos")):
-        what = "an image" if found else "not an image or video of a known format"
+    medium = medium_by_name(f"{column}.0.{content.extension}")
+    if medium is None:
+        medium = "image" if kind_by_head(content.read()[:HEAD_BYTES]) == "image" else None
+    if medium is None or (medium == "image" and column in ("video", "videos")):
+        what = "an image" if medium else "not an image or video of a known format"
         raise SampleError(f"`{column}`: {getattr(content, 'path', content.extension)} is {what}")
-    return found
+    return medium
 
 
 def _of_known_kind(column: str, contents: Content | tuple[Content, ...]) -> Content | tuple[Content, ...]:

@@ -21,11 +21,11 @@ import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -43,10 +43,9 @@ from energon_bridge.errors import (
     UnknownSplitError,
     did_you_mean,
 )
-from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.dataset_config import DatasetConfigs
-from energon_bridge.format.field_map import FieldMap
-from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, INFO_JSON, INFO_YAML, meta_path
+from energon_bridge.format.foreign import ForeignDataset, ForeignFormat, ForeignRow
+from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, meta_path
 from energon_bridge.rng import IntArray
 from energon_bridge.rows.arrow import (
     SAVED,
@@ -73,42 +72,40 @@ from energon_bridge.rows.lists import check_media_meant
 from energon_bridge.rows.turns import CONVERSATIONS
 from energon_bridge.samples import sample_type_by_name
 from energon_bridge.storage import OpenFiles, Store, open_store
+from energon_bridge.storage.helpers import PerProcess
 
 _SUFFIXES = (".parquet", ".arrow")
 _VERSION = 1
 _AT_ONCE = 64
 _KEPT_BYTES = 1 << 30
 """Bytes of row groups that a process keeps; a single large group may exceed it."""
-_AGAIN_ROWS, _AGAIN_TIMES = 8, 16
+_REPEATED_ROWS, _REPEATED_GROUPS = 8, 16
 """Rows decoded again for each row used, and groups decoded again, that trigger a warning."""
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TableDataset(PreparedDataset):
+class TableDataset(ForeignDataset):
     """The rows of some files.
 
     Attributes:
         layout: How rows become samples.
-        columns: All columns.
         wanted: The columns to read; empty: all.
         media_columns: Columns that contain media.
-        group_rows: Rows of the largest row group; 0 for arrow files, whose rows can be read one by one.
     """
 
-    key_format: ClassVar[str | None] = "{:09d}"
-
     layout: Layout
-    columns: tuple[str, ...]
     wanted: tuple[str, ...]
     media_columns: tuple[str, ...]
-    group_rows: int
 
-    @property
-    def index_remedy(self) -> str:
-        """The remedy for a wrong index: a table has none, so write the file again."""
-        return "Write the file again."
+    def open_rows(self) -> TableRows:
+        """Return a new reader of the rows; row groups that were read last are shared."""
+        return TableRows(self)
+
+    def read_values(self, column: str) -> np.ndarray:
+        """Return a column of numbers or texts, as `ForeignDataset` says."""
+        return _read_values(self, column)
 
 
 def is_table(path: str | os.PathLike[str]) -> bool:
@@ -133,14 +130,6 @@ def has_tables(path: str | os.PathLike[str]) -> bool:
     if here.is_file():
         return is_table(path)
     return here.is_dir() and (is_saved(here) or next(here.rglob("*.parquet"), None) is not None)
-
-
-def is_unprepared_table(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path or URL has tables and is not also a prepared dataset."""
-    store = open_store(path)
-    if not is_table(path) and any(store.exists(meta_path(name)) for name in (INFO_JSON, INFO_YAML)):
-        return False
-    return has_tables(path)
 
 
 def open_tables(
@@ -182,8 +171,8 @@ def open_tables(
     for access in layout.fields.values():
         column = access.partition("[")[0]
         if column not in {*columns, *_labelled(next(filter(None, groups)))}:
-            found = f"has no column {column!r}, which a field is to come from.{did_you_mean(column, columns)}"
-            raise FieldMapError(f"{here}: {found} It has {', '.join(columns)}.")
+            mistake = f"has no column {column!r}, which a field is to come from.{did_you_mean(column, columns)}"
+            raise FieldMapError(f"{here}: {mistake} It has {', '.join(columns)}.")
     wanted = {access.partition("[")[0] for access in layout.fields.values()}
     if any(name in columns for name in CONVERSATIONS) or not wanted <= {*columns}:
         wanted = set()  # labels have names of their own, and conversations name their media
@@ -207,6 +196,8 @@ def open_tables(
         fingerprint=hashlib.sha256(content.encode()).hexdigest(),
         num_samples=sum(counts),
         layout=layout,
+        is_crude=layout.is_crude,
+        fields=layout.fields,
         columns=columns,
         wanted=tuple(name for name in columns if name in wanted),
         media_columns=source.columns,
@@ -249,8 +240,8 @@ def _files(
             return here, store, saved_names(store)
         if is_table(here):
             store.check_root()  # says that neither is there
-        found = parts_of([PurePosixPath(name) for name, _ in store.list(".parquet")])
-        return here, store, [(part, str(name)) for part, name in found]
+        parts = parts_of([PurePosixPath(name) for name, _ in store.list(".parquet")])
+        return here, store, [(part, str(name)) for part, name in parts]
     local = Path(_local(path))
     if not local.exists():
         raise DatasetNotFoundError(f"{local}: no such file or folder. Check the path.")
@@ -308,12 +299,7 @@ def _labelled(groups: Sequence[Group]) -> set[str]:
     return {"label_name" if name == "label" else f"{name}_name" for group in groups for name, _ in group.labels}
 
 
-def read_values(dataset: TableDataset, column: str) -> np.ndarray:
-    """Return a column of numbers or texts, for a filter, shape (samples,).
-
-    Raises:
-        ConfigurationError: It has other values, or none in some rows.
-    """
+def _read_values(dataset: TableDataset, column: str) -> np.ndarray:
     arrow = pyarrow_modules()
     chunks: list[Any] = []
     for groups in _groups_at(dataset.store, dataset.shard_names)[0]:
@@ -342,20 +328,6 @@ def read_values(dataset: TableDataset, column: str) -> np.ndarray:
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
-class TableRow:
-    """A row that has been read: its key, its parts, and the accesses of its fields."""
-
-    __slots__ = ("fields", "key", "parts")
-
-    def __init__(self, key: str, parts: dict[str, Any], fields: Mapping[str, str]) -> None:
-        self.key = key
-        self.parts = parts
-        self.fields = fields
-
-    def __len__(self) -> int:
-        return sum(map(len, self.parts.values()))
-
-
 class TableRows:
     """Reads rows by number; thread-safe."""
 
@@ -366,13 +338,13 @@ class TableRows:
         self._groups: dict[int, tuple[list[Group], list[int]]] = {}
         self._lock = threading.Lock()
 
-    def read(self, indices: IntArray) -> list[TableRow | Exception]:
+    def read(self, indices: IntArray) -> list[ForeignRow | Exception]:
         """Return rows in the order given, or the error of a bad one; each group is read once.
 
         Raises:
             ShardMissingError, CorruptShardError: A file is gone or damaged.
         """
-        out: list[TableRow | Exception] = [SourceError("not read")] * indices.size
+        out: list[ForeignRow | Exception] = [SourceError("not read")] * indices.size
         wanted: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for place, index in enumerate(indices.tolist()):
             shard = int(np.searchsorted(self._ends, index, side="right"))
@@ -390,7 +362,7 @@ class TableRows:
                 out[place] = self._row(values, where, int(indices[place]), group)
         return out
 
-    def _row(self, values: dict[str, Any], where: str, number: int, group: Group) -> TableRow | Exception:
+    def _row(self, values: dict[str, Any], where: str, number: int, group: Group) -> ForeignRow | Exception:
         dataset = self._dataset
         try:
             row = row_of(values, where, self._media, dataset.media_columns, group.labels)
@@ -398,12 +370,12 @@ class TableRows:
             parts, fields = sample.read()
         except SourceError as error:
             return error
-        return TableRow(sample.key, {name: memoryview(data) for name, data in parts}, fields)
+        return ForeignRow(sample.key, {name: memoryview(data) for name, data in parts}, fields)
 
     def _groups_of(self, shard: int) -> tuple[list[Group], list[int]]:
         with self._lock:
-            found = self._groups.get(shard)
-            if found is None:
+            known = self._groups.get(shard)
+            if known is None:
                 name = self._dataset.shard_names[shard]
                 path = self._dataset.store.url(name)
                 if not self._dataset.store.exists(name):
@@ -418,11 +390,11 @@ class TableRows:
                 if sum(counts) != self._dataset.shard_counts[shard]:
                     raise CorruptShardError(f"{path}: its rows changed after it was opened. Open the dataset again.")
                 firsts = (np.cumsum(counts) - counts).tolist()
-                found = self._groups[shard] = groups, firsts
-            return found
+                known = self._groups[shard] = groups, firsts
+            return known
 
 
-def samples_of_tables(dataset: TableDataset, shard: int) -> Iterator[TableRow | Exception]:
+def samples_of_tables(dataset: TableDataset, shard: int) -> Iterator[ForeignRow | Exception]:
     """Yield all rows of a file, or the error of a bad one; raises the errors of `TableRows.read`."""
     rows = TableRows(dataset)
     first = int(dataset.shard_counts[:shard].sum())
@@ -455,10 +427,10 @@ class _Kept:
         place = group.key, columns
         with self._lock:
             self._rows += rows
-            found = self._groups.get(place)
-            if found is not None:
+            kept = self._groups.get(place)
+            if kept is not None:
                 self._groups.move_to_end(place)
-                return found[0]
+                return kept[0]
         table = read_group(group, columns)
         batches = _batches(table)
         with self._lock:
@@ -477,7 +449,7 @@ class _Kept:
             return
         self._rows_again += group.num_rows
         self._times_again += 1
-        if self._has_warned or self._times_again < _AGAIN_TIMES or self._rows_again < _AGAIN_ROWS * self._rows:
+        if self._has_warned or self._times_again < _REPEATED_GROUPS or self._rows_again < _REPEATED_ROWS * self._rows:
             return
         self._has_warned = True
         remedy = "Copy the files to a local disk"
@@ -496,20 +468,15 @@ class _Kept:
             remedy,
         )
 
-    def forget(self) -> None:
-        """Forget everything: for a forked process, whose parent may hold the lock."""
-        self.__init__()  # type: ignore[misc]
 
-
-_KEPT = _Kept()
-os.register_at_fork(after_in_child=_KEPT.forget)
+_KEPT = PerProcess(_Kept)
 
 
 def _read(group: Group, columns: tuple[str, ...], rows: int) -> Batches:
     """Return some columns of a group (all if none is named) to use `rows` rows of; raises CorruptShardError."""
     arrow = pyarrow_modules()
     try:
-        return _KEPT.get(group, columns, rows) if group.group >= 0 else _mapped(group, columns)
+        return _KEPT().get(group, columns, rows) if group.group >= 0 else _mapped(group, columns)
     except StorageError:
         raise
     except (OSError, arrow.ArrowException) as error:
@@ -523,15 +490,21 @@ def _mapped(group: Group, columns: tuple[str, ...]) -> Batches:
 
 
 def _batches(table: Any) -> Batches:
-    found: Batches = []
+    batches: Batches = []
     first = 0
     for batch in table.to_batches():
-        found.append((first, list(zip(batch.schema.names, batch.columns, strict=True))))
+        batches.append((first, list(zip(batch.schema.names, batch.columns, strict=True))))
         first += batch.num_rows
-    return found
+    return batches
 
 
-@lru_cache(maxsize=256)
-def compiled(fields: tuple[tuple[str, str], ...]) -> FieldMap:
-    """Return the field map for the accesses of a row; cached, since the rows of a file share few maps."""
-    return FieldMap(dict(fields))
+class _Tables:
+    """The format, as the core asks for it."""
+
+    is_named = staticmethod(is_table)
+    is_at = staticmethod(has_tables)
+    split_parts = staticmethod(table_parts)
+    open = staticmethod(open_tables)
+
+
+TABLES: ForeignFormat = _Tables()

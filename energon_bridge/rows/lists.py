@@ -46,8 +46,8 @@ from energon_bridge.rows.conversations import (
 from energon_bridge.rows.turns import (
     BESIDE_PAIRS,
     CONVERSATIONS,
+    find_pair,
     has_preferences,
-    pair_of,
 )
 
 _LOOKED_AT = 100
@@ -177,11 +177,11 @@ class LineEntries(Entries):
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entry = dict(pairs)
+    if len(entry) < len(pairs):
         name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise ValueError(f"an object has {name[:60]!r} twice")
-    return found
+    return entry
 
 
 def open_table(path: Path, media: Path | None) -> TableSource | CocoSource:
@@ -229,11 +229,11 @@ def _open_csv(path: Path, media: Path | None) -> TableSource:
         )
     usual = "," if suffix == "csv" else "\t"
     header = text[: 1 << 20]
-    found = [mark for mark in ",;\t|" if len(next(csv.reader(io.StringIO(header, ""), delimiter=mark), ())) > 1]
-    delimiter = usual if usual in found or not found else found[0]
-    if delimiter != usual and len(found) > 1:
+    marks = [mark for mark in ",;\t|" if len(next(csv.reader(io.StringIO(header, ""), delimiter=mark), ())) > 1]
+    delimiter = usual if usual in marks or not marks else marks[0]
+    if delimiter != usual and len(marks) > 1:
         raise SourceError(
-            f"{path}: the header has no {usual!r}, but {' and '.join(map(repr, found))}. Write the table with "
+            f"{path}: the header has no {usual!r}, but {' and '.join(map(repr, marks))}. Write the table with "
             f"{usual!r} between the fields."
         )
     kind = suffix.upper() + (f" with {delimiter!r} between fields" if delimiter != usual else "")
@@ -390,7 +390,7 @@ def _named(columns: Iterable[str], names: Sequence[str]) -> str | None:
 
 def _is_more(row: Row) -> bool:
     """Whether a row says more than a question, an answer and an image: what the types for these would leave out."""
-    pair = pair_of(row.values)
+    pair = find_pair(row.values)
     if pair is None or has_preferences(row.values):
         return has_preferences(row.values)
     beside = [name for name in BESIDE_PAIRS if name in row.values and name not in pair]

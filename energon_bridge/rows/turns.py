@@ -79,13 +79,13 @@ _SOUNDS = ("aac", "aif", "aiff", "amr", "flac", "m4a", "mp3", "oga", "ogg", "opu
 _SHOWN = 200
 
 
-def turns_of(entry: Mapping[str, Any]) -> list[Turn] | None:
+def read_turns(entry: Mapping[str, Any]) -> list[Turn] | None:
     """Return the turns of an entry in one form; None if it is no conversation.
 
     Raises:
         SampleError: It is one that is not understood, or has preferences.
     """
-    name, pair = _named(entry), pair_of(entry)
+    name, pair = _named(entry), find_pair(entry)
     if name is None and pair is None and not has_preferences(entry):
         return None
     if has_preferences(entry):
@@ -102,7 +102,7 @@ def turns_of(entry: Mapping[str, Any]) -> list[Turn] | None:
     return turns
 
 
-def pair_of(entry: Mapping[str, Any]) -> tuple[str, str] | None:
+def find_pair(entry: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the names of an entry's question and answer, texts or turns, if it is a known pair."""
     return next((pair for pair in PAIRS if all(_is_said(entry.get(name)) for name in pair)), None)
 
@@ -113,27 +113,27 @@ def known_turns(turns: Sequence[Any]) -> list[Turn]:
     Raises:
         SampleError: A call is not understood.
     """
-    found: list[Turn] = []
+    known: list[Turn] = []
     before = None  # the name of the role before
     for turn in turns:
         name = _role_name(turn)
         if name in _CALLS:
             calls = _calls(_content(turn))
-            if before in _CALLS and _goes_with(turn, found[-1]):
-                found[-1] = {**found[-1], "tool_calls": [*found[-1]["tool_calls"], *calls]}
+            if before in _CALLS and _goes_with(turn, known[-1]):
+                known[-1] = {**known[-1], "tool_calls": [*known[-1]["tool_calls"], *calls]}
             else:
-                found.append(
+                known.append(
                     {**_without(turn, "from", "value"), "role": "assistant", "content": "", "tool_calls": calls}
                 )
         elif name in _RESULTS:
-            found.append({**_without(turn, "from", "value"), "role": "tool", "content": _content(turn)})
+            known.append({**_without(turn, "from", "value"), "role": "tool", "content": _content(turn)})
         elif name is not None and isinstance(turn.get("function_call"), Mapping) and not turn.get("tool_calls"):
             calls = _calls(turn["function_call"])
-            found.append({**_without(turn, "function_call"), "content": _content(turn) or "", "tool_calls": calls})
+            known.append({**_without(turn, "function_call"), "content": _content(turn) or "", "tool_calls": calls})
         else:
-            found += [turn] if name is not None else _pair_turn(turn)
+            known += [turn] if name is not None else _pair_turn(turn)
         before = name
-    return found
+    return known
 
 
 def _goes_with(turn: Turn, before: Turn) -> bool:
@@ -167,12 +167,12 @@ def is_learned(role: str, turn: Mapping[str, Any]) -> bool:
     return all(said)
 
 
-def system_of(entry: Mapping[str, Any]) -> Any:
+def system_prompt(entry: Mapping[str, Any]) -> Any:
     """Return the system prompt beside the turns or the pair of an entry."""
     return entry.get("system") or entry.get("system_prompt")
 
 
-def tools_of(entry: Mapping[str, Any]) -> list[Any] | None:
+def read_tools(entry: Mapping[str, Any]) -> list[Any] | None:
     """Return the tools beside the turns or the pair of an entry; `functions` are those of OpenAI's first form.
 
     Raises:
@@ -193,9 +193,9 @@ def listed_tools(tools: Any, name: str = "tools") -> list[Any] | None:
             return None
         listed = [tools] if isinstance(tools, Mapping) else tools
         if isinstance(listed, list | tuple):
-            found = [json.loads(tool) if isinstance(tool, str | bytes) else tool for tool in listed]
-            if all(isinstance(tool, Mapping) or callable(tool) for tool in found):
-                return found
+            parsed = [json.loads(tool) if isinstance(tool, str | bytes) else tool for tool in listed]
+            if all(isinstance(tool, Mapping) or callable(tool) for tool in parsed):
+                return parsed
     except ValueError as error:
         raise SampleError(f"the {name} are not valid JSON: {error}: {tools!r}"[:500]) from error
     raise SampleError(f"{name} must be a list of JSON schemas, or JSON of one, got {tools!r}"[:500])
@@ -230,22 +230,22 @@ def _turns_of_pair(entry: Mapping[str, Any], pair: tuple[str, str]) -> list[Turn
     if isinstance(more, str) and more and pair[0] != "input" and isinstance(asked, str):
         asked = f"{asked}\n{more}" if asked else more
     turns: list[Turn] = []
-    if isinstance(system_of(entry), str):
-        turns.append({"role": "system", "content": system_of(entry)})
+    if isinstance(system_prompt(entry), str):
+        turns.append({"role": "system", "content": system_prompt(entry)})
     history = _parsed(entry.get("history") or [], "`history`")
     if not isinstance(history, Sequence) or isinstance(history, str | bytes):
         raise SampleError(f"`history`: expected a list of pairs, found {_short(history)}")
     for earlier in history:
-        found = known_turns([earlier])
-        if len(found) != 2 and _role_name(earlier) is None:
+        pair_turns = known_turns([earlier])
+        if len(pair_turns) != 2 and _role_name(earlier) is None:
             raise SampleError(f"`history`: expected pairs of texts, found {_short(earlier)}")
-        turns += found
+        turns += pair_turns
     return [*turns, *_as_turns(asked, "user"), *_as_turns(entry[pair[1]], "assistant")]
 
 
 def _pair_turn(turn: Any) -> list[Turn]:
     """Return the two turns of a pair; anything else as it is."""
-    if isinstance(turn, Mapping) and (pair := pair_of(turn)) is not None:
+    if isinstance(turn, Mapping) and (pair := find_pair(turn)) is not None:
         return _turns_of_pair(turn, pair)
     if isinstance(turn, list | tuple) and len(turn) == 2 and all(isinstance(text, str) for text in turn):
         return [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
@@ -253,8 +253,8 @@ def _pair_turn(turn: Any) -> list[Turn]:
 
 
 def _role_name(turn: Any) -> str | None:
-    found = (turn.get("role") or turn.get("from")) if isinstance(turn, Mapping) else None
-    return found.strip().lower() if isinstance(found, str) else None
+    name = (turn.get("role") or turn.get("from")) if isinstance(turn, Mapping) else None
+    return name.strip().lower() if isinstance(name, str) else None
 
 
 def _content(turn: Turn) -> Any:
@@ -263,9 +263,9 @@ def _content(turn: Turn) -> Any:
 
 def _calls(value: Any) -> list[dict[str, Any]]:
     """Return calls in OpenAI's form: JSON of `{"name", "arguments"}`, or of a list of these."""
-    found = _parsed(value, "a call")
+    parsed = _parsed(value, "a call")
     calls = []
-    for one in found if isinstance(found, list) else [found]:
+    for one in parsed if isinstance(parsed, list) else [parsed]:
         call = one.get("function", one) if isinstance(one, Mapping) else None
         if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
             raise SampleError(f"a call must be JSON with name and arguments, got {_short(one)}")
@@ -342,11 +342,13 @@ _CHOICES = ("chosen", "rejected", "rejected_response", "rejected_messages", "rej
 
 
 def _preferences(entry: Mapping[str, Any]) -> list[str]:
-    found = [name for name in _CHOICES if isinstance(value := entry.get(name), str | list | tuple | Mapping) and value]
-    if _named(entry) is not None or pair_of(entry) is not None:
-        return found + [name for name in _TAGS if _flag(name, entry.get(name)) is not None]
-    is_asked = len(found) > 1 or any(_is_said(entry.get(asked)) for asked, _ in PAIRS)
-    return found if "chosen" in found and is_asked else []
+    choices = [
+        name for name in _CHOICES if isinstance(value := entry.get(name), str | list | tuple | Mapping) and value
+    ]
+    if _named(entry) is not None or find_pair(entry) is not None:
+        return choices + [name for name in _TAGS if _flag(name, entry.get(name)) is not None]
+    is_asked = len(choices) > 1 or any(_is_said(entry.get(asked)) for asked, _ in PAIRS)
+    return choices if "chosen" in choices and is_asked else []
 
 
 def _flag(name: str, value: Any) -> bool | None:
@@ -362,13 +364,13 @@ def _flag(name: str, value: Any) -> bool | None:
 # a place elsewhere.
 
 
-def medium_of(name: str) -> Medium | None:
+def medium_by_name(name: str) -> Medium | None:
     """Return what the file of a part is, by its name: `0.jpg`, `videos.0.mp4`, `audios.0.mp4`."""
     kind = kind_by_name(name)
-    return medium_of_av(name) if kind == "av" else kind
+    return av_medium_by_name(name) if kind == "av" else kind
 
 
-def medium_of_av(name: str) -> Medium:
+def av_medium_by_name(name: str) -> Medium:
     """Return what the file of a part is, by its name, if it is a video or sound."""
     first, _, rest = name.lower().partition(".")
     return "audio" if first in ("audio", "audios") or (rest or first).rpartition(".")[2] in _SOUNDS else "video"
@@ -387,8 +389,8 @@ def part_kind(part: Any) -> Literal["text"] | Medium | None:
 
 def part_text(part: Any) -> str | None:
     """Return the text of a part that is one."""
-    found = part if isinstance(part, str) else part["text"] if part.get("text") is not None else part.get("value")
-    return found if isinstance(found, str) else None
+    text = part if isinstance(part, str) else part["text"] if part.get("text") is not None else part.get("value")
+    return text if isinstance(text, str) else None
 
 
 def part_payload(part: Mapping[str, Any], kind: str) -> Any:
@@ -399,14 +401,14 @@ def part_payload(part: Mapping[str, Any], kind: str) -> Any:
     """
     names = (f"{kind}_url", kind, f"input_{kind}", *_PAYLOADS)
     given = {name: value for name, value in part.items() if value is not None and not (name == "text" and not value)}
-    found = [name for name in names if name in given]
+    payloads = [name for name in names if name in given]
     other = [name for name in given if name not in (*names, *_HINTS)]
-    if len(found) > 1 or other:
+    if len(payloads) > 1 or other:
         raise SampleError(
-            f"a part of a message is not understood, for its {', '.join(other or found)}: {_short(part)}. Write it as "
-            f'{{"type": "{kind}", "{kind}": PATH}}'
+            f"a part of a message is not understood, for its {', '.join(other or payloads)}: {_short(part)}. Write it "
+            f'as {{"type": "{kind}", "{kind}": PATH}}'
         )
-    return given[found[0]] if found else None
+    return given[payloads[0]] if payloads else None
 
 
 def placed(turns: Sequence[Turn], there: Mapping[Medium, int]) -> list[Turn]:
@@ -471,7 +473,7 @@ def check_turns(turns: Sequence[Turn]) -> None:
                 raise SampleError(f"a part of a message is not understood: {_short(part)}")
             if text is not None:
                 inline = _INLINE.search(text) if role != "assistant" and "</img>" in text else None
-                if inline is not None and medium_of(inline[1]) is not None:
+                if inline is not None and medium_by_name(inline[1]) is not None:
                     raise SampleError(
                         f"a text names an image as {_short(inline[0])}, which would be seen as text: write '<image>' "
                         "there, and its path in `images`"

@@ -59,17 +59,17 @@ def normalise_on_device(batch: Any, device: Any = None, *, dtype: torch.dtype = 
     if isinstance(batch, dict):
         if batch.get("pixel_norm") is None:
             return batch
-        found: Mapping[str, Any] = batch
+        fields: Mapping[str, Any] = batch
     elif getattr(batch, "pixel_norm", None) is None:
         return batch
     else:
-        found = {name: getattr(batch, name, None) for name in ("pixel_values", "visual_inputs", "pixel_norm")}
-    norm, extra = found["pixel_norm"], found.get("visual_inputs")
+        fields = {name: getattr(batch, name, None) for name in ("pixel_values", "visual_inputs", "pixel_norm")}
+    norm, extra = fields["pixel_norm"], fields.get("visual_inputs")
     around = _entries(extra)
     mask = around.get("pixel_attention_mask")
     changed: dict[str, Any] = {"pixel_norm": None}
-    if isinstance(found.get("pixel_values"), Tensor):
-        changed["pixel_values"] = _normalised(found["pixel_values"], norm, mask, device, dtype)
+    if isinstance(fields.get("pixel_values"), Tensor):
+        changed["pixel_values"] = _normalised(fields["pixel_values"], norm, mask, device, dtype)
     inner = {
         name: _normalised(value, norm, mask, device, dtype)
         for name, value in around.items()

@@ -26,7 +26,7 @@ import torch
 from energon_bridge.errors import ConfigurationError, UnfitSampleError
 from energon_bridge.samples import streaming
 
-_PAGE = 4096
+_LARGE_ROW = 4096
 """Bytes of a row from which a separate copy per row pays off."""
 _NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     dtype: torch.empty(0, dtype=dtype).numpy().dtype
@@ -149,7 +149,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _stack_arrays(rows: list[np.ndarray]) -> np.ndarray:
     first = rows[0]
-    large = first.nbytes >= _PAGE and len(rows) * first.nbytes >= streaming.LARGE
+    large = first.nbytes >= _LARGE_ROW and len(rows) * first.nbytes >= streaming.LARGE
     if not large or any(row.dtype != first.dtype or not row.flags.c_contiguous for row in rows):
         return np.stack(rows)
     batch = lent((len(rows), *first.shape), first.dtype)
@@ -172,7 +172,7 @@ def _cat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(tensors))
     rows = [tensor.numpy() for tensor in tensors]
     memory = lent((sum(map(len, rows)), *rows[0].shape[1:]), rows[0].dtype)
-    if min(row.nbytes for row in rows) < _PAGE:
+    if min(row.nbytes for row in rows) < _LARGE_ROW:
         return torch.from_numpy(np.concatenate(rows, out=memory))
     start = 0
     for row in rows:
@@ -228,8 +228,8 @@ _KEPT, _KEPT_BYTES = 5, 256 << 20
 """Unused slabs that are kept, and their bytes; the one that was used last is kept however large it is."""
 _PAUSE = 256
 _MISFITS = 8
-_SPARE = 8
-"""Memory is used again for something smaller if no more than one part in so many is left over."""
+_MOST_SPARE = 8
+"""Memory is used again for something smaller if at most this fraction of it, 1/8, is left over."""
 _DTYPES: dict[torch.dtype, np.dtype[Any]] = {torch.uint8: np.dtype(np.uint8), torch.float32: np.dtype(np.float32)}
 _BITS: dict[torch.dtype, np.dtype[Any]] = {
     torch.bfloat16: np.dtype(np.int16),
@@ -264,7 +264,7 @@ class Lender(Protocol):
         ...
 
     def lent_at(self, address: int, size: int) -> tuple[int, np.ndarray] | None:
-        """Return address and array of the lent memory that holds so many bytes from an address on."""
+        """Return address and array of the lent memory that holds `size` bytes from an address on."""
         ...
 
 
@@ -307,7 +307,7 @@ class SlabPool:
             return lent
         with self._lock:
             self._take_back()
-            fitting = [at for at, memory in self._free.items() if size <= memory.size <= size + size // _SPARE]
+            fitting = [at for at, memory in self._free.items() if size <= memory.size <= size + size // _MOST_SPARE]
             memory = self._free.pop(fitting[-1]) if fitting else np.empty(size, dtype=np.uint8)
             block, address = block_over(memory), memory.ctypes.data
             # A block may go anywhere, also under this lock: that it has gone is only noted.
@@ -343,10 +343,10 @@ class SlabPool:
         end = start + len(rows) * size
         if not size or list(map(torch.Tensor.data_ptr, rows)) != list(range(start, end, size)):
             return None
-        found = self.lent_at(start, end - start)
-        if found is None or first.requires_grad or any(len(set(map(trait, rows))) > 1 for trait in _TRAITS):
+        lent = self.lent_at(start, end - start)
+        if lent is None or first.requires_grad or any(len(set(map(trait, rows))) > 1 for trait in _TRAITS):
             return None
-        address, base = found
+        address, base = lent
         shape, item = first.shape, first.itemsize
         strides = [item * step for step in first.stride()]
         if sum((length - 1) * step for length, step in zip(shape, strides, strict=True)) + item != size:
@@ -367,16 +367,16 @@ class SlabPool:
             if not same or row.data_ptr() != end or not row.is_contiguous():
                 return None
             end += row.nbytes
-        found = self.lent_at(start, end - start)
-        if found is None:
+        lent = self.lent_at(start, end - start)
+        if lent is None:
             return None
-        address, base = found
+        address, base = lent
         # A view of the lender's type, which is what keeps its memory.
         view = type(base)((sum(map(len, rows)), *first.shape[1:]), bits, base, start - address)
         return torch.from_numpy(view).view(first.dtype)
 
     def lent_at(self, start: int, size: int) -> tuple[int, np.ndarray] | None:
-        """Return address and array of the memory that holds so many bytes from an address on, if it is of the pool."""
+        """Return address and array of the memory that holds `size` bytes from `start` on, if it is of the pool."""
         if self.lender is not None and (lent := self.lender.lent_at(start, size)) is not None:
             return lent
         with self._lock:

@@ -22,7 +22,7 @@ import numpy as np
 __all__ = ["LARGE", "STREAMS", "copy", "divide"]
 
 LARGE = 1 << 20
-"""Data of at least so many bytes are better written past the caches."""
+"""Bytes from which on data is better written past the caches."""
 
 _FULL = np.float32(255)
 _BUFFER = 1 << 16

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import os
 
+from energon_bridge.registry import load, registered
 from energon_bridge.storage.base import FarStore, Store, as_far
 from energon_bridge.storage.local import LocalStore, OpenFiles
 from energon_bridge.storage.stalls import READ_TIMEOUT_SECONDS, Stalls
 
 __all__ = ["READ_TIMEOUT_SECONDS", "FarStore", "LocalStore", "OpenFiles", "Stalls", "Store", "as_far", "open_store"]
 
-_OVER_HTTP = {"http", "https", "s3", "gs", "gcs", "az", "abfs", "abfss"}
-
 
 def open_store(url_or_path: str | os.PathLike[str], *, files: OpenFiles | None = None, confined: bool = False) -> Store:
-    """Bind a folder (`path` or `file://path`) or a URL (object stores and web servers, anything else by fsspec) to
+    """Bind a folder (`path` or `file://path`) or a URL (of a scheme in `registry.toml`, anything else by fsspec) to
     a store.
 
     Stores that are given the same `files` keep no more files open together than it allows. Nothing is read yet: a root
@@ -29,10 +28,6 @@ def open_store(url_or_path: str | os.PathLike[str], *, files: OpenFiles | None =
     if not separator or protocol == "file":
         path = rest if separator else text
         return LocalStore(path, files=OpenFiles(inside=os.path.expanduser(path)) if confined else files)
-    if protocol in _OVER_HTTP and "::" not in rest:
-        from energon_bridge.storage.remote import RemoteStore  # http.client and ssl cost 15 ms
-
-        return RemoteStore(text, None if files is None else files.stalls)
-    from energon_bridge.storage.fsspec_store import FsspecStore  # fsspec costs 20 ms that local data need not pay
-
-    return FsspecStore(text, None if files is None else files.stalls)
+    is_known = protocol in registered("store") and "::" not in rest
+    store: Store = load("store", protocol if is_known else "any")(text, None if files is None else files.stalls)
+    return store

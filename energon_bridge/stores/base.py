@@ -7,13 +7,13 @@ A custom store derives from `FileStore` and overrides `read`, `get_path` and, if
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import sqlite3
 import struct
 import tempfile
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from types import GenericAlias
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -206,18 +206,20 @@ def note_source(sample: Any, source: SourceInfo) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Looking up single parts by key in `index.sqlite`: the location of their bytes, and their media metadata.
 #
-# Invariant: an index is opened read-only and as immutable, by the first lookup in each process; lookups of all
-# threads of the process share that connection under a lock. An index at a URL is first copied to a local file, which
-# is unlinked once it is open, so that nothing is left behind however the process ends. Format: `key_index`, `media`.
+# Invariant: an index is opened by the first lookup in each process; lookups of all threads of the process share that
+# connection under a lock. They take no lock of the file, which many processes would queue for: what is found so is
+# right, and only what is missing is looked up again with locks (see `connect_key_index`). An index at a URL is first
+# copied to a local file, which is unlinked once it is open, so that nothing is left behind however the process ends.
+# Format: `key_index`, `media`.
 
 
 _PART = """
     SELECT samples.tar_file_id, content_byte_offset, content_byte_size
-    FROM {schema}.samples AS samples JOIN {schema}.sample_parts AS sample_parts
+    FROM samples JOIN sample_parts
     ON sample_parts.tar_file_id = samples.tar_file_id AND sample_parts.sample_index = samples.sample_index
     WHERE sample_key = ? AND part_name = ?
 """
-_SAMPLE = "SELECT tar_file_id, byte_offset, byte_size FROM {schema}.samples WHERE sample_key = ?"
+_SAMPLE = "SELECT tar_file_id, byte_offset, byte_size FROM samples WHERE sample_key = ?"
 _MEDIA = "SELECT metadata_type, metadata_json FROM media_metadata WHERE entry_key = ?"
 
 _TABLES = frozenset({"samples", "sample_parts", "media_metadata"})
@@ -239,6 +241,21 @@ class PartLocation(NamedTuple):
     is_sample: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _LocalFile:
+    """A key index that others may add keys to, or replace, and which file it was when it was opened."""
+
+    files: KeyIndex
+    opened: os.stat_result
+
+    def is_there(self) -> bool:
+        """Whether it has not been replaced."""
+        try:
+            return os.path.samestat(os.stat(self.files.path), self.opened)
+        except FileNotFoundError:
+            return False
+
+
 class PartIndex:
     """The `index.sqlite` of one dataset or folder, for lookups; thread-safe, fork-safe and picklable."""
 
@@ -248,7 +265,7 @@ class PartIndex:
         self._pid = os.getpid()
         self._connection: sqlite3.Connection | None = None
         self._tables: frozenset[str] = frozenset()
-        self._queries: list[str] = []
+        self._local: _LocalFile | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PartIndex, (self._store,)
@@ -265,11 +282,8 @@ class PartIndex:
         if not self._has("samples"):
             raise self._damaged("it has no table 'samples'")
         by_part = "sample_parts" in self._tables
-        for query in self._queries:
-            rows = self._ask(query, (key, part) if by_part else (key,))
-            if rows:
-                break
-        else:
+        rows = self._ask(*((_PART, (key, part)) if by_part else (_SAMPLE, (key,))))
+        if not rows:
             return None
         if not all(type(value) is int and 0 <= value < 1 << 62 for value in rows[0]):
             raise self._damaged(f"its shard, byte and size of {key!r} are {str(rows[0])[:200]}")
@@ -299,8 +313,14 @@ class PartIndex:
         try:
             with self._current_lock():
                 connection = self._open()
-                limit_time(connection, _LOOKUP_SECONDS)
-                return connection.execute(query, values).fetchmany(1)
+                with contextlib.suppress(sqlite3.Error):
+                    if rows := _fetch(connection, query, values):
+                        return rows
+                if self._local is None or not self._local.is_there():
+                    return _fetch(connection, query, values)  # it does not change
+                self._let_go()  # what it has read may be of before keys were added
+                with contextlib.closing(connect_key_index(self._local.files)) as connection:
+                    return _fetch(connection, query, values)
         except (sqlite3.Error, ValueError) as error:
             raise self._damaged(str(error)) from error
 
@@ -322,40 +342,34 @@ class PartIndex:
 
     def _open(self) -> sqlite3.Connection:
         if self._connection is None:
-            index, connection = self._connect()
+            scratch = ""
+            if not isinstance(self._store, LocalStore):
+                descriptor, scratch = tempfile.mkstemp(prefix="energon-index-")
+                os.close(descriptor)
             try:
-                rows = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
-                # A view is not accepted: its query may never end.
-                tables = frozenset(name for (name,) in rows)
-                for name in _TABLES & tables:
-                    check_table(connection, "main", name)
-                for schema, name in itertools.product(index.schemas()[1:], {"samples", "sample_parts"} & tables):
-                    check_table(connection, schema, name)
-                if "samples" in tables:
-                    check_complete(connection, index, self._store)
+                index = find_key_index(self._store, scratch)
+                with contextlib.closing(connect_key_index(index)) as connection:
+                    self._tables = self._check(connection)
+                self._local = None if scratch else _LocalFile(index, os.stat(index.path))
+                self._connection = connect_key_index(index, locks=False, any_thread=True)
+            except ShardMissingError as error:
+                raise self._missing() from error
             except (sqlite3.Error, ValueError) as error:  # ValueError: names that are not UTF-8
-                connection.close()
                 raise self._damaged(str(error)) from error
-            self._connection, self._tables = connection, tables
-            query = _PART if "sample_parts" in self._tables else _SAMPLE
-            self._queries = [query.format(schema=schema) for schema in index.schemas()]
+            finally:
+                if scratch:
+                    os.unlink(scratch)
         return self._connection
 
-    def _connect(self) -> tuple[KeyIndex, sqlite3.Connection]:
-        scratch = ""
-        if not isinstance(self._store, LocalStore):
-            descriptor, scratch = tempfile.mkstemp(prefix="energon-index-")
-            os.close(descriptor)
-        try:
-            index = find_key_index(self._store, scratch)
-            return index, connect_key_index(index, any_thread=True)
-        except ShardMissingError as error:
-            raise self._missing() from error
-        except sqlite3.Error as error:
-            raise self._damaged(str(error)) from error
-        finally:
-            if scratch:
-                os.unlink(scratch)
+    def _check(self, connection: sqlite3.Connection) -> frozenset[str]:
+        """Return the tables of an index that has those of all shards."""
+        rows = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+        tables = frozenset(name for (name,) in rows)
+        for name in _TABLES & tables:
+            check_table(connection, "main", name)  # a view is not accepted: its query may never end
+        if "samples" in tables:
+            check_complete(connection, self._store)
+        return tables
 
     def _missing(self) -> KeyIndexError:
         return KeyIndexError(
@@ -371,8 +385,9 @@ class PartIndex:
         )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The parts of a prepared dataset as files: `<sample key>.<part>`, looked up in its key index, read by range.
+def _fetch(connection: sqlite3.Connection, query: str, values: Sequence[object]) -> list[Any]:
+    limit_time(connection, _LOOKUP_SECONDS)
+    return connection.execute(query, values).fetchmany(1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -491,8 +506,7 @@ class WebdatasetFileStore(FileStore):
 
     def read(self, key: str) -> tuple[bytes, SourceInfo]:
         """Return the bytes of the part `<sample key>.<part>`; raises FileNotInStoreError."""
-        names, place = self._find(key)
-        shard = self._shard(place.shard)
+        names, shard, place = self._find(key)
         data = self._store.read_range(shard, place.offset, place.size)
         if place.is_sample:
             _, parts = parse_sample(data, where=f"{self._store.url(shard)}: {key!r}")
@@ -503,23 +517,31 @@ class WebdatasetFileStore(FileStore):
 
     def locate(self, key: str) -> tuple[ByteRange, SourceInfo] | None:
         """Return the location of a part's bytes, None if the index has no parts; raises FileNotInStoreError."""
-        _, place = self._find(key)
+        _, shard, place = self._find(key)
         if place.is_sample:
             return None
-        shard = self._shard(place.shard)
         found = ByteRange(store=self._store, rel=shard, offset=place.offset, size=place.size)
         return found, SourceInfo(self._store.root, key, shard, (key,))
 
-    def _find(self, key: str) -> tuple[tuple[str, str], PartLocation]:
+    def _find(self, key: str) -> tuple[tuple[str, str], str, PartLocation]:
+        """Return the names of a sample and its part, its shard, and where it is."""
         names = split_member_name(key)
         if names is None:
             raise FileNotInStoreError(
                 f"{self._store.root}: {key!r} is not the key of a part; expected <sample key>.<part>, like 000017.jpg"
             )
         place = self._index.find(*names)
+        if place is not None and place.shard >= len(self._shards):  # it may have been added since
+            self._shards = tuple(read_info(self._store).shard_counts)
         if place is None:
             raise FileNotInStoreError(f"{self._store.root}: no sample has the part {key!r}")
-        return names, place
+        if place.shard >= len(self._shards):
+            raise KeyIndexError(
+                f"{self._store.root}: the key index names shard number {place.shard}, but the dataset has "
+                f"{len(self._shards)}. If an `energon prepare` was killed, run it again; else rebuild the index with "
+                f"`energon prepare --tar-index-only {self._store.root}`."
+            )
+        return names, self._shards[place.shard], place
 
     def get_path(self) -> str:
         """Return the folder or URL of the dataset."""
@@ -528,16 +550,6 @@ class WebdatasetFileStore(FileStore):
     def get_media_metadata(self, key: str) -> MediaMetadata:
         """Return the metadata of the part `<sample key>.<part>` from the dataset's index."""
         return known_media(self._index.media(key), self._store.root, key)
-
-    def _shard(self, number: int) -> str:
-        if not self._shards:
-            self._shards = tuple(read_info(self._store).shard_counts)
-        if not 0 <= number < len(self._shards):
-            raise KeyIndexError(
-                f"{self._store.root}: the key index names shard number {number}, but the dataset has "
-                f"{len(self._shards)}. Rebuild it with `energon prepare --tar-index-only {self._store.root}`."
-            )
-        return self._shards[number]
 
 
 def follow_links(path: str | os.PathLike[str]) -> Follow:

@@ -19,6 +19,7 @@ from energon_bridge.format.code import fields_of
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.tar import parse_sample
+from energon_bridge.registry import load
 from energon_bridge.rng import key_of
 from energon_bridge.samples import ChatMLSample, SourceInfo
 from energon_bridge.samples.stacking import Slab
@@ -29,7 +30,6 @@ from energon_bridge.stream.values import EXCLUDED, NO_PARTS, FailedSample, Resto
 from energon_bridge.stream.watchdog import INDEX, Activities
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.hooks import Hook
-from energon_bridge.task_encoder.pickled import ChatMLDecoder
 
 _MOST_NAMES = 10_000
 
@@ -155,7 +155,8 @@ def sample_parser(
 ) -> SampleParser:
     """Return the parser for a dataset's samples; `number` is the dataset's place in a join."""
     if dataset.sample_type is ChatMLSample:
-        decoder = ChatMLDecoder(SampleDecoder().decode)  # as its own class, which leaves the encoder's aside
+        # As its own class decodes, which leaves the encoder's decoder aside.
+        decoder = load("decoder", "ChatMLSample")(SampleDecoder().decode)
     elif getattr(dataset.sample_loader, "decodes", False):
         decoder = None
     if has_code(dataset):

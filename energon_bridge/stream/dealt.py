@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from energon_bridge.errors import EmptyDatasetError
-from energon_bridge.plan.leaf import Round
+from energon_bridge.plan.blend import InTurns
+from energon_bridge.plan.choose import PassDraws
 from energon_bridge.rng import IntArray
 from energon_bridge.stream.leaf import Leaf
 
@@ -56,9 +57,10 @@ class Dealt:
         leaves: The datasets, each in its own order.
         sizes: Samples of each dataset before its subset is taken; they shift the remainders of the datasets after it.
         deal: How they are divided.
-    """
 
-    first = 0
+    Attributes:
+        draws: The samples on the line.
+    """
 
     def __init__(self, leaves: Sequence[Leaf], sizes: Sequence[int], deal: Deal) -> None:
         self._leaves = leaves
@@ -69,14 +71,9 @@ class Dealt:
         for leaf, size in zip(leaves, sizes, strict=True):
             shares.append(_shares(leaf.order.num_samples, workers, before % workers))
             before += size
-        table = np.array(shares, dtype=np.int64).reshape(len(leaves), workers)
-        firsts = np.cumsum(table, axis=1) - table
-        # The pieces of the line, grouped by worker: leaf, first sample in it, place on the line.
-        self._piece_leaf = np.tile(np.arange(len(leaves)), workers)
-        self._piece_first = firsts.T.ravel()
-        self._piece_ends = np.cumsum(table.T.ravel())
-        self._starts: list[int] = [0, *np.cumsum(table.sum(axis=0)).tolist()]
-        self.num_draws = self._starts[-1]
+        of_workers = np.array(shares, dtype=np.int64).reshape(len(leaves), workers).T
+        self._starts: list[int] = [0, *np.cumsum(of_workers.sum(axis=1)).tolist()]
+        self.draws = PassDraws(leaves=leaves, blend=InTurns(sizes=of_workers), num_draws=self._starts[-1])
         self._turns: dict[int, tuple[IntArray, IntArray]] = {}
 
     def _batches(self, rank: int, worker: int) -> int:
@@ -111,8 +108,8 @@ class Dealt:
             if self._deal.limit_of(worker) and not self._batches(rank, worker):
                 raise EmptyDatasetError(
                     f"{self._leaves[0].dataset.path}: worker {worker} of rank {rank} has no batch to repeat: "
-                    f"{self.num_draws} samples for {self._deal.ranks} ranks of {self._deal.workers} workers. Use fewer "
-                    "workers, or a smaller batch_size"
+                    f"{self.draws.num_draws} samples for {self._deal.ranks} ranks of {self._deal.workers} workers. Use "
+                    "fewer workers, or a smaller batch_size"
                 )
         return ENDLESS if self._deal.limit is None else self._deal.limit
 
@@ -133,21 +130,6 @@ class Dealt:
         """Return the number that megatron-energon gives a draw: each worker counts its own, and they take turns."""
         owner = int(np.searchsorted(self._starts, draw, side="right")) - 1
         return (draw - self._starts[owner]) * self._deal.workers + owner % self._deal.workers
-
-    def runs(self, start: int, stop: int) -> list[tuple[int, Round, IntArray]]:
-        """Return draws [start, stop) by leaf: the leaf, its samples, and their places among these draws."""
-        runs = []
-        at = start
-        while at < stop:
-            piece = int(np.searchsorted(self._piece_ends, at, side="right"))
-            end = min(stop, int(self._piece_ends[piece]))
-            begin = int(self._piece_ends[piece - 1]) if piece else 0
-            leaf = int(self._piece_leaf[piece])
-            first = int(self._piece_first[piece]) + at - begin
-            indices = self._leaves[leaf].order.samples(np.arange(first, first + end - at, dtype=np.int64))
-            runs.append((leaf, Round(first, indices, np.zeros_like(indices)), np.arange(at - start, end - start)))
-            at = end
-        return runs
 
 
 def _shares(samples: int, workers: int, rotation: int) -> list[int]:

@@ -17,8 +17,10 @@ from PIL import Image
 
 from energon_bridge.errors import EmptyDatasetError
 from energon_bridge.plan.blend import Blend
+from energon_bridge.plan.choose import Chooser
 from energon_bridge.samples.stacking import Slab
-from energon_bridge.stream.pipeline import DrawRange, LoadedDraws, PendingLoads, Pipeline, without_banned
+from energon_bridge.stream.pipeline import LoadedDraws, PendingLoads, Pipeline
+from energon_bridge.stream.reader import DrawSpan
 from energon_bridge.stream.reencode import encode_again
 from energon_bridge.stream.state import COUNTERS, Counts, LaneState, SampleRef
 from energon_bridge.stream.user_code import BegunDraw
@@ -68,15 +70,14 @@ class Draws:
     def __init__(self, number: int, pipeline: Pipeline, blend: Blend | None, state: LaneState) -> None:
         self.number = number
         self._pipeline = pipeline
-        self._blend = blend
         self.draw = state.draw
         self.taken = state.taken
         self.origin = state.origin
         self.leaf_draws = list(state.leaf_draws)
-        self._scheduled = self._first = state.draw
-        self._banned = any(leaf.bans is not None for leaf in pipeline.leaves)
+        # What has been chosen, and is loaded or loading.
+        self._chooser = Chooser(pipeline.cursors, blend, number, state.draw, state.leaf_draws, state.origin)
+        self._first = state.draw
         self._slab: Slab | None = None
-        self._leaf_scheduled = list(state.leaf_draws)
         self._loading = PendingLoads(pipeline)
         self._loaded = _NOTHING
         self._at = 0  # of the next draw in `_loaded`
@@ -210,84 +211,41 @@ class Draws:
     # Scheduling ------------------------------------------------------------------------------------------------------
 
     def _schedule_up_to(self, draw: int) -> None:
-        while self._scheduled < draw:
-            count = min(self._pipeline.chunk, draw - self._scheduled)
-            into = self._slab_row() if self._pipeline.slabs is not None else None
+        pipeline, chooser = self._pipeline, self._chooser
+        while chooser.draw < draw:
+            count = min(pipeline.chunk, draw - chooser.draw)
+            into = self._slab_row() if pipeline.slabs is not None else None
             if into is not None:
-                count = min(count, self._pipeline.rows - into[1])
-            first = self._scheduled
-            ranges = self._ranges(count) if self._blend is None else self._mixed_ranges(count)
-            wanted = self._without_banned(ranges, first) if self._banned else ranges
-            if (self._scheduled - self._first) % self._pipeline.rows == 0:
+                count = min(count, pipeline.rows - into[1])
+            spans = chooser.spans(count)
+            if (chooser.draw - self._first) % pipeline.rows == 0:
                 self._slab = None  # full; only its images keep it
-            rounds = self.ahead and self._pipeline.settings.reads_rounds
-            self._loading.schedule(wanted, ahead=rounds, into=into)
+            rounds = self.ahead and pipeline.settings.reads_rounds
+            self._loading.schedule(spans, ahead=rounds, into=into)
             if rounds:
-                self._read_ahead(ranges)
-            elif self.ahead and self._pipeline.settings.draws_ahead:
-                self._read_some_ahead(ranges)
+                self._read_ahead(spans)
+            elif self.ahead and pipeline.settings.draws_ahead:
+                self._read_some_ahead(spans)
 
     def _slab_row(self) -> tuple[Slab, int] | None:
         """Return the slab of the microbatch that the next draw probably belongs to, and its row there."""
-        row = (self._scheduled - self._first) % self._pipeline.rows
+        row = (self._chooser.draw - self._first) % self._pipeline.rows
         if not row and self._pipeline.slabs is not None:
             self._slab = self._pipeline.slabs.slab(self._pipeline.rows)
         return None if self._slab is None else (self._slab, row)
 
-    def _ranges(self, count: int) -> list[DrawRange]:
-        """Return the next draws of the only leaf: up to `count`, within one round."""
-        buffer, low = self._pipeline.cursor(self.number, 0).at(self._leaf_scheduled[0])
-        high = min(len(buffer), low + count)
-        self._scheduled += high - low
-        self._leaf_scheduled[0] += high - low
-        return [DrawRange(0, buffer, low, high, range(high - low))]
-
-    def _mixed_ranges(self, count: int) -> list[DrawRange]:
-        """Return the next `count` draws of a mix."""
-        assert self._blend is not None
-        first = self._scheduled - self.origin
-        leaves = self._blend.leaves(self.number, first, count)
-        while leaves.size < count:  # where weights change or a mix epoch ends
-            more = self._blend.leaves(self.number, first + leaves.size, count - leaves.size)
-            leaves = np.concatenate((leaves, more))
-        ranges = []
-        # np.unique would import numpy.ma, into every worker.
-        for leaf in np.flatnonzero(np.bincount(leaves)).tolist():
-            places = np.flatnonzero(leaves == leaf).tolist()
-            cursor = self._pipeline.cursor(self.number, leaf)
-            while places:
-                buffer, low = cursor.at(self._leaf_scheduled[leaf])
-                high = min(len(buffer), low + len(places))
-                ranges.append(DrawRange(leaf, buffer, low, high, places[: high - low]))
-                self._leaf_scheduled[leaf] += high - low
-                places = places[high - low :]
-        self._scheduled += leaves.size
-        return ranges
-
-    def _without_banned(self, ranges: list[DrawRange], first: int) -> list[DrawRange]:
-        """Split ranges at banned draws; `first` is the draw at place 0."""
-        wanted = []
-        for span in ranges:
-            leaf = self._pipeline.leaves[span.leaf]
-            if leaf.bans is None or not span.buffer.withholds(span.low, span.high):
-                wanted.append(span)
-                continue
-            draws = (first + np.asarray(span.places, dtype=np.int64)) * leaf.order.num_lanes + self.number
-            wanted += without_banned(span, leaf.bans.at(span.buffer.indices[span.low : span.high], draws))
-        return wanted
-
-    def _read_ahead(self, ranges: list[DrawRange]) -> None:
-        for span in ranges:
-            cursor = self._pipeline.cursor(self.number, span.leaf)
-            current = cursor.buffer is span.buffer and cursor.next_buffer is None
-            if current and (span.buffer.reader.slow or 2 * span.high > len(span.buffer)):
+    def _read_ahead(self, spans: list[DrawSpan]) -> None:
+        for span in spans:
+            cursor = self._pipeline.cursors.of(self.number, span.leaf)
+            current = cursor.current is span.round and cursor.upcoming is None
+            if current and (span.round.reader.slow or 2 * span.high > len(span.round)):
                 self._pipeline.read_ahead(cursor.following())
 
-    def _read_some_ahead(self, ranges: list[DrawRange]) -> None:
-        for span in ranges:
-            cursor = self._pipeline.cursor(self.number, span.leaf)
-            if cursor.buffer is span.buffer and self._pipeline.read_some_ahead(span.buffer, span.high):
-                self._pipeline.read_some_ahead(cursor.next_buffer or cursor.following(), 0)
+    def _read_some_ahead(self, spans: list[DrawSpan]) -> None:
+        for span in spans:
+            cursor = self._pipeline.cursors.of(self.number, span.leaf)
+            if cursor.current is span.round and self._pipeline.read_some_ahead(span.round, span.high):
+                self._pipeline.read_some_ahead(cursor.upcoming or cursor.following(), 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -370,8 +328,8 @@ def reencode(
 ) -> list[BatchRow]:
     """Encode the rows whose content is gone; return all rows but those that no longer encode.
 
-    A sample that no longer encodes is logged and counted for its leaf. `loading` holds the loads that `load_again`
-    started for these samples.
+    A sample that no longer encodes is logged and counted for its leaf. `loading` holds their loads, if they
+    are under way.
     """
     gone = [row for row in rows if row.content is None]
     some = len(gone) if loading is not None else _AT_A_TIME

@@ -10,133 +10,21 @@ mask all false.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from energon_bridge.errors import EmptyDatasetError, FatalSampleError
-from energon_bridge.plan.blend import EpochizedBlend
-from energon_bridge.plan.leaf import Round
-from energon_bridge.rng import IntArray
+from energon_bridge.plan.choose import PassDraws, Picks
 from energon_bridge.stream.dealt import Dealt
 from energon_bridge.stream.draws import SAMPLE, BatchRow, reencode
-from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.packing import pack_rows, post_encoded, select_packs
-from energon_bridge.stream.pipeline import DrawRange, PendingLoads, Pipeline, attach, without_banned
-from energon_bridge.stream.reader import RoundBuffer
-from energon_bridge.stream.reencode import load_again
-from energon_bridge.stream.state import COUNTERS, Counts, LaneBatch, NoBatch, SampleRef
+from energon_bridge.stream.picked import PickedLoad
+from energon_bridge.stream.pipeline import PendingLoads, Pipeline, attach
+from energon_bridge.stream.state import COUNTERS, Counts, LaneBatch, NoBatch, SampleRef, as_members
 from energon_bridge.task_encoder.current import NUMBER
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Which samples the draws of one pass over the data are.
-#
-# Validation goes through its leaves `InOrder`; training that ends goes through them `Shuffled`, again in every pass.
-
-
-class FinitePlan(Protocol):
-    """Which samples the draws of a pass are."""
-
-    @property
-    def first(self) -> int:
-        """The global draw with which the pass begins; each pass over validation data begins with 0."""
-        ...
-
-    @property
-    def num_draws(self) -> int:
-        """Draws in the pass."""
-        ...
-
-    def runs(self, start: int, stop: int) -> list[tuple[int, Round, IntArray]]:
-        """Return draws [start, stop) by leaf: its number, the samples, and their places among these draws."""
-        ...
-
-
-class InOrder:
-    """The leaves one after the other, each in its own order."""
-
-    first = 0
-
-    def __init__(self, leaves: Sequence[Leaf]) -> None:
-        self._leaves = leaves
-        self._ends = np.cumsum([leaf.order.num_samples for leaf in leaves])
-        self.num_draws = int(self._ends[-1])
-
-    def runs(self, start: int, stop: int) -> list[tuple[int, Round, IntArray]]:
-        """Return draws [start, stop) by leaf."""
-        runs = []
-        at = start
-        while at < stop:
-            leaf = int(np.searchsorted(self._ends, at, side="right"))
-            end = min(stop, int(self._ends[leaf]))
-            order = self._leaves[leaf].order
-            first = at - (int(self._ends[leaf]) - order.num_samples)
-            indices = order.samples(np.arange(first, first + end - at, dtype=np.int64))
-            runs.append((leaf, Round(first, indices, np.zeros_like(indices)), np.arange(at - start, end - start)))
-            at = end
-        return runs
-
-
-class Shuffled:
-    """One pass over the leaves as their orders and the blend lay them out for a single lane.
-
-    Args:
-        leaves: The leaves, cut for one lane.
-        blend: How they are merged; None if there is one.
-        epoch: Number of the pass.
-        samples: Samples of a pass, if there is one leaf; if they are a fraction, passes differ.
-    """
-
-    def __init__(
-        self, leaves: Sequence[Leaf], blend: EpochizedBlend | None, epoch: int, samples: Fraction | int
-    ) -> None:
-        self._leaves = leaves
-        self._blend = blend
-        if blend is None:
-            ends = [int(samples * number) for number in (epoch, epoch + 1)]
-        else:
-            ends = [int(blend.drawn(0, number).sum()) for number in (epoch, epoch + 1)]
-        self.first = ends[0]
-        self.num_draws = ends[1] - ends[0]
-        self._rounds: dict[int, Round] = {}
-
-    def runs(self, start: int, stop: int) -> list[tuple[int, Round, IntArray]]:
-        """Return draws [start, stop) by leaf."""
-        first, count = self.first + start, stop - start
-        if self._blend is None:
-            return [(0, self._draws(0, first, count), np.arange(count))]
-        leaves = self._blend.leaves(0, first, count)
-        before = self._blend.counts(0, first)
-        runs = []
-        for leaf in np.flatnonzero(np.bincount(leaves)).tolist():
-            places = np.flatnonzero(leaves == leaf)
-            runs.append((leaf, self._draws(leaf, int(before[leaf]), places.size), places))
-        return runs
-
-    def _draws(self, leaf: int, first: int, count: int) -> Round:
-        """Return consecutive draws of a leaf."""
-        order = self._leaves[leaf].order
-        indices: list[IntArray] = []
-        epochs: list[IntArray] = []
-        at = first
-        while at < first + count:
-            part = self._rounds.get(leaf)
-            if part is None or not part.first <= at < part.first + part.indices.size:
-                part = self._rounds[leaf] = order.round_at(0, at)
-            low, high = at - part.first, min(first + count - part.first, part.indices.size)
-            indices.append(part.indices[low:high])
-            epochs.append(part.epochs[low:high])
-            at += high - low
-        return Round(first, np.concatenate(indices), np.concatenate(epochs))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A finite stream: a pass over all samples, with the same step count on every rank.
-
 
 _SKIPPED = COUNTERS.index("skipped")
 WHOLE_PACK = -2
@@ -195,37 +83,28 @@ class PassRows(Protocol):
 
 
 class DrawnRows:
-    """Rows that are the samples of a plan, encoded."""
+    """Rows that are the samples of a pass, encoded.
+
+    Args:
+        pipeline: Loads and encodes.
+        draws: The samples.
+        number_of: As drop-in, the number that megatron-energon gives a draw, where its order is.
+    """
 
     ends = None
     what = "samples"
 
-    def __init__(self, pipeline: Pipeline, plan: FinitePlan) -> None:
+    def __init__(self, pipeline: Pipeline, draws: PassDraws, number_of: Callable[[int], int] | None = None) -> None:
         self._pipeline = pipeline
-        self._plan = plan
-        # As drop-in the numbers of draws are those of megatron-energon, where its order is.
-        self._number_of = plan.sample_number if isinstance(plan, Dealt) else None
-        self.count = plan.num_draws
+        self._draws = draws
+        self._number_of = number_of
+        self.count = draws.num_draws
         self._ahead: dict[int, PendingLoads] = {}
 
     def prepare(self, start: int, stop: int) -> None:
         """Start loading draws [start, stop)."""
-        if start in self._ahead:
-            return
-        ahead = self._ahead[start] = PendingLoads(self._pipeline)
-        runs = []
-        for leaf, draws, places in self._plan.runs(start, stop):
-            bans = self._pipeline.leaves[leaf].bans
-            banned = None if bans is None else bans.at(draws.indices, self._plan.first + start + places)
-            runs.append((leaf, RoundBuffer(self._pipeline.source(leaf).reader, draws, banned), places, banned))
-        for low in range(0, stop - start, self._pipeline.chunk):
-            ranges = []
-            for leaf, buffer, places, banned in runs:
-                begin, end = np.searchsorted(places, (low, low + self._pipeline.chunk)).tolist()
-                if begin < end:
-                    span = DrawRange(leaf, buffer, begin, end, (places[begin:end] - low).tolist())
-                    ranges += [span] if banned is None else without_banned(span, banned[begin:end])
-            ahead.schedule(ranges, ahead=True)
+        if start not in self._ahead:
+            self._ahead[start] = PickedLoad(self._pipeline, self._draws.picks(start, stop)).start()
 
     def take(self, start: int, stop: int, counts: Counts) -> list[BatchRow]:
         """Return the encoded samples of draws [start, stop)."""
@@ -261,8 +140,8 @@ class ListedRows:
     def prepare(self, start: int, stop: int) -> None:
         """Start loading the samples of rows [start, stop)."""
         if start not in self._ahead:
-            refs = [ref for refs, _ in self._rows[start:stop] for ref in refs]
-            self._ahead[start] = load_again(self._pipeline, refs)
+            refs = as_members([ref for refs, _ in self._rows[start:stop] for ref in refs])
+            self._ahead[start] = PickedLoad(self._pipeline, Picks(refs)).start()
 
     def take(self, start: int, stop: int, counts: Counts) -> list[BatchRow]:
         """Return rows [start, stop); for a pack listed as a whole, all outputs of the encoder."""
@@ -284,11 +163,11 @@ class ListedRows:
         return out
 
 
-def packs_of(pipeline: Pipeline, plan: FinitePlan, start: int, stop: int, counts: Counts) -> list[list[SampleRef]]:
+def packs_of(pipeline: Pipeline, draws: PassDraws, start: int, stop: int, counts: Counts) -> list[list[SampleRef]]:
     """Return the packs, or microbatches, of draws [start, stop); what is never selected is counted as skipped."""
     packs: list[list[SampleRef]] = []
     with pipeline.user_code():
-        rows = DrawnRows(pipeline, plan).take(start, stop, counts)
+        rows = DrawnRows(pipeline, draws).take(start, stop, counts)
         while rows:
             selected = select_packs(pipeline, rows, counts, last=True)
             if selected is None:
@@ -378,7 +257,7 @@ class FiniteStream:
                     "return one, so that all ranks make the same number of steps"
                 )
             if batches:
-                if self.pipeline.settings.batch_size is None and self._rows.ends is None and len(rows) > 1:
+                if self.pipeline.settings.run.batch_size is None and self._rows.ends is None and len(rows) > 1:
                     raise FatalSampleError(
                         f"{rows[0].key(self.pipeline)}: encode_sample yields {len(rows)} samples, but a "
                         "pass without batches delivers one per step: set batch_size"

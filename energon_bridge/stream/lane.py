@@ -45,10 +45,10 @@ class Lane:
         self._first_draw = state.draw
         self._first_microbatch = state.microbatches
         held = state.held.entries()
-        size = pipeline.settings.packing_buffer_size
-        self._packing = Packing(self._draws, pipeline, size, held, state.buffer) if size else None
+        size = pipeline.settings.run.packing_buffer_size
+        self._packing = Packing(self._draws, pipeline, size, state.held, state.buffer) if size else None
         waiting = [_row(refs, output) for stage, refs, output in held if stage is Stage.GROUP]
-        self._grouping = Grouping(pipeline, pipeline.settings.batch_size, waiting) if pipeline.own.groups else None
+        self._grouping = Grouping(pipeline, pipeline.settings.run.batch_size, waiting) if pipeline.own.groups else None
         # Batches that the hooks made from `_batched`, until all of them are delivered.
         self._batches: deque[Any] = deque()
         self._batches_taken = state.batches_taken
@@ -212,7 +212,7 @@ def reported(stream: Stream, unit: int) -> LaneBatch:
         pipeline.flush_reports()  # no microbatch will carry it
         settings, cause = pipeline.settings, error.__cause__ if isinstance(error, FatalSampleError) else None
         # As a drop-in, the program gets the exception of its own hook or handler, which it may expect.
-        if settings.energon_ranks and settings.policy.on_error != "skip" and cause is not None:
+        if settings.energon_ranks and settings.run.error_policy.on_error != "skip" and cause is not None:
             raise cause from None
         raise
     if pipeline.judge.pending:

@@ -1,4 +1,4 @@
-"""One leaf of a stream: its description, its reader, and the parser that turns bytes or table rows into samples."""
+"""One leaf of a stream: its description, its reader, and the parser that turns bytes or rows into samples."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import numpy as np
 
 from energon_bridge.errors import CorruptShardError, DecodeError, FatalSampleError, ShardMissingError
 from energon_bridge.format.dataset import PreparedDataset
+from energon_bridge.format.foreign import ForeignDataset, field_map_of
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import PART, JsonlDataset, parse_line
 from energon_bridge.mix import AuxRef
 from energon_bridge.plan.bans import LeafBans
 from energon_bridge.plan.leaf import LeafOrder
 from energon_bridge.rng import IntArray, fold
-from energon_bridge.rows.dataset import TableDataset, TableRows, compiled
 from energon_bridge.samples import META_FIELDS, CrudeSample, SourceInfo
 from energon_bridge.storage import as_far
 from energon_bridge.stream.cooking import Cook, StorePool, cook_of
@@ -80,8 +80,8 @@ class LeafSource:
         else:
             is_lines = isinstance(dataset, JsonlDataset)
             values: Any = LineValues if is_lines else sample_parser
-            if isinstance(dataset, TableDataset):
-                self.reader, values = TableReader(dataset, tolerant=tolerant), TableParser
+            if isinstance(dataset, ForeignDataset):
+                self.reader, values = ForeignReader(dataset, tolerant=tolerant), RowParser
             else:
                 unread_from = None if is_lines else getattr(decoder, "unread_from", None)
                 self.reader = LeafReader(dataset, tolerant=tolerant, unread_from=unread_from)
@@ -126,13 +126,13 @@ class Sources:
         """Return a leaf that is open."""
         source = self._open[leaf]
         if source is None:
-            settings, of = self._settings, self._leaves[leaf]
+            settings, run, of = self._settings, self._settings.run, self._leaves[leaf]
             source = self._open[leaf] = LeafSource(
                 of,
                 self._decoder,
                 self._activities,
-                cook=cook_of(settings.encoder, of.dataset, of.aux, self._stores, settings.cache),
-                tolerant=settings.policy.damaged_shards == "skip",
+                cook=cook_of(run.task_encoder, of.dataset, of.aux, self._stores, run.cache_pool),
+                tolerant=run.error_policy.damaged_shards == "skip",
                 barred=settings.barred,
             )
         return source
@@ -337,14 +337,14 @@ def _of(part: Any) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Parquet files and Hugging Face datasets as leaves: rows by index, and the samples made from them.
+# Datasets of other formats as leaves: rows by index, and the samples made from them.
 
 
 _FIELDS = "__fields__"
 
 
-class TableReader:
-    """Reads rows of a table by index; safe to use from several threads.
+class ForeignReader:
+    """Reads rows by index; safe to use from several threads.
 
     Args:
         dataset: The dataset.
@@ -355,12 +355,12 @@ class TableReader:
         slow: Whether the files are behind a URL, so that reading ahead pays off.
     """
 
-    def __init__(self, dataset: TableDataset, *, tolerant: bool = False) -> None:
+    def __init__(self, dataset: ForeignDataset, *, tolerant: bool = False) -> None:
         self.dataset = dataset
         self.bytes_read = 0
         self._tolerant = tolerant
         self.slow = as_far(dataset.store) is not None
-        self._rows = TableRows(dataset)
+        self._rows = dataset.open_rows()
         self._ends = np.cumsum(dataset.shard_counts)
 
     def shards_of(self, indices: IntArray) -> IntArray:
@@ -391,7 +391,7 @@ class TableReader:
         return rows
 
 
-class TableParser(SampleParser):
+class RowParser(SampleParser):
     """Makes the samples of rows, each by its own field accesses: one row may have a PNG where others have JPEGs."""
 
     def _parse(self, raw: Any, wanted: frozenset[str] | None) -> tuple[str, dict[str, Any]]:
@@ -405,14 +405,14 @@ class TableParser(SampleParser):
     def _sample(self, key: str, restore_key: RestoreKey, source: SourceInfo, values: dict[str, Any]) -> Any:
         fields = values.pop(_FIELDS)
         dataset = self._dataset
-        if dataset.layout.is_crude:
+        if dataset.is_crude:
             return super()._sample(key, restore_key, source, values)
         return dataset.sample_type(
             __key__=key,
             __restore_key__=restore_key,
             __subflavors__=dict(dataset.subflavors),
             __sources__=(source,),
-            **compiled(tuple(fields.items()))(values),
+            **field_map_of(tuple(fields.items()))(values),
         )
 
 

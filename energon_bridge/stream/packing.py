@@ -13,82 +13,30 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from energon_bridge.errors import FatalSampleError, OverLongSampleError
-from energon_bridge.rng import IntArray
 from energon_bridge.stream.draws import SAMPLE, BatchRow, Draws, reencode, rows_of
+from energon_bridge.stream.pack_buffer import EMPTY_SELECTIONS, PackBuffer, first_target, share_of
 from energon_bridge.stream.pipeline import Pipeline
-from energon_bridge.stream.state import COUNTERS, BufferedRefs, Counts, SampleRef, Stage, as_members
+from energon_bridge.stream.state import COUNTERS, BufferedRefs, Counts, Stage, as_members
 from energon_bridge.task_encoder.packing import LONGEST_WAIT, Packer
 
 logger = logging.getLogger(__name__)
 
-EMPTY_SELECTIONS = 4
 _AT_A_TIME = 64
 """Samples drawn between two checks of the byte budget."""
-_GOLDEN = 0.6180339887498949
 _SKIPPED = COUNTERS.index("skipped")
-
-
-def first_target(lane: int, size: int) -> int:
-    """Return the samples to which a lane fills its buffer, of S in the end, before its first selection."""
-    return size - int(size / 2 * (lane * _GOLDEN % 1.0))
-
-
-def share_of(missing: int, left: int) -> int:
-    """Return what to do now of what is missing, if packs for so many more microbatches are left."""
-    return -(-max(0, missing) // (left + 1))
-
-
-@dataclass(slots=True)
-class _Pack:
-    members: list[BatchRow]
-    taken: int = 0
-
-
-def _refs_of(rows: Iterable[BatchRow]) -> IntArray:
-    return as_members([row.members[0] for row in rows])
-
-
-class _Packs(deque[_Pack]):
-    """The packs in turn, and their part of the state as arrays, since every microbatch asks for it."""
-
-    def __init__(self, packs: Iterable[_Pack] = ()) -> None:
-        super().__init__()
-        self.add(packs)
-
-    def add(self, packs: Iterable[_Pack]) -> None:
-        """Append packs."""
-        self.extend(packs)
-        self._sizes = np.array([len(pack.members) for pack in self], dtype=np.int64)
-        self._refs = _refs_of(chain.from_iterable(pack.members for pack in self))
-
-    def done(self) -> None:
-        """Remove the first pack."""
-        size = len(self.popleft().members)
-        self._sizes, self._refs = self._sizes[1:], self._refs[size:]
-
-    def waiting(self) -> BufferedRefs:
-        """Return the packs as references."""
-        rows = np.zeros((len(self), 3), dtype=np.int64)
-        rows[:, 0], rows[:, 1] = Stage.PACK, self._sizes
-        if self:  # no outputs of the others have been taken
-            rows[0, 2] = self[0].taken
-        return BufferedRefs(rows, self._refs)
 
 
 class Packing:
     """The packs of one lane.
 
-    Lanes begin with buffers of different sizes, from S/2 to S, so that they do not all select in the same step. A
-    smaller buffer grows with each selection by half of what that selection delivered, up to S. So between two
-    selections a lane draws at most one and a half times what it delivers.
+    `PackBuffer` says which samples wait, and for which pack; the rows with their contents are kept here beside it.
 
     The state holds references: first those of the packs in turn, then those of the buffer. A restored lane encodes
     a pack when its turn comes, and the buffer in shares after each microbatch.
@@ -105,7 +53,7 @@ class Packing:
         draws: Where samples come from.
         pipeline: Runs the hooks.
         size: S.
-        held: Rows of stage PACK and BUFFER of a state.
+        held: What waits by a state.
         target: Samples in the buffer at which the next selection is made; 0 for a lane that begins.
 
     Attributes:
@@ -113,34 +61,40 @@ class Packing:
         target: As above; it grows to S.
     """
 
-    def __init__(
-        self, draws: Draws, pipeline: Pipeline, size: int, held: list[tuple[Stage, list[SampleRef], int]], target: int
-    ) -> None:
+    def __init__(self, draws: Draws, pipeline: Pipeline, size: int, held: BufferedRefs, target: int) -> None:
         self._draws = draws
         self._pipeline = pipeline
-        self._size = size
         self._outputs: deque[BatchRow] = deque()
         self.held = 0
         pipeline.budget.join(self)
         # As a drop-in, every buffer is full: code for megatron-energon may rely on it.
-        self.target = target or (size if pipeline.settings.energon_ranks else first_target(draws.number, size))
-        rows = [(stage, [BatchRow((ref,), SAMPLE, None, 0) for ref in refs], number) for stage, refs, number in held]
-        self._packs = _Packs(_Pack(members, taken) for stage, members, taken in rows if stage is Stage.PACK)
-        self._keep([(members[0], wait) for stage, members, wait in rows if stage is Stage.BUFFER])
+        target = target or (size if pipeline.settings.energon_ranks else first_target(draws.number, size))
+        self._waiting = PackBuffer(size, held, target)
+        rows = [(stage, [BatchRow((ref,), SAMPLE, None, 0) for ref in refs]) for stage, refs, _ in held.entries()]
+        # The rows of each pack and of the buffer, as they wait.
+        self._packs = deque(members for stage, members in rows if stage is Stage.PACK)
+        self._buffer = [members[0] for stage, members in rows if stage is Stage.BUFFER]
         self._to_restore = deque(self._buffer)
         self._lost: set[int] = set()  # ids of rows of the buffer that no longer encode, and are counted
 
+    @property
+    def target(self) -> int:
+        """Samples in the buffer at which the next selection is made."""
+        return self._waiting.target
+
     def waiting(self) -> BufferedRefs:
         """Return what waits here, as references."""
-        rows = np.empty((len(self._buffer), 3), dtype=np.int64)
-        rows[:, 0], rows[:, 1], rows[:, 2] = Stage.BUFFER, 1, self._waits
-        return BufferedRefs.joined((self._packs.waiting(), BufferedRefs(rows, self._refs)))
+        return self._waiting.waiting()
 
-    def _keep(self, waiting: Sequence[tuple[BatchRow, int]]) -> None:
-        """Set the rows of the buffer, each with the number of selections that left it over."""
-        self._buffer = [row for row, _ in waiting]
-        self._waits = np.array([wait for _, wait in waiting], dtype=np.int64)
-        self._refs = _refs_of(self._buffer)
+    def _keep(self, kept: NDArray[np.bool_]) -> None:
+        """Drop the other rows of the buffer."""
+        self._buffer = list(compress(self._buffer, kept))
+        self._waiting.keep(kept)
+
+    def _done(self) -> None:
+        """Remove the first pack."""
+        self._packs.popleft()
+        self._waiting.take(1)
 
     def take(self, counts: Counts) -> BatchRow:
         """Return the next row; select if no pack is left."""
@@ -154,13 +108,13 @@ class Packing:
                 continue
             pack = self._packs[0]
             rows = self._packed(pack, counts)
-            self._outputs.extend(rows[pack.taken :])
+            self._outputs.extend(rows[self._waiting.taken :])
             if not self._outputs:
-                self._packs.done()
+                self._done()
         row = self._outputs.popleft()
-        self._packs[0].taken += 1
+        self._waiting.taken += 1
         if not self._outputs:
-            self._packs.done()
+            self._done()
         return row
 
     def take_microbatch(self, counts: Counts) -> list[BatchRow]:
@@ -168,9 +122,9 @@ class Packing:
         first, selections = self._draws.draw, 0
         while True:
             if self._packs:
-                rows = self._with_contents(self._packs[0].members, counts)
+                rows = self._with_contents(self._packs[0], counts)
                 self._hold(-sum(row.size for row in rows))
-                self._packs.done()
+                self._done()
                 if rows := post_encoded(self._pipeline, rows, counts):
                     return rows
                 continue
@@ -184,8 +138,7 @@ class Packing:
         left = len(self._packs) // rows
         if left and self._to_restore:
             self._restore(share_of(len(self._to_restore), left), counts)
-        if left:
-            self._fill(len(self._buffer) + share_of(self.target - len(self._buffer), left), counts)
+        self._fill(self._waiting.share(rows), counts)
         first, selections = self._draws.draw, 0
         while len(self._packs) < rows:
             if selections > rows + EMPTY_SELECTIONS:
@@ -201,13 +154,14 @@ class Packing:
         self._lost |= {id(row) for row in rows if row.content is None}
         self._pipeline.budget.keep(self)
 
-    def _fill(self, target: int, counts: Counts) -> None:
-        while (missing := target - len(self._buffer)) > 0:
+    def _fill(self, missing: int, counts: Counts) -> None:
+        """Draw samples into the buffer."""
+        while missing > 0:
             rows = rows_of(self._draws.collect(min(missing, _AT_A_TIME), counts))
+            missing -= len(rows)
             self._hold(sum(row.size for row in rows))
             self._buffer += rows
-            self._refs = np.concatenate([self._refs, _refs_of(rows)])
-            self._waits = np.concatenate([self._waits, np.zeros(len(rows), dtype=np.int64)])
+            self._waiting.add(as_members([row.members[0] for row in rows]))
             self._pipeline.budget.keep(self)
 
     def _hold(self, size: int) -> None:
@@ -216,28 +170,25 @@ class Packing:
     def _select(self, counts: Counts) -> None:
         """Fill the buffer and let the encoder select packs; if the hook fails, drop the buffer and make no pack."""
         for attempt in range(EMPTY_SELECTIONS):
-            self._fill(self.target + attempt * max(1, self._size // 4), counts)
-            before = {id(row): wait for row, wait in zip(self._buffer, self._waits.tolist(), strict=True)}
+            self._fill(self._waiting.missing(attempt), counts)
             rows = self._with_contents([row for row in self._buffer if id(row) not in self._lost], counts)
             self._to_restore.clear()
             self._lost.clear()
             if not rows:
-                self._keep([])
+                self._keep(np.zeros(len(self._buffer), dtype=bool))
                 continue
             selected = select_packs(self._pipeline, rows, counts)
             if selected is None:
                 self._hold(-sum(row.size for row in rows))
-                self._keep([])
+                self._keep(np.zeros(len(self._buffer), dtype=bool))
                 return
             packs, left = selected
-            self._packs.add(_Pack(pack) for pack in packs)
             stay = {id(row) for row in chain(left, *packs)}
             self._hold(-sum(row.size for row in rows if id(row) not in stay))
-            waits = [(row, before[id(row)] + 1) for row in left]
-            self._keep([(row, wait) for row, wait in waits if not self._is_given_up(row, wait, counts)])
+            self._keep(np.array([id(row) in stay for row in self._buffer], dtype=bool))
+            self._moved(packs, left, counts)
             self._pipeline.budget.keep(self)
             if packs:
-                self.target = min(self._size, self.target + -(-sum(map(len, packs)) // 2))
                 return
         if self._pipeline.own.by_length:
             return  # no sample has a length; `take_microbatch` gives up if it stays so
@@ -246,22 +197,29 @@ class Packing:
             f"{len(self._buffer)} samples, {EMPTY_SELECTIONS} times in a row: return lists of the samples it gets"
         )
 
-    def _is_given_up(self, row: BatchRow, wait: int, counts: Counts) -> bool:
-        """Give up a row that too many selections have left over; return whether it was given up."""
-        if wait <= LONGEST_WAIT:
-            return False
-        ref = row.members[0]
-        counts.of(ref.leaf)[_SKIPPED] += 1
-        self._hold(-row.size)
-        where = self._pipeline.source(ref.leaf).where(ref.sample)
-        logger.warning("%s: dropped after %d selections left it over; is it too long for a pack?", where, wait)
-        return True
+    def _moved(self, packs: list[list[BatchRow]], left: list[BatchRow], counts: Counts) -> None:
+        """Move rows of the buffer into packs; give up those that too many selections have left over."""
+        places = {id(row): place for place, row in enumerate(self._buffer)}
+        late = self._waiting.select([[places[id(row)] for row in pack] for pack in packs])
+        self._packs.extend(packs)
+        self._buffer = left
+        if not late.any():
+            return
+        for row in compress(left, late):
+            ref = row.members[0]
+            counts.of(ref.leaf)[_SKIPPED] += 1
+            self._hold(-row.size)
+            where = self._pipeline.source(ref.leaf).where(ref.sample)
+            logger.warning(
+                "%s: dropped after %d selections left it over; is it too long for a pack?", where, LONGEST_WAIT + 1
+            )
+        self._keep(~late)
 
-    def _packed(self, pack: _Pack, counts: Counts) -> list[BatchRow]:
-        """Return the rows of a pack; none if the encoder makes none."""
-        rows = self._with_contents(pack.members, counts)
+    def _packed(self, pack: list[BatchRow], counts: Counts) -> list[BatchRow]:
+        """Return the rows of the first pack; none if the encoder makes none."""
+        rows = self._with_contents(pack, counts)
         self._hold(-sum(row.size for row in rows))
-        counts = Counts() if pack.taken else counts  # restored: what it skips was counted before
+        counts = Counts() if self._waiting.taken else counts  # restored: what it skips was counted before
         return pack_rows(self._pipeline, rows, counts)
 
     def made_again(self, rows: list[BatchRow], counts: Counts) -> list[BatchRow]:
@@ -286,7 +244,7 @@ class Packing:
     def let_go(self, size: int) -> None:
         """Drop contents of at least `size` bytes, starting with those needed last."""
         least = self.held - size
-        for row in chain(reversed(self._buffer), *(pack.members for pack in reversed(self._packs))):
+        for row in chain(reversed(self._buffer), *reversed(self._packs)):
             if self.held <= least:
                 return
             if row.content is not None:
@@ -302,7 +260,7 @@ def select_packs(
     None if the hook fails. `last` says that nothing will join the others. Rows whose length is not known, and are
     counted, are in neither.
     """
-    most = pipeline.settings.max_tokens_per_microbatch
+    most = pipeline.settings.run.max_tokens_per_microbatch
     if most is not None:
         return _select_microbatches(pipeline, rows, counts, most, last=last)
     refs = [row.members[0] for row in rows]
@@ -354,7 +312,7 @@ def pack_rows(pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, again
         row.content = None
     refs = tuple(row.members[0] for row in members)
     # Without a batch size a pack is the microbatch.
-    whole = pipeline.settings.batch_size is None
+    whole = pipeline.settings.run.batch_size is None
     with pipeline.lending() if whole else contextlib.nullcontext(), pipeline.adopting():
         outputs = pipeline.code.pack(samples, refs, counts)
     size = sum(row.size for row in members)

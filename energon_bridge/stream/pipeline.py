@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from energon_bridge.errors import SampleError
+from energon_bridge.plan.choose import Cursors
+from energon_bridge.plan.leaf import Round
 from energon_bridge.samples import Batch, Sample
 from energon_bridge.samples.base import SentSources
 from energon_bridge.samples.stacking import LENDER, SLABS, Lender, Slab, SlabPool
@@ -26,7 +26,7 @@ from energon_bridge.stream.cooking import cooker_of
 from energon_bridge.stream.dataset_code import has_code
 from energon_bridge.stream.leaf import Leaf, Sources
 from energon_bridge.stream.policy import FailureTracker
-from energon_bridge.stream.reader import Cursor, RoundBuffer
+from energon_bridge.stream.reader import DrawSpan, RoundBuffer
 from energon_bridge.stream.settings import Budget, StreamSettings
 from energon_bridge.stream.state import COUNTERS, Counts, SampleRef
 from energon_bridge.stream.steps import PendingSample, Steps, running_hooks
@@ -38,39 +38,11 @@ from energon_bridge.task_encoder.current import BATCH, NUMBER, UNKNOWN
 from energon_bridge.task_encoder.deferred import decode_deferred
 from energon_bridge.task_encoder.hooks import Hook
 
-_OPEN_ROUNDS = 4096
 _LEAVES_TOGETHER = 32
 """Leaves of which a load reads draws at the same time if storage answers slowly."""
 _TOGETHER = 8
 """Draws per load, at least, if there are no loading threads: about as many as a pack of single draws takes."""
 _SAMPLES, _SKIPPED, _EXCLUDED, _BANNED = map(COUNTERS.index, ("samples", "skipped", "excluded", "banned"))
-
-
-@dataclass(frozen=True, slots=True)
-class DrawRange:
-    """Consecutive draws [low, high) of a round of a leaf, and their places among the draws of a load.
-
-    Either all of them are banned or none.
-    """
-
-    leaf: int
-    buffer: RoundBuffer
-    low: int
-    high: int
-    places: Sequence[int]
-    banned: bool = False
-
-
-def without_banned(span: DrawRange, banned: NDArray[np.bool_]) -> list[DrawRange]:
-    """Split a range into banned draws, which are not read, and the others."""
-    if not banned.any():
-        return [span]
-    edges = [0, *(np.flatnonzero(np.diff(banned)) + 1).tolist(), banned.size]
-    leaf, buffer, low, places = span.leaf, span.buffer, span.low, span.places
-    return [
-        DrawRange(leaf, buffer, low + begin, low + end, places[begin:end], bool(banned[begin]))
-        for begin, end in pairwise(edges)
-    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,32 +66,34 @@ class Pipeline:
 
     def __init__(self, leaves: Sequence[Leaf], settings: StreamSettings) -> None:
         self.leaves = leaves
-        self.settings = settings
-        self.rows = settings.batch_size or 1
-        makes = any(has_code(leaf.dataset) or cooker_of(settings.encoder, leaf.dataset) for leaf in leaves)
-        selects = selection_of(settings.packing_buffer_size, settings.max_tokens_per_microbatch)
+        self.settings, run = settings, settings.run
+        self.rows = run.rows
+        makes = any(has_code(leaf.dataset) or cooker_of(run.task_encoder, leaf.dataset) for leaf in leaves)
+        selects = selection_of(run.packing_buffer_size, run.max_tokens_per_microbatch)
         words = settings.words
         self.activities = Activities(words[1:])
-        self.source = Sources(leaves, settings, decoder_of(settings.encoder), self.activities).source
-        self.own = own = OwnHooks(settings.encoder, selects=selects, makes=makes)
-        self.judge = FailureTracker(settings.policy, settings.encoder, own.all, settings.delivered)
+        self.source = Sources(leaves, settings, decoder_of(run.task_encoder), self.activities).source
+        self.own = own = OwnHooks(run.task_encoder, selects=selects, makes=makes)
+        self.judge = FailureTracker(run.error_policy, run.task_encoder, own.all, settings.delivered)
         self.steps = Steps(self.judge, self.source, own.proves, words[0] if words else None)
-        self.code = HookRunner(settings.encoder, own, self.steps)
+        self.code = HookRunner(run.task_encoder, own, self.steps)
         self.load_seconds = self.batch_seconds = 0.0
         self._asked: tuple[float, ...] = values_of(MADE)
         self.watchdog: Watchdog | None = None
         self.warned_of_groups = False
-        self.budget = Budget(settings.buffer_bytes, settings.lanes)
-        self._cursors: OrderedDict[tuple[int, int], Cursor] = OrderedDict()
+        self.budget = Budget(settings.config.buffer_bytes, settings.lanes)
+        # Reads of several rounds are longer only where these continue the same slices.
+        together = max(1, settings.read_together)
+        self.cursors = Cursors(leaves, self._buffer, together=lambda order: 1 if order.is_dealt else together)
         self._pool = Threads(settings.threads, "energon-load") if settings.threads else None
         readers = settings.background_reads
         self._reading = Threads(readers, "energon-read") if readers else None
         self._openers = Threads(_LEAVES_TOGETHER, "energon-leaves") if readers else None
         self._memory: Lender | None = None
         # If rows are packed or grouped, a slab would stay in use until the last of its images is delivered.
-        straight = settings.packing_buffer_size is None and not own.groups and self.rows > 1
+        straight = run.packing_buffer_size is None and not own.groups and self.rows > 1
         self._blocks = SlabPool()
-        self.slabs = self._blocks if straight and getattr(settings.encoder, "decoder", None) is not None else None
+        self.slabs = self._blocks if straight and getattr(run.task_encoder, "decoder", None) is not None else None
         self.chunk: int = -(-self.rows // settings.threads) if settings.threads else max(self.rows, _TOGETHER)
 
     # Loading ---------------------------------------------------------------------------------------------------------
@@ -139,71 +113,64 @@ class Pipeline:
         """Whether draws are loaded on threads of their own."""
         return self._pool is not None
 
-    def cursor(self, lane: int, leaf: int) -> Cursor:
-        """Return the cursor of a lane in a leaf; if too many are open, the least recently used one drops its round."""
-        cursor = self._cursors.get((lane, leaf))
-        if cursor is None:
-            of, reader = self.leaves[leaf], self.source(leaf).reader
-            cursor = self._cursors[lane, leaf] = Cursor(of.order, of.bans, reader, lane, self.settings.read_together)
-            if len(self._cursors) > _OPEN_ROUNDS:
-                self._cursors.popitem(last=False)[1].drop()
-        elif len(self.leaves) > 1:
-            self._cursors.move_to_end((lane, leaf))
-        return cursor
+    def _buffer(self, leaf: int, found: Round) -> RoundBuffer:
+        bans = self.leaves[leaf].bans
+        withheld = None if bans is None else bans.among(found.indices)
+        return RoundBuffer(self.source(leaf).reader, found, withheld)
 
-    def load(self, ranges: Sequence[DrawRange], *, ahead: bool, into: tuple[Slab, int] | None = None) -> LoadedDraws:
+    def load(self, spans: Sequence[DrawSpan], *, ahead: bool, into: tuple[Slab, int] | None = None) -> LoadedDraws:
         """Load some draws; with `ahead`, also read the rest of their rounds.
 
         `into` is the slab for their images and the row of the first one.
         """
-        if len(ranges) == 1:
-            (one,) = ranges
+        if len(spans) == 1:
+            (one,) = spans
             keys, samples, sizes = self._columns(one, ahead, into)
             return LoadedDraws(keys, samples, sizes, [one.leaf] * len(keys))
-        self._read_together(ranges, ahead)
-        total = sum(span.high - span.low for span in ranges)
+        self._read_together(spans, ahead)
+        total = sum(span.high - span.low for span in spans)
         loaded = LoadedDraws([("", 0, 0, 0)] * total, [None] * total, [0] * total, [0] * total)
-        for span in ranges:
+        for span in spans:
             columns = self._columns(span, ahead, into)
             for place, key, sample, size in zip(span.places, *columns, strict=True):
                 loaded.keys[place], loaded.samples[place] = key, sample
                 loaded.sizes[place], loaded.leaves[place] = size, span.leaf
         return loaded
 
-    def _read_together(self, ranges: Sequence[DrawRange], ahead: bool) -> None:
+    def _read_together(self, spans: Sequence[DrawSpan], ahead: bool) -> None:
         """Read the draws of several leaves at once if storage answers slowly; loading them says what cannot be read."""
         if self._openers is None:
             return
-        unread = [span for span in ranges if not span.banned and span.buffer.is_unread(span.low, span.high)]
+        unread = [span for span in spans if not span.banned and span.round.is_unread(span.low, span.high)]
         if len(unread) < 2:
             return
 
-        def read(span: DrawRange) -> None:
+        def read(span: DrawSpan) -> None:
             with contextlib.suppress(Exception):
-                span.buffer.read_ahead(span.low, None if ahead else span.high)
+                span.round.read_ahead(span.low, None if ahead else span.high)
 
         for _ in self._openers.map(read, unread):
             pass
 
-    def _columns(self, of: DrawRange, ahead: bool, into: tuple[Slab, int] | None) -> Columns:
+    def _columns(self, of: DrawSpan, ahead: bool, into: tuple[Slab, int] | None) -> Columns:
         if of.banned:
-            identity, buffer = self.leaves[of.leaf].identity, of.buffer
+            identity, buffer = self.leaves[of.leaf].identity, of.round
             drawn = zip(
                 buffer.indices[of.low : of.high].tolist(), buffer.epochs[of.low : of.high].tolist(), strict=True
             )
             keys = [(identity, index, epoch, 0) for index, epoch in drawn]
             return keys, [BANNED] * len(keys), [0] * len(keys)
         rows = None if into is None else (into[0], [into[1] + place for place in of.places])
-        return self.source(of.leaf).values.load(of.buffer, of.low, of.high, ahead=ahead, into=rows)
+        return self.source(of.leaf).values.load(of.round, of.low, of.high, ahead=ahead, into=rows)
 
     def submit(
-        self, ranges: Sequence[DrawRange], *, ahead: bool, into: tuple[Slab, int] | None
+        self, spans: Sequence[DrawSpan], *, ahead: bool, into: tuple[Slab, int] | None
     ) -> Future[LoadedDraws] | LoadedDraws:
         """Load some draws on the loading threads, or right now if there are none."""
         if self._pool is not None:
-            return self._pool.submit(self.load, ranges, ahead=ahead, into=into)
+            return self._pool.submit(self.load, spans, ahead=ahead, into=into)
         start = time.perf_counter()
-        loaded = self.load(ranges, ahead=ahead, into=into)
+        loaded = self.load(spans, ahead=ahead, into=into)
         self.load_seconds += time.perf_counter() - start
         return loaded
 
@@ -325,7 +292,7 @@ class Pipeline:
 
         None if a hook fails; without `counts`, what it raises is raised.
         """
-        if self.settings.batch_size is None and not self.own.groups:
+        if self.settings.run.batch_size is None and not self.own.groups:
             batches = [samples[0]]
             self.steps.worked(Hook.BATCH, leaves)
             self._attach(batches[0], "__restore_key__", keys[0])
@@ -389,8 +356,8 @@ class Pipeline:
             return
         settings = self.settings
         turn, row = divmod(draw, self.rows)
-        batch, worker = divmod(self._shown(lane, turn), settings.energon_workers)
-        NUMBER.set((batch * self.rows + row) * settings.energon_workers + worker)
+        batch, worker = divmod(self._shown(lane, turn), settings.config.processes)
+        NUMBER.set((batch * self.rows + row) * settings.config.processes + worker)
 
     def batches(
         self,
@@ -427,14 +394,16 @@ class Pipeline:
         """Flush failure reports that no later microbatch will carry."""
         reports, failure_log = self.judge.taken(), self.settings.failure_log
         if reports and failure_log is not None:
-            failure_log.write(reports, self.settings.rank, self.settings.ranks)
+            failure_log.write(reports, self.settings.config.dp_rank, self.settings.config.dp_size)
 
     def user_code(self, *, restoring: bool = False) -> contextlib.AbstractContextManager[None]:
         """Set up the hook context and restore the global generators afterwards; a no-op without user hooks."""
         if not (restoring or self.own.present):
             return contextlib.nullcontext()
-        put_back = restoring or self.settings.restore_generators
-        return running_hooks(self.settings.cache, self.steps.tally, put_back=put_back, config=self.settings.config)
+        settings = self.settings
+        put_back = restoring or not settings.config.num_workers  # a worker's generators are its own
+        config = settings.config if settings.energon_ranks else None
+        return running_hooks(settings.run.cache_pool, self.steps.tally, put_back=put_back, config=config)
 
 
 def first_sample(key: tuple[Any, ...]) -> RestoreKey:
@@ -481,9 +450,9 @@ class PendingLoads:
         self._pipeline = pipeline
         self._loads: deque[Future[LoadedDraws] | LoadedDraws] = deque()
 
-    def schedule(self, ranges: Sequence[DrawRange], *, ahead: bool, into: tuple[Slab, int] | None = None) -> None:
+    def schedule(self, spans: Sequence[DrawSpan], *, ahead: bool, into: tuple[Slab, int] | None = None) -> None:
         """Start loading some draws; `into` is the slab for their images and the row of the first one."""
-        self._loads.append(self._pipeline.submit(ranges, ahead=ahead, into=into))
+        self._loads.append(self._pipeline.submit(spans, ahead=ahead, into=into))
 
     def take(self) -> LoadedDraws:
         """Return the oldest load."""

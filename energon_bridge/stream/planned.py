@@ -1,8 +1,8 @@
 """Plans lanes on integers: which samples their next microbatches have and what they cost, before anything is read.
 
 A lane makes microbatches from draws, or from packs if the encoder packs. If every draw gives one sample and columns
-have its size, both follow from integers: `PlannedLane` draws, fills the buffer and selects packs by the rules of
-`draws` and `packing`, and reaches the same states. `make_planned` then loads one such microbatch, on any rank.
+have its size, both follow from integers: `PlannedLane` chooses draws (`plan.choose`) and fills packs (`pack_buffer`)
+as a `Lane` does, and reaches the same states. `make_planned` then loads one such microbatch, on any rank.
 
 A plan is never changed: a sample that fails, or that a hook skips, is counted and left out of its microbatch.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, compress, pairwise
+from itertools import compress, pairwise
 from typing import Any
 
 import numpy as np
@@ -19,17 +19,18 @@ import numpy.typing as npt
 
 from energon_bridge.errors import ConfigurationError, FatalSampleError
 from energon_bridge.plan.blend import Blend
+from energon_bridge.plan.choose import Chooser, Cursors, UnbannedDraws
 from energon_bridge.plan.leaf import Round
 from energon_bridge.rng import IntArray
 from energon_bridge.stream.draws import SAMPLE, BatchRow
 from energon_bridge.stream.leaf import Leaf
-from energon_bridge.stream.packing import EMPTY_SELECTIONS, first_target, pack_rows, share_of
-from energon_bridge.stream.pipeline import DrawRange, PendingLoads, Pipeline
-from energon_bridge.stream.reader import RoundBuffer
+from energon_bridge.stream.pack_buffer import EMPTY_SELECTIONS, PackBuffer, first_target
+from energon_bridge.stream.packing import pack_rows
+from energon_bridge.stream.picked import PickedLoad
+from energon_bridge.stream.pipeline import PendingLoads, Pipeline
 from energon_bridge.stream.state import (
     COUNTERS,
     NOTHING_HELD,
-    BufferedRefs,
     Counts,
     LaneBatch,
     LaneState,
@@ -38,12 +39,9 @@ from energon_bridge.stream.state import (
 )
 from energon_bridge.stream.values import FailedSample
 from energon_bridge.task_encoder.hooks import Hook
-from energon_bridge.task_encoder.packing import LONGEST_WAIT, Packer
+from energon_bridge.task_encoder.packing import Packer
 
-_FEWEST, _MOST = 32, 256
-"""Draws of a lane looked up at a time; few at first, since there are many lanes."""
 _BANNED, _SKIPPED, _BYTES = map(COUNTERS.index, ("banned", "skipped", "bytes"))
-_NO_MEMBERS: IntArray = np.zeros((0, 4), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,170 +112,85 @@ class PlannedBatch:
     lost: Counts = field(default_factory=Counts)
 
 
-class _PlannedDraws:
-    """The draws of one lane from a state on, without banned ones."""
-
-    def __init__(self, lane: int, rules: PlanRules, state: LaneState) -> None:
-        self._lane, self._rules = lane, rules
-        self.draw, self.origin = state.draw, state.origin
-        self.leaf_draws: IntArray = np.array(state.leaf_draws, dtype=np.int64)
-        self._leaf_looked = list(state.leaf_draws)
-        self._chunk = _FEWEST
-        self._rounds: dict[int, Round] = {}
-        self._members, self._at = _NO_MEMBERS, 0
-        # Of each member the number of its draw, and the leaves of all draws from number `_base` on.
-        self._numbers: IntArray = np.zeros(0, dtype=np.int64)
-        self._leaves_of: IntArray = np.zeros(0, dtype=np.int64)
-        self._base = state.draw
-
-    def take(self, wanted: int, lost: Counts) -> IntArray:
-        """Return the next members, shape (wanted, 4); count the banned ones."""
-        while self._at + wanted > len(self._members):
-            self._look(wanted)
-        members = self._members[self._at : self._at + wanted]
-        self._at += wanted
-        end = int(self._numbers[self._at - 1]) + 1
-        if len(self.leaf_draws) == 1:
-            counts = np.array([end - self.draw])
-        else:
-            leaves_of = self._leaves_of[self.draw - self._base : end - self._base]
-            counts = np.bincount(leaves_of, minlength=len(self.leaf_draws))
-        if end - self.draw > wanted:
-            banned = counts - np.bincount(members[:, 0], minlength=len(counts))
-            for leaf in np.flatnonzero(banned).tolist():
-                lost.of(leaf)[_BANNED] += int(banned[leaf])
-        self.leaf_draws += counts
-        self.draw = end
-        return members
-
-    def _look(self, wanted: int) -> None:
-        """Look more draws up."""
-        rules, lane = self._rules, self._lane
-        first, count = self._base + len(self._leaves_of), max(self._chunk, wanted)
-        self._chunk = min(_MOST, 2 * self._chunk)
-        if rules.blend is None:
-            leaves = np.zeros(count, dtype=np.int64)
-        else:
-            leaves = rules.blend.leaves(lane, first - self.origin, count).astype(np.int64)
-        members = np.zeros((len(leaves), 4), dtype=np.int64)
-        members[:, 0] = leaves
-        kept = None
-        for leaf in np.flatnonzero(np.bincount(leaves)).tolist():
-            places = np.flatnonzero(leaves == leaf)
-            self._look_in(leaf, places, members)
-            bans = rules.leaves[leaf].bans
-            if bans is not None:
-                lanes = rules.leaves[leaf].order.num_lanes
-                banned = bans.at(members[places, 1], (first + places) * lanes + lane)
-                kept = np.ones(len(leaves), dtype=bool) if kept is None else kept
-                kept[places] = ~banned
-        numbers = first + np.arange(len(leaves), dtype=np.int64)
-        if kept is not None:
-            members, numbers = members[kept], numbers[kept]
-        self._members = np.concatenate((self._members[self._at :], members))
-        self._numbers = np.concatenate((self._numbers[self._at :], numbers))
-        self._leaves_of = np.concatenate((self._leaves_of[self.draw - self._base :], leaves))
-        self._base, self._at = self.draw, 0
-
-    def _look_in(self, leaf: int, places: IntArray, members: IntArray) -> None:
-        """Look up the next draws of a leaf, for some places."""
-        draw, at = self._leaf_looked[leaf], 0
-        while at < len(places):
-            part = self._rounds.get(leaf)
-            if part is None or not part.first <= draw < part.first + len(part.indices):
-                order = self._rules.leaves[leaf].order
-                part = self._rounds[leaf] = order.rounds_at(self._lane, draw, len(places) - at)
-            low = draw - part.first
-            count = min(len(part.indices) - low, len(places) - at)
-            here = places[at : at + count]
-            members[here, 1], members[here, 2] = part.indices[low : low + count], part.epochs[low : low + count]
-            draw, at = draw + count, at + count
-        self._leaf_looked[leaf] = draw
-
-
 class PlannedLane:
     """One lane planned on integers, continued from a state.
 
     Args:
         number: Lane number.
         rules: The rules of the run.
+        cursors: Where lanes are in the leaves.
         state: Where to continue.
 
     Raises:
         ConfigurationError: The state comes from an encoder that yields several samples per draw.
     """
 
-    def __init__(self, number: int, rules: PlanRules, state: LaneState) -> None:
+    def __init__(self, number: int, rules: PlanRules, cursors: Cursors[Round], state: LaneState) -> None:
         self.number = number
         self._rules = rules
         self._microbatches = state.microbatches
-        self._draws = _PlannedDraws(number, rules, state)
-        self._target = state.buffer or first_target(number, rules.buffer_size)
-        # What is drawn and not delivered, as a state has it: packs, then the buffer. Neither array is ever changed in
-        # place, so that states share them.
-        self._rows, self._refs = state.held.rows, state.held.members
-        stages = self._rows[:, 0]
-        packs = int(np.count_nonzero(stages == Stage.PACK))
+        chooser = Chooser(cursors, rules.blend, number, state.draw, state.leaf_draws, state.origin)
+        self._draws, self._origin = UnbannedDraws(chooser), state.origin
+        size, held = rules.buffer_size, state.held
+        self._buffer = PackBuffer(size, held, state.buffer or first_target(number, size))
+        stages = held.rows[:, 0]
         if (
             state.taken
             or state.batches_taken
-            or self._refs[:, 3].any()
-            or self._rows[:packs, 2].any()
-            or (stages[:packs] != Stage.PACK).any()
-            or (stages[packs:] != Stage.BUFFER).any()
+            or self._buffer.taken
+            or held.members[:, 3].any()
+            or (stages > Stage.BUFFER).any()
             or (len(stages) and rules.packer is None)
         ):
             raise ConfigurationError(
                 f"balance: lane {number} of the state is in the middle of the outputs of a sample, pack or batch, so "
                 "its microbatches cannot be planned: continue with make_balance(own_share=False)"
             )
-        self._next_pack = 0
-        self._ends: list[int] = np.cumsum(self._rows[:packs, 1]).tolist()
-        self._costs = [self._cost_of(self._refs[first:end]) for first, end in pairwise([0, *self._ends])]
 
     def next(self) -> PlannedBatch:
         """Return the next microbatch."""
-        rules, lost = self._rules, Counts()
-        number = self._microbatches
-        self._microbatches += 1
+        rules, buffer, lost = self._rules, self._buffer, Counts()
+        ends: list[int] | None = None
         if rules.packer is None:
-            members = self._draws.take(rules.rows, lost)
-            return PlannedBatch(
-                lane=self.number, number=number, members=members, ends=None, cost=self._cost_of(members), lost=lost
-            )
-        while self._next_pack + rules.rows > len(self._ends):  # only a lane that begins
-            self._select(rules.packer, lost)
-        begin, first, after = self._begin, self._next_pack, self._next_pack + rules.rows
-        self._next_pack = after
-        batch = PlannedBatch(
+            members = self._take(rules.rows, lost)
+        else:
+            self._fill_packs(rules.packer, lost)  # only a lane that begins has too few
+            sizes, members = buffer.take(rules.rows)
+            ends = np.cumsum(sizes).tolist()
+            if share := buffer.share(rules.rows):
+                buffer.add(self._take(share, lost))
+            self._fill_packs(rules.packer, lost)
+        self._microbatches += 1
+        return PlannedBatch(
             lane=self.number,
-            number=number,
-            members=self._refs[begin : self._begin],
-            ends=[end - begin for end in self._ends[first:after]],
-            cost=sum(self._costs[first:after]),
+            number=self._microbatches - 1,
+            members=members,
+            ends=ends,
+            cost=self._cost_of(members),
             lost=lost,
         )
-        self._settle(rules.packer, lost)
-        return batch
 
     def state(self) -> LaneState:
         """Return the state after the microbatches planned so far."""
-        draws, rows = self._draws, self._rows[self._next_pack :]
+        draws, packs = self._draws, self._rules.packer is not None
         return LaneState(
             self._microbatches,
             draws.draw,
             0,
             tuple(draws.leaf_draws.tolist()),
-            draws.origin,
-            BufferedRefs(rows, self._refs[self._begin :]) if len(rows) else NOTHING_HELD,
+            self._origin,
+            self._buffer.waiting() if packs else NOTHING_HELD,
             0,
-            self._target if self._rules.packer is not None else 0,
+            self._buffer.target if packs else 0,
         )
 
-    @property
-    def _begin(self) -> int:
-        """Where the next pack begins among the references."""
-        return self._ends[self._next_pack - 1] if self._next_pack else 0
+    def _take(self, wanted: int, lost: Counts) -> IntArray:
+        """Return the next members, shape (wanted, 4); count the banned ones."""
+        members, banned = self._draws.take(wanted)
+        if banned is not None:
+            for leaf in np.flatnonzero(banned).tolist():
+                lost.of(leaf)[_BANNED] += int(banned[leaf])
+        return members
 
     def _cost_of(self, members: IntArray) -> int:
         rules = self._rules
@@ -286,117 +199,36 @@ class PlannedLane:
             cost += len(members) * int(rules.looked_up(members, "padded").max())
         return cost
 
-    def _settle(self, packer: Packer[Any], lost: Counts) -> None:
-        """Draw a share of the next buffer, or select, as `Packing` does after each microbatch."""
-        left = (len(self._ends) - self._next_pack) // self._rules.rows
-        share = share_of(self._target - (len(self._rows) - len(self._ends)), left)
-        if left and share:
-            self._refs = np.concatenate((self._refs, self._draws.take(share, lost)))
-            self._rows = np.concatenate((self._rows, _waiting(np.zeros(share, dtype=np.int64))))
-        while len(self._ends) - self._next_pack < self._rules.rows:
+    def _fill_packs(self, packer: Packer[Any], lost: Counts) -> None:
+        """Select until there are packs for a microbatch."""
+        while len(self._buffer.sizes) < self._rules.rows:
             self._select(packer, lost)
 
     def _select(self, packer: Packer[Any], lost: Counts) -> None:
-        """Fill the buffer and select packs, as `Packing` does."""
-        size, last = self._rules.buffer_size, self._ends[-1] if self._ends else 0
-        members, waits = self._refs[last:], self._rows[len(self._ends) :, 2]
+        """Fill the buffer and select packs."""
+        buffer = self._buffer
         for attempt in range(EMPTY_SELECTIONS):
-            missing = self._target + attempt * max(1, size // 4) - len(members)
-            if missing > 0:
-                members = np.concatenate((members, self._draws.take(missing, lost)))
-                waits = np.concatenate((waits, np.zeros(missing, dtype=np.int64)))
-            packs = packer.pack(self._rules.looked_up(members, "sizes"))
-            waits = waits + 1
-            chosen = members[:0]
-            if packs:
-                places = np.array([place for pack in packs for place in pack], dtype=np.int64)
-                chosen = members[places]
-                left = np.ones(len(members), dtype=bool)
-                left[places] = False
-                members, waits = members[left], waits[left]
-                self._target = min(size, self._target + -(-len(places) // 2))
-            if (late := waits > LONGEST_WAIT).any():
-                for leaf in members[late, 0].tolist():
+            if missing := buffer.missing(attempt):
+                buffer.add(self._take(missing, lost))
+            packs = packer.pack(self._rules.looked_up(buffer.members, "sizes"))
+            late = buffer.select(packs)
+            if late.any():
+                for leaf in buffer.members[late, 0].tolist():
                     lost.of(leaf)[_SKIPPED] += 1
-                members, waits = members[~late], waits[~late]
+                buffer.keep(~late)
             if packs:
-                self._add(chosen, [len(pack) for pack in packs], members, waits)
                 return
         raise FatalSampleError(
-            f"the packer made no pack from {len(members)} samples, {EMPTY_SELECTIONS} times in a row: set a "
+            f"the packer made no pack from {len(buffer.members)} samples, {EMPTY_SELECTIONS} times in a row: set a "
             "larger packing_buffer_size, or check the columns of their sizes"
         )
-
-    def _add(self, chosen: IntArray, lengths: list[int], members: IntArray, waits: IntArray) -> None:
-        """Add packs after the remaining ones, and replace the buffer after them."""
-        begin, first = self._begin, self._next_pack
-        costs, ends = self._costs[first:], [end - begin for end in self._ends[first:]]
-        kept = ends[-1] if ends else 0
-        packed = np.zeros((len(ends) + len(lengths), 3), dtype=np.int64)
-        packed[: len(ends), 1] = self._rows[first : len(self._ends), 1]
-        packed[len(ends) :, 1] = lengths
-        rows = np.concatenate((packed, _waiting(waits)))
-        self._rows, self._refs = rows, np.concatenate((self._refs[begin : begin + kept], chosen, members))
-        added = list(accumulate(lengths))
-        self._costs = costs + np.add.reduceat(self._rules.looked_up(chosen, "added"), [0, *added[:-1]]).tolist()
-        self._ends = ends + [kept + end for end in added]
-        self._next_pack = 0
-
-
-def _waiting(waits: IntArray) -> IntArray:
-    """Return the rows of a buffer in a state, from the number of selections that left each over."""
-    rows: IntArray = np.full((len(waits), 3), (Stage.BUFFER, 1, 0), dtype=np.int64)
-    rows[:, 2] = waits
-    return rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Loading planned microbatches.
 
 
-class PlannedLoad:
-    """The loads of a planned microbatch.
-
-    Args:
-        pipeline: Loads the samples.
-        members: Those of the `PlannedBatch`.
-    """
-
-    def __init__(self, pipeline: Pipeline, members: IntArray) -> None:
-        self._pipeline = pipeline
-        self._loads: PendingLoads | None = None
-        threads = pipeline.settings.threads
-        chunk = max(pipeline.chunk, -(-len(members) // threads)) if threads else max(1, len(members))
-        self._size = len(members)
-        self._parts = [(low, self._ranges(members[low : low + chunk])) for low in range(0, len(members), chunk)]
-
-    def _ranges(self, members: IntArray) -> list[DrawRange]:
-        ranges = []
-        for leaf in np.flatnonzero(np.bincount(members[:, 0])).tolist():
-            places = np.flatnonzero(members[:, 0] == leaf)
-            indices, epochs = (np.ascontiguousarray(members[places, column]) for column in (1, 2))
-            buffer = RoundBuffer(self._pipeline.source(leaf).reader, Round(0, indices, epochs))
-            ranges.append(DrawRange(leaf, buffer, 0, len(places), places.tolist()))
-        return ranges
-
-    def read_ahead(self) -> None:
-        """Start reading, if reads are slow."""
-        for _, ranges in self._parts:
-            for part in ranges:
-                self._pipeline.read_ahead(part.buffer)
-
-    def start(self) -> PendingLoads:
-        """Start loading, unless it has started."""
-        if self._loads is None:
-            pipeline = self._pipeline
-            self._loads = PendingLoads(pipeline)
-            slab = None if pipeline.slabs is None else pipeline.slabs.slab(self._size)
-            for low, ranges in self._parts:
-                self._loads.schedule(ranges, ahead=False, into=None if slab is None else (slab, low))
-        return self._loads
-
-
-def make_planned(pipeline: Pipeline, planned: PlannedBatch, load: PlannedLoad, rules: PlanRules) -> LaneBatch:
+def make_planned(pipeline: Pipeline, planned: PlannedBatch, load: PickedLoad, rules: PlanRules) -> LaneBatch:
     """Load a planned microbatch; samples that fail or are skipped are counted and left out.
 
     Raises:
@@ -407,7 +239,7 @@ def make_planned(pipeline: Pipeline, planned: PlannedBatch, load: PlannedLoad, r
     counts.add(planned.lost)
     with pipeline.user_code():
         pipeline.begin(planned.lane, planned.number)
-        samples, keys = _encoded(pipeline, planned, load.start(), counts)
+        samples, keys = _encoded(pipeline, planned, load.start(as_slab=True), counts)
         leaves: list[int] = planned.members[:, 0].tolist()
         if planned.ends is None:
             there = [sample is not None for sample in samples]

@@ -1,7 +1,6 @@
 """Reading: sample indices of a leaf become the bytes of the samples, with one ranged read per run of consecutive ones.
 
-`LeafReader` reads; `RoundBuffer` holds the bytes of one round until its draws are taken; `Cursor` is where a lane is in
-a leaf. Reading never decides order.
+`LeafReader` reads; `RoundBuffer` holds the bytes of one round until its draws are taken. Reading never decides order.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from numpy.typing import NDArray
 from energon_bridge.errors import CorruptShardError, ShardMissingError, ShortReadError
 from energon_bridge.format.dataset import PreparedDataset, read_index
 from energon_bridge.format.tar import Follow, open_sample
-from energon_bridge.plan.bans import LeafBans
-from energon_bridge.plan.leaf import LeafOrder, Round
+from energon_bridge.plan.choose import Span
+from energon_bridge.plan.leaf import Round
 from energon_bridge.rng import IntArray, UIntArray
 from energon_bridge.storage import as_far
 from energon_bridge.storage.ranges import ByteRange
@@ -273,10 +272,6 @@ class RoundBuffer:
     def __len__(self) -> int:
         return self.indices.size
 
-    def withholds(self, low: int, high: int) -> bool:
-        """Return whether any of the draws [low, high), which are not fetched yet, is withheld."""
-        return bool(self._withheld) and not self._withheld.isdisjoint(range(low, high))
-
     def is_unread(self, low: int, high: int) -> bool:
         """Return whether any of the draws [low, high), which are not fetched yet, must be read."""
         return 0 in self._was_read[low:high]
@@ -308,45 +303,5 @@ class RoundBuffer:
             was_read[unread] = True
 
 
-class Cursor:
-    """The position of a lane in a leaf: its current rounds, and the next ones while they are read ahead.
-
-    Args:
-        order, bans, reader: Of the leaf.
-        lane: The lane.
-        together: Samples to read at once, over several rounds if needed. Consecutive rounds continue the same slices,
-            so reads get longer. The first round is read alone, to deliver it soon.
-    """
-
-    __slots__ = ("_bans", "_lane", "_order", "_reader", "_together", "buffer", "next_buffer")
-
-    def __init__(self, order: LeafOrder, bans: LeafBans | None, reader: Reader, lane: int, together: int = 0) -> None:
-        self._order, self._bans, self._reader = order, bans, reader
-        self._lane = lane
-        self._together = 0 if order.is_dealt else together
-        self.buffer: RoundBuffer | None = None
-        self.next_buffer: RoundBuffer | None = None
-
-    def at(self, draw: int) -> tuple[RoundBuffer, int]:
-        """Return the round that holds a draw of the leaf, and the draw's place in it."""
-        if self.buffer is None or not 0 <= draw - self.buffer.first < len(self.buffer):
-            ahead, self.next_buffer = self.next_buffer, None
-            if ahead is None or ahead.first != draw:
-                ahead = self._rounds(draw, 0 if self.buffer is None else self._together)
-            self.buffer = ahead
-        return self.buffer, draw - self.buffer.first
-
-    def following(self) -> RoundBuffer:
-        """Return the rounds after the current ones, for reading ahead."""
-        assert self.buffer is not None
-        self.next_buffer = self._rounds(self.buffer.first + len(self.buffer), self._together)
-        return self.next_buffer
-
-    def drop(self) -> None:
-        """Drop the bytes; they are read again when needed."""
-        self.buffer = self.next_buffer = None
-
-    def _rounds(self, draw: int, fewest: int) -> RoundBuffer:
-        found = self._order.rounds_at(self._lane, draw, max(1, fewest))
-        withheld = None if self._bans is None else self._bans.among(found.indices)
-        return RoundBuffer(self._reader, found, withheld)
+DrawSpan = Span[RoundBuffer]
+"""Draws of a leaf to load, with the bytes of their rounds."""

@@ -8,34 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from energon_bridge.plan.leaf import Round
-from energon_bridge.stream.pipeline import DrawRange, PendingLoads, Pipeline
-from energon_bridge.stream.reader import RoundBuffer
+from energon_bridge.plan.choose import Picks
+from energon_bridge.stream.picked import PickedLoad
+from energon_bridge.stream.pipeline import PendingLoads, Pipeline
 from energon_bridge.stream.report import MAX_MEMBERS, SamplePlace, named
-from energon_bridge.stream.state import COLUMNS, Counts, SampleRef
+from energon_bridge.stream.state import COLUMNS, Counts, SampleRef, as_members
 from energon_bridge.stream.values import RestoreKey
 from energon_bridge.task_encoder.hooks import Hook
 
 _ENCODED_AGAIN = COLUMNS.index("encoded_again")
-
-
-def load_again(pipeline: Pipeline, refs: Sequence[SampleRef]) -> PendingLoads:
-    """Start loading the samples of some references, in their order."""
-    ahead = PendingLoads(pipeline)
-    threads = pipeline.settings.threads
-    chunk = max(pipeline.chunk, -(-len(refs) // threads)) if threads else max(1, len(refs))
-    for low in range(0, len(refs), chunk):
-        part = refs[low : low + chunk]
-        ranges = []
-        for leaf in sorted({ref.leaf for ref in part}):
-            places = [place for place, ref in enumerate(part) if ref.leaf == leaf]
-            indices, epochs = np.array([part[place][1:3] for place in places], dtype=np.int64).T
-            buffer = RoundBuffer(pipeline.source(leaf).reader, Round(0, np.ascontiguousarray(indices), epochs))
-            ranges.append(DrawRange(leaf, buffer, 0, len(places), places))
-        ahead.schedule(ranges, ahead=False)
-    return ahead
 
 
 def encode_again(
@@ -43,9 +24,9 @@ def encode_again(
 ) -> list[Any]:
     """Return the encoded samples of some references; None for one that no longer encodes, which is counted.
 
-    `loading` holds the loads that `load_again` started for them.
+    `loading` holds their loads, if they are under way.
     """
-    loading = load_again(pipeline, refs) if loading is None else loading
+    loading = PickedLoad(pipeline, Picks(as_members(refs))).start() if loading is None else loading
     out: list[Any] = []
     while len(loading):
         loaded = loading.take()
@@ -130,7 +111,7 @@ def _row(pipeline: Pipeline, key: tuple[Any, ...]) -> tuple[Any, int]:
         if pipeline.own.by_length:
             pipeline.decode_deferred([row])
             row = code.post(row, SampleRef(leaf, *key[1:]), None)
-    if pipeline.settings.batch_size is None and not pipeline.own.groups:
+    if pipeline.settings.run.batch_size is None and not pipeline.own.groups:
         pipeline.collate([row], [key], [leaf], 0, 0, None)
     return row, leaf
 
@@ -145,9 +126,7 @@ def _restore_one(pipeline: Pipeline, key: tuple[Any, ...]) -> tuple[Any, int]:
             f"restore key {key!r}: sample {index} belongs to a dataset that this loader does not read, or whose "
             f"content has changed (identity {identity!r}). It reads {known}"
         )
-    one = Round(0, np.array([index], dtype=np.int64), np.array([epoch], dtype=np.int64))
-    buffer = RoundBuffer(pipeline.source(leaf).reader, one)
-    loaded = pipeline.load([DrawRange(leaf, buffer, 0, 1, (0,))], ahead=False)
+    loaded = PickedLoad(pipeline, Picks(as_members([SampleRef(leaf, index, epoch, 0)]))).start().take()
     encoded = pipeline.encode(leaf, loaded.samples[0], (identity, index, epoch, 0), Counts())
     if output >= len(encoded):
         why = "".join(f": {report}" for report in pipeline.judge.taken())

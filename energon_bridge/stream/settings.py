@@ -1,73 +1,149 @@
-"""What the streams of a process are given: their settings, and the bytes that they share."""
+"""The settings of a run, those of the streams of a process, and the bytes that these share."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, Literal, Protocol
 
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.plan.leaf import DEFAULT_PARALLEL_SHARD_ITERS
 from energon_bridge.stores import CachePool, NoCachePool
 from energon_bridge.stream.failure_log import FailureLog
 from energon_bridge.stream.policy import ErrorPolicy
 from energon_bridge.stream.watchdog import Words
+from energon_bridge.task_encoder.packing import MAX_LIMIT
+from energon_bridge.topology import WorkerConfig
+
+StreamKind = Literal["train", "passes", "finite"]
+"""Endless training, training that ends with each pass, and validation; states have these words."""
+
+_LEAST = {
+    "batch_size": 1,
+    "packing_buffer_size": 1,
+    "max_tokens_per_microbatch": 1,
+    "shuffle_buffer_size": 0,
+    "max_samples_per_sequence": 1,
+    "parallel_shard_iters": 1,
+    "virtual_epoch_length": 1,
+    "limit": 1,
+}
+"""Settings that are whole numbers (or None), with the least of each."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSettings:
+    """How the data of a run is opened, ordered and made into microbatches; checked.
+
+    `get_train_dataset` and `get_val_dataset` make it of their arguments, and say what these mean; plans and streams
+    carry it. Those two have no arguments for the following.
+
+    Args:
+        kind: What is delivered.
+        cache_pool: Where files that are needed later are cached.
+        as_energon: Behave as megatron-energon does, for programs written for it: validation in the order of its ranks
+            and workers (`stream.dealt`), microbatches and samples numbered by rank, and no masked rows.
+        repeats: With `as_energon`: a pass starts over until its limit, or without end.
+    """
+
+    kind: StreamKind = "train"
+    # Opening datasets.
+    split_part: str = "train"
+    dataset_config: str = "dataset.yaml"
+    split_config: str = "split.yaml"
+    trust_remote_code: bool = False
+    filter: str | None = None
+    # Their order.
+    shuffle_over_epochs_multiplier: int | None = 1
+    shuffle_buffer_size: int = 0
+    max_samples_per_sequence: int | None = None
+    parallel_shard_iters: int = DEFAULT_PARALLEL_SHARD_ITERS
+    virtual_epoch_length: int | None = None
+    limit: int | None = None
+    # Samples and microbatches.
+    task_encoder: Any
+    batch_size: int | None
+    batch_drop_last: bool = False
+    packing_buffer_size: int | None = None
+    max_tokens_per_microbatch: int | None = None
+    error_policy: ErrorPolicy = field(default_factory=ErrorPolicy)
+    cache_pool: CachePool = field(default_factory=NoCachePool)
+    as_energon: bool = False
+    repeats: bool = False
+
+    def __post_init__(self) -> None:
+        check_numbers({name: getattr(self, name) for name in _LEAST})
+        if self.shuffle_over_epochs_multiplier != -1:
+            check_number("shuffle_over_epochs_multiplier", self.shuffle_over_epochs_multiplier, 1)
+        if (most := self.max_tokens_per_microbatch) is None:
+            return
+        if most > MAX_LIMIT:
+            raise ConfigurationError(f"max_tokens_per_microbatch={most} must be at most {MAX_LIMIT}")
+        if self.batch_size not in (None, 1):
+            raise ConfigurationError(
+                f"max_tokens_per_microbatch={most} with batch_size={self.batch_size}: a microbatch has as many "
+                "samples as fit into the tokens, and batch_size counts microbatches: pass batch_size=1 or None "
+                "(micro_batch_size=1 of a data module, whose global_batch_size then counts microbatches)"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Samples in a full microbatch."""
+        return self.batch_size or 1
+
+
+def check_numbers(settings: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError if a setting should be a whole number and is not, or is too small."""
+    for name in settings.keys() & _LEAST.keys():
+        check_number(name, settings[name], _LEAST[name])
+
+
+def check_number(name: str, value: int | None, least: int) -> None:
+    """Raise ConfigurationError unless a setting is None or a whole number of at least `least`."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise ConfigurationError(f"{name} must be an integer of at least {least} or None, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSettings:
-    """Everything a stream needs besides its leaves.
+    """What the streams of a process are given besides their leaves.
 
     Args:
-        batch_size: Samples in a microbatch; None delivers samples instead of batches.
-        encoder: The task encoder.
+        run: The settings of the run.
+        config: The rank and its workers.
+        lanes: Lanes of the process.
         threads: Threads that read and decode ahead; 0 does everything in the calling thread.
         reads_rounds: Read whole rounds at a time, and the next round ahead; False reads draws as they are needed.
         read_together: Samples of a leaf that a lane reads at once, over several rounds if one has fewer.
         background_reads: Threads that read ahead.
         draws_ahead: Draws of each lane to read ahead if rounds are not read.
-        restore_generators: Put the global random generators back after each microbatch.
-        packing_buffer_size: Encoded samples from which packs or microbatches are selected; None: neither.
-        max_tokens_per_microbatch: Tokens, padding included, of microbatches that are selected by length; None: the
-            encoder selects packs.
-        buffer_bytes: Bytes for the contents of samples waiting to be packed, all lanes of the process together.
-        lanes: Lanes of the process.
-        cache: Where cookers and hooks keep files that are needed later.
-        policy: Decides about samples that fail.
         failure_log: Logs failures that no microbatch carries.
         delivered: Leaves that the run has delivered samples of; empty at its start.
-        rank, ranks: Number of this process, and number of processes, that keep quarantine files.
         words: Where the hook thread and then each loading thread write their activity (`Activity.words`).
-        energon_ranks, energon_workers: For the drop-in: the ranks, and workers per rank, by which megatron-energon
-            numbers microbatches and samples; 0 ranks: no drop-in.
-        config: For the drop-in: the worker configuration, for hooks that ask for it.
         barred: Leaf (`user_key_of`) and index of samples that must not be tried again.
         in_worker: Microbatches are pickled, for another process.
     """
 
-    batch_size: int | None
-    encoder: Any
-    threads: int = 0
-    reads_rounds: bool = True
-    read_together: int = 0
-    background_reads: int = 0
-    draws_ahead: int = 0
-    restore_generators: bool = False
-    packing_buffer_size: int | None = None
-    max_tokens_per_microbatch: int | None = None
-    buffer_bytes: int = 1 << 30
-    lanes: int = 1
-    cache: CachePool = field(default_factory=NoCachePool)
-    policy: ErrorPolicy = field(default_factory=ErrorPolicy)
-    failure_log: FailureLog | None = None
-    delivered: Collection[int] = ()
-    rank: int = 0
-    ranks: int = 1
-    energon_ranks: int = 0
-    energon_workers: int = 1
-    config: Any = None
-    words: Sequence[Words] = ()
-    barred: frozenset[tuple[int, int]] = frozenset()
-    in_worker: bool = False
+    run: RunSettings
+    config: WorkerConfig
+    lanes: int
+    threads: int
+    reads_rounds: bool
+    read_together: int
+    background_reads: int
+    draws_ahead: int
+    failure_log: FailureLog
+    delivered: Collection[int]
+    words: Sequence[Words]
+    barred: frozenset[tuple[int, int]]
+    in_worker: bool
+
+    @cached_property
+    def energon_ranks(self) -> int:
+        """The ranks by which megatron-energon numbers microbatches and samples; 0: this is not the drop-in."""
+        return self.config.dp_size if self.run.as_energon else 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------

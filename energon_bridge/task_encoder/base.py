@@ -164,9 +164,9 @@ class TaskEncoder(Generic[SampleT, EncodedT, RawBatchT, BatchT]):
         For `max_tokens_per_microbatch`. By default the length of `tokens` or `input_ids`.
         """
         for name in ("tokens", "input_ids"):
-            found = sample.get(name) if isinstance(sample, dict) else getattr(sample, name, None)
-            if found is not None:
-                return len(found)
+            value = sample.get(name) if isinstance(sample, dict) else getattr(sample, name, None)
+            if value is not None:
+                return len(value)
         raise FatalSampleError(
             f"max_tokens_per_microbatch: a {type(sample).__name__} has neither tokens nor input_ids to count: override "
             f"sample_length of {type(self).__name__}, which returns the length of a sample"

@@ -19,8 +19,8 @@ from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.hooks import ENCODER_HOOKS, Hook
 
 _NEEDED = (Hook.ENCODE.title, Hook.BATCH.title, Hook.ENCODE_BATCH.title, "decoder")
-_LONG = 10
-"""In names of at least so many letters, two may be wrong."""
+_LONG_NAME = 10
+"""Letters of a name from which on two of them may be wrong."""
 
 
 def check_encoder(encoder: Any) -> None:
@@ -131,7 +131,7 @@ def _meant(name: str, known: Mapping[str, Any] | Sequence[str]) -> str | None:
         return None
     for right in known:
         plain, wanted = (text.lower().replace("_", "") for text in (name, right))
-        if plain[:1] == wanted[:1] and _distance(plain, wanted) <= 1 + (len(wanted) >= _LONG):
+        if plain[:1] == wanted[:1] and _distance(plain, wanted) <= 1 + (len(wanted) >= _LONG_NAME):
             return right
     return None
 

@@ -381,10 +381,10 @@ class LengthGrouper(Generic[T]):
         ordered = sorted(lengths)
         if not ordered or groups < 1:
             raise ConfigurationError(f"of_equal_size needs example lengths and at least one group; got {groups} groups")
-        found = {ordered[-(-number * len(ordered) // groups) - 1] for number in range(1, groups + 1)}
+        boundaries = {ordered[-(-number * len(ordered) // groups) - 1] for number in range(1, groups + 1)}
         if longest is not None:
-            found = {length for length in found if length < longest} | {longest}
-        return cls(boundaries=tuple(sorted(found)), **values)
+            boundaries = {length for length in boundaries if length < longest} | {longest}
+        return cls(boundaries=tuple(sorted(boundaries)), **values)
 
     def group(self, sample: T) -> tuple[int, int | None]:
         """Return the group of a sample, named by its longest length, and the group's batch size.

@@ -1,146 +1,135 @@
-"""Renders questions and answers as text: what the model sees, and what it must learn to say.
+"""A conversation with its images and videos: one record, whatever a dataset has, before any tokenizer.
 
-A conversation is rendered to pieces of text, each shown or learned, which are tokenised separately. So the loss begins
-and ends exactly where they do, and a prompt at generation time is tokenised as in training. Only answers are learned,
-each with its end (the stop string or the end-of-sequence token).
+`read_conversation` makes it of a `ChatSample`, and of any sample or crude sample with `messages`, `conversations` or
+`conversation` (also inside a `json` part); `sample_encoders` of the other types. Two renderings make text of it:
+`layout`, with texts around the turns, for `MultiModalTaskEncoder`, and `families.rendering`, with a chat template.
+
+A turn of a dataset is `{"role": …, "content": …}` or `{"from": …, "value": …}`; `human` and `gpt` mean `user` and
+`assistant`, and `rows.turns` knows the other forms. Its content is a text with the placeholders `<image>` and
+`<video>`, or a list of parts `{"type": "text", "text": …}`, `{"type": "image"}`, `{"type": "video"}`. Images and
+videos come in order from the sample's own fields (`images`, `image`, `imgs`; `videos`, `video`), from the parts, or, in
+a crude sample, from its own files.
+
+All other keys of a turn (`tool_calls`, `reasoning_content`, `name`, …) go to the chat template as they are. Those of
+`FLAGS` in `rows.turns` also say whether an answer is learned. `system` and `tools` may stand beside the turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from energon_bridge.errors import ConfigurationError, SampleError, UnfitSampleError
-from energon_bridge.task_encoder.templates import ChatTemplate, source_of
+from torch import Tensor
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ImageToken:
-    """The placeholder of an image in a text, and its tokens.
-
-    Examples:
-        >>> config = MultiModalSampleConfig(image_token=ImageToken(token_str="<image>", token_id=-200))
-
-    Args:
-        token_str: The placeholder in the texts of the dataset.
-        token_id: Written to `tokens` once per image token. LLaVA and megatron-core's `LLaVAModel` expect -200; models
-            of transformers need an id of their vocabulary. None: the tokenizer's id of `token_str`.
-        before: Text in front of the image tokens, for example `<|vision_start|>` for models of the Qwen family.
-        after: Text after them, for example `<|vision_end|>`.
-    """
-
-    token_str: str = "<image>"
-    token_id: int | None = -200
-    before: str = ""
-    after: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TurnLayout:
-    """The text around the turns of a conversation; `{text}`, `{role}` and `{ROLE}` (in capitals) are filled in.
-
-    Args:
-        system: The system prompt.
-        question: A turn of the user.
-        prompt: The text in front of an answer.
-        answer: A non-empty answer. It is learned, with the stop string after it.
-        between: Between an answer and the next question; not learned.
-        has_special_tokens: The layout contains the tokens that begin and end a turn as text, so none are added.
-    """
-
-    system: str = "{text}\n"
-    question: str = "{ROLE}: {text} "
-    prompt: str = "{ROLE}:"
-    answer: str = " {text}"
-    between: str = ""
-    has_special_tokens: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConversationTemplateConfig:
-    """How questions and answers become text.
-
-    Examples:
-        >>> template = ConversationTemplateConfig(system="You are helpful.", stop_string="</s>")
-        >>> config = MultiModalSampleConfig(conversation_template_config=template)
-
-    Args:
-        system: System prompt of every conversation without its own.
-        roles: The roles of the user and the assistant.
-        stop_string: Ends an answer, as text; None ends it with the tokenizer's end-of-sequence token. A chat template
-            writes its own.
-        chat_template: A Jinja template, as in transformers.
-        layout: Texts around the turns instead of a template. Without both, the tokenizer's own chat template is used,
-            and if it has none, `USER: question ASSISTANT: answer`.
-
-    Raises:
-        ConfigurationError: Both a chat template and a layout are given.
-    """
-
-    system: str | None = None
-    roles: tuple[str, str] = ("user", "assistant")
-    stop_string: str | None = None
-    chat_template: str | None = None
-    layout: TurnLayout | None = None
-
-    def __post_init__(self) -> None:
-        if self.chat_template is not None and self.layout is not None:
-            raise ConfigurationError("a ConversationTemplateConfig takes chat_template or layout, not both")
-
-
-LLAVA_SYSTEM = (
-    "A chat between a curious human and an artificial intelligence assistant. The assistant gives helpful, detailed, "
-    "and polite answers to the human's questions."
+from energon_bridge.av import AV_EXTENSIONS
+from energon_bridge.errors import SampleError
+from energon_bridge.rows.turns import (
+    CONVERSATIONS as _TURNS,
+    FLAGS,
+    ROLES,
+    WEIGHTS,
+    Medium,
+    av_medium_by_name,
+    has_own,
+    is_learned,
+    known_turns,
+    listed_tools,
+    medium_by_name,
+    mismatch,
+    part_kind,
+    part_text,
+    placed,
+    read_tools,
+    read_turns,
+    system_prompt,
 )
+from energon_bridge.samples import Sample, edataclass
+from energon_bridge.task_encoder.images import IMAGE_EXTENSIONS
+from energon_bridge.task_encoder.templates import parsed
+
+_logger = logging.getLogger(__name__)
+
+Kind = Literal["image", "video"]
+IMAGE, VIDEO = "<image>", "<video>"
+_PLACEHOLDERS = re.compile(r"\n?(<image>|<video>)\n?")
+_OWN_KEYS = frozenset({"role", "from", "content", "value"})
+_SAYING = ("tool_calls", "function_call", "reasoning_content", "thinking", "reasoning", "refusal", "audio")
+"""Keys that an assistant can say something with in place of a content."""
+_FIELDS: Mapping[Kind, Sequence[str]] = {"image": ("images", "image", "imgs"), "video": ("videos", "video")}
 
 
-def llava_template(system: str | None = LLAVA_SYSTEM) -> ConversationTemplateConfig:
-    """Return the template of LLaVA 1.5: `SYSTEM USER: question ASSISTANT: answer</s>`, the end as the token's id."""
-    return ConversationTemplateConfig(system=system, layout=TurnLayout(system="{text} "))
+@edataclass
+class ChatSample(Sample):
+    """A conversation with its images and videos in the order of their placeholders.
+
+    `messages` is a list of turns, or JSON of one; a video is a `VideoFrames`, frames alone, a list of images, or a
+    decoder of videos. `tools` is a list of JSON schemas, or JSON of one; `system` is the system prompt, if no turn is.
+    """
+
+    messages: Any
+    images: Any = None
+    videos: Any = None
+    tools: Any = None
+    system: Any = None
 
 
-def chatml_template(system: str | None = None) -> ConversationTemplateConfig:
-    """Return the ChatML template: `<|im_start|>role`, a line break, the text, `<|im_end|>`, a line break."""
-    turn = "<|im_start|>{role}\n{text}<|im_end|>\n"
-    layout = TurnLayout(
-        system=turn.format(role="system", text="{text}"),
-        question=turn,
-        prompt="<|im_start|>{role}\n",
-        answer="{text}",
-        between="\n",
-        has_special_tokens=True,
-    )
-    return ConversationTemplateConfig(system=system, stop_string="<|im_end|>", layout=layout)
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A text, or the place of an image or video."""
+
+    kind: Literal["text", "image", "video"]
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of a conversation.
+
+    Args:
+        role: `system`, `user` or `assistant`; with a chat template also `tool`, or another that the template knows.
+        content: A text, whose placeholders are places of images, or parts. None: other keys say all.
+        learned: Whether it is learned, if it is an answer.
+        keys: Its other keys, for the chat template.
+    """
+
+    role: str
+    content: str | Sequence[Part] | None
+    learned: bool = True
+    keys: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """The content, a text split at `<image>` and `<video>`."""
+        return split_places(self.content, self.role) if isinstance(self.content, str) else self.content or ()
+
+    @property
+    def text(self) -> str:
+        """The texts of the content."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MultiModalSampleConfig:
-    """How samples with images become token sequences.
+class Conversation:
+    """Questions and answers, with images and videos in the order of their places."""
 
-    Examples:
-        >>> config = MultiModalSampleConfig(image_token=ImageToken(token_str="<img>"), ignore_place_holder=-100)
+    turns: Sequence[Turn]
+    images: Sequence[Any] = ()
+    videos: Sequence[Any] = ()
+    tools: Sequence[Any] | None = None
 
-    Args:
-        image_token: The image placeholder.
-        ignore_place_holder: Label of every position without loss.
-        conversation_template_config: Rendering of question and answer.
-        image_following_text: If a question has no placeholder, put its images after the text (False: before it); the
-            same for the images and texts of a similarity-interleaved sample. An image always precedes its caption.
-    """
+    @property
+    def first_answer(self) -> str:
+        """The text of the first answer that is learned."""
+        return next(turn.text for turn in self.turns if turn.role == "assistant" and turn.learned)
 
-    image_token: ImageToken = field(default_factory=ImageToken)
-    ignore_place_holder: int = -100
-    conversation_template_config: ConversationTemplateConfig = field(default_factory=ConversationTemplateConfig)
-    image_following_text: bool = True
-
-
-class Turn(NamedTuple):
-    """One turn of a conversation."""
-
-    role: Literal["system", "user", "assistant"]
-    text: str
-    learned: bool = True  # of an answer
+    def with_system(self, system: str | None) -> Conversation:
+        """Return the conversation with a system prompt, if it has none."""
+        if not system or self.turns[0].role == "system":
+            return self
+        return replace(self, turns=(Turn("system", (Part("text", system),)), *self.turns))
 
 
 class Piece(NamedTuple):
@@ -152,106 +141,269 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Conversation:
-    """Questions and answers, rendered by the template; each placeholder in a question is an image."""
-
-    turns: Sequence[Turn]
-    images: Sequence[Any] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
     """Plain text, each piece shown or learned; each placeholder in a shown piece is an image."""
 
     pieces: Sequence[Piece]
     images: Sequence[Any] = ()
 
-
-class Rendered(NamedTuple):
-    """A sample as text, and whether that text already has its begin and end tokens."""
-
-    pieces: list[Piece]
-    has_special_tokens: bool
+    @property
+    def first_answer(self) -> str:
+        """The first text that is learned."""
+        return next(piece.text for piece in self.pieces if piece.learned)
 
 
-def render(content: Conversation | Document, config: MultiModalSampleConfig, tokenizer: Any) -> Rendered:
-    """Render a conversation by the template, or a document as it is.
+def has_turns(sample: Any) -> bool:
+    """Return whether a sample contains turns."""
+    return _turn_holder(sample) is not None
+
+
+def read_conversation(sample: Any, *, place_images: Literal["before", "after"] = "before") -> Conversation:
+    """Return the conversation of a sample that has turns.
 
     Raises:
-        SampleError: There is nothing to learn.
-        ConfigurationError: The chat template cannot be used for training.
+        SampleError: The turns have an unknown shape, a flag that cannot be honoured, or other numbers of placeholders
+            than there are images and videos.
     """
-    template = config.conversation_template_config
-    if isinstance(content, Document):
-        pieces = list(content.pieces)
-        if not any(piece.learned for piece in pieces):
-            raise SampleError("the sample has no text to learn")
-        last = pieces.pop().text if pieces[-1].learned else ""
-        return Rendered([*pieces, _ended(last, template, has_special_tokens=False)], False)
-    turns = list(content.turns)
-    if not any(turn.role == "assistant" and turn.learned for turn in turns):
-        raise SampleError("the conversation has no answer to learn")
-    if template.system and turns[0].role != "system":
-        turns.insert(0, Turn("system", template.system))
-    chat_template = source_of(tokenizer, template.chat_template)
-    if chat_template is None or template.layout is not None:
-        layout = template.layout or TurnLayout()
-        return Rendered(list(_lay_out(turns, layout, template)), layout.has_special_tokens)
-    return Rendered(list(_render_chat(turns, chat_template, template, tokenizer)), True)
+    holder = _turn_holder(sample)
+    name = next(name for name in _TURNS if _value(holder, name) is not None)
+    turns = _value(holder, name)
+    if isinstance(turns, str | bytes):
+        turns = parsed(turns, "turns")
+    tools, system = _value(holder, "tools"), _value(holder, "system")
+    if isinstance(holder, Mapping):
+        tools, system = read_tools(holder), system_prompt(holder)
+    if isinstance(turns, Mapping):
+        tools = read_tools(turns) if tools is None else tools
+        system = system_prompt(turns) if system is None else system
+        turns = next((turns[name] for name in _TURNS if name in turns), None)
+    if not isinstance(turns, Sequence) or not turns:
+        raise SampleError(f"{name} must be a non-empty list of turns, got {turns!r}"[:500])
+    if system:
+        turns = _with_system(turns, system)
+    payloads: dict[Kind, list[Any]] = {"image": [], "video": []}
+    waiting = {kind: _media(sample, kind) for kind in payloads}
+    there: dict[Medium, int] = {kind: len(media) for kind, media in waiting.items()}
+    if isinstance(sample, Mapping):
+        there["audio"] = len(own_media(sample, "audio"))
+    known = placed(known_turns(turns), there)
+    read = [_read_turn(turn, payloads, waiting) for turn in known]
+    return Conversation(
+        turns=tuple(_placed(read, payloads, waiting, place_images)),
+        images=tuple(payloads["image"]),
+        videos=tuple(payloads["video"]),
+        tools=listed_tools(tools),
+    )
 
 
-def place_images(question: str, count: int, config: MultiModalSampleConfig) -> str:
-    """Insert the placeholders of images into a question that has none."""
-    placeholder = config.image_token.token_str
-    if placeholder in question or not count:
-        return question
-    lines = [placeholder] * count
-    return "\n".join([question, *lines] if config.image_following_text else [*lines, question])
+def in_parts(content: Conversation) -> Conversation:
+    """Return a conversation whose texts are split at their places.
+
+    Raises:
+        SampleError: They have other numbers of places than there are images and videos.
+    """
+    if not any(isinstance(turn.content, str) for turn in content.turns):
+        return content
+    there: dict[Medium, int] = {"image": len(content.images), "video": len(content.videos)}
+    known = placed([{"role": turn.role, "content": turn.content} for turn in content.turns], there)
+    turns = [replace(turn, content=said["content"]) for turn, said in zip(content.turns, known, strict=True)]
+    turns = [replace(turn, content=turn.parts) for turn in turns]
+    for kind, count in there.items():
+        places = sum(part.kind == kind for turn in turns for part in turn.parts)
+        if places != count:
+            raise SampleError(mismatch(kind, places, count))
+    return replace(content, turns=turns)
 
 
-def _ended(text: str, template: ConversationTemplateConfig, *, has_special_tokens: bool) -> Piece:
-    if template.stop_string is not None:
-        return Piece(text + template.stop_string, learned=True)
-    return Piece(text, learned=True, ends=not has_special_tokens)
+def split_places(content: str, role: str = "user") -> tuple[Part, ...]:
+    """Split a text at its placeholders; a line break next to one belongs to it. In an answer they are text."""
+    if role == "assistant":
+        return (Part("text", content),) if content else ()
+    parts: list[Part] = []
+    for number, piece in enumerate(_PLACEHOLDERS.split(content)):
+        if number % 2:
+            parts.append(Part("image" if piece == IMAGE else "video"))
+        elif piece:
+            parts.append(Part("text", piece))
+    return tuple(parts)
 
 
-def _lay_out(turns: Sequence[Turn], layout: TurnLayout, template: ConversationTemplateConfig) -> Iterator[Piece]:
-    shown = ""
-    for turn in turns:
-        if turn.role == "system":
-            shown += layout.system.format(text=turn.text)
+def list_images(value: Any) -> list[Any]:
+    """Return the images of a field: one, several (a list, or a tensor or array of four dimensions), or None."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 4 else [value]
+
+
+def _media(sample: Any, kind: Kind) -> list[Any]:
+    """Return the images or videos in a sample's own fields."""
+    value = next((one for name in _FIELDS[kind] if (one := _value(sample, name)) is not None), None)
+    if value is None and isinstance(sample, Mapping):
+        return own_media(sample, kind)
+    if kind == "image":
+        return list_images(value)
+    if value is None:
+        return []
+    # A list of images is one video, a list of videos several.
+    several = isinstance(value, list | tuple) and not _is_frame(value[0] if value else None)
+    return list(value) if several else [value]
+
+
+def own_media(sample: Mapping[str, Any], kind: Medium) -> list[Any]:
+    """Return a crude sample's own images, videos or sounds: `2.jpg` before `10.jpg`."""
+    names = (name for name in sample if not name.startswith("__") and _medium(name) == kind)
+    return [sample[name] for name in sorted(names, key=_by_number)]
+
+
+def _medium(name: str) -> Medium | None:
+    extension = name.rpartition(".")[2].lower()
+    if extension in IMAGE_EXTENSIONS:
+        return "image"
+    return av_medium_by_name(name) if extension in AV_EXTENSIONS else medium_by_name(name)
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", name)]
+
+
+def _is_frame(value: Any) -> bool:
+    return getattr(value, "ndim", None) == 3 or (hasattr(value, "size") and not hasattr(value, "ndim"))
+
+
+def _read_turn(turn: Any, payloads: dict[Kind, list[Any]], waiting: dict[Kind, list[Any]]) -> Turn:
+    role = turn.get("role", turn.get("from")) if isinstance(turn, Mapping) else None
+    content = turn.get("content", turn.get("value")) if role is not None else None
+    keys: dict[str, Any] = {}
+    if isinstance(turn, Mapping):
+        keys = {name: value for name, value in turn.items() if value is not None and name not in _OWN_KEYS}
+    if content is None and isinstance(role, str) and any(name in keys for name in _SAYING):
+        role = _known_role(role)
+        return Turn(role, None, _is_learned(role, keys), keys)
+    if not isinstance(role, str) or not isinstance(content, str | list | tuple):
+        raise SampleError(f"a turn must have role and content, or from and value, got {turn!r}"[:500])
+    role = _known_role(role)
+    parts = split_places(content, role) if isinstance(content, str) else tuple(_part(part) for part in content)
+    given = [None] * len(parts) if isinstance(content, str) else [_payload(part) for part in content]
+    for part, payload in zip(parts, given, strict=True):
+        if part.kind == "text":
             continue
-        role = template.roles[turn.role == "assistant"]
-        names = {"role": role, "ROLE": role.upper()}
-        if turn.role == "user":
-            shown += layout.question.format(text=turn.text, **names)
-            continue
-        yield Piece(shown + layout.prompt.format(**names))
-        text = layout.answer.format(text=turn.text, **names) if turn.text else ""
-        yield _ended(text, template, has_special_tokens=layout.has_special_tokens)._replace(learned=turn.learned)
-        shown = layout.between
+        if payload is None and waiting[part.kind]:
+            payload = waiting[part.kind].pop(0)
+        payloads[part.kind].append(payload)
+    return Turn(role, parts, not keys or _is_learned(role, keys), keys)
 
 
-def _render_chat(
-    turns: Sequence[Turn], chat_template: str, template: ConversationTemplateConfig, tokenizer: Any
-) -> Iterator[Piece]:
-    """Yield the text up to the last answer; which of it is learned, `templates` says."""
-    names = {"system": "system", "user": template.roles[0], "assistant": template.roles[1]}
-    last = max(number for number, turn in enumerate(turns) if turn.role == "assistant")
-    messages = [{"role": names[turn.role], "content": turn.text} for turn in turns[: last + 1]]
-    rendering = ChatTemplate(tokenizer=tokenizer, source=chat_template, roles=template.roles)
-    numbers = [number for number, turn in enumerate(turns) if turn.role == "assistant" and turn.learned]
-    text, spans = rendering.answers(messages, None, numbers)
-    for number, span in zip(numbers if not rendering.marks else (), spans, strict=False):
-        if turns[number].text.strip() not in text[slice(*span)]:
-            raise UnfitSampleError(
-                f"the chat template cannot be used for training: it writes {text[slice(*span)]!r} for the answer "
-                f"{turns[number].text!r}"
-            )
-    done = 0
-    for span in spans:
-        yield Piece(text[done : span.start])
-        yield Piece(text[slice(*span)], learned=True)
-        done = span.end
-    if numbers[-1] < last:
-        yield Piece(text[done:])  # answers that are not learned, and the images of their questions
+def _known_role(name: str) -> str:
+    return ROLES.get(name.strip().lower(), name)
+
+
+def _is_learned(role: str, keys: Mapping[str, Any]) -> bool:
+    """Return whether the keys of a turn leave it to be learned. Raises SampleError for what cannot be honoured."""
+    learned = is_learned(role, keys)
+    if role != "assistant" and (name := next((one for one in WEIGHTS if keys.get(one)), None)):  # it asks for nothing
+        _warn_once(name, _named, f"turns of {role!r} have {name}={keys[name]!r}; only answers are learned")
+    return learned
+
+
+def _with_system(turns: Sequence[Any], system: Any) -> list[Any]:
+    """Return turns that begin with a system prompt: their own, or the one beside them."""
+    first = turns[0]
+    own = None
+    if isinstance(first, Mapping) and ROLES.get(str(first.get("role", first.get("from")))) == "system":
+        own = first.get("content", first.get("value"))
+    if own is None:
+        return [{"role": "system", "content": system}, *turns]
+    if own != system:
+        _warn_once(
+            "system",
+            _named,
+            "a sample has a turn with a system prompt and another `system` beside its turns: the turn is used, and so "
+            "in all such samples",
+        )
+    return list(turns)
+
+
+def template_keys(content: Conversation) -> list[str]:
+    """Return what only a template can use of a conversation: keys of its turns, and `tools`."""
+    names = dict.fromkeys(name for turn in content.turns for name in turn.keys if name not in FLAGS)
+    return [*names, *(["tools"] if content.tools else [])]
+
+
+def check_keys(content: Conversation, unused: Sequence[str], named: set[str], why: str) -> None:
+    """Warn of unused keys, each once for a set of names.
+
+    Raises:
+        SampleError: An answer has no text but such keys: it would be learned as an empty one.
+    """
+    for name in unused:
+        _warn_once(name, named, f"`{name}` of the samples is not seen by the model: {why}")
+    for turn in content.turns:
+        saying = [name for name in _SAYING if turn.keys.get(name)]
+        is_empty = turn.role == "assistant" and turn.learned and not turn.text
+        if is_empty and saying and all(name in unused for name in saying):
+            raise SampleError(f"an answer has no text but {' and '.join(saying)}, not seen by the model: {why}")
+
+
+_named: set[str] = set()
+
+
+def _warn_once(name: str, named: set[str], message: str) -> None:
+    if name not in named:
+        named.add(name)
+        _logger.warning(message)
+
+
+def _part(part: Any) -> Part:
+    kind, text = part_kind(part), None
+    if kind == "text" and (text := part_text(part)) is not None:
+        return Part("text", text)
+    if kind in ("image", "video"):
+        return Part(kind)
+    raise SampleError(f"a part of a turn must have the type text, image or video, got {part!r}"[:500])
+
+
+def _payload(part: Any) -> Any:
+    """Return the image or video in a part; None for a path or URL, which is not loaded here."""
+    return part[part["type"]] if isinstance(part, Mapping) and has_own(part) else None
+
+
+def _placed(
+    turns: list[Turn],
+    payloads: dict[Kind, list[Any]],
+    waiting: dict[Kind, list[Any]],
+    place_images: Literal["before", "after"],
+) -> list[Turn]:
+    """Place images and videos without a placeholder at the first question, and check the numbers."""
+    for kind in payloads:
+        if waiting[kind] and not payloads[kind]:
+            first = next((n for n, turn in enumerate(turns) if turn.role == "user"), None)
+            if first is not None:
+                places = (Part(kind),) * len(waiting[kind])
+                parts = tuple(turns[first].parts)
+                parts = places + parts if place_images == "before" else parts + places
+                turns[first] = replace(turns[first], content=parts)
+                payloads[kind], waiting[kind] = waiting[kind], []
+        missing = sum(payload is None for payload in payloads[kind])
+        if missing or waiting[kind]:
+            wanted = len(payloads[kind])
+            raise SampleError(mismatch(kind, wanted, wanted - missing + len(waiting[kind])))
+    return turns
+
+
+def _turn_holder(sample: Any) -> Any:
+    """Return the holder of the turns: the sample, or its JSON."""
+    for holder in (sample, _value(sample, "json")):
+        if isinstance(holder, list) and holder:
+            return {"messages": holder}
+        if holder is not sample and isinstance(holder, Mapping) and (turns := read_turns(holder)) is not None:
+            is_pair = all(holder.get(name) is None for name in _TURNS)
+            return {**holder, "messages": turns, "system": None, "system_prompt": None} if is_pair else holder
+        if holder is not None and any(_value(holder, name) is not None for name in _TURNS):
+            return holder
+    return None
+
+
+def _value(holder: Any, name: str) -> Any:
+    if isinstance(holder, Mapping):
+        return holder.get(name)
+    return None if isinstance(holder, list | Tensor) else getattr(holder, name, None)

@@ -339,11 +339,11 @@ def _least_squares(columns: npt.NDArray[np.float64], wanted: npt.NDArray[np.floa
     best, least = np.zeros(count), float((wanted**2).sum())
     for size in range(1, count + 1):
         for chosen in map(list, combinations(range(count), size)):
-            found, _, rank, _ = np.linalg.lstsq(columns[:, chosen], wanted, rcond=1e-9)
-            error = float(((columns[:, chosen] @ found - wanted) ** 2).sum())
-            if rank == size and (found >= 0).all() and error < least * (1 - 1e-9):
+            weights, _, rank, _ = np.linalg.lstsq(columns[:, chosen], wanted, rcond=1e-9)
+            error = float(((columns[:, chosen] @ weights - wanted) ** 2).sum())
+            if rank == size and (weights >= 0).all() and error < least * (1 - 1e-9):
                 best, least = np.zeros(count), error
-                best[chosen] = found
+                best[chosen] = weights
     return best, least
 
 
@@ -379,9 +379,9 @@ def _field(batch: Any, name: str) -> Any:
 
 def _tokens(batch: Any) -> Tensor:
     for name in ("tokens", "input_ids"):
-        found = _field(batch, name)
-        if isinstance(found, Tensor):
-            return found
+        tokens = _field(batch, name)
+        if isinstance(tokens, Tensor):
+            return tokens
     if is_dataclass(batch):
         names = [entry.name for entry in fields(batch)]
     else:

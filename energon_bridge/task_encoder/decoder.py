@@ -40,10 +40,11 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 
-from energon_bridge.av import AV_EXTENSIONS, AVDecoder
 from energon_bridge.errors import ConfigurationError, DecodeError
 from energon_bridge.format.documents import BOM
+from energon_bridge.format.kinds import extensions_of
 from energon_bridge.format.media import HEAD_BYTES, kind_by_head
+from energon_bridge.registry import load
 from energon_bridge.samples.stacking import Slab
 from energon_bridge.storage.ranges import ByteRange
 from energon_bridge.task_encoder.current import DELIVERING
@@ -59,10 +60,10 @@ from energon_bridge.task_encoder.images import (
     guess_image_extension,
     image_form,
 )
-from energon_bridge.task_encoder.pickled import plain_pickle
 
 logger = logging.getLogger(__name__)
 
+AV_EXTENSIONS = extensions_of("av")
 MAX_PART_BYTES = 2 << 30
 """Default of `SampleDecoder(max_part_bytes=...)`."""
 AV_FORMS = ("AVDecoder", "pyav", "torch")
@@ -85,7 +86,7 @@ class SampleDecoder:
     Videos and sound are an `AVDecoder`, decoded when and where it is asked; `torch` decodes all of it at once into an
     `AVData` (the sound of videos with `video_decode_audio`), and `pyav` opens it for the user to read and to close.
     `image_backend` says what decodes images: `auto`, the fastest for a format, with Pillow's pixels; or `torchcodec`.
-    `image_target` declares that images need be no larger than so many pixels, or `(height, width)`: JPEGs are then
+    `image_target` declares that images need be no larger than a number of pixels, or `(height, width)`: JPEGs are then
     decoded at 1/2, 1/4 or 1/8 of their size where that is not smaller, which gives other pixels.
 
     A few bytes can demand any amount of memory, so there are two limits: images of more than `max_pixels` (width times
@@ -94,7 +95,7 @@ class SampleDecoder:
     limit. Pillow's own `Image.MAX_IMAGE_PIXELS` applies besides `max_pixels`: raise both for larger images.
 
     With `read_pickles`, pickles of plain values are read; otherwise they stay bytes. `av_class` is the class for videos
-    and sound: AVDecoder or a subclass.
+    and sound: a subclass of AVDecoder, or None for itself.
 
     Raises ConfigurationError for an unknown form, or an invalid size or limit.
     """
@@ -109,7 +110,7 @@ class SampleDecoder:
     max_pixels: int | None = MAX_PIXELS
     max_part_bytes: int | None = MAX_PART_BYTES
     read_pickles: bool = False
-    av_class: type[AVDecoder] = AVDecoder
+    av_class: Callable[..., Any] | None = None
     _form: ImageForm | None = field(init=False, repr=False, compare=False)
 
     @property
@@ -183,7 +184,7 @@ class SampleDecoder:
             return self._av(bytes(raw), part_name)
         codec = _CODECS.get(kind.extension)
         if self.read_pickles and kind.extension in _PICKLES:
-            codec = plain_pickle
+            codec = load("decoder", "pickle")
         if kind.extension in _ARCHIVES and self.max_part_bytes is not None and codec is not None:
             codec = partial(_bounded, codec=codec, most=self.max_part_bytes)
         # A memoryview would keep the whole read alive.
@@ -213,7 +214,7 @@ class SampleDecoder:
         return decode_rows(images, self._form, slab, turn)
 
     def _av(self, data: bytes | ByteRange, part_name: str) -> Any:
-        decoder = self.av_class(data, name=part_name)
+        decoder = (self.av_class or load("decoder", "av"))(data, name=part_name)
         if self.av_decode == "AVDecoder":
             return decoder
         return decoder.get_frames(self.video_decode_audio) if self.av_decode == "torch" else decoder.open_container()
@@ -313,7 +314,7 @@ def _npz(data: bytes) -> dict[str, Any]:
 
 
 def _array(file: Any, size: int) -> np.ndarray:
-    """Read an array from a file of so many bytes."""
+    """Read an array from a file of `size` bytes."""
     try:
         return np.lib.format.read_array(file, allow_pickle=False)
     except MemoryError as error:
@@ -331,20 +332,33 @@ def _pth(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-def _tenbin(data: bytes) -> list[np.ndarray]:
-    # webdataset's own splitting trusts the lengths, and never ends on a negative one
-    from webdataset import tenbin
+_TENBIN_TYPES = frozenset(["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"])
 
+
+def _tenbin(data: bytes) -> list[np.ndarray]:
+    """Decode arrays as `webdataset.tenbin` writes them: a chunk with the header of each, and one with its values.
+
+    A chunk is `~TenBin~`, its length as int64, and its bytes, filled up to a multiple of 64. A header is of int64: the
+    dtype's short name and the array's name, 8 bytes each, then the number of dimensions and their sizes.
+    """
     chunks: list[bytearray] = []
     offset = 0
     while offset < len(data):
         magic, length = struct.unpack_from("@8sq", data, offset)
         offset += 16
-        if magic != tenbin.magic_bytes or not 0 <= length <= len(data) - offset:
+        if magic != b"~TenBin~" or not 0 <= length <= len(data) - offset:
             raise ValueError(f"no tenbin chunk at byte {offset - 16}")
         chunks.append(bytearray(data[offset : offset + length]))  # a bytearray, so that the arrays can be written to
-        offset += tenbin.roundup(length)
-    return tenbin.decode_list(chunks)
+        offset += length + 63 & -64
+    arrays = []
+    for header, values in zip(chunks[::2], chunks[1::2], strict=True):
+        name, _, rank = struct.unpack_from("@8s8sq", header)
+        dtype = name.rstrip(b"\0").decode("ascii")
+        if dtype not in _TENBIN_TYPES:
+            raise ValueError(f"a tenbin array of type {dtype!r}")
+        shape = np.frombuffer(header, dtype=np.int64)[3 : 3 + rank].tolist()
+        arrays.append(np.frombuffer(values, dtype=dtype, count=math.prod(shape)).reshape(shape))
+    return arrays
 
 
 def _msgpack(data: bytes) -> Any:

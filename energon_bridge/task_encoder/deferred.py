@@ -6,7 +6,7 @@ engine decodes what is still deferred in a sample's fields right before it, all 
 what the hook itself gets from stores and lazies is decoded too, so that it never sees a deferred image.
 
 An encoder may put images of a class of its own in their place, which say how many bytes they will be as pixels of the
-model (`room`). Those of a microbatch share one piece of memory, and `made` writes there.
+model (`num_bytes`). Those of a microbatch share one piece of memory, and `decoded` writes there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from energon_bridge.samples.base import field_names
 from energon_bridge.task_encoder.current import DELIVERING
 from energon_bridge.task_encoder.images import ImageForm, decode_image, image_size
 
-_WORTHWHILE = 1 << 16
+_SHARED_FROM = 1 << 16
 """Bytes of pixels from which memory in one piece costs less than joining them."""
 
 
@@ -33,12 +33,12 @@ class Deferred:
     __slots__ = ()
 
     @property
-    def room(self) -> int:
-        """Return the bytes of memory that `made` asks for."""
+    def num_bytes(self) -> int:
+        """Return the bytes of memory that `decoded` can write its pixels to; 0: it brings its own."""
         return 0
 
-    def made(self, memory: np.ndarray | None = None) -> Any:
-        """Return what takes its place before `postencode_sample`, in memory of `room` bytes if it can be."""
+    def decoded(self, memory: np.ndarray | None = None) -> Any:
+        """Return what takes its place before `postencode_sample`, in memory of `num_bytes` if some is given."""
         raise NotImplementedError
 
 
@@ -69,8 +69,8 @@ class DeferredImage(Deferred):
         """Decode and return the pixels; each call decodes again. Raises DecodeError."""
         return decode_image(self.data, self.form, part=self.part)
 
-    def made(self, memory: np.ndarray | None = None) -> Any:
-        """Return what takes the image's place before `postencode_sample`, in memory of `room` bytes if it can be."""
+    def decoded(self, memory: np.ndarray | None = None) -> Any:
+        """Return the pixels, which take the image's place before `postencode_sample`."""
         return self.get()
 
     def with_data(self, data: bytes) -> DeferredImage:
@@ -87,13 +87,14 @@ class DeferredImage(Deferred):
 
 def deferred_in(sample: Any) -> list[tuple[Callable[[Any], None], Deferred]]:
     """Return the deferred values in a sample's fields, or in lists there, each with a function that replaces it."""
+    # A pair of what puts the decoded value in place, and the deferred one.
     found: list[tuple[Callable[[Any], None], Deferred]] = []
     for name, value in field_items(sample):
         if isinstance(value, Deferred):
             put = sample.__setitem__ if isinstance(sample, dict) else partial(setattr, sample)
             found.append((partial(put, name), value))
         elif isinstance(value, list):
-            places = (place for place, one in enumerate(value) if isinstance(one, Deferred))
+            places = (place for place, item in enumerate(value) if isinstance(item, Deferred))
             found += [(partial(value.__setitem__, place), value[place]) for place in places]
     return found
 
@@ -122,16 +123,17 @@ def decode_deferred(
     Raises:
         SampleError: An image does not decode; those before it are decoded.
     """
-    found = [entry for sample in samples for entry in deferred_in(sample)]
-    waiting = [deferred for _, deferred in found]
-    ends = list(accumulate(deferred.room for deferred in waiting))
-    memory = memory_of(ends[-1]) if memory_of is not None and ends and ends[-1] >= _WORTHWHILE else None
+    entries = [entry for sample in samples for entry in deferred_in(sample)]
+    # All images write side by side into one piece of memory, so that the batch is that piece and nothing is copied.
+    waiting = [deferred for _, deferred in entries]
+    ends = list(accumulate(deferred.num_bytes for deferred in waiting))
+    memory = memory_of(ends[-1]) if memory_of is not None and ends and ends[-1] >= _SHARED_FROM else None
     pieces: list[np.ndarray | None] = [None] * len(waiting)
     if memory is not None:
-        pieces = [memory[end - deferred.room : end] for deferred, end in zip(waiting, ends, strict=True)]
-    for (put, _), pixels in zip(found, over(_made, waiting, pieces), strict=True):
+        pieces = [memory[end - deferred.num_bytes : end] for deferred, end in zip(waiting, ends, strict=True)]
+    for (put, _), pixels in zip(entries, over(_decode, waiting, pieces), strict=True):
         put(pixels)
 
 
-def _made(deferred: Deferred, memory: np.ndarray | None) -> Any:
-    return deferred.made(memory)
+def _decode(deferred: Deferred, memory: np.ndarray | None) -> Any:
+    return deferred.decoded(memory)

@@ -62,7 +62,7 @@ Alpha = Literal["drop", "white", "white, no key", "keep"]
 RGB image counts as transparent (its key), or not there; or a Pillow image keeps it, as RGBA or as the key of RGB."""
 
 MAX_PIXELS = 89_478_485
-"""Default of `SampleDecoder(max_pixels=...)`: Pillow's own limit for its warning; as floats, so many take 1.1 GB."""
+"""Default of `SampleDecoder(max_pixels=...)`: Pillow's own limit for its warning; 1.1 GB as floats."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,14 +150,14 @@ def _size(target: int | tuple[int, int]) -> tuple[int, int]:
 
 def guess_image_extension(data: bytes | bytearray | memoryview) -> str | None:
     """Return the extension of an image from its first bytes; None if it is not an image."""
-    found = _format_of(data)
-    return None if found is None or not IMAGE_EXTENSIONS.issuperset(found.extensions) else found.extensions[0]
+    known = _format_of(data)
+    return None if known is None or not IMAGE_EXTENSIONS.issuperset(known.extensions) else known.extensions[0]
 
 
 def is_heic(data: bytes | bytearray | memoryview) -> bool:
     """Return whether the data starts like a HEIC image."""
-    found = _format_of(data)
-    return found is not None and found.codec == "HEIF"
+    known = _format_of(data)
+    return known is not None and known.codec == "HEIF"
 
 
 def _format_of(data: bytes | bytearray | memoryview) -> MediaFormat | None:
@@ -190,9 +190,9 @@ def image_size(data: bytes | bytearray | memoryview, form: ImageForm, *, part: s
 
     Raises DecodeError for what `decode_image` refuses by its header: a format, a size.
     """
-    found = plain_jpeg(bytes(data)) if form.backend == "auto" else None
-    if found is not None and found.width * found.height <= _most_pixels(form):
-        return found.width, found.height
+    header = plain_jpeg(bytes(data)) if form.backend == "auto" else None
+    if header is not None and header.width * header.height <= _most_pixels(form):
+        return header.width, header.height
     try:
         if form.backend == "torchcodec":
             _torchcodec_kind(data)
@@ -302,7 +302,7 @@ def decode_rows(
 
 
 def _by_scratch(form: ImageForm, size: int) -> bool:
-    """Return whether to decode an image of so many bytes into warm memory and write it from there."""
+    """Return whether to decode an image of `size` bytes into warm memory and write it from there."""
     return form.scaled or (streaming.STREAMS and size <= _MOST_SCRATCH)
 
 
@@ -424,10 +424,10 @@ def _torchcodec_pixels(data: bytes | bytearray | memoryview, form: ImageForm) ->
         with Image.open(io.BytesIO(data)) as image:
             _check_size(image.size, form)
     flattens = form.alpha != "drop" and form.mode != "RGBA" and kind != "jpg"
-    found = _torchcodec()(bytes(data), mode=_TORCHCODEC_MODES["RGBA" if flattens else form.mode])
-    if found.ndim == 4:  # an animation: take the first frame
-        found = found[0]
-    pixels: np.ndarray = found.permute(1, 2, 0).numpy()
+    decoded = _torchcodec()(bytes(data), mode=_TORCHCODEC_MODES["RGBA" if flattens else form.mode])
+    if decoded.ndim == 4:  # an animation: take the first frame
+        decoded = decoded[0]
+    pixels: np.ndarray = decoded.permute(1, 2, 0).numpy()
     _check_size((pixels.shape[1], pixels.shape[0]), form)
     if flattens:
         return np.array(on_white(Image.fromarray(pixels)).convert(form.mode))

@@ -31,7 +31,7 @@ IGNORED_LABEL = -100
 
 Inputs = dict[str, Any]
 
-_OF_TOKENS = ("input_ids", "attention_mask", "position_ids", "mm_token_type_ids")
+_TOKEN_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "mm_token_type_ids")
 """Arguments with a value per token, in their last dimension."""
 
 
@@ -217,7 +217,7 @@ def _with_labels(batch: Any, inputs: Inputs) -> Inputs:
     learned = torch.where(loss_weights(batch) > 0, batch.labels, IGNORED_LABEL)
     last = learned[:, -1]
     if bool((last != IGNORED_LABEL).any()):
-        for name in _OF_TOKENS:
+        for name in _TOKEN_ARGUMENTS:
             if name in inputs:
                 inputs[name] = pad(inputs[name], (0, 1))
         inputs["input_ids"][:, -1] = last.max()  # a token that is learned stands for no image

@@ -1,6 +1,6 @@
 """Turns samples with images and texts into the inputs of a vision-language model.
 
-A sample is rendered to pieces of text (`sample_encoders`, `conversation`), its placeholders are expanded to as many
+A sample is rendered to pieces of text (`sample_encoders`, `layout`), its placeholders are expanded to as many
 image tokens as the model needs, and the result becomes one token sequence with shifted labels (`sequences`). Only the
 answers carry loss.
 
@@ -20,20 +20,14 @@ from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.task_encoder.base import TaskEncoder, decoder_of, default_hook
-from energon_bridge.task_encoder.conversation import (
-    Conversation,
-    Document,
-    MultiModalSampleConfig,
-    Piece,
-    Rendered,
-    render,
-)
+from energon_bridge.task_encoder.conversation import Piece
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.images import Alpha
+from energon_bridge.task_encoder.layout import MultiModalSampleConfig, Rendered, render
 from energon_bridge.task_encoder.packed_sequences import MultiModalPack, batch_packs, pack_sequences
 from energon_bridge.task_encoder.packing import Packer
 from energon_bridge.task_encoder.pixels import PixelDtype, Profile, alpha_for, pixel_path, pixel_settings, process_image
-from energon_bridge.task_encoder.sample_encoders import SAMPLE_ENCODERS, SampleEncoder
+from energon_bridge.task_encoder.sample_encoders import SAMPLE_ENCODERS, SampleEncoder, read_sample, sample_key
 from energon_bridge.task_encoder.sequences import (
     Grid,
     MultiModalBatch,
@@ -44,7 +38,7 @@ from energon_bridge.task_encoder.sequences import (
     mrope_positions,
     with_norm,
 )
-from energon_bridge.task_encoder.texts import tokens_of
+from energon_bridge.task_encoder.texts import tokenize
 from energon_bridge.task_encoder.visual import concat_visual
 
 __all__ = ["ImageTokenCount", "MultiModalBatch", "MultiModalSample", "MultiModalTaskEncoder"]
@@ -139,7 +133,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
     def register_encoder(self, sample_type: type, encoder: SampleEncoder) -> None:
         """Encode samples of a type, and of its subtypes, by a function of the sample and the configuration.
 
-        The function returns a `Conversation` or a `Document`, and replaces one registered before.
+        The function returns a `Conversation`, a `Document` or a `ChatSample`, and replaces one registered before.
         """
         self._encoders[sample_type] = encoder
 
@@ -151,9 +145,8 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
                 does not fit into `seq_length`.
             SkipSample, OverLongSampleError: It does not fit into a pack of the given packer; its policy decides.
         """
-        encoder = self._encoder_of(sample)
         try:
-            content = encoder(sample, self.config)
+            content = read_sample(sample, self._encoders, self.config)
             rendered = render(content, self.config, self.tokenizer)
             self._check_placeholders(rendered.pieces, len(content.images))
             sequence = Sequencer(longest=self.seq_length)
@@ -162,7 +155,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
             if finished is None:
                 raise SampleError(f"nothing to learn: seq_length={self.seq_length} cuts off all tokens of the answer")
         except SampleError as error:
-            raise type(error)(f"sample {_key(sample)!r}: {error}") from error
+            raise type(error)(f"sample {sample_key(sample)!r}: {error}") from error
         tokens, labels, loss_mask = finished
         joined = concat_visual(visual)
         encoded = MultiModalSample.derive_from(
@@ -171,7 +164,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
             labels=labels,
             loss_mask=loss_mask,
             visual=joined,
-            answer=_first_answer(content),
+            answer=content.first_answer,
             num_images=len(visual),
             mrope_position_ids=self._mrope(tokens, joined.get("image_grid_thw")),
         )
@@ -223,17 +216,6 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
     def _norm(self) -> Tensor | None:
         return None if self._path is None else self._path.byte_norm
 
-    def _encoder_of(self, sample: Any) -> SampleEncoder:
-        for kind in type(sample).__mro__:
-            if kind in self._encoders:
-                return self._encoders[kind]
-        known = ", ".join(sorted(kind.__name__ for kind in self._encoders))
-        raise ConfigurationError(
-            f"MultiModalTaskEncoder encodes {known}, not {type(sample).__name__} (sample "
-            f"{_key(sample)!r}): set sample_type in dataset.yaml, call register_encoder, or "
-            "pass your own task_encoder"
-        )
-
     def _check_placeholders(self, pieces: Sequence[Piece], num_images: int) -> None:
         placeholder = self.config.image_token.token_str
         for piece in pieces:
@@ -241,10 +223,10 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
                 raise SampleError(
                     f"the answer {piece.text!r} contains the image placeholder {placeholder!r}; only a question may"
                 )
-        found = sum(piece.text.count(placeholder) for piece in pieces)
-        if found != num_images:
+        places = sum(piece.text.count(placeholder) for piece in pieces)
+        if places != num_images:
             images = "1 image" if num_images == 1 else f"{num_images} images"
-            raise SampleError(f"the text has {found} placeholders {placeholder!r} but the sample has {images}")
+            raise SampleError(f"the text has {places} placeholders {placeholder!r} but the sample has {images}")
 
     def _fill(self, sequence: Sequencer, rendered: Rendered, images: Sequence[Any]) -> list[dict[str, Tensor]]:
         """Add pieces to a sequence until it is full; return the image processor's results for the images in it."""
@@ -254,7 +236,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         token = self.config.image_token
         visual: list[dict[str, Tensor]] = []
         texts = [piece.text.split(token.token_str) for piece in rendered.pieces]
-        tokens = iter(tokens_of(self.tokenizer, [text for part in texts for text in part]))
+        tokens = iter(tokenize(self.tokenizer, [text for part in texts for text in part]))
         for piece, part in zip(rendered.pieces, texts, strict=True):
             for number in range(len(part)):
                 if sequence.full:
@@ -274,9 +256,9 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
                     sequence.add(expanded, learned=False)
                 text = next(tokens)
                 if not self._reserved.keys().isdisjoint(text):
-                    found = next(self._reserved[one] for one in text if one in self._reserved)
+                    reserved = next(self._reserved[one] for one in text if one in self._reserved)
                     raise SampleError(
-                        f"a text of the sample contains {found!r}, the token reserved for an image or video; write "
+                        f"a text of the sample contains {reserved!r}, the token reserved for an image or video; write "
                         f"images as {token.token_str!r} in questions"
                     )
                 sequence.add(text, learned=piece.learned)
@@ -330,30 +312,20 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
     @cached_property
     def _around_image(self) -> list[list[int]]:
         token = self.config.image_token
-        return tokens_of(self.tokenizer, [token.before, token.after])
-
-
-def _key(sample: Any) -> Any:
-    return sample.get("__key__") if isinstance(sample, dict) else getattr(sample, "__key__", None)
-
-
-def _first_answer(content: Conversation | Document) -> str:
-    if isinstance(content, Conversation):
-        return next(turn.text for turn in content.turns if turn.role == "assistant" and turn.learned)
-    return next(piece.text for piece in content.pieces if piece.learned)
+        return tokenize(self.tokenizer, [token.before, token.after])
 
 
 def _image_token_id(tokenizer: Any, config: MultiModalSampleConfig) -> int:
     token = config.image_token
     if token.token_id is not None:
         return token.token_id
-    found = tokenizer.convert_tokens_to_ids(token.token_str)
-    if found is None or found == getattr(tokenizer, "unk_token_id", None):
+    token_id = tokenizer.convert_tokens_to_ids(token.token_str)
+    if token_id is None or token_id == getattr(tokenizer, "unk_token_id", None):
         raise ConfigurationError(
             f"the tokenizer does not know the image token {token.token_str!r}: add it as a special token, or set "
             "ImageToken(token_id=...) to the id that the model expects"
         )
-    return int(found)
+    return int(token_id)
 
 
 _MEDIA_TOKENS = ("<image>", "<video>", "<|image_pad|>", "<|video_pad|>")

@@ -211,7 +211,7 @@ SAMPLES = "samples"
 LONGEST_WAIT = 32
 """Selections after which lanes give up a sample that was left over by all of them."""
 _LEAST_SHARE = 3
-"""One in so many samples of the buffer leaves in any case (rule 2)."""
+"""A selection takes at least a third of the buffer: one sample in three (rule 2)."""
 
 
 class OverLong(StrEnum):
@@ -339,10 +339,10 @@ class Packer(Generic[T]):
 
         Raises OverLongSampleError, naming the sample, if one exceeds a limit by itself.
         """
-        found = list(map(self.size_of, samples))
-        columns = self._columns(found)
+        measured = list(map(self.size_of, samples))
+        columns = self._columns(measured)
         if columns is None:
-            columns = list(zip(*map(self._row, found, samples), strict=True)) or [[] for _ in self.limits]
+            columns = list(zip(*map(self._row, measured, samples), strict=True)) or [[] for _ in self.limits]
         sizes = np.array(columns, dtype=np.int64).T
         too_large = sizes > np.fromiter(self.limits.values(), dtype=np.int64)
         if too_large.any():
@@ -381,14 +381,14 @@ class Packer(Generic[T]):
                 delivered += len(pack)
         return leaving
 
-    def _columns(self, found: list[Any]) -> Sequence[Sequence[int]] | None:
+    def _columns(self, sizes: list[Any]) -> Sequence[Sequence[int]] | None:
         """Return what `size_of` found, by limit, if all of it has the usual form: dicts of integers, or integers."""
-        kinds = set(map(type, found))
+        kinds = set(map(type, sizes))
         if kinds == {int} and len(self._named) == 1:
-            return [found if name == self._named[0] else [1] * len(found) for name in self.limits]
+            return [sizes if name == self._named[0] else [1] * len(sizes) for name in self.limits]
         if kinds != {dict}:
             return None
-        columns = [[size.get(name, 1 if name == SAMPLES else None) for size in found] for name in self.limits]
+        columns = [[size.get(name, 1 if name == SAMPLES else None) for size in sizes] for name in self.limits]
         return columns if all(set(map(type, column)) == {int} for column in columns) else None
 
     @property

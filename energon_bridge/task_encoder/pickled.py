@@ -69,8 +69,8 @@ class _Reader(pickle.Unpickler):
         self._allowed = allowed
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
+        if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype):
+            return value
         module = "builtins" if module == "__builtin__" else module  # as Python 2 wrote it
         try:
             return self._allowed[module, name]
@@ -88,7 +88,7 @@ def _load(data: bytes, allowed: Mapping[tuple[str, str], Any]) -> Any:
         pickle.UnpicklingError: It contains something that is not allowed, or claims more than it has.
     """
     # The unpickler makes its table of objects as long as the largest number in it, which a few bytes can say.
-    if any(int.from_bytes(found[1], "little") > len(data) for found in _LONG_PUT.finditer(data)):
+    if any(int.from_bytes(match[1], "little") > len(data) for match in _LONG_PUT.finditer(data)):
         numbers = [int(arg) for code, arg, _ in pickletools.genops(data) if code.name == "LONG_BINPUT" and arg]
         most = max(numbers, default=0)
         if most > len(data):
@@ -110,8 +110,8 @@ def plain_pickle(data: bytes) -> Any:
 
 def _listed(data: bytes, depth: int) -> list[Any]:
     """Return a pickled list of bytes, or of lists of them."""
-    found = _load(data, {})
-    level = [found]
+    loaded = _load(data, {})
+    level = [loaded]
     for _ in range(depth):
         for one in level:
             if not isinstance(one, (list, tuple)):
@@ -120,7 +120,7 @@ def _listed(data: bytes, depth: int) -> list[Any]:
     for one in level:
         if not isinstance(one, bytes):
             raise ValueError(f"expected the bytes of an image, found {type(one).__name__}")
-    return list(found)
+    return list(loaded)
 
 
 class ChatMLDecoder:

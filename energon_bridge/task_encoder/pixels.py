@@ -160,8 +160,8 @@ class PixelPath:
     def deferred(self, image: DeferredImage) -> DeferredPixels:
         """Return an undecoded image that is decoded straight to pixels."""
         size = width, height = image.size
-        room = math.prod(self.shape((height, width))) * self.dtype.itemsize
-        return DeferredPixels(image.data, image.form, image.part, path=self, size=size, room=room)
+        num_bytes = math.prod(self.shape((height, width))) * self.dtype.itemsize
+        return DeferredPixels(image.data, image.form, image.part, path=self, size=size, num_bytes=num_bytes)
 
     def final(self, pixels: np.ndarray) -> np.ndarray:
         """Scale and crop an image or tile to its final size, uint8 (height, width, 3) both."""
@@ -254,14 +254,14 @@ class DeferredPixels(DeferredImage):
     Attributes:
         path: Makes the pixels.
         size: Width and height in pixels.
-        room: Bytes of its `pixel_values`.
+        num_bytes: Bytes of its `pixel_values`.
     """
 
     path: PixelPath = field(kw_only=True)
     size: tuple[int, int] = field(kw_only=True)
-    room: int = field(kw_only=True)
+    num_bytes: int = field(kw_only=True)
 
-    def made(self, memory: np.ndarray | None = None) -> MadePixels:
+    def decoded(self, memory: np.ndarray | None = None) -> MadePixels:
         """Return the pixels. Raises DecodeError."""
         return MadePixels(self.path.image(self.get(), memory))
 
@@ -295,18 +295,18 @@ def pixel_path(image_processor: Any, profile: Profile | None = None, dtype: Pixe
         raise ConfigurationError(f"pixels must be one of {', '.join(get_args(Profile))}, or None, got {profile!r}")
     if dtype not in get_args(PixelDtype):
         raise ConfigurationError(f"pixels_dtype must be one of {', '.join(get_args(PixelDtype))}, got {dtype!r}")
-    found: PixelPath | str = "pixels='processor'"
+    path: PixelPath | str = "pixels='processor'"
     if image_processor is not None and profile != "processor":
-        found = _read(image_processor, profile, dtype)
-    if isinstance(found, PixelPath):
-        return found
+        path = _read(image_processor, profile, dtype)
+    if isinstance(path, PixelPath):
+        return path
     if dtype == "uint8":
         raise ConfigurationError(
             f"pixels_dtype='uint8' is not available for {type(image_processor).__name__}, which must be called itself: "
-            f"{found}; set pixels_dtype to 'float32', 'bfloat16' or 'float16'"
+            f"{path}; set pixels_dtype to 'float32', 'bfloat16' or 'float16'"
         )
     if image_processor is not None and profile != "processor":
-        _say_called(type(image_processor).__name__, found)
+        _say_called(type(image_processor).__name__, path)
     return None
 
 
@@ -485,8 +485,8 @@ def _filter_of(value: Any) -> Filter | None:
 
 
 def _sides(size: Any, *names: str) -> tuple[int | None, ...]:
-    found = (size.get(name) if isinstance(size, Mapping) else getattr(size, name, None) for name in names)
-    return tuple(None if side is None else int(side) for side in found)
+    sides = (size.get(name) if isinstance(size, Mapping) else getattr(size, name, None) for name in names)
+    return tuple(None if side is None else int(side) for side in sides)
 
 
 def _sized_of(kind: str, processor: Any) -> Callable[[Size], Size] | None:
@@ -540,10 +540,10 @@ def _within(patch: int, most: int, size: Size) -> Size:
 
 
 def _three(value: Any) -> list[float]:
-    found = [float(value)] * 3 if isinstance(value, int | float) else [float(one) for one in value]
-    if len(found) != 3:
-        raise ValueError(found)
-    return found
+    values = [float(value)] * 3 if isinstance(value, int | float) else [float(one) for one in value]
+    if len(values) != 3:
+        raise ValueError(values)
+    return values
 
 
 def _values_of(processor: Any, profile: str) -> tuple[np.ndarray, Tensor]:

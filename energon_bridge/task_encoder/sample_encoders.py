@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from string import ascii_uppercase
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
-from energon_bridge.errors import SampleError
+from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.samples import (
     CaptioningSample,
     ImageClassificationSample,
@@ -30,19 +30,61 @@ from energon_bridge.samples import (
     OCRSample,
     SimilarityInterleavedSample,
     TextSample,
+    VidQASample,
     VQAOCRSample,
     VQASample,
 )
 from energon_bridge.task_encoder.conversation import (
+    ChatSample,
     Conversation,
     Document,
-    MultiModalSampleConfig,
     Piece,
     Turn,
-    place_images,
+    has_turns,
+    list_images,
+    read_conversation,
 )
+from energon_bridge.task_encoder.layout import MultiModalSampleConfig, place_images
 
-SampleEncoder = Callable[[Any, MultiModalSampleConfig], Conversation | Document]
+SampleEncoder = Callable[[Any, MultiModalSampleConfig], Conversation | Document | ChatSample]
+
+
+def read_sample(
+    sample: Any,
+    encoders: Mapping[type, SampleEncoder],
+    config: MultiModalSampleConfig,
+    *,
+    place_images: Literal["before", "after"] = "before",
+) -> Conversation | Document:
+    """Return what a sample has to say: by the encoder of its type, else by its turns.
+
+    Args:
+        sample: Of a type that has an encoder, or with turns.
+        encoders: Encoders by type; they hold for subtypes, too.
+        config: For the encoders.
+        place_images: Where images without a placeholder go in turns, seen from the text of the first question.
+
+    Raises:
+        SampleError: The sample cannot be learned.
+        ConfigurationError: It has neither an encoder nor turns.
+    """
+    kind = next((kind for kind in type(sample).__mro__ if kind in encoders), None)
+    content = sample if kind is None else encoders[kind](sample, config)
+    if isinstance(content, Conversation | Document):
+        return content
+    if not has_turns(content):
+        known = ", ".join(sorted(kind.__name__ for kind in encoders))
+        raise ConfigurationError(
+            f"the task encoder takes samples with messages or conversations, and encodes {known}, not "
+            f"{type(content).__name__} (sample {sample_key(sample)!r}): set sample_type in dataset.yaml, cook the "
+            "sample to a ChatSample, call register_encoder, or pass your own task_encoder"
+        )
+    return read_conversation(content, place_images=place_images)
+
+
+def sample_key(sample: Any) -> Any:
+    """Return the key of a sample, typed or crude, if it has one."""
+    return sample.get("__key__") if isinstance(sample, dict) else getattr(sample, "__key__", None)
 
 
 def encode_captioning(sample: CaptioningSample, config: MultiModalSampleConfig) -> Document:
@@ -73,7 +115,7 @@ def encode_vqa(sample: VQASample | VQAOCRSample, config: MultiModalSampleConfig)
     Raises:
         SampleError: There is no answer, or not one for each question.
     """
-    images = images_of(sample.image)
+    images = list_images(sample.image)
     context: Any = sample.context
     answers: Any = sample.answers
     if isinstance(context, str):
@@ -97,7 +139,7 @@ def encode_multiple_choice(sample: MultiChoiceVQASample, config: MultiModalSampl
         )
     lines = [f"{letter}. {choice}" for letter, choice in zip(ascii_uppercase, choices, strict=False)]
     question = "\n".join([sample.context, *lines])
-    images = images_of(sample.image)
+    images = list_images(sample.image)
     return Conversation(turns=_placed([(question, lines[sample.correct_choice_idx])], images, config), images=images)
 
 
@@ -131,6 +173,16 @@ def encode_similarity_interleaved(sample: SimilarityInterleavedSample, config: M
     return _interleaved(sequence, config)
 
 
+def encode_video_question(sample: VidQASample, config: MultiModalSampleConfig) -> ChatSample:
+    """Show the video and the question, learn the answer with the largest weight: for chat templates.
+
+    Raises:
+        SampleError: There are no answers.
+    """
+    turns = [{"role": "user", "content": sample.context}, {"role": "assistant", "content": _best_answer(sample)}]
+    return ChatSample(__key__=sample.__key__, messages=turns, videos=[sample.video])
+
+
 def encode_text(sample: TextSample, config: MultiModalSampleConfig) -> Document:
     """Learn the text."""
     return Document(pieces=[Piece(sample.text, learned=True)])
@@ -151,15 +203,8 @@ SAMPLE_ENCODERS: Mapping[type, SampleEncoder] = MappingProxyType(
 )
 
 
-def images_of(value: Any) -> list[Any]:
-    """Return the images of a field: one, several (a list, or a tensor or array of four dimensions), or None."""
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 4 else [value]
-
-
 def _image_then_text(image: Any, text: str, config: MultiModalSampleConfig) -> Document:
-    images = images_of(image)
+    images = list_images(image)
     shown = config.image_token.token_str * len(images)
     return Document(pieces=[Piece(shown), Piece(text, learned=True)], images=images)
 
@@ -186,7 +231,7 @@ def _interleaved(sequence: Sequence[Any], config: MultiModalSampleConfig) -> Doc
     return Document(pieces=pieces, images=images)
 
 
-def _best_answer(sample: VQASample | VQAOCRSample) -> str:
+def _best_answer(sample: VQASample | VQAOCRSample | VidQASample) -> str:
     answers: Any = sample.answers  # a field map may give one text where the type has a list
     if isinstance(answers, str):
         return answers

@@ -111,7 +111,7 @@ class Sequencer:
         return len(self.tokens) > self.longest
 
     def has_room(self, count: int) -> bool:
-        """Return whether so many more tokens can all be shown."""
+        """Return whether `count` more tokens can all be shown."""
         return len(self.tokens) + count <= self.longest
 
     def add(self, tokens: Sequence[int], *, learned: bool) -> None:
@@ -235,7 +235,7 @@ def mrope_positions(types: Sequence[int], grids: Mapping[int, Sequence[Grid]], m
     Raises:
         SampleError: The tokens of a type are not those of its grids.
     """
-    waiting = {kind: iter(found) for kind, found in grids.items()}
+    waiting = {kind: iter(of_kind) for kind, of_kind in grids.items()}
     parts: list[Tensor] = []
     position = 0
     for kind, group in groupby(types):

@@ -265,7 +265,7 @@ class ChatTemplate:
         return [{"type": "text", "text": text}] if self.takes_parts(role) else text
 
 
-def source_of(tokenizer: Any, template: Any = None, kind: str = "default") -> Any:
+def template_source(tokenizer: Any, template: Any = None, kind: str = "default") -> Any:
     """Return a template, or the tokenizer's own; of several, that of a kind, if there is one."""
     source = template or getattr(tokenizer, "chat_template", None)
     return source.get(kind) if isinstance(source, Mapping) else source

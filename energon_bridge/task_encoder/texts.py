@@ -15,11 +15,11 @@ _ENCODE = ("__call__", "encode", "_encode_plus", "_batch_encode_plus")
 _PLAIN = frozenset(f"transformers.tokenization_utils_{name}" for name in ("base", "fast", "tokenizers"))
 
 
-def tokens_of(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+def tokenize(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     """Return the tokens of each text, without special tokens around it."""
     if not is_fast(tokenizer):
         return [list(tokenizer.encode(text, add_special_tokens=False)) if text else [] for text in texts]
-    engine = _engine_of(tokenizer)
+    engine = _fast_engine(tokenizer)
     if engine is not None:
         return [encoding.ids for encoding in engine.encode_batch_fast(texts, add_special_tokens=False)]
     encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
@@ -28,7 +28,7 @@ def tokens_of(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 
 def tokens_with_offsets(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:
     """Return the tokens of a text, and where in it each of them begins and ends; the tokenizer must be a fast one."""
-    engine = _engine_of(tokenizer)
+    engine = _fast_engine(tokenizer)
     if engine is not None:
         encoding = engine.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
@@ -41,7 +41,7 @@ def is_fast(tokenizer: Any) -> bool:
     return bool(getattr(tokenizer, "is_fast", False))
 
 
-def _engine_of(tokenizer: Any) -> Any | None:
+def _fast_engine(tokenizer: Any) -> Any | None:
     """Return what encodes the texts of a fast tokenizer, or None if only the tokenizer itself knows how."""
     if not _is_plain(tokenizer.__class__):
         return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from energon_bridge.errors import ConfigurationError
 
@@ -120,18 +121,15 @@ PRECISIONS = ("32-true", "bf16-mixed")
 class DataConfig:
     """Where the data is and how it is loaded; names are those of `EnergonMultiModalDataModule`.
 
+    Listed are those that training itself reads or has another default for. A file may also have any other setting of
+    the data module that is a plain value (`config_file.data_settings`); these are in `settings`.
+
     Args:
         path: A prepared dataset, a `.jsonl` file, or the `.yaml` file of a mix.
         micro_batch_size: Samples per forward pass and rank; packs, if samples are packed.
         global_batch_size: Samples per optimizer step over all ranks; gradients are accumulated to reach it.
         seq_length: Longest token sequence, image tokens included; also the most tokens of a pack.
         num_workers: Worker processes per rank for training; 0 loads in the training process.
-        num_val_workers: The same for validation; default: num_workers.
-        shuffle_buffer_size: Samples among which the order is shuffled.
-        max_samples_per_sequence: Maximum samples per slice, the unit of shuffled reading; null: no limit.
-        num_lanes: Logical streams of the run; null: chosen to fit the global batch size.
-        prefetch_factor: Microbatches prepared ahead, per worker.
-        decode_threads: Threads that read and decode, per process; null: the cores divided among the processes.
         balance: `global_batch`: data-parallel ranks exchange the microbatches of each global batch, so that all have
             the same work. `none`: each rank runs what it loads.
         balance_attention: Cost of a pair of tokens that attend to each other, where a token costs 1; null: by the
@@ -160,6 +158,7 @@ class DataConfig:
         max_pixels: Larger images are shrunk to this area, in the same way. Both hold for the frames of videos, too.
         max_num_images: Maximum images and videos per sample; samples with more are skipped and counted. null: no limit.
         max_num_frames: Maximum frames of a video, which has two for each second otherwise; null: 768.
+        settings: Further settings of the data module, by name.
     """
 
     path: str = "data/digits"
@@ -167,12 +166,6 @@ class DataConfig:
     global_batch_size: int = 32
     seq_length: int = 64
     num_workers: int = 0
-    num_val_workers: int | None = None
-    shuffle_buffer_size: int | None = 100
-    max_samples_per_sequence: int | None = None
-    num_lanes: int | None = None
-    prefetch_factor: int = 2
-    decode_threads: int | None = None
     balance: str = "none"
     balance_attention: float | None = None
     balance_patches: float | None = None
@@ -191,6 +184,7 @@ class DataConfig:
     max_pixels: int | None = None
     max_num_images: int | None = None
     max_num_frames: int | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def packs(self) -> bool:

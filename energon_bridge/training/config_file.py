@@ -6,21 +6,29 @@ learning rate must not become one. The error for an unknown key names the neares
 
 from __future__ import annotations
 
+import inspect
 import os
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from energon_bridge.errors import ConfigurationError, UnknownArgumentError, did_you_mean
-from energon_bridge.training.config import RunConfig
+from energon_bridge.training.config import DataConfig, RunConfig
 
 PACKAGE_CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 """The configurations that the package brings, which are those of the checkout's folder `configs`."""
+
+_PLAIN = (int, float, str, bool)
+_SET_BY_TRAINING = (
+    *("seed", "replica_loading", "masked_microbatches", "validate_each_dataset"),
+    *("repeat", "virtual_epoch_length", "decoder_seq_length"),
+)
+"""Settings of the data module that have other keys, or none: training decides how long it lasts."""
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -54,7 +62,9 @@ def find_config(path: str | Path) -> Path:
 
 def dump_config(config: RunConfig) -> str:
     """Return a configuration as YAML that `load_config` reads back to an equal one."""
-    return yaml.safe_dump(asdict(config), sort_keys=False)
+    values = asdict(config)
+    values["data"] |= values["data"].pop("settings")
+    return yaml.safe_dump(values, sort_keys=False)
 
 
 def write_config(config: RunConfig, path: Path) -> None:
@@ -98,13 +108,38 @@ class _Text(str):
     __slots__ = ()
 
 
+def data_settings() -> dict[str, inspect.Parameter]:
+    """Return the settings of the data module that a file may have besides the fields of `DataConfig`: plain values."""
+    from energon_bridge.datamodule import EnergonMultiModalDataModule  # takes seconds to import
+
+    parameters = inspect.signature(EnergonMultiModalDataModule).parameters
+    own = {*_fields(DataConfig), *_SET_BY_TRAINING}
+    return {name: p for name, p in parameters.items() if name not in own and _is_plain(p.annotation)}
+
+
+def _is_plain(hint: Any) -> bool:
+    return typing.get_origin(hint) is Literal or {*(typing.get_args(hint) or (hint,))} <= {*_PLAIN, NoneType}
+
+
+def _fields(cls: type) -> list[str]:
+    """Return the keys of a section that are fields of its class."""
+    return [f.name for f in fields(cls) if f.name != "settings"]
+
+
 def _build(cls: type, values: Mapping[str, Any], *, prefix: str, where: str) -> Any:
     types = typing.get_type_hints(cls)
-    known = [f.name for f in fields(cls)]
-    for key in values:
-        if key not in known:
+    known = _fields(cls)
+    others = [key for key in values if key not in known]
+    passed = data_settings() if others and cls is DataConfig else {}
+    for key in others:
+        if key not in passed:
             raise UnknownArgumentError(_unknown(f"{prefix}{key}", _all_keys(RunConfig), where))
     kwargs: dict[str, Any] = {}
+    if passed:
+        kwargs["settings"] = {
+            key: _convert(values[key], passed[key].annotation, name=f"{prefix}{key}", where=where) for key in others
+        }
+        values = {key: values[key] for key in values if key in known}
     for key, value in values.items():
         name = f"{prefix}{key}"
         if is_dataclass(types[key]):
@@ -127,16 +162,20 @@ def _unknown(name: str, known: Sequence[str], where: str) -> str:
 def _all_keys(cls: type, prefix: str = "") -> list[str]:
     types = typing.get_type_hints(cls)
     keys: list[str] = []
-    for f in fields(cls):
-        keys.append(f"{prefix}{f.name}")
-        if is_dataclass(types[f.name]):
-            keys += _all_keys(types[f.name], f"{prefix}{f.name}.")
+    for name in [*_fields(cls), *(data_settings() if cls is DataConfig else ())]:
+        keys.append(f"{prefix}{name}")
+        if is_dataclass(types.get(name)):
+            keys += _all_keys(types[name], f"{prefix}{name}.")
     return keys
 
 
 def _convert(value: Any, hint: Any, *, name: str, where: str) -> Any:
     if typing.get_origin(hint) is tuple:
         return _convert_names(value, name=name, where=where)
+    if typing.get_origin(hint) is Literal:
+        if (text := str(value)) in typing.get_args(hint):
+            return text
+        raise ConfigurationError(f"{where}: {name} must be one of {', '.join(typing.get_args(hint))}, got {text!r}")
     accepted = typing.get_args(hint) or (hint,)
     if isinstance(value, _Text):
         if str not in accepted or value in ("null", "~"):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any
 
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.rows.turns import (
@@ -20,12 +20,12 @@ from energon_bridge.rows.turns import (
     Medium,
     check_sound,
     check_turns,
-    system_of,
-    tools_of,
-    turns_of,
+    read_tools,
+    read_turns,
+    system_prompt,
 )
 from energon_bridge.stores import FileStore
-from energon_bridge.task_encoder.conversation import Conversation, MultiModalSampleConfig, Turn
+from energon_bridge.task_encoder.conversation import own_media
 from energon_bridge.task_encoder.cooking import Cooker, basic_sample_keys
 from energon_bridge.task_encoder.families import (
     CHATML_TEMPLATE,
@@ -37,7 +37,6 @@ from energon_bridge.task_encoder.families import (
     Family,
     QwenFamily,
 )
-from energon_bridge.task_encoder.families.chat import chat_of, check_keys, keys_of, own_media
 from energon_bridge.task_encoder.families.vision import PreparedSample
 from energon_bridge.task_encoder.multimodal import MultiModalBatch, MultiModalSample, MultiModalTaskEncoder
 from energon_bridge.task_encoder.packing import SAMPLES, Packer
@@ -117,7 +116,6 @@ def training_task_encoder(config: DataConfig, bundle: ModelBundle) -> MultiModal
         packer=_packer(config),
     )
     encoder.cookers = COOKERS
-    encoder.register_encoder(ChatSample, encode_chat)
     return encoder
 
 
@@ -210,7 +208,7 @@ def cook_conversation(sample: Mapping[str, Any], **stores: FileStore) -> ChatSam
         SampleError: There are no turns, they are not understood, or a named image or video cannot be found.
     """
     content = sample.get("json")
-    turns = turns_of(content) if isinstance(content, Mapping) else None
+    turns = read_turns(content) if isinstance(content, Mapping) else None
     if turns is None:
         parts = ", ".join(name for name in sample if not name.startswith("__"))
         raise SampleError(
@@ -226,33 +224,12 @@ def cook_conversation(sample: Mapping[str, Any], **stores: FileStore) -> ChatSam
         messages=turns,
         images=images,
         videos=videos or None,
-        tools=tools_of(content),
-        system=system_of(content),
+        tools=read_tools(content),
+        system=system_prompt(content),
     )
 
 
 COOKERS = (Cooker(cook_conversation),)
-_named: set[str] = set()
-
-
-def encode_chat(sample: ChatSample, config: MultiModalSampleConfig) -> Conversation:
-    """Show the questions, learn the answers: for `MultiModalTaskEncoder`, which renders turns without a template.
-
-    Raises:
-        SampleError: The sample has a video, a turn of another role, or an answer that only calls tools.
-    """
-    chat = chat_of(sample)
-    if chat.videos:
-        raise SampleError("a conversation with videos needs a chat template: set data.chat_template")
-    if unused := keys_of(chat):
-        check_keys(chat, unused, _named, "only a chat template can use it; set data.chat_template")
-    turns: list[Turn] = []
-    for message in chat.messages:
-        text = "".join(part.text if part.kind == "text" else config.image_token.token_str for part in message.parts)
-        if message.role not in ("system", "user", "assistant"):
-            raise SampleError(f"a turn of {message.role!r} needs a chat template with such turns")
-        turns.append(Turn(cast(Literal["system", "user", "assistant"], message.role), text, message.learned))
-    return Conversation(turns=turns, images=chat.images)
 
 
 def _media(kind: Medium, sample: Mapping[str, Any], content: Any, stores: Mapping[str, FileStore]) -> Any:

@@ -18,9 +18,9 @@ from types import MappingProxyType
 from typing import Any
 
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.task_encoder.conversation import ImageToken, MultiModalSampleConfig
 from energon_bridge.task_encoder.families import QWEN_VL_TEMPLATE, Family
 from energon_bridge.task_encoder.families.registry import load_pretrained
+from energon_bridge.task_encoder.layout import ImageToken, MultiModalSampleConfig
 from energon_bridge.training.config import ModelConfig
 
 # Small models ---------------------------------------------------------------------------------------------------------
@@ -382,8 +382,8 @@ def export_model(bundle: ModelBundle, folder: Path) -> None:
 
 def _image_token_id(config: Any, tokenizer: Any) -> int:
     ids = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
-    found = next((token_id for token_id in ids if token_id is not None), None)
-    return int(tokenizer.convert_tokens_to_ids(_IMAGE) if found is None else found)
+    known = next((token_id for token_id in ids if token_id is not None), None)
+    return int(tokenizer.convert_tokens_to_ids(_IMAGE) if known is None else known)
 
 
 def _image_tokens(config: Any) -> int | None:

@@ -43,10 +43,9 @@ from energon_bridge.integrations.lightning import MixFeedbackCallback, RunReport
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.rng import key_of
 from energon_bridge.task_encoder.base import TaskEncoder
+from energon_bridge.task_encoder.conversation import ChatSample, read_conversation
 from energon_bridge.task_encoder.costs import BatchCost, ColumnCost
 from energon_bridge.task_encoder.decoder import SampleDecoder
-from energon_bridge.task_encoder.families import ChatSample
-from energon_bridge.task_encoder.families.chat import chat_of
 from energon_bridge.topology import WorkerConfig
 from energon_bridge.training.callbacks import (
     TIMES,
@@ -210,6 +209,7 @@ def build_data_module(
         del settings[name]
     for name in ("attention", "patches", "column_tokens", "column_patches"):
         del settings[f"balance_{name}"]
+    settings |= settings.pop("settings")
     return EnergonMultiModalDataModule(
         tokenizer=bundle.tokenizer,
         image_processor=bundle.image_processor,
@@ -228,8 +228,8 @@ def _balance_cost(data: DataConfig, bundle: ModelBundle) -> BatchCost | ColumnCo
     given = data.balance_attention, data.balance_patches
     weights = BatchCost.of_model(bundle.model.config) if None in given else BatchCost()
     attention, patches = (
-        own if own is not None else found
-        for own, found in zip(given, (weights.attention, weights.patches), strict=True)
+        own if own is not None else computed
+        for own, computed in zip(given, (weights.attention, weights.patches), strict=True)
     )
     weights = replace(weights, attention=attention, patches=patches)
     if data.balance_column_tokens is None:
@@ -464,7 +464,7 @@ class _TextOnly(TaskEncoder[Any, list[str], list[str], list[str]]):
             value = getattr(sample, name, None)
             texts += value if isinstance(value, list | tuple) else [value]
         if isinstance(sample, ChatSample):
-            texts += [part.text for message in chat_of(sample).messages for part in message.parts]
+            texts += [part.text for turn in read_conversation(sample).turns for part in turn.parts]
         return [text for text in texts if isinstance(text, str)]
 
     def batch(self, samples: list[list[str]]) -> list[str]:
@@ -502,10 +502,10 @@ def freeze(model: Any, patterns: Sequence[str]) -> None:
     """
     parameters = dict(model.named_parameters())
     for pattern in patterns:
-        found = [name for name in parameters if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
-        if not found:
+        matching = [name for name in parameters if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
+        if not matching:
             raise ConfigurationError(_unknown(model, pattern))
-        for name in found:
+        for name in matching:
             parameters[name].requires_grad_(False)
     if parameters and not any(parameter.requires_grad for parameter in parameters.values()):
         raise ConfigurationError(

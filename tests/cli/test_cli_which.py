@@ -72,6 +72,26 @@ def test_a_state_names_what_came_before_and_what_comes(data: Path, tmp_path: Pat
     assert answer("which", *arguments, "--step", 3)["assumption"].startswith("Exact")
 
 
+def test_a_step_is_one_of_the_optimizer(data: Path, tmp_path: Path) -> None:
+    dataset = opened(data, "weights")
+    delivered = run(ranks_of(dataset, 2), 18)
+    loaders = ranks_of(dataset, 2)
+    run(loaders, 6)
+    torch.save([loader.save_state_rank() for loader in loaders], tmp_path / "state.pt")
+    accumulated = ("--world-size", 2, "--global-batch-size", 3 * 2 * 2)
+    for source in ((data / "weights.yaml", *OPTIONS, *LANES), (tmp_path / "state.pt",)):
+        for step in (0, 2, 5):
+            found = restore_keys(answer("which", *source, *accumulated, "--step", step))
+            assert found == [rank for turn in range(3 * step, 3 * step + 3) for rank in delivered_keys(delivered[turn])]
+        assert "A step is 3 microbatches on each rank." in energon("which", *source, *accumulated, "--step", 2).output
+    state = ("which", tmp_path / "state.pt", "--world-size", 2, "--step", 6)
+    assert restore_keys(answer(*state)) == delivered_keys(delivered[6])
+    assert "with gradient accumulation, give --global-batch-size" in energon(*state).output
+    assert "--global-batch-size 6 is not a multiple of 4" in energon(*state, "--global-batch-size", 6).output
+    planned = answer("plan", data / "weights.yaml", *OPTIONS, *LANES, *accumulated, "--steps", 5)
+    assert (planned["per_step"], planned["microbatches"]) == (3, 30)
+
+
 @pytest.mark.parametrize("kind", ["json", "parquet"])
 def test_all_steps_up_to_one_are_written_to_a_file(data: Path, tmp_path: Path, kind: str) -> None:
     parquet = pytest.importorskip("pyarrow.parquet") if kind == "parquet" else None

@@ -170,7 +170,7 @@ def test_leaving_the_two_sizes_out_logs_the_values_used(path: str, caplog: pytes
     with caplog.at_level(logging.INFO, logger="energon_bridge"):
         spec = get_train_dataset(path, batch_size=4)
     assert caplog.messages == [f"{path}: shuffle_buffer_size=100, max_samples_per_sequence=None"]
-    assert (spec.shuffle_buffer_size, spec.max_samples_per_sequence) == (100, None)
+    assert (spec.settings.shuffle_buffer_size, spec.settings.max_samples_per_sequence) == (100, None)
 
 
 @pytest.mark.parametrize(
@@ -379,7 +379,7 @@ def test_the_documented_signature_of_the_data_module(path: str) -> None:
     )
     assert data.task_encoder is data.validation_task_encoder is encoder
     worker_config = worker_config_of(data)
-    assert data.datasets_provider(worker_config, "train").parallel_shard_iters == 4
+    assert data.datasets_provider(worker_config, "train").settings.parallel_shard_iters == 4
     assert not data.datasets_provider(worker_config, "train").finite
     assert data.datasets_provider(worker_config).finite
     assert data.init_global_step == 0

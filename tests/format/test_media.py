@@ -36,7 +36,8 @@ from energon_bridge.format.media import (
     plain_jpeg,
     read_metadata,
 )
-from energon_bridge.prepare import MediaFilter, parse_ratio, prepare_dataset, prepare_media
+from energon_bridge.prepare import MediaFilter, parse_ratio, prepare_dataset
+from energon_bridge.prepare.media import prepare_media
 from energon_bridge.stores import WebdatasetFileStore
 
 EXTENSION, HEADER = MediaFilter(strategy="EXTENSION"), MediaFilter(strategy="HEADER")

@@ -476,6 +476,9 @@ def drawn_chain(seed: int, number: int) -> Chain:
         "num_lanes": rng.choice(LANES),
         "microbatches_per_global_batch": rng.choice([None, None, 4, 8, 12, 30]),
     }
+    if base in PACKING:  # each lane fills a buffer, and loads it again after each stop
+        most = 240 // (run["num_lanes"] or 24)
+        settings["packing_buffer_size"] = min(settings["packing_buffer_size"], max(5, most))
     kinds = ("leaf", "concat", "blend_epochized") if finite else ("leaf", "concat", "blend", "blend", "blend_epochized")
     # A pass that is packed or grouped is made once by every rank before it begins.
     listed = finite and (base in PACKING or bool({"groups", "equal"} & {*features}))

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from energon_bridge.samples import CaptioningSample, VQASample
-from energon_bridge.task_encoder.conversation import ImageToken, MultiModalSampleConfig
+from energon_bridge.task_encoder.layout import ImageToken, MultiModalSampleConfig
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
 from energon_bridge.task_encoder.sequences import MultiModalSample
 

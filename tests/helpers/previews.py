@@ -14,7 +14,7 @@ from PIL import Image
 
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
 from energon_bridge.task_encoder import MultiModalSampleConfig, MultiModalTaskEncoder
-from energon_bridge.task_encoder.conversation import ImageToken
+from energon_bridge.task_encoder.layout import ImageToken
 from energon_bridge.testing import write_shard
 
 HOSTILE = '<script>window.hacked = 1</script><img src=x onerror="window.hacked = 1">'

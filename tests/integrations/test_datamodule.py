@@ -196,7 +196,7 @@ def test_training_arguments_do_not_change_what_is_validated(dataset: Path) -> No
 def test_validation_has_its_own_encoder_and_workers(dataset: Path) -> None:
     own = DefaultTaskEncoder()
     data = module(dataset, validation_task_encoder=own, num_workers=2, num_val_workers=0)
-    assert data.datasets_provider(WorkerConfig(num_workers=0)).task_encoder is own
+    assert data.datasets_provider(WorkerConfig(num_workers=0)).settings.task_encoder is own
     assert (data.num_workers, data.num_val_workers) == (2, 0)
     assert module(dataset, num_workers=2).num_val_workers == 2
 

@@ -193,6 +193,8 @@ def test_every_declaration_with_a_build_method_fits(dataset: Path) -> None:
         ({"balance_cost": 3}, "balance_cost must be weights or a function of a batch, got 3"),
         ({"task_encoder": 3}, "task_encoder is a int"),
         ({"dataset_kwargs": {"batch_size": 3}}, "dataset_kwargs contains batch_size"),
+        ({"dataset_kwargs": {"seed": 3}}, "dataset_kwargs contains seed"),
+        ({"dataset_kwargs": {"start_methode": "spawn"}}, "Did you mean 'start_method'"),
         ({"dataset_kwargs": {"error_policy": [object()]}}, r"dataset_kwargs\['error_policy'\]\[0\] is a object"),
     ],
 )

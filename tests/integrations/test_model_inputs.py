@@ -39,8 +39,8 @@ from energon_bridge.integrations.bridge_encoders import BridgeTaskEncoder
 from energon_bridge.integrations.huggingface import EnergonTrainer
 from energon_bridge.samples import CaptioningSample, TextSample
 from energon_bridge.task_encoder import MultiModalTaskEncoder, check_packing, model_inputs
-from energon_bridge.task_encoder.conversation import ImageToken, MultiModalSampleConfig
 from energon_bridge.task_encoder.families import ChatSample, ChatTemplateTaskEncoder, VideoFrames
+from energon_bridge.task_encoder.layout import ImageToken, MultiModalSampleConfig
 from energon_bridge.task_encoder.packing import SAMPLES, Packer
 from energon_bridge.task_encoder.sequences import MultiModalSample
 from energon_bridge.testing import create_captioning_test_dataset

@@ -8,7 +8,6 @@ pairs run with real worker processes.
 from __future__ import annotations
 
 import contextvars
-import dataclasses
 import itertools
 import json
 import os
@@ -224,7 +223,7 @@ draws: list[int] = []
 )
 def test_an_encoder_around_an_encoder_changes_nothing(data: Path, encoder: str) -> None:
     inner = dataset_of(data, encoder)
-    dataset = dataclasses.replace(inner, task_encoder=Outer(inner.task_encoder))
+    dataset = inner.with_settings(task_encoder=Outer(inner.settings.task_encoder))
     expected = reference(data, encoder)[:60]
     numbers.clear()
     draws.clear()
@@ -233,7 +232,7 @@ def test_an_encoder_around_an_encoder_changes_nothing(data: Path, encoder: str) 
     if encoder in ("default", "tensors", "grouping"):
         assert numbers == list(range(60))
     with pytest.raises(ConfigurationError, match="inside a hook"):
-        contextvars.Context().run(lambda: dataset.task_encoder.current_sample_index)
+        contextvars.Context().run(lambda: dataset.settings.task_encoder.current_sample_index)
 
 
 @pytest.mark.parametrize("encoder", ["skipping", "several", "refusing", "grouping", "batches"])

@@ -442,7 +442,7 @@ def test_workers_are_gone_within_a_second_of_a_killed_trainer(data: Path, tmp_pa
 class Informed(TensorEncoder):
     def encode_sample(self, sample: Any) -> Any:
         info = torch.utils.data.get_worker_info()
-        facts = [-1] if info is None else [info.id, info.num_workers, int(info.dataset.batch_size == 2)]
+        facts = [-1] if info is None else [info.id, info.num_workers, int(info.dataset.settings.batch_size == 2)]
         return Numbers.derive_from(sample, text="", number=torch.tensor(facts), noise=torch.zeros(1))
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import mmap
+import os
+import re
 import threading
 import time
+import types
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -13,9 +16,10 @@ from typing import Any
 
 import pytest
 from engine import config_of, deliver, digest, loaders_of, text_dataset, train_dataset
+from forked import run_forked
 from workers import worker_pids
 
-from energon_bridge import DefaultTaskEncoder, get_savable_loader, get_train_dataset
+from energon_bridge import DefaultTaskEncoder, TextSample, get_savable_loader, get_train_dataset
 from energon_bridge.errors import LoaderError, WorkerDiedError
 from energon_bridge.loader import workers
 from energon_bridge.loader.workers import Work
@@ -71,17 +75,61 @@ class Locked(DefaultTaskEncoder):
     """Cannot be pickled."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.tools: dict[str, Any] = {"well": 1, "ill": types.SimpleNamespace(lock=threading.Lock(), back=self)}
 
 
-def test_an_encoder_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize(
+    ("encoder", "part"),
+    [
+        (Locked(), "task_encoder.tools['ill'].lock (lock)"),
+        (type("Local", (DefaultTaskEncoder,), {"__module__": __name__})(), "task_encoder (Local)"),
+    ],
+)
+def test_what_cannot_be_pickled_is_named(tmp_path: Path, method: Any, encoder: Any, part: str) -> None:
     """It was a raw TypeError of pickle."""
-    dataset = get_train_dataset(text_dataset(tmp_path / "text", train=[20]), batch_size=2, task_encoder=Locked())
+    dataset = get_train_dataset(text_dataset(tmp_path / "text", train=[20]), batch_size=2, task_encoder=encoder)
+    start = re.escape(f"worker 0 of 1 cannot start by {method}, because pickle refuses {part}: ")
     with (
-        closing(get_savable_loader(dataset, worker_config=config_of(1, 1, start_method="spawn"))) as loader,
-        pytest.raises(LoaderError, match=r"worker 0 of 1 cannot start by spawn, because pickle refuses .*lock"),
+        closing(get_savable_loader(dataset, worker_config=config_of(1, 1, start_method=method))) as loader,
+        pytest.raises(LoaderError, match=rf'{start}.*start_method="fork"'),
     ):
         next(iter(loader))
+
+
+class Surrounded(DefaultTaskEncoder):
+    """Delivers what the environment says where it works, and when it is unpickled."""
+
+    def __init__(self) -> None:
+        self.unpickled = ""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.unpickled = os.environ.get("ENERGON_TEST_WORD", "")
+
+    def encode_sample(self, sample: Any) -> Any:
+        words = f"{os.environ['ENERGON_TEST_WORD']} {self.unpickled}"
+        return TextSample.derive_from(sample, text=words)
+
+
+def test_workers_of_the_forkserver_have_the_environment_of_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = train_dataset(text_dataset(tmp_path / "text", train=[20]), task_encoder=Surrounded())
+    for word in ("first", "second"):
+        monkeypatch.setenv("ENERGON_TEST_WORD", word)
+        with closing(get_savable_loader(dataset, worker_config=config_of(1, 1, start_method="forkserver"))) as loader:
+            assert set(next(iter(loader)).text) == {f"{word} {word}"}
+
+
+def test_a_fork_of_a_process_with_a_forkserver_has_workers_too(tmp_path: Path) -> None:
+    """Its parent's forkserver serves it not: multiprocessing raised ChildProcessError."""
+    dataset = train_dataset(text_dataset(tmp_path / "text", train=[20]))
+
+    def first() -> str:
+        with closing(get_savable_loader(dataset, worker_config=config_of(1, 1, start_method="forkserver"))) as loader:
+            return digest(next(iter(loader)))
+
+    expected = first()
+    assert run_forked(1, lambda _: first()) == [expected]
+    assert first() == expected  # the parent's still runs
 
 
 def test_a_worker_that_never_begins_is_gone_when_the_loader_is_closed(

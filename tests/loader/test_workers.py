@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -243,14 +244,24 @@ def test_workers_scale_frames_after_the_training_process_did(data: Path) -> None
         next(iter(loader))
 
 
-def test_no_fork_has_the_scalers_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As PyAV 19 keeps them, whichever version is here."""
+class LookingForScalers(TensorEncoder):
+    def encode_sample(self, sample: Any) -> Any:
+        frames: Any = sys.modules["av.video.frame"]
+        if hasattr(frames._thread_local, "reformatter"):
+            raise FatalSampleError("scalers of the training process")
+        return super().encode_sample(sample)
+
+
+def test_no_worker_has_the_scalers_of_this_process(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyAV 19 keeps them, whichever version is here. Forks that are no workers keep them."""
     frames = pytest.importorskip("av.video.frame")
     monkeypatch.setattr(frames, "_thread_local", threading.local(), raising=False)
     frames._thread_local.reformatter = "one with threads"
     if (pid := os.fork()) == 0:
-        os._exit(hasattr(frames._thread_local, "reformatter"))
+        os._exit(not hasattr(frames._thread_local, "reformatter"))
     assert os.waitpid(pid, 0)[1] == 0
+    with closing(loader_of(data, 1, LookingForScalers())) as loader:
+        next(iter(loader))
 
 
 def test_an_interrupt_is_for_the_training_process(data: Path, caplog: pytest.LogCaptureFixture) -> None:

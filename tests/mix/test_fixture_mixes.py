@@ -105,7 +105,7 @@ def test_repetitions_are_exact_in_endless_training(fixtures: Path) -> None:
     for epochs in (2, 6):
         drawn[epochs] = Counter()
         for lane, loader in enumerate(loaders_of(dataset, 24, 0)):
-            quota = int(plan_run(loader.spec, loader.config.facts).blend.drawn(lane, epochs).sum())  # type: ignore[union-attr]
+            quota = int(plan_run(loader.spec, loader.config).blend.drawn(lane, epochs).sum())  # type: ignore[union-attr]
             drawn[epochs].update(draw[:2] for draw in draws_of(dataset, list(islice(loader, quota))))
             loader.close()
         assert sum(drawn[epochs].values()) == epochs * 24 + epochs // 2 * 9

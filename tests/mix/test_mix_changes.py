@@ -253,7 +253,7 @@ def test_a_blend_by_repetitions_begins_an_epoch_where_it_is_adapted(data: Path) 
     rows = by_leaf([resumed], 10 * 24)
     counts = {name: Counter(lane for lane, _, _ in found) for name, found in rows.items()}
     # 30 + 24 draws an epoch: each lane has had a whole epoch of the new mix, and each leaf its share of it.
-    blend = plan_run(resumed.spec, resumed.config.facts, 24).blend
+    blend = plan_run(resumed.spec, resumed.config, 24).blend
     order = [Path(leaf.dataset.path).name for leaf in resumed.spec.ordered]
     for lane in range(24):
         expected = dict(zip(order, blend.counts(lane, 10).tolist(), strict=True))  # type: ignore[union-attr]

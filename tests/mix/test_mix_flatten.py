@@ -182,7 +182,7 @@ def test_scheduled_weights_follow_the_draws():
     assert [entry.weight for entry in mix.leaves] == [Fraction(1, 4), Fraction(0), Fraction(3, 4)]
     assert mix.weights_at(0) == (0.25, 0.0, 0.75)
     assert mix.weights_at(100) == (0.25, 0.5625, 0.1875)
-    assert [mix.next_change(draw) for draw in (0, 99, 100)] == [1, 100, None]
+    assert mix.schedule_points() == [0, 100]
     grouped = flatten(blend((leaf("a"), ramp), (concat(leaf("b"), leaf("c")), 3)))
     assert grouped.weights_at(100, sizes=[5, 1, 3]) == (0.5, 0.125, 0.375)
 

@@ -135,19 +135,7 @@ def test_the_wave_is_that_of_the_library(points, draw):
     assert wave.at(draw) == pytest.approx(first + (last - first) * passed, rel=1e-9, abs=1e-12 * max(first, last, 1))
 
 
-@given(schedules, st.integers(0, 2 * 10**6), st.integers(1, 1000))
-def test_nothing_changes_before_the_next_change(schedule, draw, ahead):
-    change = schedule.next_change(draw)
-    last = draw + ahead if change is None else min(draw + ahead, change - 1)
-    assert schedule.at(last) == schedule.at(draw)
-    assert change is None or change > draw
-
-
-def test_the_next_change_is_the_next_step():
-    schedule = WeightSchedule.steps([(5, 1), (10, 2), (20, 3)])
-    assert [schedule.next_change(draw) for draw in (0, 5, 9, 10, 19, 20)] == [10, 10, 10, 20, 20, None]
-    ramp = WeightSchedule.linear([(5, 1), (10, 2)])
-    assert [ramp.next_change(draw) for draw in (0, 5, 6, 9, 10)] == [6, 6, 7, 10, None]
+def test_a_weight_that_stays_is_constant():
     assert WeightSchedule.linear([(0, 2), (9, 2)]).is_constant
 
 

@@ -93,7 +93,7 @@ def test_repetitions_are_exact_over_all_lanes(data: Path) -> None:
     drawn = Counter[str]()
     seen: dict[str, Counter[int]] = {}
     for lane, loader in enumerate(loaders_of(dataset, 24, 0)):
-        plan = plan_run(loader.spec, loader.config.facts)
+        plan = plan_run(loader.spec, loader.config)
         order = {leaf.identity: leaf for leaf in plan.leaves}
         quotas = plan.blend.drawn(lane, 2)  # type: ignore[union-attr]
         for batch in islice(loader, int(quotas.sum())):

@@ -34,8 +34,10 @@ class Constant:
     def at(self, global_draw: int) -> tuple[float | Fraction, ...]:
         return self.weights
 
-    def next_change(self, global_draw: int) -> int | None:
-        return None
+    def points(self) -> list[int]:
+        return [0]
+
+    moves = False
 
 
 class Line:
@@ -48,8 +50,10 @@ class Line:
         share = min(1.0, global_draw / self.length)
         return (1.0 - share, share)
 
-    def next_change(self, global_draw: int) -> int | None:
-        return global_draw + 1 if global_draw < self.length else None
+    def points(self) -> list[int]:
+        return [0, self.length]
+
+    moves = True
 
 
 def drawn(blend: WeightedBlend | EpochizedBlend, lane: int, count: int, step: int = 10**6) -> np.ndarray:

@@ -35,8 +35,10 @@ class Constant:
     def at(self, global_draw: int) -> tuple[float, ...]:
         return self.weights
 
-    def next_change(self, global_draw: int) -> int | None:
-        return None
+    def points(self) -> list[int]:
+        return [0]
+
+    moves = False
 
 
 def weights_of(kind: str, seed: int) -> np.ndarray:
@@ -238,7 +240,7 @@ def test_a_delivered_mix_epoch_ends_every_leaf_exactly(leaves: list[Path], world
         for identity, size in sizes.items()
         for index in range(size)
     }
-    blend = plan_run(dataset, config_of(1, 0).facts).blend
+    blend = plan_run(dataset, config_of(1, 0)).blend
     assert isinstance(blend, EpochizedBlend)
     found: Counter[tuple[str, int]] = Counter()
     for loader in loaders_of(dataset, world_size, num_workers):

@@ -151,11 +151,11 @@ def test_worker_config_alone() -> None:
 
 def test_decode_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)), raising=False)
-    assert WorkerConfig(num_workers=0).threads_per_process(1) == 16
-    assert WorkerConfig(num_workers=4).threads_per_process(4) == 4
+    assert WorkerConfig(num_workers=0).threads == 16
+    assert WorkerConfig(num_workers=4).threads == 4
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert WorkerConfig(num_workers=4).threads_per_process(4) == 1
-    assert WorkerConfig(num_workers=4, decode_threads=3).threads_per_process(4) == 3
+    assert WorkerConfig(num_workers=4).threads == 1
+    assert WorkerConfig(num_workers=4, decode_threads=3).threads == 3
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
@@ -163,12 +163,8 @@ def test_a_configuration_is_resolved(monkeypatch: pytest.MonkeyPatch, workers: i
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(12))
     config = WorkerConfig(rank=1, world_size=4, num_workers=workers, seed=5, seed_offset=2, buffer_bytes=9)
-    facts = config.facts
-    assert (facts.rank, facts.world_size, facts.seed, facts.buffer_bytes) == (1, 4, 7, 9)
-    assert (facts.num_workers, facts.processes) == (workers, max(1, workers))
-    assert facts.threads == config.threads_per_process(facts.processes) == 6 // max(1, workers)
-    assert (facts.num_lanes, facts.microbatches_per_global_batch, facts.group) == (None, None, None)
-    assert facts.config is config
+    assert (config.dp_rank, config.dp_size, config.run_seed) == (1, 4, 7)
+    assert (config.processes, config.threads) == (max(1, workers), 6 // max(1, workers))
 
 
 @pytest.fixture

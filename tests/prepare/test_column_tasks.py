@@ -14,9 +14,9 @@ from tar_builder import write_texts
 
 from energon_bridge.cli.main import main
 from energon_bridge.errors import ConfigurationError, SampleError
+from energon_bridge.format.parallel import Task
 from energon_bridge.prepare import columns, parse_ratio, prepare_dataset, render_dataset_yaml
 from energon_bridge.prepare.columns import add_column
-from energon_bridge.prepare.engines import Task
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
 SEED = os.environ.get("ENERGON_TEST_SEED", "0")
@@ -93,7 +93,7 @@ def test_what_tasks_did_is_of_the_shard_and_of_the_function(tmp_path: Path) -> N
 def test_a_run_that_was_stopped_goes_on_and_one_that_failed_begins_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(columns, "_MANY", 5)
+    monkeypatch.setattr(columns, "_MANY_SHARDS", 5)
     root = dataset(tmp_path / "data")
     computed: list[int] = []
 

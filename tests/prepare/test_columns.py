@@ -388,7 +388,7 @@ def test_states_fit_what_is_kept_and_not_how_it_is_said(data: Path) -> None:
 def test_a_filter_that_keeps_all_is_another_identity_but_the_same_order(data: Path) -> None:
     whole, kept = train_dataset(data, "skipping"), train_dataset(data, "skipping", filter="number >= 0")
     assert whole.leaves[0].identity != kept.leaves[0].identity
-    plans = [plan_run(one, one.worker_config.facts).leaves[0].order for one in (whole, kept)]
+    plans = [plan_run(one, one.worker_config).leaves[0].order for one in (whole, kept)]
     assert plans[0].num_samples == plans[1].num_samples
 
 
@@ -466,6 +466,6 @@ def test_columns_go_and_filters_with_them(tmp_path: Path) -> None:
 
 def test_an_encoder_that_skips_stays_exact_with_a_filter(data: Path) -> None:
     dataset = train_dataset(data, "skipping", filter="number % 2 == 0")
-    assert isinstance(dataset.task_encoder, SkippingEncoder)
+    assert isinstance(dataset.settings.task_encoder, SkippingEncoder)
     batches = deliver(loaders_of(dataset, 2, 2), 20)
     assert len(batches.digests) == 40

@@ -1,8 +1,7 @@
-"""Keys that stand twice: renamed in the headers of the tars and nowhere else, killed or not, and with a way back."""
+"""Keys that stand twice: renamed in the headers of the tars and nowhere else, killed or not."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import subprocess
@@ -21,7 +20,7 @@ from energon_bridge.cli.main import main
 from energon_bridge.errors import ConfigurationError, DuplicateKeyError, MetadataError
 from energon_bridge.format import open_dataset
 from energon_bridge.prepare import duplicates, parse_ratio, prepare_dataset
-from energon_bridge.prepare.duplicates import rename_duplicates, undo_renames
+from energon_bridge.prepare.duplicates import rename_duplicates
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
 DEEP = "folder/" * 12 + "x" * 40
@@ -50,7 +49,7 @@ def members(path: Path) -> list[tuple[str, bytes]]:
 
 
 @pytest.mark.parametrize("tar_format", [USTAR, GNU, PAX])
-def test_the_next_samples_get_new_keys_and_old_ones_by_undoing(tmp_path: Path, tar_format: int) -> None:
+def test_the_next_samples_get_new_keys(tmp_path: Path, tar_format: int) -> None:
     """`a~2` is taken, so it is passed over; texts stay where they are; long names of every kind are renamed."""
     root = tars(tmp_path / "data", tar_format)
     before = only_tars(root)
@@ -70,12 +69,7 @@ def test_the_next_samples_get_new_keys_and_old_ones_by_undoing(tmp_path: Path, t
     assert after["s_0.tar"] == before["s_0.tar"]
     assert {name: len(data) for name, data in after.items()} == {name: len(data) for name, data in before.items()}
     assert "No duplicate keys" in energon("prepare", root, *FLAGS, "--fix-duplicates", "--force-overwrite").output
-    undone = CliRunner().invoke(main, ["prepare", str(root), "--undo-fix-duplicates"])
-    assert "4 samples have the old key again." in undone.output
-    assert only_tars(root) == before
-    assert not (root / ".nv-meta/index.sqlite").exists()
-    with pytest.raises(MetadataError, match="no key was renamed here"):
-        undo_renames(root)
+    assert not (root / ".nv-meta" / duplicates.RENAMING).exists()
 
 
 def test_a_name_that_becomes_too_long_is_split_in_two(tmp_path: Path) -> None:
@@ -84,8 +78,6 @@ def test_a_name_that_becomes_too_long_is_split_in_two(tmp_path: Path) -> None:
     root = write_texts(tmp_path / "data", {"s_0.tar": [key], "s_1.tar": [key]})
     rename_duplicates(root)
     assert members(root / "s_1.tar") == [(f"{key}~2.txt", f"text of {key}".encode())]
-    undo_renames(root)
-    assert members(root / "s_1.tar") == members(root / "s_0.tar")
 
 
 def test_prepared_tars_keep_their_keys(tmp_path: Path) -> None:
@@ -98,12 +90,9 @@ def test_prepared_tars_keep_their_keys(tmp_path: Path) -> None:
     assert only_tars(root)["m.tar"] == before["m.tar"]
     write_texts(root, {"d.tar": ["b"]})
     assert [(one.shard, one.new_key) for one in rename_duplicates(root)] == [("d.tar", "b~3")]
-    write_texts(root, {"c.tar": ["new"]})  # a tar that replaces a renamed one is no longer undone
+    write_texts(root, {"c.tar": ["new"]})
     write_texts(root, {"e.tar": ["a"]})
     assert [(one.shard, one.new_key) for one in rename_duplicates(root, num_workers=2)] == [("e.tar", "a~2")]
-    (root / "d.tar").unlink()
-    assert undo_renames(root) == (1, 1)
-    assert members(root / "e.tar") == [("a.txt", b"text of a")]
     assert members(root / "c.tar") == [("new.txt", b"text of new")]
 
 
@@ -122,35 +111,44 @@ def test_what_cannot_be_renamed_changes_nothing(tmp_path: Path) -> None:
         assert "without --task" in energon("prepare", tight, "--fix-duplicates", *flags).output
 
 
+def killed(root: Path) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """Leave a folder as a run leaves it that is killed before it has changed a tar; return the tars of now and then."""
+    before = only_tars(root)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(duplicates, "_complete", lambda store: None)
+        rename_duplicates(root)
+    log = (root / ".nv-meta" / duplicates.RENAMING).read_bytes()
+    rename_duplicates(root)
+    after = only_tars(root)
+    for name, data in before.items():
+        (root / name).write_bytes(data)
+    (root / ".nv-meta" / duplicates.RENAMING).write_bytes(log)
+    return before, after
+
+
 def test_a_tar_that_was_replaced_is_not_touched(tmp_path: Path) -> None:
     root = write_texts(tmp_path / "data", {"s_0.tar": ["a"], "s_1.tar": ["a"], "s_2.tar": ["a"]})
-    rename_duplicates(root)
+    killed(root)
     write_texts(root, {"s_2.tar": ["other"]})
     before = only_tars(root)
-    with pytest.raises(MetadataError, match=r"s_2\.tar: was replaced after keys"):
-        undo_renames(root)
+    with pytest.raises(MetadataError, match=r"s_2\.tar: was replaced while keys"):
+        rename_duplicates(root)
     assert only_tars(root) == before
-    (root / ".nv-meta" / duplicates.RENAMED).write_text("[]")
+    (root / ".nv-meta" / duplicates.RENAMING).write_text("[]")
     with pytest.raises(MetadataError, match="damaged"):
-        undo_renames(root)
+        rename_duplicates(root)
 
 
-def test_a_header_that_was_half_written_is_completed_or_undone(tmp_path: Path) -> None:
+def test_a_header_that_was_half_written_is_completed(tmp_path: Path) -> None:
     root = write_texts(tmp_path / "data", {"s_0.tar": ["a"], "s_1.tar": ["a"]})
-    before = only_tars(root)
+    before, after = killed(root)
+    (root / "s_1.tar").write_bytes(after["s_1.tar"][:3] + before["s_1.tar"][3:])
     rename_duplicates(root)
-    whole = only_tars(root)
-    meta = root / ".nv-meta"
-    for finish, expected in ((rename_duplicates, whole), (undo_renames, before)):
-        if (meta / duplicates.RENAMED).exists():
-            (meta / duplicates.RENAMED).rename(meta / duplicates.RENAMING)
-        (root / "s_1.tar").write_bytes(whole["s_1.tar"][:3] + before["s_1.tar"][3:])
-        finish(root)
-        assert only_tars(root) == expected
+    assert only_tars(root) == after
 
 
 def test_killed_at_any_moment(tmp_path: Path) -> None:
-    """Run after run is killed; then all names are new, or, undone, all bytes the old ones."""
+    """Run after run is killed; then all names are new."""
     seed = int(os.environ.get("ENERGON_TEST_SEED", "0").replace("random", "") or random.randrange(1 << 30))
     print(f"ENERGON_TEST_SEED={seed}")  # noqa: T201
     rng = random.Random(seed)
@@ -162,12 +160,14 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     seconds = time.perf_counter() - start
     new = only_tars(expected)
     root = write_texts(tmp_path / "data", shards)
-    call = "import sys; from energon_bridge.prepare.duplicates import {0}\nprint('go', flush=True); {0}(sys.argv[1])"
-    killed = 0
+    call = (
+        "import sys; from energon_bridge.prepare.duplicates import rename_duplicates as rename\n"
+        "print('go', flush=True); rename(sys.argv[1])"
+    )
+    kills = 0
     for turn in range(50 if LONG else 3):
-        name = "undo_renames" if turn % 3 == 2 and (root / ".nv-meta").exists() else "rename_duplicates"
         with subprocess.Popen(
-            [sys.executable, "-c", call.format(name), str(root)],
+            [sys.executable, "-c", call, str(root)],
             cwd=REPOSITORY,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -178,13 +178,9 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
                 process.wait(rng.uniform(0, seconds) if turn else seconds / 10)
             except subprocess.TimeoutExpired:
                 process.kill()
-                killed += 1
+                kills += 1
         for shard, data in only_tars(root).items():  # a tar is old, new or on the way: headers alone differ
             assert len(data) == len(old[shard])
-    assert killed
+    assert kills
     rename_duplicates(root)
     assert only_tars(root) == new
-    log = (root / ".nv-meta" / duplicates.RENAMED).read_text().splitlines()
-    assert {json.loads(line)["new_key"] for line in log} >= {"0-0~2", "0-0~3"}
-    undo_renames(root)
-    assert only_tars(root) == old

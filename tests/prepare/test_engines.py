@@ -20,8 +20,9 @@ from tar_builder import write_texts
 
 from energon_bridge.cli.main import main
 from energon_bridge.errors import ConfigurationError, CorruptShardError
+from energon_bridge.format.parallel import Task, parse_task
 from energon_bridge.prepare import parse_ratio, prepare_dataset, render_dataset_yaml, run as preparing
-from energon_bridge.prepare.engines import RayEngine, Task, parse_task
+from energon_bridge.prepare.engines import RayEngine
 
 TEXT_YAML = render_dataset_yaml("TextSample", {"text": "txt"})
 RULE = parse_ratio("8,1,1")

@@ -1,15 +1,16 @@
-"""Tars added to a dataset whose key index is large: their keys go to a supplement, and it reads as one index.
+"""Tars added to a dataset whose key index is large: their keys are added to it in place.
 
 The limit of "large" is set to nothing here. And moves that a kill cut off: the next run completes them.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
-import sqlite3
 import subprocess
 import sys
-from contextlib import closing
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,15 @@ import pytest
 from PIL import Image
 from tar_builder import read_all, tar_bytes, write_texts
 
-from energon_bridge.errors import DuplicateKeyError, KeyIndexError, MetadataError, NotPreparedError, StorageError
-from energon_bridge.format import open_dataset
+from energon_bridge.errors import (
+    DuplicateKeyError,
+    FileNotInStoreError,
+    KeyIndexError,
+    MetadataError,
+    NotPreparedError,
+    StorageError,
+)
+from energon_bridge.format import key_index, open_dataset
 from energon_bridge.format.join import JoinPart, find_rows
 from energon_bridge.format.key_index import find_keys, keys_at, keys_of_shard, local_key_index
 from energon_bridge.format.media import MediaFilter
@@ -27,12 +35,12 @@ from energon_bridge.loader.bans import samples_by_key
 from energon_bridge.prepare import (
     parse_ratio,
     prepare_dataset,
-    prepare_media,
     rebuild_index,
     render_dataset_yaml,
     run as preparing,
     summarize_dataset,
 )
+from energon_bridge.prepare.media import prepare_media
 from energon_bridge.prepare.staging import STAGING_FOLDER, Staging
 from energon_bridge.storage import open_store
 from energon_bridge.stores import WebdatasetFileStore
@@ -67,13 +75,12 @@ def added(root: Path, *names: str) -> list[str]:
     return [key for keys in shards.values() for key in keys]
 
 
-def supplements(root: Path) -> list[str]:
-    return sorted(path.name for path in (root / ".nv-meta").glob("index.*.sqlite"))
+def identity(root: Path) -> int:
+    return (root / ".nv-meta/index.sqlite").stat().st_ino
 
 
-def valid(root: Path) -> str:
-    """Return the name of the supplement that the dataset has now."""
-    return f"index.{(root / '.nv-meta/index.uuid').read_text()}.sqlite"
+def leftovers(root: Path) -> list[str]:
+    return sorted(path.name for path in (root / ".nv-meta").glob("index.sqlite-*"))
 
 
 def check(root: Path, scratch: str = "") -> None:
@@ -102,53 +109,51 @@ def check(root: Path, scratch: str = "") -> None:
     assert isinstance(root, str) or parts["txt"].count == dataset.num_samples
 
 
-def test_added_tars_leave_a_large_index_as_it_is(tars: Path) -> None:
-    index = tars / ".nv-meta/index.sqlite"
-    before = index.stat()
+def test_keys_of_added_tars_are_added_to_a_large_index(tars: Path) -> None:
+    before = identity(tars)
     added(tars, "05a")
-    assert (index.stat().st_ino, index.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-    assert supplements(tars) == [valid(tars)]
+    assert identity(tars) == before
     assert list(read_info(open_store(tars)).shard_counts) == [*FIRST, "05a.tar"]  # no shard has a new number
     check(tars)
-    first = valid(tars)
-    added(tars, "00a")
-    assert index.stat().st_ino == before.st_ino
-    assert supplements(tars) == sorted([first, valid(tars)])  # the one before may just be being opened
+    added(tars, "00a", "99")
+    assert identity(tars) == before
+    assert leftovers(tars) == []
     check(tars)
 
 
-def test_a_supplement_that_is_no_longer_small_is_merged(tars: Path) -> None:
-    added(tars, "05a")
-    added(tars, "98")
-    before = (tars / ".nv-meta/index.sqlite").stat().st_ino
-    added(tars, "07b")
-    assert (tars / ".nv-meta/index.sqlite").stat().st_ino != before
-    assert valid(tars) not in supplements(tars)
-    check(tars)
-    added(tars, "00a")  # 19 shards and one
-    assert valid(tars) in supplements(tars)
-    check(tars)
-
-
-def test_many_tars_at_once_make_no_supplement(tars: Path) -> None:
+def test_many_tars_at_once_are_added_to_a_copy(tars: Path) -> None:
+    before = identity(tars)
     added(tars, "05a", "05b", "05c")
-    assert supplements(tars) == []
+    assert identity(tars) != before
     check(tars)
 
 
-def test_preparing_again_merges_and_then_leaves_the_index_alone(tars: Path) -> None:
-    index = tars / ".nv-meta/index.sqlite"
+def test_preparing_again_leaves_the_index_alone(tars: Path) -> None:
     added(tars, "05a")
-    merged = index.stat().st_ino
+    index = tars / ".nv-meta/index.sqlite"
+    before = (identity(tars), index.stat().st_mtime_ns)
     prepare(tars)
-    assert index.stat().st_ino != merged
-    assert valid(tars) not in supplements(tars)
+    assert (identity(tars), index.stat().st_mtime_ns) == before
     check(tars)
-    merged = index.stat().st_ino
-    prepare(tars)
-    assert index.stat().st_ino == merged
-    assert supplements(tars) == []
-    check(tars)
+
+
+def test_megatron_energon_reads_added_keys(tars: Path) -> None:
+    python = os.environ.get("ENERGON_RIVAL_PYTHON")
+    if not python:
+        pytest.skip("ENERGON_RIVAL_PYTHON names no interpreter with megatron-energon")
+    keys = added(tars, "05a")
+    done = subprocess.run([python, "-c", THEIRS, tars, *keys, "3-1"], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == [f"{key}:{number}" for key, number in zip([*keys, "3-1"], [16, 16, 3], strict=True)]
+
+
+THEIRS = """
+import sys
+from megatron.energon.epathlib import EPath
+from megatron.energon.flavors.webdataset.indexing import SqliteIndexReader
+reader = SqliteIndexReader(EPath(sys.argv[1]) / ".nv-meta/index.sqlite")
+for key in sys.argv[2:]:
+    print(f"{key}:{reader.get_sample_pointer_by_key(key).tar_file_id}")
+"""
 
 
 @pytest.mark.parametrize("change", ["removed", "replaced"])
@@ -160,21 +165,18 @@ def test_tars_that_change_make_a_new_index(tars: Path, change: str) -> None:
     else:
         write_texts(tars, {"05a.tar": ["new", "05a-1"], "03.tar": ["3-1"]})
     added(tars, "99")
-    assert valid(tars) not in supplements(tars)
     check(tars)
 
 
 def test_rebuilding_makes_one_index(tars: Path) -> None:
     added(tars, "05a")
     rebuild_index(tars)
-    assert valid(tars) not in supplements(tars)
     check(tars)
 
 
-def test_without_a_key_index_there_is_no_supplement(tars: Path) -> None:
+def test_without_a_key_index_there_is_none(tars: Path) -> None:
     added(tars, "05a")
     prepare(tars, key_index=False)
-    assert supplements(tars) == []
     assert not (tars / ".nv-meta/index.sqlite").exists()
     prepare(tars)
     check(tars)
@@ -184,7 +186,7 @@ def test_without_a_key_index_there_is_no_supplement(tars: Path) -> None:
     ("keys", "other"),
     [(["3-1"], "03.tar"), (["x", "05a-1"], "05a.tar"), (["x", "y", "x"], "99.tar"), (["x", "15-2"], "15.tar")],
 )
-def test_a_key_that_the_index_or_the_supplement_has_is_refused(tars: Path, keys: list[str], other: str) -> None:
+def test_a_key_that_the_index_has_is_refused_and_nothing_changes(tars: Path, keys: list[str], other: str) -> None:
     added(tars, "05a")
     before = {path.name: path.read_bytes() for path in (tars / ".nv-meta").iterdir()}
     write_texts(tars, {"99.tar": keys})
@@ -193,55 +195,127 @@ def test_a_key_that_the_index_or_the_supplement_has_is_refused(tars: Path, keys:
     assert {path.name: path.read_bytes() for path in (tars / ".nv-meta").iterdir()} == before
 
 
-def test_a_supplement_that_was_left_out_of_a_copy_is_named(tars: Path) -> None:
+def test_an_index_of_an_earlier_state_is_refused_by_name(tars: Path) -> None:
+    index = tars / ".nv-meta/index.sqlite"
+    earlier = index.read_bytes()
     added(tars, "05a")
-    name = valid(tars)
-    (tars / ".nv-meta" / name).unlink()
-    message = rf"ends before 05a\.tar, which `\.info\.json` lists\. Was \.nv-meta/{name} left out.*--tar-index-only"
+    index.write_bytes(earlier)
     for look in (
         lambda: local_key_index(open_store(tars), ""),
         lambda: WebdatasetFileStore(tars)["3-1.txt"],
         lambda: added(tars, "99"),
     ):
-        with pytest.raises(KeyIndexError, match=message):
+        with pytest.raises(KeyIndexError, match=r"ends before 05a\.tar, which `\.info\.json` lists.*--tar-index-only"):
             look()
     rebuild_index(tars)
     added(tars, "98")
     check(tars)
 
 
-ENDLESS = "CREATE VIEW sample_parts AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i FROM n) SELECT i FROM n"
-
-
-@pytest.mark.parametrize("damage", ["garbage", "view"])
-@pytest.mark.parametrize("where", ["local", "memory"])
-def test_a_damaged_supplement_is_refused_by_name(tars: Path, tmp_path: Path, damage: str, where: str) -> None:
+def test_a_disk_without_locks_gets_a_new_index(tars: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparing, "can_add_keys", lambda path: False)
+    before = identity(tars)
     added(tars, "05a")
-    supplement = tars / ".nv-meta" / valid(tars)
-    if damage == "garbage":
-        supplement.write_bytes(b"no database" * 500)
-    else:
-        with closing(sqlite3.connect(supplement)) as connection:
-            connection.execute("DROP TABLE sample_parts")
-            connection.execute(ENDLESS)
-    root = "memory://damaged" if where == "memory" else str(tars)
-    store = open_store(root)
-    if where == "memory":
-        for path in filter(Path.is_file, tars.rglob("*")):
-            store.write(path.relative_to(tars).as_posix(), path.read_bytes())
-    looks = [lambda: WebdatasetFileStore(root)["3-1.txt"]]
-    if damage == "garbage" or where == "memory":  # joins and bans read no parts
-        looks.append(lambda: local_key_index(store, str(tmp_path / "scratch")))
-    try:
-        for look in looks:
-            with pytest.raises(KeyIndexError, match=rf"{root}: cannot read the key index .*energon prepare"):
-                look()
-    finally:
-        for name, _ in [*store.list()] if where == "memory" else ():
-            store.delete(name)
+    assert identity(tars) != before
+    check(tars)
 
 
-def test_a_dataset_at_a_url_has_its_supplement_there(tars: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("look_before", [True, False])
+def test_a_store_that_is_open_finds_old_keys_and_then_new_ones(tars: Path, look_before: bool) -> None:
+    store = WebdatasetFileStore(tars)
+    if look_before:
+        assert store["3-1.txt"][0] == b"text of 3-1"
+        with pytest.raises(FileNotInStoreError):
+            store["05a-1.txt"]
+    for name in ("05a", "98"):
+        for key in added(tars, name):
+            assert store[f"{key}.txt"][0] == f"text of {key}".encode()
+            assert store["3-1.txt"][0] == b"text of 3-1"
+
+
+# A transaction that is under way, or was killed -----------------------------------------------------------------------
+
+STOPPED = """
+import os, sys
+from energon_bridge.format import key_index
+from energon_bridge.format.key_index import KeyIndexWriter
+from energon_bridge.prepare import parse_ratio, prepare_dataset, run as preparing
+preparing._LARGE_BYTES, key_index._CACHE_KIB = 0, 1  # pages are written before the transaction ends
+def stop(self):
+    print("writing", flush=True)
+    sys.stdin.readline()
+    os._exit(9)
+KeyIndexWriter.finish = stop
+prepare_dataset(sys.argv[1], split=parse_ratio("1,0,0"))
+"""
+
+
+@pytest.fixture
+def half(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
+    """A dataset whose key index is being written, by a process that dies when it reads a line."""
+    root = write_texts(tmp_path / "half", FIRST)
+    prepare(root)
+    write_texts(root, {"99.tar": [f"{number}-new" for number in range(2000)]})
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPPED, root], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        assert leftovers(root) == ["index.sqlite-journal"]
+        yield root, process
+        process.kill()
+
+
+def test_readers_of_an_index_that_is_being_written_find_the_old_state(
+    half: tuple[Path, subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for the writer, and what it left when it was killed is rolled back."""
+    root, process = half
+    store, keys = open_store(root), [key for keys in FIRST.values() for key in keys]
+    with monkeypatch.context() as patch:
+        patch.setattr(key_index, "_WAIT_SECONDS", 0.1)
+        with pytest.raises(KeyIndexError, match="database is locked"):
+            local_key_index(store, "")
+    killer = threading.Timer(0.5, lambda: process.communicate("die\n"))
+    killer.start()
+    index = local_key_index(store, "")
+    assert None not in find_keys(index, keys)
+    killer.join()
+    assert leftovers(root) == []
+    check(root)
+    prepare(root)
+    check(root)
+    assert find_keys(index, ["1999-new"]) == [(16, 1999)]
+
+
+def test_the_next_run_rolls_back_what_was_killed(half: tuple[Path, subprocess.Popen[str]]) -> None:
+    root, process = half
+    process.communicate("die\n")
+    copied = open_store("memory://half-written")
+    for path in filter(Path.is_file, root.rglob("*")):
+        copied.write(path.relative_to(root).as_posix(), path.read_bytes())
+    with pytest.raises(KeyIndexError, match=r"index\.sqlite-journal lies beside it"):
+        WebdatasetFileStore("memory://half-written")["3-1.txt"]
+    for name, _ in [*copied.list()]:
+        copied.delete(name)
+    (root / "99.tar").unlink()
+    prepare(root)
+    assert leftovers(root) == []
+    check(root)
+
+
+def test_a_journal_is_not_rolled_back_into_another_index(half: tuple[Path, subprocess.Popen[str]]) -> None:
+    root, process = half
+    process.communicate("die\n")
+    rebuild_index(root)
+    assert leftovers(root) == []
+    (root / ".nv-meta/index.sqlite-journal").write_bytes(b"of nothing")
+    (root / ".nv-meta/index.sqlite").write_bytes(b"no database" * 500)
+    with pytest.raises(StorageError, match=r"index\.sqlite: a run was killed .* Delete this file and index\.sqlite-j"):
+        prepare(root)
+
+
+def test_a_dataset_at_a_url_is_prepared_as_a_whole(tars: Path, tmp_path: Path) -> None:
     added(tars, "05a")
     root = "memory://large-index"
     store = open_store(root)
@@ -252,8 +326,6 @@ def test_a_dataset_at_a_url_has_its_supplement_there(tars: Path, tmp_path: Path)
         write_texts(tmp_path / "more", {"99.tar": ["99-0"]})
         store.write("99.tar", (tmp_path / "more/99.tar").read_bytes())
         prepare(root)  # type: ignore[arg-type]
-        uuid = store.read(".nv-meta/index.uuid").decode()
-        assert f".nv-meta/index.{uuid}.sqlite" not in [name for name, _ in store.list((".sqlite",))]
         check(root, str(tmp_path / "scratch"))  # type: ignore[arg-type]
     finally:
         store.delete(".nv-meta/.info.json")
@@ -271,12 +343,10 @@ def test_media_metadata_stays_and_is_added(tmp_path: Path) -> None:
         if number == 7:
             prepare_dataset(root, split=ALL_TRAIN, media=MediaFilter(strategy="EXTENSION"))
     prepare_dataset(root, split=ALL_TRAIN)
-    assert supplements(root) == [valid(root)]
     assert [WebdatasetFileStore(root).get_media_metadata(f"k{number}.png").width for number in range(8)] == [
         10 + number for number in range(8)
     ]
     prepare_media(root, MediaFilter(strategy="EXTENSION"))
-    assert supplements(root) == []
     assert WebdatasetFileStore(root).get_media_metadata("k8.png").width == 18
     assert summarize_dataset(root).part_types["png"].count == 9
 
@@ -301,15 +371,16 @@ prepare_dataset(sys.argv[1], split=parse_ratio("1,0,0"))
 """
 
 
-@pytest.mark.parametrize(("change", "limit"), [("added", 0), ("middle", 1 << 40), ("removed", 1 << 40), ("merged", 0)])
+@pytest.mark.parametrize(("change", "limit"), [("added", 0), ("middle", 1 << 40), ("removed", 1 << 40), ("twice", 0)])
 def test_no_reader_finds_files_of_two_states_and_the_next_run_completes_them(
     tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, limit: int
 ) -> None:
     """Killed before each move: readers find the old state, the new one or none; the next run makes the new one."""
     monkeypatch.setattr(preparing, "_LARGE_BYTES", limit)
     keys_of = {**FIRST, "05a.tar": ["05a-0", "05a-1"], "99.tar": ["99-0", "99-1"]}
-    if change == "merged":
+    if change == "twice":
         added(tars, "05a")
+        write_texts(tars, {"99.tar": keys_of["99.tar"]})
     elif change == "removed":
         for name in ("03.tar", "03.tar.idx"):
             (tars / name).unlink()

@@ -21,8 +21,8 @@ from energon_bridge.errors import DecodeError
 from energon_bridge.format.kinds import BY_EXTENSION, FORMATS, HAS_HEIF, HEAD_BYTES, format_by_head
 from energon_bridge.format.media import MediaFilter, extension_by_head, kind_by_head, kind_by_name
 from energon_bridge.format.nvmeta import read_info
-from energon_bridge.prepare import prepare_media
 from energon_bridge.prepare.columns import image_size
+from energon_bridge.prepare.media import prepare_media
 from energon_bridge.storage import open_store
 from energon_bridge.task_encoder.images import IMAGE_EXTENSIONS
 

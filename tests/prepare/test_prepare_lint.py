@@ -12,14 +12,8 @@ from energon_bridge.errors import (
     EmptyDatasetError,
     UnknownSplitError,
 )
-from energon_bridge.prepare import (
-    lint_dataset,
-    lint_parts,
-    parse_ratio,
-    prepare_dataset,
-    render_dataset_yaml,
-    summarize_dataset,
-)
+from energon_bridge.prepare import parse_ratio, prepare_dataset, render_dataset_yaml, summarize_dataset
+from energon_bridge.prepare.lint import lint_dataset, lint_parts
 
 TEXT_YAML = render_dataset_yaml("TextSample", {"text": "txt"})
 ALL_TRAIN = parse_ratio("1,0,0")

@@ -28,7 +28,8 @@ from energon_bridge import (
 from energon_bridge.errors import ConfigurationError, DuplicateKeyError, NotPreparedError, SourceError
 from energon_bridge.format.nvmeta import read_info
 from energon_bridge.format.tar_index import scan_tar
-from energon_bridge.prepare import MediaFilter, prepare_dataset, prepare_media, rebuild_index
+from energon_bridge.prepare import MediaFilter, prepare_dataset, rebuild_index
+from energon_bridge.prepare.media import prepare_media
 from energon_bridge.prepare.split import parse_patterns
 from energon_bridge.storage import open_store
 

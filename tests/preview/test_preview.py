@@ -243,7 +243,7 @@ def test_a_run_that_changed_its_ranks_is_shown_as_it_was_delivered(data: Path, n
         state = merge([loader.save_state_rank() for loader in loaders])  # 48
     first = {2: 15, 5: 10}[ranks]
     columns = run_on(loaders_of(dataset, ranks, 2, state=state), 4)
-    encoder = dataset.task_encoder
+    encoder = dataset.settings.task_encoder
     expected = [
         shown(columns[rank][step], encoder, step=first + step, rank=rank, num_lanes=24)
         for step in (1, 3)

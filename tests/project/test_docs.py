@@ -85,11 +85,7 @@ def test_the_first_page_works(tmp_path):
     for command, shown in commands():
         if "runs/whole" in command:
             continue  # tests/training/test_resume_training.py compares runs
-        short = (
-            command.replace("step-0000150", "step-0000006")
-            .replace("--step 160", "--step 7")
-            .replace("--step 320", "--step 14")
-        )
+        short = command.replace("step-0000150", "step-0000006").replace("--step 160", "--step 7")
         output = run(short, tmp_path, kill_after="step 4/8" if shown[-1:] == ["Killed"] else None)
         if "preview" in command and "--samples" in command:
             assert "  a red circle\n" in run("python load.py", tmp_path) + output

@@ -1,7 +1,7 @@
-"""The direction of the arrows: imports point down the layers, in no circle, from short files that do not print.
+"""The direction of the arrows: imports point down the layers, in no circle, and from the core into no other room.
 
-The order below is the one that CONTRIBUTING.md draws. Every import counts, also one inside a function (that is where
-knots of modules hide), and one under `if TYPE_CHECKING`: who reads a module has to know what it names.
+Layers and rooms below are those that CONTRIBUTING.md draws. Every import counts, also one inside a function (that is
+where knots of modules hide), and one under `if TYPE_CHECKING`: who reads a module has to know what it names.
 """
 
 from __future__ import annotations
@@ -9,16 +9,21 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from paths import REPOSITORY
+
+from energon_bridge.registry import load
 
 PACKAGE = "energon_bridge"
 
 # From the ground up: a layer imports only from itself and from the layers before it.
 LAYERS = (
     "errors",
+    "registry",
     "rng",
     "topology",
     "samples",
@@ -48,7 +53,47 @@ LAYERS = (
     "__init__",  # the public names: on top of everything
     "compat",  # which only gives these names under another one
 )
-MAX_LINES = 600
+# The products in this wheel. What no other room names is the core, so a new module of a layer of its own joins it; the
+# longest name counts.
+ROOMS = {
+    "models": """
+        transforms av samples.pixels task_encoder.families task_encoder.conversation task_encoder.inputs
+        task_encoder.layout task_encoder.multimodal task_encoder.packed_sequences task_encoder.pickled
+        task_encoder.pixels
+        task_encoder.resize task_encoder.sample_encoders task_encoder.sequences task_encoder.templates
+        task_encoder.texts task_encoder.visual
+    """,
+    "trainers": "integrations replica plan.balance stream.planned loader.shares",
+    "cloud": """
+        storage.answers storage.buckets storage.fsspec_store storage.http storage.node_cache storage.remote
+        stores.disk_cache
+    """,
+    "tools": """
+        rows forecast preview verify cli testing prepare.columns prepare.convert prepare.duplicates prepare.engines
+        prepare.hub prepare.left_out prepare.lint prepare.media prepare.sources loader.summary
+    """,
+    "drop-in": "compat stream.dealt",
+    "training": "training",
+}
+# Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
+BUDGETS = {
+    "core": 29_600,
+    "models": 8_300,
+    "trainers": 6_850,
+    "cloud": 3_100,
+    "tools": 13_500,
+    "drop-in": 3_400,
+    "training": 4_500,
+}
+# Imports of the core from other rooms that are still there: the list may only shrink.
+CROSSINGS = """
+loader.position -> loader.shares
+loader.run_plan -> stream.dealt
+loader.savable -> loader.shares
+stores.cache -> stores.disk_cache
+stream.finite -> stream.dealt
+"""
+MAX_LINES = 1000  # of one file: the budgets keep rooms small, this keeps a file one idea
 RUN_AS_COMMAND = 'if __name__ == "__main__":\n    sys.exit(main())\n'
 
 
@@ -79,11 +124,23 @@ def imported_names(node: ast.AST, module: str, is_package: bool) -> list[str]:
     return [f"{base}.{alias.name}" for alias in node.names]
 
 
+def lazy_names(root: Path) -> dict[str, str]:
+    """Return where the names of packages come from that import them on first use, as their stub says."""
+    found = {}
+    for stub in sorted((root / PACKAGE).glob("*/**/__init__.pyi")):
+        package = module_name(root, stub)
+        for node in ast.walk(ast.parse(stub.read_text())):
+            for name in imported_names(node, package, True):
+                found[f"{package}.{name.rpartition('.')[2]}"] = name
+    return found
+
+
 @functools.cache
 def imports(root: Path) -> dict[str, set[str]]:
     """Return, for each module of the package, the modules of the package that it imports."""
     compiled = [path for path in (root / PACKAGE).rglob("*.pyi") if not path.with_suffix(".py").exists()]
     files = {module_name(root, path): path for path in [*python_files(root), *compiled]}
+    lazy = lazy_names(root)
     graph: dict[str, set[str]] = {}
     for module, path in files.items():
         targets: set[str] = set()
@@ -91,6 +148,7 @@ def imports(root: Path) -> dict[str, set[str]]:
             for name in imported_names(node, module, path.name == "__init__.py"):
                 if name == f"{PACKAGE}.__version__" or name.split(".")[0] != PACKAGE:
                     continue  # the version is a constant of the root, everyone may read it
+                name = lazy.get(name, name)
                 # the longest prefix that is a module: what is behind it is a name inside that module
                 while name not in files:
                     name = name.rpartition(".")[0]
@@ -110,6 +168,32 @@ def upward_arrows(root: Path) -> list[str]:
             if LAYERS.index(layer_of(target)) > LAYERS.index(layer_of(module)):
                 arrows.append(f"{module} -> {target}")
     return sorted(arrows)
+
+
+def room_of(module: str) -> str:
+    """Return the room of a module: that of its longest name in ROOMS, or the core."""
+    rooms = {name: room for room, names in ROOMS.items() for name in names.split()}
+    name = module.removeprefix(f"{PACKAGE}.")
+    while name and name not in rooms:
+        name = name.rpartition(".")[0]
+    return rooms.get(name, "core")
+
+
+def crossings(root: Path) -> list[str]:
+    """Return the imports from the core into other rooms."""
+    return sorted(
+        f"{module} -> {target}".replace(f"{PACKAGE}.", "")
+        for module, targets in imports(root).items()
+        for target in targets
+        if room_of(module) == "core" != room_of(target)
+    )
+
+
+def lines_of_rooms(root: Path) -> Counter[str]:
+    lines: Counter[str] = Counter()
+    for path in python_files(root):
+        lines[room_of(module_name(root, path))] += path.read_text().count("\n")
+    return lines
 
 
 def cycle(root: Path) -> list[str]:
@@ -163,6 +247,32 @@ def test_imports_point_down():
     assert upward_arrows(REPOSITORY) == []
 
 
+def test_the_core_imports_no_other_room():
+    listed = CROSSINGS.strip().splitlines()
+    assert listed == sorted(set(listed))
+    assert crossings(REPOSITORY) == listed, "new ones must go; those that are gone leave the list"
+
+
+def test_rooms_name_what_exists():
+    modules = {module.removeprefix(f"{PACKAGE}.") for module in imports(REPOSITORY)}
+    assert {name for names in ROOMS.values() for name in names.split()} <= modules
+
+
+def test_what_is_registered_exists():
+    """And lies outside the core, or the core could import it."""
+    table = tomllib.loads((REPOSITORY / PACKAGE / "registry.toml").read_text())
+    for kind, names in table.items():
+        for name, place in names.items():
+            assert room_of(place.partition(":")[0]) != "core", (kind, name)
+            assert load(kind, name) is not None
+
+
+def test_rooms_keep_to_their_budgets():
+    lines = lines_of_rooms(REPOSITORY)
+    assert {room: (lines[room], budget) for room, budget in BUDGETS.items() if lines[room] > budget} == {}
+    assert lines.keys() == BUDGETS.keys()
+
+
 def test_no_import_cycles():
     assert cycle(REPOSITORY) == []
 
@@ -171,7 +281,7 @@ def test_only_the_command_line_prints():
     assert prints(REPOSITORY) == []
 
 
-def test_files_are_short():
+def test_no_file_is_huge():
     ours = [
         path for folder in (PACKAGE, "scripts", "benchmarks", "tests") for path in (REPOSITORY / folder).rglob("*.py")
     ]
@@ -226,9 +336,25 @@ def test_what_is_no_arrow(tmp_path, statement):
     assert upward_arrows(root) == []
 
 
+def test_a_package_that_imports_its_names_on_first_use_is_no_way_around(tmp_path):
+    stub, asked = "from .http import x as x", "from energon_bridge.storage import x"
+    files = {"storage/__init__.py": "", "storage/__init__.pyi": stub, "storage/http.py": "", "mix.py": asked}
+    assert crossings(write_tree(tmp_path, files)) == ["mix -> storage.http"]
+
+
 def test_the_public_names_are_no_way_around(tmp_path):
     root = write_tree(tmp_path, {"loader.py": "from energon_bridge import get_loader"})
     assert upward_arrows(root) == ["energon_bridge.loader -> energon_bridge"]
+
+
+@pytest.mark.parametrize("statement", ["import {}", "def f():\n    import {}", "if TYPE_CHECKING:\n    import {}"])
+def test_a_crossing_is_found_in_functions_and_for_types_too(tmp_path, statement):
+    outside = "energon_bridge.storage.http"
+    files = {"storage/__init__.py": statement.format(outside), "storage/http.py": "import energon_bridge.storage.local"}
+    root = write_tree(tmp_path, {**files, "storage/local.py": "", "av.py": f"import {outside}"})
+    assert crossings(root) == ["storage -> storage.http"]
+    assert [room_of(f"energon_bridge.{name}") for name in ("storage", "av.media", "cli")] == ["core", "models", "tools"]
+    assert lines_of_rooms(write_tree(root, {"av.py": "\n\n"}))["models"] == 2
 
 
 def test_a_cycle_is_found(tmp_path):
@@ -252,6 +378,32 @@ def test_other_offences_are_found(tmp_path):
     assert unknown_layers(root) == ["energon_bridge.nowhere"]
     assert "energon_bridge/rng.py" in missing_docstrings(root)
     assert "energon_bridge/cli/main.py" not in missing_docstrings(root)
+
+
+PICKING = {"leaves": 3, "counts": 2, "round_at": 2, "rounds_at": 3}
+"""What turns a draw into a leaf and a sample (`Blend`, `LeafOrder`), and with how many arguments."""
+CHOOSES = f"{PACKAGE}.plan.choose"
+
+
+def pickers(root: Path) -> list[str]:
+    """Return where draws are turned into leaves and samples, outside of the order's own modules."""
+    own = {*(f"{PACKAGE}.plan.{name}" for name in ("blend", "leaf")), CHOOSES}
+    return [
+        f"{path.relative_to(root)}:{node.lineno}"
+        for path in python_files(root)
+        if module_name(root, path) not in own
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and PICKING.get(node.func.attr) == len(node.args) + len(node.keywords)
+    ]
+
+
+def test_samples_are_chosen_in_one_place(tmp_path: Path) -> None:
+    assert pickers(REPOSITORY) == []
+    again = "leaf = blend.leaves(lane, draw, 1)[0]\nindex = order.rounds_at(lane, number, fewest=1).indices[0]"
+    root = write_tree(tmp_path, {"stream/again.py": again, "plan/choose.py": again})
+    assert pickers(root) == [f"{PACKAGE}/stream/again.py:1", f"{PACKAGE}/stream/again.py:2"]
 
 
 def test_no_private_name_of_torch_is_used() -> None:

@@ -43,7 +43,8 @@ from energon_bridge.errors import (
 )
 from energon_bridge.format.field_map import FieldMap, check_fields
 from energon_bridge.format.nvmeta import prepared_by
-from energon_bridge.prepare import lint_dataset, lint_parts, render_dataset_yaml
+from energon_bridge.prepare import render_dataset_yaml
+from energon_bridge.prepare.lint import lint_dataset, lint_parts
 from energon_bridge.samples import (
     CaptioningSample,
     ImageClassificationSample,

@@ -53,7 +53,7 @@ STANDS_FOR = {
     "tests/suites/chains.py --chains 10000 --processes 16": f"{CHAINS} --chains 1 --processes 1",
     "$SLURM_ARRAY_TASK_ID/16": "0/1",  # every task must have run before the last line
     "3/16": "0/1",
-    "step-0005000.ckpt --step 5123 --world-size 8": "step-0000004.ckpt --step 10 --world-size 1",
+    "--step 5123 --world-size 8 --global-batch-size 512": "--step 5 --world-size 1 --global-batch-size 4",
     "step-0005000.ckpt": "step-0000004.ckpt",
     "--step 5123": "--step 5",
     "checkpoints/step-1000/data.json": "state.json",

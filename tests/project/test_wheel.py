@@ -118,7 +118,7 @@ def test_contents(wheel, compiled):
     names = zipfile.ZipFile(wheel).namelist()
     sources = {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "energon_bridge").rglob("*.py")}
     assert sources <= set(names)
-    assert "energon_bridge/py.typed" in names
+    assert {"energon_bridge/py.typed", "energon_bridge/registry.toml"} <= set(names)
     assert {f"energon_bridge/preview/page.{kind}" for kind in ("html", "css", "js")} <= set(names)
     configs = {f"energon_bridge/{path.relative_to(REPOSITORY)}" for path in (CONFIGS).rglob("*.yaml")}
     assert configs == {name for name in names if name.endswith(".yaml")}

@@ -170,7 +170,7 @@ def test_arrow_files_of_both_forms(form: str, columns: int, tmp_path: Path) -> N
         local = tables.open_tables(tmp_path / "x.arrow", split_part="train")
         assert dataset.fingerprint == local.fingerprint
         assert dataset.num_samples == 6
-        found = [tables.read_values(one, "column 1").tolist() for one in (dataset, local)]
+        found = [one.read_values("column 1").tolist() for one in (dataset, local)]
         assert found[0] == found[1] == [1] * 6
 
 

@@ -39,9 +39,11 @@ from energon_bridge.errors import (
     SourceError,
     UnknownSplitError,
 )
+from energon_bridge.format.foreign import ForeignRow
 from energon_bridge.loader.run_plan import plan_run
 from energon_bridge.rows import arrow as files, dataset as tables
 from energon_bridge.rows.dataset import TableDataset, open_tables
+from energon_bridge.storage.helpers import PerProcess
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -149,7 +151,7 @@ def test_only_the_columns_of_the_fields_are_read(folder: Path) -> None:
     dataset = open_tables(folder, split_part="train")
     assert (dataset.columns, dataset.wanted) == (("image", "caption", "year"), ("image", "caption"))
     (row,) = tables.TableRows(dataset).read(np.array([3]))
-    assert isinstance(row, tables.TableRow)
+    assert isinstance(row, ForeignRow)
     assert json.loads(row.parts["json"].tobytes()) == {"caption": "caption 3"}
 
 
@@ -167,7 +169,7 @@ def test_children_read_what_their_parent_has_read(folder: Path) -> None:
     rows = tables.TableRows(dataset)
 
     def captions(_: int) -> list[bytes]:
-        found = [row for row in rows.read(np.arange(COUNT)) if isinstance(row, tables.TableRow)]
+        found = [row for row in rows.read(np.arange(COUNT)) if isinstance(row, ForeignRow)]
         return [row.parts["json"].tobytes() for row in found]
 
     expected = captions(0)
@@ -270,11 +272,11 @@ def test_slices_of_large_files_are_row_groups(tmp_path: Path, monkeypatch: pytes
     parquet.write_table(rows, tmp_path / "x.parquet", row_group_size=group)
     dataset = trained(tmp_path / "x.parquet", batch_size=None)
     (loader,) = loaders_of(dataset, 1, 0)
-    (leaf,) = plan_run(loader.spec, loader.config.facts).leaves
+    (leaf,) = plan_run(loader.spec, loader.config).leaves
     assert (leaf.order.slice_length, leaf.order.parallel_shard_iters) == (group, 1)
     read: list[int] = []
     opened = files.parquet_file
-    monkeypatch.setattr(tables, "_KEPT", tables._Kept())
+    monkeypatch.setattr(tables, "_KEPT", PerProcess(tables._Kept))
 
     class Counted:
         def __init__(self, *of: Any) -> None:
@@ -300,7 +302,7 @@ def test_groups_that_are_decoded_again_and_again_are_worth_one_warning(
 ) -> None:
     rows = arrow.table({"text": [f"text {n}" for n in range(2000)]})
     parquet.write_table(rows, tmp_path / "x.parquet", row_group_size=100)
-    monkeypatch.setattr(tables, "_KEPT", tables._Kept())
+    monkeypatch.setattr(tables, "_KEPT", PerProcess(tables._Kept))
     reader = tables.TableRows(tables.open_tables(tmp_path / "x.parquet", split_part="train"))
     numbers = np.random.default_rng(0).permutation(2000)
 
@@ -310,7 +312,7 @@ def test_groups_that_are_decoded_again_and_again_are_worth_one_warning(
 
     read(numbers[:200])
     assert not caplog.records  # all of them are kept
-    monkeypatch.setattr(tables, "_KEPT", tables._Kept())
+    monkeypatch.setattr(tables, "_KEPT", PerProcess(tables._Kept))
     monkeypatch.setattr(tables, "_KEPT_BYTES", 3000)  # two of the twenty
     read(numbers[200:])
     (record,) = [record for record in caplog.records if "decoded again" in record.message]
@@ -479,7 +481,7 @@ def test_threads_share_what_a_process_keeps(plain: Path) -> None:
     dataset = open_tables(plain, split_part="train")
     assert isinstance(dataset, TableDataset)
     rows = tables.TableRows(dataset)
-    expected = [row.parts["json"].tobytes() for row in rows.read(np.arange(COUNT)) if isinstance(row, tables.TableRow)]
+    expected = [row.parts["json"].tobytes() for row in rows.read(np.arange(COUNT)) if isinstance(row, ForeignRow)]
     assert len(expected) == COUNT
     found: list[list[bytes]] = []
 
@@ -488,7 +490,7 @@ def test_threads_share_what_a_process_keeps(plain: Path) -> None:
         made: dict[int, bytes] = {}
         for number in order.tolist():
             (row,) = rows.read(np.array([number]))
-            assert isinstance(row, tables.TableRow)
+            assert isinstance(row, ForeignRow)
             made[number] = row.parts["json"].tobytes()
         found.append([made[number] for number in range(COUNT)])
 

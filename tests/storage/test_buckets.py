@@ -148,8 +148,8 @@ def test_later_starts_of_a_mix_list_its_bucket_instead_of_reading_metadata(
     store.write(changed.relative_to(tmp_path / "data").as_posix(), changed.read_bytes() + b"# changed\n")
     assert start()[:2] == (first[0], 1)
     assert start()[:2] == (first[0], 0)
-    monkeypatch.setattr(opener, "_LISTED", 0)
-    monkeypatch.setattr(opener, "_LISTED_EACH", 1)
+    monkeypatch.setattr(opener, "_MAX_LISTED", 0)
+    monkeypatch.setattr(opener, "_MAX_LISTED_PER_DATASET", 1)
     assert start()[:2] == (first[0], 6)  # other files are too many
 
 

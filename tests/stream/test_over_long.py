@@ -74,7 +74,7 @@ def opened(data: Path, policy: str, **kwargs: Any) -> DatasetSpec:
 
 def expected_counts(spec: DatasetSpec, state: Any, policy: str) -> list[dict[str, int]]:
     """Count by arithmetic, for each leaf, the draws that the lanes of a state have made."""
-    plan = plan_run(spec, config_of(1, 0).facts, state["num_lanes"])
+    plan = plan_run(spec, config_of(1, 0), state["num_lanes"])
     counts: list[Counter[str]] = [Counter() for _ in plan.leaves]
     for lane, at in read_lanes(state).items():
         assert plan.blend is not None

@@ -253,7 +253,7 @@ def reference_of(
     if not chain.finite and not same_by_default(chain):
         config["num_lanes"] = last["num_lanes"]
     if chain.finite:  # so that its length is that of a pass
-        dataset = replace(dataset, virtual_epoch_length=None)
+        dataset = dataset.with_settings(virtual_epoch_length=None)
     (loader,) = loaders_of(dataset, 1, 0, **config)
     try:
         found: list[str] = []

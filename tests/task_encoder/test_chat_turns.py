@@ -21,21 +21,20 @@ from energon_bridge import WorkerConfig, get_loader, get_train_dataset
 from energon_bridge.cli.main import main
 from energon_bridge.errors import SampleError
 from energon_bridge.samples import VQASample
-from energon_bridge.task_encoder.conversation import (
-    Conversation,
-    ConversationTemplateConfig,
-    ImageToken,
-    MultiModalSampleConfig,
-    Turn,
-    chatml_template,
-    llava_template,
-)
+from energon_bridge.task_encoder.conversation import Conversation, Turn
 from energon_bridge.task_encoder.families import (
     LLAVA_TEMPLATE,
     QWEN_VL_TEMPLATE,
     ChatConfig,
     ChatSample,
     ChatTemplateTaskEncoder,
+)
+from energon_bridge.task_encoder.layout import (
+    ConversationTemplateConfig,
+    ImageToken,
+    MultiModalSampleConfig,
+    chatml_template,
+    llava_template,
 )
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
 
@@ -503,7 +502,7 @@ def test_a_list_is_converted_and_trained_with_all_that_it_says(tmp_path: Path) -
     assert "python -m energon_bridge.training" in done.output
 
     pytest.importorskip("lightning.pytorch")
-    from energon_bridge.training.encoder import COOKERS, cook_conversation, encode_chat
+    from energon_bridge.training.encoder import COOKERS, cook_conversation
 
     def batches(encoder: Any) -> list[Any]:
         encoder.cookers = COOKERS
@@ -528,9 +527,8 @@ def test_a_list_is_converted_and_trained_with_all_that_it_says(tmp_path: Path) -
 
     config = MultiModalSampleConfig(conversation_template_config=llava_template())
     plain = MultiModalTaskEncoder(Letters(), None, config)
-    plain.register_encoder(ChatSample, encode_chat)
     sample: Any = plain.encode_sample(cook_conversation({"__key__": "q", "json": entries[1]}))
     assert plain.tokenizer.decode(sample.labels[sample.loss_mask.bool()]) == " a</s>"
     assert plain.tokenizer.decode(sample.tokens).startswith("Be brief. ASSISTANT: hello</s>USER: q ASSISTANT:")
     with pytest.raises(SampleError, match=r"no text but tool_calls, .*set data\.chat_template"):
-        encode_chat(cook_conversation({"__key__": "q", "json": entries[0], "0.png": picture()}), config)
+        plain.encode_sample(cook_conversation({"__key__": "q", "json": entries[0], "0.png": picture()}))

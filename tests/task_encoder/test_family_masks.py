@@ -13,14 +13,14 @@ from multimodal import SlowTokenizer
 pytest.importorskip("transformers")
 
 from energon_bridge.errors import ConfigurationError, OverLongSampleError, SampleError, SkipSample
+from energon_bridge.task_encoder.conversation import read_conversation
 from energon_bridge.task_encoder.families import (
     CHATML_TEMPLATE,
     ChatConfig,
     ChatTemplateTaskEncoder,
     FixedTokenFamily,
 )
-from energon_bridge.task_encoder.families.chat import chat_of
-from energon_bridge.task_encoder.families.rendering import Segment, renderer_of, stretches_of
+from energon_bridge.task_encoder.families.rendering import Segment, make_renderer, tokenize_segments
 from energon_bridge.training.presets import QWEN_TOKENS, train_tokenizer
 
 # As the models of Qwen2-VL have it: a default system prompt, and numbers of pictures on demand.
@@ -222,8 +222,8 @@ _SAID = st.text(st.sampled_from("ab \n\t/"), max_size=6) | st.sampled_from(["", 
 def test_one_rendering_finds_what_all_renderings_find(
     encoder: ChatTemplateTaskEncoder, template: str, learn: Any, turns: Any
 ) -> None:
-    renderer = renderer_of(encoder.tokenizer, encoder.family, template=template, learn=learn, options={})
-    content = chat_of(chat(*[text for turn in turns for text in turn]))
+    renderer = make_renderer(encoder.tokenizer, encoder.family, template=template, learn=learn, options={})
+    content = read_conversation(chat(*[text for turn in turns for text in turn]))
     # With tools, which these templates do not write, nothing is predicted.
     with_tools = replace(content, tools=[{"type": "function", "function": {"name": "search"}}])
     try:
@@ -243,11 +243,11 @@ def test_a_conversation_of_a_known_shape_is_rendered_once(encoder: ChatTemplateT
             rendered.append(1)
             return encoder.tokenizer.apply_chat_template(*args, **options)
 
-    renderer = renderer_of(Counting(), encoder.family, template=QWEN, learn="all", options={})
+    renderer = make_renderer(Counting(), encoder.family, template=QWEN, learn="all", options={})
     counts = []
     for text in ("a", "b", "c"):
         rendered.clear()
-        renderer.segments(chat_of(chat(f"<image>{text}", text, text, text, text, text, images=[picture()])))
+        renderer.segments(read_conversation(chat(f"<image>{text}", text, text, text, text, text, images=[picture()])))
         counts.append(len(rendered))
     assert counts[0] > counts[1] == counts[2] == 1
 
@@ -304,7 +304,7 @@ def test_tokens_are_those_of_the_whole_text() -> None:
 def test_white_space_in_front_of_a_token_stays_with_what_it_says(segments: Any, expected: list[str]) -> None:
     tokenizer = train_tokenizer(["say yes", "yes say", "yes yes"] * 3, 300, QWEN_TOKENS)
     assert tokenizer.tokenize(" yes") == ["\u0120yes"]  # one token, the white space at its front
-    stretches = stretches_of([Segment(*segment) for segment in segments], [], tokenizer, {})
+    stretches = tokenize_segments([Segment(*segment) for segment in segments], [], tokenizer, {})
     learned = [token for one in stretches for token, yes in zip(one.tokens, one.learned, strict=True) if yes]
     assert [tokenizer.decode([token]) for token in learned] == expected
     together = [token for one in stretches for token in one.tokens]

@@ -10,13 +10,12 @@ from multimodal import IMAGE, CharacterTokenizer, PixelProcessor, WordTokenizer,
 
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.samples import VQASample
-from energon_bridge.task_encoder.conversation import (
+from energon_bridge.task_encoder.conversation import Conversation, Turn
+from energon_bridge.task_encoder.layout import (
     LLAVA_SYSTEM,
-    Conversation,
     ConversationTemplateConfig,
     ImageToken,
     MultiModalSampleConfig,
-    Turn,
     TurnLayout,
     chatml_template,
     llava_template,

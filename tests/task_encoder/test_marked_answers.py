@@ -16,14 +16,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from energon_bridge.errors import UnfitSampleError
 from energon_bridge.samples import VQASample
-from energon_bridge.task_encoder.conversation import (
-    Conversation,
-    ConversationTemplateConfig,
-    ImageToken,
-    MultiModalSampleConfig,
-    Turn,
-)
+from energon_bridge.task_encoder.conversation import Conversation, Turn
 from energon_bridge.task_encoder.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder
+from energon_bridge.task_encoder.layout import ConversationTemplateConfig, ImageToken, MultiModalSampleConfig
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
 
 _TEXT = "{{ (m.content if m.content is string else m.content | map(attribute='text') | join) | trim }}"

@@ -27,12 +27,11 @@ from PIL import Image
 
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.samples import CaptioningSample, InterleavedSample, VidQASample, VQASample
-from energon_bridge.task_encoder.conversation import (
-    Conversation,
+from energon_bridge.task_encoder.conversation import Conversation, Turn
+from energon_bridge.task_encoder.layout import (
     ConversationTemplateConfig,
     ImageToken,
     MultiModalSampleConfig,
-    Turn,
     place_images,
     render,
 )

@@ -24,15 +24,8 @@ from energon_bridge.samples import (
     VQASample,
     edataclass,
 )
-from energon_bridge.task_encoder.conversation import (
-    Conversation,
-    ConversationTemplateConfig,
-    Document,
-    ImageToken,
-    MultiModalSampleConfig,
-    Piece,
-    Turn,
-)
+from energon_bridge.task_encoder.conversation import Conversation, Document, Piece, Turn
+from energon_bridge.task_encoder.layout import ConversationTemplateConfig, ImageToken, MultiModalSampleConfig
 
 
 def build(**config: Any) -> Any:

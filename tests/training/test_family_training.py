@@ -14,8 +14,8 @@ pytest.importorskip("transformers")
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.samples import InterleavedSample, TextSample, VQASample
-from energon_bridge.task_encoder.conversation import ImageToken, MultiModalSampleConfig
 from energon_bridge.task_encoder.families import ChatTemplateTaskEncoder, QwenFamily, VideoFrames
+from energon_bridge.task_encoder.layout import ImageToken, MultiModalSampleConfig
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
 from energon_bridge.task_encoder.packed_sequences import unpack_batch
 from energon_bridge.task_encoder.sequences import MultiModalSample, PaddingValues

@@ -7,12 +7,12 @@ import os
 import re
 import shlex
 import signal
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from conversations import turns_of
 from paths import CONFIGS, REPOSITORY
 from recipes import captions_dataset, crude_conversations, instruct_mix
@@ -26,7 +26,7 @@ from energon_bridge.errors import UnknownSplitError
 from energon_bridge.training import run as training
 from energon_bridge.training.assemble import assemble_llava
 from energon_bridge.training.config import RunConfig
-from energon_bridge.training.config_file import load_config
+from energon_bridge.training.config_file import dump_config, load_config
 from energon_bridge.training.module import VisionLanguageModule
 from energon_bridge.training.presets import PRESETS, load_model
 
@@ -62,7 +62,7 @@ def recipe(name: str, *overrides: str) -> RunConfig:
 
 def flat(config: RunConfig) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for section, content in asdict(config).items():
+    for section, content in yaml.safe_load(dump_config(config)).items():
         values |= (
             {f"{section}.{key}": v for key, v in content.items()} if isinstance(content, dict) else {section: content}
         )

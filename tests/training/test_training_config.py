@@ -43,7 +43,7 @@ def test_overrides_win_over_the_file_and_later_ones_over_earlier(tmp_path: Path)
     path.write_text("seed: 1\ndata: {path: a, num_lanes: 3}\ncheckpoint:\n")
     config = load_config(path, ["data.path=123", "seed=2", "seed=3", "data.num_lanes=null", "data.shuffle_images=true"])
     assert config.seed == 3
-    assert config.data == DataConfig(path="123", num_lanes=None, shuffle_images=True)
+    assert config.data == DataConfig(path="123", settings={"num_lanes": None}, shuffle_images=True)
     assert config.checkpoint == CheckpointConfig()
 
 

@@ -145,8 +145,8 @@ def test_patches_lie_in_memory_that_is_given(clips: list[bytes], pixels: Any, fp
     assert len(video.frames.numbers) == count
     deferred = family.deferred_video(video)
     assert isinstance(deferred, DeferredVideo)
-    memory = np.empty(deferred.room, np.uint8)
-    made = deferred.made(memory).visual["pixel_values_videos"]
+    memory = np.empty(deferred.num_bytes, np.uint8)
+    made = deferred.decoded(memory).visual["pixel_values_videos"]
     assert made.data_ptr() == memory.ctypes.data
     assert made.nbytes == memory.nbytes
     frames = VideoFrames(frames=torch.stack(video.frames.get()), fps=video.fps)
@@ -158,10 +158,10 @@ def test_samples_may_share_a_decoder(clips: list[bytes]) -> None:
     family: Any = encoder(Videos, None).family
     decoder = AVDecoder(clips[1])
     waiting = [family.deferred_video(video_of(decoder, fps=fps, least=4, most=None)) for fps in (2.0, 3.0, 4.0, 5.0)]
-    expected = [one.made().visual["pixel_values_videos"] for one in waiting]
+    expected = [one.decoded().visual["pixel_values_videos"] for one in waiting]
     with ThreadPoolExecutor(4) as threads:
         for _ in range(5):
-            made = list(threads.map(lambda one: one.made(), waiting))
+            made = list(threads.map(lambda one: one.decoded(), waiting))
             assert all(torch.equal(a.visual["pixel_values_videos"], b) for a, b in zip(made, expected, strict=True))
 
 

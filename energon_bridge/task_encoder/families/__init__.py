@@ -1,13 +1,13 @@
 """Encoders for families of Hugging Face models: from conversations to the model's inputs.
 
-`chat` brings samples into one form; `rendering` applies the chat template, finds the learned text and makes tokens.
+`rendering` applies the chat template to conversations, finds the learned text and makes tokens.
 `vision` has the interface of a family, `llava` and `qwen` are families, `video` chooses the frames of videos;
 `registry` finds the family of a model. `encoder` is the task encoder for all of them, with its settings.
 """
 
 from __future__ import annotations
 
-from energon_bridge.task_encoder.families.chat import ChatSample
+from energon_bridge.task_encoder.conversation import ChatSample
 from energon_bridge.task_encoder.families.encoder import ChatConfig, ChatTemplateTaskEncoder
 from energon_bridge.task_encoder.families.llava import FixedTokenFamily, TiledFamily, llava_family, llava_next_family
 from energon_bridge.task_encoder.families.qwen import QwenFamily, qwen_family

@@ -8,7 +8,7 @@ buffer have no pixels, and only delivered samples are decoded.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, cast
@@ -20,37 +20,35 @@ from torch import Tensor
 from energon_bridge.errors import ConfigurationError, OverLongSampleError, SampleError, SkipSample
 from energon_bridge.samples import VidQASample
 from energon_bridge.task_encoder.base import TaskEncoder, decoder_of, default_hook
-from energon_bridge.task_encoder.conversation import Document, ImageToken, MultiModalSampleConfig
+from energon_bridge.task_encoder.conversation import Conversation, Document, in_parts
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.deferred import Deferred, DeferredImage
-from energon_bridge.task_encoder.families.chat import (
-    Chat,
-    Message,
-    Part,
-    chat_of,
-    chat_of_conversation,
-    chat_of_video,
-    has_turns,
-)
 from energon_bridge.task_encoder.families.llava import FixedTokenFamily, TiledFamily
 from energon_bridge.task_encoder.families.qwen import QwenFamily
 from energon_bridge.task_encoder.families.registry import family_of, load_pretrained
 from energon_bridge.task_encoder.families.rendering import (
     Segment,
     Stretch,
-    bos_of,
+    bos_to_add,
     document_segments,
-    placeholders_of,
-    renderer_of,
-    stretches_of,
+    make_renderer,
+    placeholder_ids,
+    tokenize_segments,
 )
 from energon_bridge.task_encoder.families.video import decoded, video_of
 from energon_bridge.task_encoder.families.vision import Family, Plan, PreparedSample, VideoFrames, positions_of
 from energon_bridge.task_encoder.images import Alpha
+from energon_bridge.task_encoder.layout import ImageToken, MultiModalSampleConfig
 from energon_bridge.task_encoder.packed_sequences import MultiModalPack, batch_packs, pack_sequences
 from energon_bridge.task_encoder.packing import OverLong, Packer
 from energon_bridge.task_encoder.pixels import PixelDtype, PixelPath, Profile, alpha_for, pixel_settings
-from energon_bridge.task_encoder.sample_encoders import SAMPLE_ENCODERS
+from energon_bridge.task_encoder.sample_encoders import (
+    SAMPLE_ENCODERS,
+    SampleEncoder,
+    encode_video_question,
+    read_sample,
+    sample_key,
+)
 from energon_bridge.task_encoder.sequences import (
     MultiModalBatch,
     MultiModalSample,
@@ -180,19 +178,19 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         if isinstance(type(self).decoder, SampleDecoder):
             self.decoder = decoder_of(self)
         self.counts: Counter[str] = Counter()
-        self._renderer = renderer_of(
+        self._renderer = make_renderer(
             tokenizer,
             family,
             template=self.config.chat_template,
             learn=self.config.learn,
             options=self.config.template_kwargs,
         )
-        self._placeholders = placeholders_of(tokenizer, family)
-        self._bos = bos_of(tokenizer, self.config.add_bos)
+        self._placeholders = placeholder_ids(tokenizer, family)
+        self._bos = bos_to_add(tokenizer, self.config.add_bos)
         self._row_length = self.config.seq_length + -self.config.seq_length % self.config.pad_to_multiple_of
         self._admits = packer is not None  # without a packer, no sample is longer than seq_length
         self.packer = packer or Packer(limits={"tokens": self._row_length}, size_of=self.padded_length)
-        self._encoders: dict[type, Callable[[Any, MultiModalSampleConfig], Any]] = dict(SAMPLE_ENCODERS)
+        self._encoders: dict[type, SampleEncoder] = {**SAMPLE_ENCODERS, VidQASample: encode_video_question}
         # For the encoders of sample types; the placeholder is that of conversations, not the model's.
         self._sample_config = MultiModalSampleConfig(
             image_token=ImageToken(token_str="<image>"), image_following_text=self.config.place_images == "after"
@@ -232,7 +230,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             config = replace(config, chat_template=loaded.chat_template)
         return cls(loaded.tokenizer, loaded.family, config, packer=packer)
 
-    def register_encoder(self, sample_type: type, encoder: Callable[[Any, MultiModalSampleConfig], Any]) -> None:
+    def register_encoder(self, sample_type: type, encoder: SampleEncoder) -> None:
         """Encode samples of a type and its subclasses with a function of the sample and a configuration.
 
         The function returns a `ChatSample`, a `Conversation` or a `Document`, with `<image>` for images in prompts.
@@ -256,7 +254,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
 
     def postencode_sample(self, sample: PreparedSample) -> MultiModalSample:
         """Process the images and videos of a sample. Raises SampleError if their sizes differ from the plans."""
-        images = [image.made() if isinstance(image, DeferredImage) else image for image in sample.images]
+        images = [image.decoded() if isinstance(image, DeferredImage) else image for image in sample.images]
         visual: dict[str, Tensor] = {}
         if sample.plans and self.family is not None:
             ordered = sorted(sample.plans, key=lambda plan: plan.kind)  # images, then videos; each in order
@@ -264,7 +262,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
                 videos = [_made(video) for video in sample.videos]
                 visual = self.family.process(images, videos, ordered)
             except SampleError as error:
-                raise type(error)(f"sample {_key(sample)!r}: {error}") from error
+                raise type(error)(f"sample {sample_key(sample)!r}: {error}") from error
         positions = positions_of(sample, self.family)
         return MultiModalSample.derive_from(
             sample,
@@ -332,14 +330,15 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         try:
             return self._planned_sample(sample)
         except (SampleError, SkipSample, OverLongSampleError) as error:
-            raise type(error)(f"sample {_key(sample)!r}: {error}") from error
+            raise type(error)(f"sample {sample_key(sample)!r}: {error}") from error
 
     def _planned_sample(self, sample: Any) -> PreparedSample:
-        content = self._content_of(sample)
-        segments, answer = self._rendered(content)
-        images, videos = self._deferred(content.images), self._videos(getattr(content, "videos", ()))
+        content = read_sample(sample, self._encoders, self._sample_config, place_images=self.config.place_images)
+        segments = self._rendered(content)
+        videos = self._videos(content.videos) if isinstance(content, Conversation) else []
+        images = self._deferred(content.images)
         plans = self._planned(segments, images, videos)
-        stretches = stretches_of(segments, plans, self.tokenizer, self._placeholders)
+        stretches = tokenize_segments(segments, plans, self.tokenizer, self._placeholders)
         if self._bos is not None and not (stretches and stretches[0].tokens[:1] == [self._bos]):
             stretches.insert(0, Stretch(tokens=[self._bos], learned=[False], types=[0]))
         sequence = Sequencer(longest=self.config.seq_length)
@@ -357,38 +356,14 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             plans=tuple(kept),
             images=images[: sum(plan.kind == "image" for plan in kept)],
             videos=self._deferred_videos(videos[: sum(plan.kind == "video" for plan in kept)]),
-            answer=answer,
+            answer=content.first_answer,
         )
 
-    def _content_of(self, sample: Any) -> Chat | Document:
-        place = self.config.place_images
-        encoder = next((self._encoders[kind] for kind in type(sample).__mro__ if kind in self._encoders), None)
-        if encoder is None and isinstance(sample, VidQASample):
-            return chat_of_video(sample, place_images=place)
-        if encoder is None and has_turns(sample):
-            return chat_of(sample, place_images=place)
-        if encoder is None:
-            known = ", ".join(sorted(kind.__name__ for kind in (*self._encoders, VidQASample)))
-            raise ConfigurationError(
-                f"ChatTemplateTaskEncoder encodes samples with messages or conversations, {known}, not "
-                f"{type(sample).__name__} (sample {_key(sample)!r}): set sample_type in dataset.yaml, cook the sample "
-                "to a ChatSample, or call register_encoder"
-            )
-        content = encoder(sample, self._sample_config)
-        if has_turns(content):
-            return chat_of(content, place_images=place)
-        return content if isinstance(content, Chat | Document) else chat_of_conversation(content)
-
-    def _rendered(self, content: Chat | Document) -> tuple[list[Segment], str]:
-        """Return the text of a sample, and its first answer."""
+    def _rendered(self, content: Conversation | Document) -> list[Segment]:
+        """Return the text of a sample."""
         if isinstance(content, Document):
-            segments = document_segments(content, self.family, eos=self.tokenizer.eos_token or "")
-            return segments, next(piece.text for piece in content.pieces if piece.learned)
-        if self.config.system and content.messages[0].role != "system":
-            system = Message(role="system", parts=(Part("text", self.config.system),))
-            content = replace(content, messages=(system, *content.messages))
-        segments = self._renderer.segments(content)
-        return segments, next(one.text for one in content.messages if one.role == "assistant" and one.learned)
+            return document_segments(content, self.family, eos=self.tokenizer.eos_token or "")
+        return self._renderer.segments(in_parts(content).with_system(self.config.system))
 
     def _videos(self, values: Sequence[Any]) -> list[VideoFrames]:
         config = self.config
@@ -488,7 +463,7 @@ _POSTENCODE = ChatTemplateTaskEncoder.postencode_sample
 def _made(video: Any) -> Any:
     """Return a video for a family: its pixels if they are made, else with its frames decoded."""
     if isinstance(video, Deferred):
-        return video.made()
+        return video.decoded()
     return decoded(video) if isinstance(video, VideoFrames) else video
 
 
@@ -509,7 +484,3 @@ def _with_pixels(family: Any, config: ChatConfig) -> Any:
             "family makes its pixels itself: leave them out"
         )
     return replace(cast(Any, family), **wanted)
-
-
-def _key(sample: Any) -> Any:
-    return sample.get("__key__") if isinstance(sample, dict) else getattr(sample, "__key__", None)

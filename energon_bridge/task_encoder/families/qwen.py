@@ -193,8 +193,8 @@ class QwenFamily:
         if self.path is None or not isinstance(frames, FramesToDecode) or not frames.alone:
             return video
         size = self._video_size(len(frames.numbers), frames.height, frames.width)
-        room = math.prod(self.path.video_shape(len(frames.numbers), size)) * self.path.dtype.itemsize
-        return DeferredVideo(family=self, video=video, room=room)
+        num_bytes = math.prod(self.path.video_shape(len(frames.numbers), size)) * self.path.dtype.itemsize
+        return DeferredVideo(family=self, video=video, num_bytes=num_bytes)
 
     def _process_video(
         self, video: VideoFrames | MadePixels, memory: np.ndarray | None = None
@@ -255,14 +255,14 @@ class DeferredVideo(Deferred):
     Attributes:
         family: Makes the pixels.
         video: The video, with undecoded frames.
-        room: Bytes of its `pixel_values_videos`.
+        num_bytes: Bytes of its `pixel_values_videos`.
     """
 
     family: QwenFamily
     video: VideoFrames
-    room: int
+    num_bytes: int
 
-    def made(self, memory: np.ndarray | None = None) -> MadePixels:
+    def decoded(self, memory: np.ndarray | None = None) -> MadePixels:
         """Return the pixels. Raises DecodeError."""
         patches, grid = self.family._process_video(decoded(self.video), memory)
         return MadePixels({"pixel_values_videos": patches, "video_grid_thw": torch.tensor(grid)})

@@ -121,18 +121,18 @@ def load_pretrained(name_or_path: str | Path) -> Pretrained:
 def _chat_template(name_or_path: str | Path) -> str | None:
     """Return the template of the processor: from its own file, or in older folders from a JSON file."""
     template = _read(name_or_path, "chat_template.jinja")
-    if template is None and (found := _read(name_or_path, "chat_template.json")) is not None:
-        template = json.loads(found).get("chat_template")
+    if template is None and (text := _read(name_or_path, "chat_template.json")) is not None:
+        template = json.loads(text).get("chat_template")
     return template
 
 
 def _video_config(name_or_path: str | Path) -> Mapping[str, Any]:
     """Return the settings of the video processor; their file depends on the release that wrote the folder."""
-    found = _read(name_or_path, "video_preprocessor_config.json")
-    if found is not None:
-        return dict(json.loads(found))
-    found = _read(name_or_path, "processor_config.json")
-    return {} if found is None else dict(json.loads(found).get("video_processor") or {})
+    text = _read(name_or_path, "video_preprocessor_config.json")
+    if text is not None:
+        return dict(json.loads(text))
+    text = _read(name_or_path, "processor_config.json")
+    return {} if text is None else dict(json.loads(text).get("video_processor") or {})
 
 
 def _read(name_or_path: str | Path, name: str) -> str | None:

@@ -21,11 +21,19 @@ from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 from energon_bridge.errors import ConfigurationError, SampleError
-from energon_bridge.task_encoder.conversation import Document
-from energon_bridge.task_encoder.families.chat import Chat, Message, Part, check_keys, keys_of, parts_of
-from energon_bridge.task_encoder.families.vision import IMAGE_TYPE, TEXT_TYPE, VIDEO_TYPE, Family, Kind, Plan
-from energon_bridge.task_encoder.templates import BEFORE_ALL, PROBE, ChatTemplate, Span, source_of
-from energon_bridge.task_encoder.texts import is_fast, tokens_of, tokens_with_offsets
+from energon_bridge.task_encoder.conversation import (
+    Conversation,
+    Document,
+    Kind,
+    Part,
+    Turn,
+    check_keys,
+    split_places,
+    template_keys,
+)
+from energon_bridge.task_encoder.families.vision import IMAGE_TYPE, TEXT_TYPE, VIDEO_TYPE, Family, Plan
+from energon_bridge.task_encoder.templates import BEFORE_ALL, PROBE, ChatTemplate, Span, template_source
+from energon_bridge.task_encoder.texts import is_fast, tokenize, tokens_with_offsets
 
 _logger = logging.getLogger(__name__)
 _MOST_OUTLINES = 4096
@@ -96,29 +104,29 @@ class ChatRenderer:
         """The Jinja template."""
         return self.plain.source
 
-    def segments(self, chat: Chat) -> list[Segment]:
+    def segments(self, content: Conversation) -> list[Segment]:
         """Return the text of a conversation.
 
         Raises:
             SampleError: It has no answer to learn, or the template leaves out what one says.
             ConfigurationError: The chat template cannot be used for training.
         """
-        answers = self._answers(chat)
-        template = self.with_tools if chat.tools else self.plain
-        if unused := [name for name in keys_of(chat) if not template.uses(name)]:
-            check_keys(chat, unused, self.named, _UNUSED)
-        messages = self._messages(chat.messages, template)
+        answers = self._answers(content)
+        template = self.with_tools if content.tools else self.plain
+        if unused := [name for name in template_keys(content) if not template.uses(name)]:
+            check_keys(content, unused, self.named, _UNUSED)
+        messages = self._messages(content.turns, template)
         if template.marks:
-            text, spans = template.answers(messages, chat.tools, answers)
+            text, spans = template.answers(messages, content.tools, answers)
             self._check_ends(text, spans)
         else:
-            text, spans = self._compared(chat, messages, answers, template)
+            text, spans = self._compared(content, messages, answers, template)
         return split_at(text, spans, self.family, marked=template.marks)
 
-    def _answers(self, chat: Chat) -> list[int]:
+    def _answers(self, content: Conversation) -> list[int]:
         """Return the numbers of the messages that are learned."""
-        said = [number for number, message in enumerate(chat.messages) if message.role == "assistant"]
-        answers = [number for number in said if chat.messages[number].learned]
+        said = [number for number, turn in enumerate(content.turns) if turn.role == "assistant"]
+        answers = [number for number in said if content.turns[number].learned]
         if self.learn == "last":
             answers = [number for number in answers if number == said[-1]]
         if not answers:
@@ -143,31 +151,29 @@ class ChatRenderer:
             )
 
     def _compared(
-        self, chat: Chat, messages: list[dict[str, Any]], answers: Sequence[int], template: ChatTemplate
+        self, content: Conversation, messages: list[dict[str, Any]], answers: Sequence[int], template: ChatTemplate
     ) -> tuple[str, list[Span]]:
         """Return the text, and the answers: by the outline of the conversation's shape, or else by all renderings."""
-        outline = None if chat.tools or _is_shaped(chat, template) else self._outline(chat)
+        outline = None if content.tools or _is_shaped(content, template) else self._outline(content)
         if outline is not None:
             whole = template.text(messages)
-            texts = [part.text for message in chat.messages for part in message.parts if part.kind == "text"]
+            texts = [part.text for turn in content.turns for part in turn.parts if part.kind == "text"]
             spans = outline.spans(whole, texts)
             if spans is not None:
                 return whole, spans
-        return template.answers(messages, chat.tools, answers)
+        return template.answers(messages, content.tools, answers)
 
-    def _outline(self, chat: Chat) -> Outline | None:
+    def _outline(self, content: Conversation) -> Outline | None:
         """Return the outline of conversations of this shape; None if the template changes their texts."""
-        shape = tuple(
-            (message.role, message.learned, tuple(part.kind for part in message.parts)) for message in chat.messages
-        )
+        shape = tuple((turn.role, turn.learned, tuple(part.kind for part in turn.parts)) for turn in content.turns)
         key = (shape, date.today())  # templates may write the date
         if key not in self.outlines:
             if len(self.outlines) >= _MOST_OUTLINES:
                 self.outlines.clear()
-            self.outlines[key] = self._outlined(chat)
+            self.outlines[key] = self._outlined(content)
         return self.outlines[key]
 
-    def _outlined(self, chat: Chat) -> Outline | None:
+    def _outlined(self, content: Conversation) -> Outline | None:
         words: list[str] = []
 
         def word(part: Part) -> Part:
@@ -176,16 +182,18 @@ class ChatRenderer:
             words.append(f"word{len(words)}of{PROBE.replace(' ', '')}")
             return replace(part, text=words[-1])
 
-        chat = replace(chat, messages=tuple(replace(one, parts=tuple(map(word, one.parts))) for one in chat.messages))
-        messages = self._messages(chat.messages, self.plain)
+        content = replace(
+            content, turns=[replace(turn, content=tuple(map(word, turn.parts))) for turn in content.turns]
+        )
+        messages = self._messages(content.turns, self.plain)
         try:
-            whole, spans = self.plain.answers(messages, None, self._answers(chat))
+            whole, spans = self.plain.answers(messages, None, self._answers(content))
         except (ConfigurationError, SampleError):
             return None  # the sample itself raises the error
         around, rest = [], whole
         for one in words:
-            before, found, rest = rest.partition(one)
-            if not found:
+            before, separator, rest = rest.partition(one)
+            if not separator:
                 return None
             around.append(before)
         around.append(rest)
@@ -203,20 +211,20 @@ class ChatRenderer:
             return None
         return Outline(tuple(around), tuple(answers))  # type: ignore[arg-type]
 
-    def _messages(self, messages: Sequence[Message], template: ChatTemplate) -> list[dict[str, Any]]:
-        made: list[dict[str, Any]] = []
-        for message in messages:
-            turn = {"role": message.role, **message.keys}
-            if message.has_content:
-                turn["content"] = self._content(message, template)
-            if "tool_calls" in message.keys and template.uses("tool_calls"):
-                turn["tool_calls"] = template.called(message.keys["tool_calls"])
-            made.append(turn)
-        return made
+    def _messages(self, turns: Sequence[Turn], template: ChatTemplate) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        for turn in turns:
+            message = {"role": turn.role, **turn.keys}
+            if turn.content is not None:
+                message["content"] = self._content(turn, template)
+            if "tool_calls" in turn.keys and template.uses("tool_calls"):
+                message["tool_calls"] = template.called(turn.keys["tool_calls"])
+            messages.append(message)
+        return messages
 
-    def _content(self, message: Message, template: ChatTemplate) -> Any:
-        parts = message.parts
-        if template.takes_parts(message.role):
+    def _content(self, turn: Turn, template: ChatTemplate) -> Any:
+        parts = turn.parts
+        if template.takes_parts(turn.role):
             return [{"type": "text", "text": p.text} if p.kind == "text" else {"type": p.kind} for p in parts]
         return "".join(part.text if part.kind == "text" else self._written(part.kind) for part in parts)
 
@@ -226,14 +234,14 @@ class ChatRenderer:
         return text if text.startswith("<|") else f"{text}\n"
 
 
-def _is_shaped(chat: Chat, template: ChatTemplate) -> bool:
+def _is_shaped(content: Conversation, template: ChatTemplate) -> bool:
     """Return whether more than the texts decides about the rendering, or the conversation begins with an answer."""
-    if next(message.role for message in chat.messages if message.role not in BEFORE_ALL) == "assistant":
+    if next(turn.role for turn in content.turns if turn.role not in BEFORE_ALL) == "assistant":
         return True
-    return any(message.keys and any(map(template.uses, message.keys)) for message in chat.messages)
+    return any(turn.keys and any(map(template.uses, turn.keys)) for turn in content.turns)
 
 
-def renderer_of(
+def make_renderer(
     tokenizer: Any,
     family: Family | None,
     *,
@@ -246,14 +254,14 @@ def renderer_of(
     Raises:
         ConfigurationError: There is no template.
     """
-    source = source_of(tokenizer, template)
+    source = template_source(tokenizer, template)
     if not isinstance(source, str):
         raise ConfigurationError(
             f"{type(tokenizer).__name__} has no chat template (found: {type(source).__name__}): set "
             "ChatConfig(chat_template=...), for example to CHATML_TEMPLATE of energon_bridge.task_encoder.families"
         )
     made = ChatTemplate(tokenizer=tokenizer, source=source, options=options)
-    for_tools = source_of(tokenizer, template, "tool_use")
+    for_tools = template_source(tokenizer, template, "tool_use")
     with_tools = replace(made, source=for_tools) if isinstance(for_tools, str) and for_tools != source else made
     return ChatRenderer(plain=made, with_tools=with_tools, family=family, learn=learn)
 
@@ -276,7 +284,7 @@ def document_segments(document: Document, family: Family | None, *, eos: str) ->
         if piece.learned:
             segments.append(Segment(piece.text, learned=True))
             continue
-        for part in parts_of(piece.text):
+        for part in split_places(piece.text):
             kind = part.kind
             segments.append(Segment(part.text) if kind == "text" else Segment(media_text(family, kind), media=kind))
     return [*segments, Segment(eos, learned=True)]
@@ -289,7 +297,7 @@ def split_at(text: str, spans: Sequence[Span], family: Family | None, *, marked:
         for kind, token in (("image", family.image_token), ("video", family.video_token)):
             if token:
                 whole = "|".join(re.escape(form) for form in (media_text(family, kind), token))  # type: ignore[arg-type]
-                places |= {found.start(): (found.end(), kind) for found in re.finditer(whole, text)}  # type: ignore[misc]
+                places |= {match.start(): (match.end(), kind) for match in re.finditer(whole, text)}  # type: ignore[misc]
     segments: list[Segment] = []
     position = 0
     for start, (end, kind) in sorted(places.items()):
@@ -341,7 +349,7 @@ class Stretch:
     plan: Plan | None = None
 
 
-def stretches_of(
+def tokenize_segments(
     segments: Sequence[Segment], plans: Sequence[Plan], tokenizer: Any, placeholders: Mapping[str, int]
 ) -> list[Stretch]:
     """Return the tokens of each segment, up to the last one that is learned.
@@ -385,7 +393,7 @@ def up_to_last_learned(stretches: Sequence[Stretch]) -> list[Stretch]:
     return [*stretches[:last], cut]
 
 
-def placeholders_of(tokenizer: Any, family: Family | None) -> Mapping[str, int]:
+def placeholder_ids(tokenizer: Any, family: Family | None) -> Mapping[str, int]:
     """Return the placeholder tokens of images and videos. Raises ConfigurationError if the tokenizer lacks them."""
     if family is None:
         return {}
@@ -394,17 +402,17 @@ def placeholders_of(tokenizer: Any, family: Family | None) -> Mapping[str, int]:
     for kind, token in tokens.items():
         if token is None:
             continue
-        found = tokenizer.convert_tokens_to_ids(token)
-        if found is None or found == getattr(tokenizer, "unk_token_id", None):
+        token_id = tokenizer.convert_tokens_to_ids(token)
+        if token_id is None or token_id == getattr(tokenizer, "unk_token_id", None):
             raise ConfigurationError(
                 f"the tokenizer does not know the {kind} token {token!r}: add it as a special token, or pass a family "
                 f"with another {kind}_token"
             )
-        ids[kind] = int(found)
+        ids[kind] = int(token_id)
     return ids
 
 
-def bos_of(tokenizer: Any, wanted: bool | None) -> int | None:
+def bos_to_add(tokenizer: Any, wanted: bool | None) -> int | None:
     """Return the begin-of-sequence token to add, if any."""
     bos: int | None = tokenizer.bos_token_id
     if wanted is None:
@@ -450,7 +458,7 @@ def _by_offsets(segments: Sequence[Segment], tokenizer: Any, stretches: Sequence
 def _by_segment(segments: Sequence[Segment], tokenizer: Any, stretches: Sequence[Stretch]) -> None:
     for segment, stretch in zip(segments, stretches, strict=True):
         content = segment.text.rstrip() if segment.learned and not segment.marked else segment.text
-        parts = tokens_of(tokenizer, (content, segment.text[len(content) :]))
+        parts = tokenize(tokenizer, (content, segment.text[len(content) :]))
         for tokens, learned in zip(parts, (segment.learned, False), strict=True):
             stretch.tokens += tokens
             stretch.learned += [learned] * len(tokens)
@@ -459,8 +467,8 @@ def _by_segment(segments: Sequence[Segment], tokenizer: Any, stretches: Sequence
 def _expand(stretch: Stretch, placeholders: Mapping[str, int]) -> None:
     """Replace each placeholder token by the planned number of tokens, and set their types."""
     if stretch.plan is None:
-        if found := [kind for kind, token in placeholders.items() if token in stretch.tokens]:
-            raise SampleError(f"a text of the sample contains the token reserved for a {found[0]}")
+        if kinds := [kind for kind, token in placeholders.items() if token in stretch.tokens]:
+            raise SampleError(f"a text of the sample contains the token reserved for a {kinds[0]}")
         stretch.types = [TEXT_TYPE] * len(stretch.tokens)
         return
     token, kind = placeholders[stretch.plan.kind], _TYPES[stretch.plan.kind]

@@ -105,10 +105,10 @@ def frames_shape(frames: Any) -> tuple[int, int, int]:
 
 def _sampled(decoder: VideoDecoder, *, fps: float, least: int, most: int | None) -> VideoFrames:
     with decoder if isinstance(decoder, AVDecoder) else nullcontext():  # one opening for all that is asked
-        found = decoder.get_metadata(get_audio=False) if isinstance(decoder, AVDecoder) else decoder.get_metadata()
-        total, rate = found.video_num_frames, found.video_fps
-        if not total or not rate or not found.video_width or not found.video_height:
-            raise SampleError(f"{decoder!r} has no video with a known number of frames: {found}")
+        metadata = decoder.get_metadata(get_audio=False) if isinstance(decoder, AVDecoder) else decoder.get_metadata()
+        total, rate = metadata.video_num_frames, metadata.video_fps
+        if not total or not rate or not metadata.video_width or not metadata.video_height:
+            raise SampleError(f"{decoder!r} has no video with a known number of frames: {metadata}")
         if (ends := _times_of(decoder, (0, total - 1), rate)) is not None:
             rate = (total - 1) / (ends[-1] - ends[0])
         wanted = max(int(total / rate * fps), least)
@@ -117,7 +117,7 @@ def _sampled(decoder: VideoDecoder, *, fps: float, least: int, most: int | None)
         times = _times_of(decoder, numbers, rate)
     return VideoFrames(
         frames=FramesToDecode(
-            decoder=decoder, numbers=tuple(numbers), height=int(found.video_height), width=int(found.video_width)
+            decoder=decoder, numbers=tuple(numbers), height=int(metadata.video_height), width=int(metadata.video_width)
         ),
         fps=count / total * rate,
         timestamps=tuple(number / rate for number in numbers) if times is None else tuple(t - times[0] for t in times),

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from energon_bridge.errors import SampleError
 from energon_bridge.samples import Sample, edataclass
+from energon_bridge.task_encoder.conversation import Kind
 from energon_bridge.task_encoder.sequences import Grid, mrope_positions
-
-Kind = Literal["image", "video"]
 
 TEXT_TYPE, IMAGE_TYPE, VIDEO_TYPE = 0, 1, 2
 """Values of `mm_token_type_ids`."""
@@ -103,17 +102,17 @@ class Family(Protocol):
         ...
 
 
-def check_tokens(found: Sequence[int], plans: Sequence[Plan]) -> None:
+def check_tokens(processed: Sequence[int], plans: Sequence[Plan]) -> None:
     """Compare the tokens of the processed media with the planned ones.
 
     Raises:
         SampleError: They differ.
     """
     planned = [plan.tokens for plan in plans]
-    if list(found) != planned:
+    if list(processed) != planned:
         raise SampleError(
-            f"the processed images and videos take {list(found)} tokens, but their sizes give {planned}: do not change "
-            "the image processor after making the encoder, and do not scale images while decoding"
+            f"the processed images and videos take {list(processed)} tokens, but their sizes give {planned}: do not "
+            "change the image processor after making the encoder, and do not scale images while decoding"
         )
 
 

@@ -195,10 +195,10 @@ def launched_rank(environment: os._Environ[str] | dict[str, str]) -> tuple[int, 
 
 
 def _device(accelerator: str) -> torch.device:
-    found = torch.cuda.is_available()
-    if accelerator == "cpu" or (accelerator == "auto" and not found):
+    has_cuda = torch.cuda.is_available()
+    if accelerator == "cpu" or (accelerator == "auto" and not has_cuda):
         return torch.device("cpu")
-    if not found:
+    if not has_cuda:
         raise ConfigurationError(
             f"train.accelerator={accelerator}, but torch {torch.__version__} finds no CUDA device: set "
             "train.accelerator=cpu, or check nvidia-smi and the build of torch"

@@ -238,11 +238,11 @@ def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataM
 
 def _report(config: RunConfig, ranks: Ranks, recorder: RunRecorder, loader: EnergonDataloader) -> None:
     """Write `report.html`; every rank must call it."""
-    found = gathered(summary(recorder, loader))
+    summaries = gathered(summary(recorder, loader))
     if ranks.main:
         run_dir = Path(config.run_dir)
         recorder.set_losses(read_losses(run_dir / "metrics.jsonl"))
-        write_report(run_dir / "report.html", found, recorder, title=report_title(config))
+        write_report(run_dir / "report.html", summaries, recorder, title=report_title(config))
 
 
 def _resume(training: Training, loader: Any, folder: Path, feedback: MixFeedback | None) -> int:

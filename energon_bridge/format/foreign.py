@@ -1,0 +1,147 @@
+"""Datasets in formats that are not ours, such as tables: their samples are rows, read by number.
+
+A format is in another room and registers as a `dataset` (`energon_bridge/registry.py`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from energon_bridge.format.dataset import PreparedDataset
+from energon_bridge.format.field_map import FieldMap
+from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, INFO_JSON, INFO_YAML, meta_path
+from energon_bridge.registry import load, registered
+from energon_bridge.rng import IntArray
+from energon_bridge.storage import OpenFiles, open_store
+
+Location = str | os.PathLike[str]
+
+
+class ForeignRow:
+    """A row that has been read: its key, its parts, and the accesses of its fields."""
+
+    __slots__ = ("fields", "key", "parts")
+
+    def __init__(self, key: str, parts: dict[str, Any], fields: Mapping[str, str]) -> None:
+        self.key = key
+        self.parts = parts
+        self.fields = fields
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts.values()))
+
+
+class RowReader(Protocol):
+    """Reads rows by number; thread-safe."""
+
+    def read(self, indices: IntArray) -> Sequence[ForeignRow | Exception]:
+        """Return rows in the order given, or the error of a bad one.
+
+        Raises:
+            ShardMissingError, CorruptShardError: A file is gone or damaged.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignDataset(PreparedDataset):
+    """The rows of some files.
+
+    Attributes:
+        columns: All columns.
+        group_rows: Rows of the largest group, which is read as a whole; 0 if rows can be read one by one.
+        is_crude: Whether rows become crude samples.
+        fields: Where fields come from, as far as all rows agree.
+    """
+
+    key_format: ClassVar[str | None] = "{:09d}"
+
+    columns: tuple[str, ...]
+    group_rows: int
+    is_crude: bool
+    fields: Mapping[str, str]
+
+    @property
+    def index_remedy(self) -> str:
+        """The remedy for a wrong index: there is none, so write the file again."""
+        return "Write the file again."
+
+    def open_rows(self) -> RowReader:
+        """Return a new reader of the rows."""
+        raise NotImplementedError
+
+    def read_values(self, column: str) -> np.ndarray:
+        """Return a column of numbers or texts, for a filter, shape (samples,).
+
+        Raises:
+            ConfigurationError: It has other values, or none in some rows.
+        """
+        raise NotImplementedError
+
+
+class ForeignFormat(Protocol):
+    """A format of datasets: finds them, and opens them."""
+
+    def is_named(self, path: Location) -> bool:
+        """Return whether a path names a file of the format, judging by its name."""
+        ...
+
+    def is_at(self, path: Location) -> bool:
+        """Return whether a path or URL is such a file, or a folder of them."""
+        ...
+
+    def split_parts(self, path: Location) -> list[str]:
+        """Return the split parts of a dataset; one empty name without splits."""
+        ...
+
+    def open(
+        self,
+        path: Location,
+        *,
+        split_part: str,
+        dataset_config: str = DEFAULT_DATASET_CONFIG,
+        open_files: OpenFiles | None = None,
+    ) -> ForeignDataset:
+        """Open a dataset; without its own splits, any part means all rows. `open_files` has the limit of its reads.
+
+        Raises:
+            DatasetNotFoundError: There is none.
+            UnknownSplitError, EmptyDatasetError: There is no such part, or it is empty.
+            SourceError: A file is damaged, or its rows cannot become samples.
+            MetadataError, FieldMapError: The dataset.yaml is wrong.
+        """
+        ...
+
+
+def format_named(path: Location) -> ForeignFormat | None:
+    """Return the format that a path names, if any."""
+    return next((each for each in _formats() if each.is_named(path)), None)
+
+
+def format_at(path: Location) -> ForeignFormat | None:
+    """Return the format of what is at a path or URL, if any."""
+    return next((each for each in _formats() if each.is_at(path)), None)
+
+
+def format_of_unprepared(path: Location) -> ForeignFormat | None:
+    """Return the format of what is at a path or URL, unless it is a prepared dataset as well."""
+    store = open_store(path)
+    if not format_named(path) and any(store.exists(meta_path(name)) for name in (INFO_JSON, INFO_YAML)):
+        return None
+    return format_at(path)
+
+
+def _formats() -> list[ForeignFormat]:
+    return [load("dataset", name) for name in registered("dataset")]
+
+
+@lru_cache(maxsize=256)
+def field_map_of(fields: tuple[tuple[str, str], ...]) -> FieldMap:
+    """Return the field map for the accesses of a row; cached, since the rows of a file share few maps."""
+    return FieldMap(dict(fields))

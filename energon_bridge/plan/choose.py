@@ -1,0 +1,333 @@
+"""Choosing: which samples come next, in any stretch of any stream.
+
+A stream is a lane of a run or, as lane 0 of 1, a pass over validation data. Its blend says from which leaf each draw
+comes and the order of the leaf which sample that is; both are asked here and nowhere else. What comes out is either
+*picks*, integers of shape (draws, 4) with the columns leaf, sample, epoch and output (always 0: a draw's first), or
+*spans*, the same draws by leaf and round, for a lane that reads whole rounds.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from energon_bridge.plan.bans import LeafBans
+from energon_bridge.plan.blend import Blend
+from energon_bridge.plan.leaf import LeafOrder, Round
+from energon_bridge.rng import IntArray
+
+_OPEN_ROUNDS = 4096
+_FEWEST, _MOST = 32, 256
+"""Draws looked up at a time; of a lane few at first, since there are many."""
+
+
+class OrderedLeaf(Protocol):
+    """What choosing needs of a leaf: its order, and its banned samples."""
+
+    @property
+    def order(self) -> LeafOrder: ...
+    @property
+    def bans(self) -> LeafBans | None: ...
+
+
+class Drawn(Protocol):
+    """A run of consecutive draws of one lane in one leaf: a `Round`, or what holds its bytes."""
+
+    @property
+    def first(self) -> int: ...
+    @property
+    def indices(self) -> IntArray: ...
+    @property
+    def epochs(self) -> IntArray: ...
+
+
+R = TypeVar("R", bound=Drawn)
+
+
+class Picks(NamedTuple):
+    """The samples of consecutive draws.
+
+    Attributes:
+        members: Leaf, sample, epoch and output of each, shape (draws, 4).
+        banned: Which draws give nothing since their samples are banned, shape (draws,); None: no draw.
+    """
+
+    members: IntArray
+    banned: NDArray[np.bool_] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Span(Generic[R]):
+    """Draws [low, high) of a round of a leaf, and their places in a stretch; either all of them are banned or none."""
+
+    leaf: int
+    round: R
+    low: int
+    high: int
+    places: Sequence[int]
+    banned: bool = False
+
+    def split(self, banned: NDArray[np.bool_]) -> list[Span[R]]:
+        """Return the banned draws and the others apart, in order."""
+        if not banned.any():
+            return [self]
+        edges = [0, *(np.flatnonzero(np.diff(banned)) + 1).tolist(), banned.size]
+        low, places = self.low, self.places
+        return [
+            replace(self, low=low + begin, high=low + end, places=places[begin:end], banned=bool(banned[begin]))
+            for begin, end in pairwise(edges)
+        ]
+
+
+def by_leaf(leaves: IntArray) -> list[tuple[int, Sequence[int]]]:
+    """Return the leaves that occur in an array, each with its places."""
+    if leaves.size and (leaves == leaves[0]).all():
+        return [(int(leaves[0]), range(leaves.size))]
+    # np.unique would import numpy.ma, into every worker.
+    return [(leaf, np.flatnonzero(leaves == leaf).tolist()) for leaf in np.flatnonzero(np.bincount(leaves)).tolist()]
+
+
+class Cursor(Generic[R]):
+    """Where a lane is in a leaf: its current rounds, and the next ones while they are read ahead.
+
+    Args:
+        order: Of the leaf.
+        lane: The lane.
+        hold: Makes of a round what is kept of it.
+        together: Draws to look up at once, over several rounds if needed. The first round is looked up alone.
+    """
+
+    __slots__ = ("_hold", "_lane", "_order", "_together", "current", "upcoming")
+
+    def __init__(self, order: LeafOrder, lane: int, hold: Callable[[Round], R], together: int) -> None:
+        self._order, self._lane, self._hold = order, lane, hold
+        self._together = together
+        self.current: R | None = None
+        self.upcoming: R | None = None
+
+    def at(self, draw: int, wanted: int) -> tuple[R, int]:
+        """Return the rounds that hold a draw of the leaf, and the draw's place in them.
+
+        If they must be looked up, `wanted` draws are, as far as that costs little more.
+        """
+        found = self.current
+        if found is None or not 0 <= draw - found.first < found.indices.size:
+            upcoming, self.upcoming = self.upcoming, None
+            if upcoming is None or upcoming.first != draw:
+                upcoming = self._rounds(draw, wanted if found is None else max(wanted, self._together))
+            found = self.current = upcoming
+        return found, draw - found.first
+
+    def following(self) -> R:
+        """Return the rounds after the current ones, for reading ahead."""
+        assert self.current is not None
+        self.upcoming = self._rounds(self.current.first + self.current.indices.size, self._together)
+        return self.upcoming
+
+    def drop(self) -> None:
+        """Drop the rounds; they are looked up again when needed."""
+        self.current = self.upcoming = None
+
+    def _rounds(self, draw: int, fewest: int) -> R:
+        return self._hold(self._order.rounds_at(self._lane, draw, fewest))
+
+
+class Cursors(Generic[R]):
+    """The cursors of some lanes in all leaves; beyond `most`, the least recently used one drops its rounds.
+
+    Args:
+        leaves: The leaves.
+        hold: Makes of a round of a leaf what is kept of it.
+        together: As for `Cursor`, by the order of the leaf.
+        most: Cursors that keep rounds.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[OrderedLeaf],
+        hold: Callable[[int, Round], R],
+        *,
+        together: Callable[[LeafOrder], int],
+        most: int = _OPEN_ROUNDS,
+    ) -> None:
+        self.leaves, self._hold, self._together, self._most = leaves, hold, together, most
+        self._cursors: OrderedDict[tuple[int, int], Cursor[R]] = OrderedDict()
+
+    def of(self, lane: int, leaf: int) -> Cursor[R]:
+        """Return the cursor of a lane in a leaf."""
+        cursor = self._cursors.get((lane, leaf))
+        if cursor is None:
+            hold, order = self._hold, self.leaves[leaf].order
+            cursor = Cursor(order, lane, lambda found: hold(leaf, found), self._together(order))
+            self._cursors[lane, leaf] = cursor
+            if len(self._cursors) > self._most:
+                self._cursors.popitem(last=False)[1].drop()
+        elif len(self.leaves) > 1:
+            self._cursors.move_to_end((lane, leaf))
+        return cursor
+
+
+def plain_cursors(leaves: Sequence[OrderedLeaf], *, together: int = 1, most: int = _OPEN_ROUNDS) -> Cursors[Round]:
+    """Return cursors that keep the rounds and nothing else."""
+    return Cursors(leaves, lambda _, found: found, together=lambda _: together, most=most)
+
+
+class Chooser(Generic[R]):
+    """Chooses the draws of one lane, from a position on.
+
+    Args:
+        cursors: Where the lane is in the leaves.
+        blend: Says which leaf a draw comes from; None if there is one leaf.
+        lane: The lane.
+        draw: The next draw.
+        leaf_draws: Draws made before in each leaf.
+        origin: Draw at which the blend begins.
+
+    Attributes:
+        draw, leaf_draws: Those of the position that choosing has reached.
+    """
+
+    def __init__(
+        self,
+        cursors: Cursors[R],
+        blend: Blend | None,
+        lane: int,
+        draw: int,
+        leaf_draws: Sequence[int],
+        origin: int = 0,
+    ) -> None:
+        self._cursors, self._blend, self._lane, self._origin = cursors, blend, lane, origin
+        self.draw, self.leaf_draws = draw, list(leaf_draws)
+
+    def spans(self, count: int) -> list[Span[R]]:
+        """Choose the next `count` draws."""
+        first, lane = self.draw, self._lane
+        of_leaves: list[tuple[int, Sequence[int]]] = [(0, range(count))]
+        if self._blend is not None:
+            of_leaves = by_leaf(self._leaves(count))
+        spans: list[Span[R]] = []
+        for leaf, places in of_leaves:
+            cursor, bans = self._cursors.of(lane, leaf), self._cursors.leaves[leaf].bans
+            while places:
+                rounds, low = cursor.at(self.leaf_draws[leaf], len(places))
+                high = min(rounds.indices.size, low + len(places))
+                span = Span(leaf, rounds, low, high, places[: high - low])
+                if bans is None:
+                    spans.append(span)
+                else:
+                    draws = first + np.asarray(span.places, dtype=np.int64)
+                    draws = draws * self._cursors.leaves[leaf].order.num_lanes + lane
+                    spans += span.split(bans.at(rounds.indices[low:high], draws))
+                self.leaf_draws[leaf] += high - low
+                places = places[high - low :]
+        self.draw += count
+        return spans
+
+    def _leaves(self, count: int) -> IntArray:
+        """Return the leaves of the next draws, shape (count,)."""
+        assert self._blend is not None
+        first = self.draw - self._origin
+        leaves = self._blend.leaves(self._lane, first, count)
+        while leaves.size < count:  # where weights change or a mix epoch ends
+            more = self._blend.leaves(self._lane, first + leaves.size, count - leaves.size)
+            leaves = np.concatenate((leaves, more))
+        return leaves
+
+    def picks(self, count: int) -> Picks:
+        """Choose the next `count` draws."""
+        members = np.zeros((count, 4), dtype=np.int64)
+        banned: NDArray[np.bool_] | None = None
+        for span in self.spans(count):
+            places = span.places
+            at = slice(places.start, places.stop) if isinstance(places, range) else places
+            members[at, 0] = span.leaf
+            members[at, 1] = span.round.indices[span.low : span.high]
+            members[at, 2] = span.round.epochs[span.low : span.high]
+            if span.banned:
+                banned = np.zeros(count, dtype=bool) if banned is None else banned
+                banned[at] = True
+        return Picks(members, banned)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassDraws:
+    """The draws of one pass: a stretch of a stream of one lane, whoever delivers it.
+
+    Attributes:
+        leaves: The leaves, cut for one lane.
+        blend: How they are merged; None if there is one.
+        first: The global draw with which the pass begins; each pass over validation data begins with 0.
+        num_draws: Draws in the pass.
+    """
+
+    leaves: Sequence[OrderedLeaf]
+    blend: Blend | None
+    first: int = 0
+    num_draws: int
+
+    @cached_property
+    def _cursors(self) -> Cursors[Round]:
+        return plain_cursors(self.leaves, together=_MOST)
+
+    def picks(self, start: int, stop: int) -> Picks:
+        """Return draws [start, stop) of the pass."""
+        draw = self.first + start
+        leaf_draws = draws_before(self.blend, 0, draw).tolist()
+        return Chooser(self._cursors, self.blend, 0, draw, leaf_draws).picks(stop - start)
+
+
+class UnbannedDraws:
+    """The draws of a lane that are not banned, looked up many at a time.
+
+    Args:
+        chooser: Chooses from a position on.
+        taken: Outputs taken already of the first draw, which is then under way and not asked for bans.
+
+    Attributes:
+        draw, leaf_draws: Those of the position after what was taken.
+    """
+
+    def __init__(self, chooser: Chooser[Round], taken: int = 0) -> None:
+        self._chooser, self._taken, self._at_once = chooser, taken, _FEWEST
+        self.draw = chooser.draw
+        self.leaf_draws: IntArray = np.array(chooser.leaf_draws, dtype=np.int64)
+        # The draws looked up and not taken, and the places of those that are not banned.
+        self._members: IntArray = np.zeros((0, 4), dtype=np.int64)
+        self._kept: IntArray = np.zeros(0, dtype=np.int64)
+
+    def take(self, wanted: int) -> tuple[IntArray, IntArray | None]:
+        """Return the members of the next `wanted` picks, and the banned draws of each leaf before them if any."""
+        while len(self._kept) < wanted:
+            self._look_up(wanted)
+        places = self._kept[:wanted]
+        end = int(places[-1]) + 1
+        members = self._members[places]
+        drawn = np.bincount(self._members[:end, 0], minlength=len(self.leaf_draws))
+        banned = drawn - np.bincount(members[:, 0], minlength=len(drawn)) if end > wanted else None
+        self.draw += end
+        self.leaf_draws += drawn
+        self._members, self._kept = self._members[end:], self._kept[wanted:] - end
+        return members, banned
+
+    def _look_up(self, wanted: int) -> None:
+        members, banned = self._chooser.picks(max(self._at_once, wanted))
+        self._at_once = min(_MOST, 2 * self._at_once)
+        if self._taken:
+            members[0, 3], self._taken = self._taken, 0
+            if banned is not None:
+                banned[0] = False
+        kept = np.arange(len(members)) if banned is None else np.flatnonzero(~banned)
+        self._kept = np.concatenate((self._kept, len(self._members) + kept))
+        self._members = np.concatenate((self._members, members))
+
+
+def draws_before(blend: Blend | None, lane: int, draw: int) -> IntArray:
+    """Return a lane's draws of each leaf before a draw of its blend, shape (leaves,)."""
+    return np.array([draw]) if blend is None else blend.counts(lane, draw)

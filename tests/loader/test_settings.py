@@ -1,0 +1,93 @@
+"""Settings are declared once: builders, the data module, configurations and plans follow from that."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from energon_bridge import (
+    DefaultTaskEncoder,
+    EnergonMultiModalDataModule,
+    WorkerConfig,
+    get_savable_loader,
+    get_train_dataset,
+    get_val_dataset,
+)
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.stream.settings import RunSettings
+from energon_bridge.testing import create_captioning_test_dataset
+from energon_bridge.training.config_file import data_settings, dump_config, load_config
+
+DERIVED = {"kind", "cache_pool", "as_energon", "repeats"}
+"""Fields that the builders derive, or that others set."""
+FOLDED = {"path", "kwargs", "worker_config", "repeat", "image_decode", "handler"}
+"""Arguments of builders that are folded into other fields, or are no settings."""
+
+
+def keywords(function: Any) -> dict[str, inspect.Parameter]:
+    return {n: p for n, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY}
+
+
+def test_builders_take_the_fields_of_the_record() -> None:
+    train, val = (inspect.signature(builder).parameters for builder in (get_train_dataset, get_val_dataset))
+    assert (train.keys() | val.keys()) - FOLDED == {field.name for field in fields(RunSettings)} - DERIVED
+    shared = train.keys() & val.keys() - {"split_part"}
+    assert {name: train[name] for name in shared} == {name: val[name] for name in shared}
+
+
+def test_the_data_module_takes_what_the_builders_take() -> None:
+    own = inspect.signature(EnergonMultiModalDataModule).parameters
+    not_offered = {"split_part", "batch_size", "worker_config", "rank", "world_size", "start_at"}
+    not_offered |= {"data_parallel_group", "microbatches_per_global_batch"}
+    for takes in (get_train_dataset, get_savable_loader, WorkerConfig):
+        assert keywords(takes).keys() - own.keys() <= not_offered
+
+
+def test_settings_arrive_where_they_belong(tmp_path: Path) -> None:
+    create_captioning_test_dataset(tmp_path, num_train=8, num_val=4)
+    passed: dict[str, Any] = {
+        "shuffle_over_epochs_multiplier": 2,
+        "buffer_bytes": 5,
+        "fail_on_timeout": True,
+        "seed": 3,
+    }
+    data = EnergonMultiModalDataModule(str(tmp_path), None, task_encoder=DefaultTaskEncoder(), num_workers=0, **passed)
+    loader: Any = data.train_dataloader().loader
+    assert loader.spec.settings.shuffle_over_epochs_multiplier == 2
+    assert (loader.config.buffer_bytes, loader.config.seed, loader.watchdog.fail) == (5, 3, True)
+    data.close()
+
+
+def test_a_file_of_the_training_script_has_any_plain_setting(tmp_path: Path) -> None:
+    config = load_config(None, ["data.start_method=spawn", "data.filter=tokens < 4", "data.fail_on_timeout=true"])
+    assert config.data.settings == {"start_method": "spawn", "filter": "tokens < 4", "fail_on_timeout": True}
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "config.yaml") == config
+    assert "error_policy" not in data_settings()
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("data.start_method=threads", "data.start_method must be one of fork, forkserver, spawn, got 'threads'"),
+        ("data.buffer_bytes=some", "data.buffer_bytes must be int, got 'some'"),
+        ("data.error_policy=skip", "there is no configuration key 'data.error_policy'"),
+        ("data.fail_on_timeuot=true", "Did you mean 'data.fail_on_timeout'"),
+        ("data.settings={}", "there is no configuration key 'data.settings'"),
+    ],
+)
+def test_a_file_with_another_value_is_refused(override: str, complaint: str) -> None:
+    with pytest.raises(ConfigurationError, match=complaint):
+        load_config(None, [override])
+
+
+def test_settings_are_checked_whoever_changes_them(tmp_path: Path) -> None:
+    create_captioning_test_dataset(tmp_path, num_train=8, num_val=0)
+    dataset = get_train_dataset(str(tmp_path), batch_size=2)
+    with pytest.raises(ConfigurationError, match="batch_size must be an integer of at least 1 or None, got 0"):
+        dataset.with_settings(batch_size=0)
+    assert dataset.with_settings(batch_size=4) == replace(dataset, settings=replace(dataset.settings, batch_size=4))
