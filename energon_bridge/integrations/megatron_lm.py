@@ -39,7 +39,7 @@ from energon_bridge.errors import (
 from energon_bridge.loader.document import State, read_lanes
 from energon_bridge.loader.summary import read_states
 from energon_bridge.samples.devices import cuda_in_use, normalise_on_device
-from energon_bridge.stream.user_code import HookRunner
+from energon_bridge.task_encoder.hooks import Hook, is_overridden
 from energon_bridge.topology import data_parallel_group, parallel_place
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -460,7 +460,7 @@ def _check_can_seek(data: EnergonMultiModalDataModule) -> None:
     """Refuse encoders with which a step number does not determine the samples before it."""
     packs = data.packing_buffer_size is not None
     by_length = data.dataset_kwargs.get("max_tokens_per_microbatch") is not None
-    if packs or by_length or HookRunner(data.task_encoder).groups:
+    if packs or by_length or is_overridden(data.task_encoder, Hook.GROUP):
         does = (
             "max_tokens_per_microbatch selects" if by_length else f"the task encoder {'packs' if packs else 'groups'}"
         )

@@ -35,13 +35,14 @@ from typing import Any, Literal
 
 from energon_bridge.errors import LoaderError
 from energon_bridge.storage.helpers import at_rest
-from energon_bridge.stream.watchdog import HOOK, HOOKS, INDEX, LEAF, SAMPLE_HOOKS, WORDS
+from energon_bridge.stream.watchdog import HOOK, INDEX, LEAF, WORDS
+from energon_bridge.task_encoder.hooks import Hook
 
 _BEGUN, _SINCE, _MADE, _SENT, _SAID = range(5)
 _FACTS = 5
 _THREADS = 32
 """Loading threads whose work a worker reports to the watchdog; further ones are left out."""
-_SAMPLE_CODES = range(1, 1 + len(SAMPLE_HOOKS))
+_BY_CODE = {hook.code: hook for hook in Hook}
 
 
 class SharedMemory(mmap.mmap):
@@ -181,14 +182,13 @@ class Board:
         """Whether the worker's own watchdog has reported its activity."""
         return bool(self._words[_SAID])
 
-    def running(self) -> list[tuple[str, int, int]]:
+    def running(self) -> list[tuple[Hook, int, int]]:
         """Return the running hooks, each with user key and index of its sample; key 0 if it has more than one."""
         found = []
         for words in self.activities():
-            code = words[HOOK]
-            if code and code < len(HOOKS):
-                one = code in _SAMPLE_CODES
-                found.append((HOOKS[code], words[LEAF] if one else 0, words[INDEX] if one else -1))
+            hook = _BY_CODE.get(words[HOOK])
+            if hook is not None:
+                found.append((hook, words[LEAF], words[INDEX]) if hook.is_single else (hook, 0, -1))
         return found
 
 

@@ -33,8 +33,9 @@ from energon_bridge.stream.failure_log import FailureLog
 from energon_bridge.stream.finite import num_microbatches
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.settings import RunSettings, StreamKind
-from energon_bridge.stream.user_code import HookRunner, is_default, selection_of
+from energon_bridge.stream.user_code import OwnHooks, selection_of
 from energon_bridge.task_encoder.collate import REMEDY_FOR_TYPES
+from energon_bridge.task_encoder.hooks import Hook, is_overridden
 from energon_bridge.topology import WorkerConfig, default_num_lanes
 
 DATASET_IS_NO_LOADER = (
@@ -141,7 +142,7 @@ class DatasetSpec:
     def grouped(self) -> bool:
         """Whether the encoder batches rows by groups."""
         selects = selection_of(self.settings.packing_buffer_size, self.settings.max_tokens_per_microbatch)
-        return HookRunner(self.settings.task_encoder, selects=selects).groups
+        return OwnHooks(self.settings.task_encoder, selects=selects).groups
 
     @property
     def listed(self) -> bool:
@@ -254,8 +255,7 @@ def _check_types(leaves: Sequence[OpenLeaf], encoder: Any) -> None:
     Raises:
         ConfigurationError: The types have different fields.
     """
-    hooks = ("encode_sample", "preencode_sample", "postencode_sample", "batch")
-    if not all(is_default(getattr(encoder, name, None)) for name in hooks if hasattr(encoder, name)):
+    if is_overridden(encoder, Hook.ENCODE, Hook.PREENCODE, Hook.POSTENCODE, Hook.BATCH):
         return
     by_fields: dict[tuple[str, ...], tuple[str, list[str]]] = {}
     for leaf in leaves:

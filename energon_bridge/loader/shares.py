@@ -37,11 +37,12 @@ from energon_bridge.stream.planned import PlannedBatch, PlannedLane, PlanRules, 
 from energon_bridge.stream.state import LaneBatch, LaneState, ShareEnd
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.task_encoder.costs import ColumnCost
+from energon_bridge.task_encoder.hooks import Hook, hook_of
 from energon_bridge.task_encoder.packing import SAMPLES, Packer
 from energon_bridge.topology import WorkerConfig
 
 _RESOLUTION = 2.0**30
-_ONE_OF_ONE = ("encode_sample", "preencode_sample", "pack_selected_samples", "batch", "encode_batch")
+_ONE_OF_ONE = (Hook.ENCODE, Hook.PREENCODE, Hook.PACK, Hook.BATCH, Hook.ENCODE_BATCH)
 """Hooks that must not be generators."""
 
 
@@ -97,9 +98,9 @@ def why_unplanned(data: DatasetSpec) -> str | None:
         return "max_tokens_per_microbatch makes microbatches of the lengths of encoded samples"
     if data.grouped:
         return f"{type(encoder).__name__} batches by groups (batch_group_criterion)"
-    for name in _ONE_OF_ONE:
-        if inspect.isgeneratorfunction(inspect.unwrap(getattr(encoder, name, len))):
-            return f"{name} of {type(encoder).__name__} is a generator, which may yield several of one"
+    for hook in _ONE_OF_ONE:
+        if inspect.isgeneratorfunction(inspect.unwrap(hook_of(encoder, hook))):
+            return f"{hook.title} of {type(encoder).__name__} is a generator, which may yield several of one"
     for leaf in data.ordered:
         dataset = leaf.dataset
         if isinstance(dataset, JoinedDataset | JsonlDataset):

@@ -253,7 +253,7 @@ def _packs(
         packs += [refs for _, refs, _ in found.entries()]
         if len(packs) >= enough:
             break
-    if pipeline.code.by_length:
+    if pipeline.own.by_length:
         rows = [((ref,), SAMPLE) for refs in packs for ref in refs]
         return Listing(rows=rows, ends=list(accumulate(map(len, packs))))
     return Listing(rows=[(refs, WHOLE_PACK) for refs in packs], ends=None)

@@ -21,14 +21,16 @@ from energon_bridge.loader.run_plan import DatasetSpec, RunPlan, plan_run
 from energon_bridge.loader.streams import open_pipeline
 from energon_bridge.plan.choose import Picks
 from energon_bridge.preview.records import Record, fields_of
-from energon_bridge.stream.dataset_code import PendingSample, has_code
+from energon_bridge.stream.dataset_code import has_code
 from energon_bridge.stream.picked import PickedLoad
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.report import SamplePlace
 from energon_bridge.stream.state import SampleRef, as_members
+from energon_bridge.stream.steps import PendingSample
 from energon_bridge.stream.values import FailedSample
 from energon_bridge.task_encoder.base import DefaultTaskEncoder
 from energon_bridge.task_encoder.decoder import SampleDecoder
+from energon_bridge.task_encoder.hooks import Hook
 
 T = TypeVar("T")
 
@@ -121,7 +123,7 @@ class SampleSource:
                 half = len(keys) // 2
                 return self._loaded(keys[:half]) + self._loaded(keys[half:])
             ((_, index, _, _),) = keys
-            return [(FailedSample(error, "read", SamplePlace("", "", index)), 0)]
+            return [(FailedSample(error, Hook.READ, SamplePlace("", "", index)), 0)]
 
     def _load(self, keys: Sequence[tuple[str, int, int, int]]) -> list[tuple[Any, int]]:
         pipeline = self._pipeline
@@ -140,7 +142,7 @@ class SampleSource:
         """Apply a dataset's own code to a sample."""
         if type(sample) is not PendingSample:
             return sample
-        return self._pipeline.code.make(sample, self._pipeline.source(ref.leaf).user_key, ref.sample, ref.epoch)
+        return self._pipeline.steps.made(sample, ref, None)
 
     def _record(self, drawn: Drawn, loaded: tuple[Any, int]) -> Record:
         sample, size = loaded
@@ -156,7 +158,9 @@ class SampleSource:
                 index=index,
                 size=size,
                 facts=facts,
-                error="listed in `exclude`" if error is None else f"{sample.hook}: {type(error).__name__}: {error}",
+                error="listed in `exclude`"
+                if error is None
+                else f"{sample.hook.title}: {type(error).__name__}: {error}",
             )
         get = sample.get if isinstance(sample, dict) else lambda name: getattr(sample, name, None)
         sources = get("__sources__") or ()

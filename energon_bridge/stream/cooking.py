@@ -24,6 +24,7 @@ from energon_bridge.stores import (
     WebdatasetFileStore,
 )
 from energon_bridge.task_encoder.cooking import PRIMARY, Cooker, check_call, cook_sample, matching_cooker
+from energon_bridge.task_encoder.hooks import Hook
 
 Cook = Callable[[CrudeSample], Any]
 
@@ -104,7 +105,7 @@ def cook_of(
     if found.needs_primary:
         path = dataset.parts[0].dataset.path if isinstance(dataset, JoinedDataset) else dataset.path
         given[PRIMARY] = stores.open(AuxRef(path=path))
-    hook = getattr(encoder, "cook_crude_sample", None)
+    hook = getattr(encoder, Hook.COOK.title, None)
     cook: Cook = partial(cook_sample, of=found, stores=given, cache=cache)
     if hook is not None:
         cook = partial(_by_hook, hook, found, given)

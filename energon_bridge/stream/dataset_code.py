@@ -10,9 +10,9 @@ depend on when it is called. Only samples with a new part name are decoded late.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from energon_bridge.errors import FatalSampleError
 from energon_bridge.format.code import fields_of
@@ -25,28 +25,13 @@ from energon_bridge.samples import ChatMLSample, SourceInfo
 from energon_bridge.samples.stacking import Slab
 from energon_bridge.stream.reader import Unreadable
 from energon_bridge.stream.report import SamplePlace
+from energon_bridge.stream.steps import Attempt, Begin, PendingSample
 from energon_bridge.stream.values import EXCLUDED, NO_PARTS, FailedSample, RestoreKey, Rows, SampleParser
 from energon_bridge.stream.watchdog import INDEX, Activities
 from energon_bridge.task_encoder.decoder import SampleDecoder
+from energon_bridge.task_encoder.hooks import Hook
 
-LOADER, FILTER, JOINER = 8, 9, 10
-"""First words of the keys that seed these functions (those of the hooks are in `user_code`)."""
 _MOST_NAMES = 10_000
-
-
-class Begin(Protocol):
-    """Notes which function runs next, on which sample, and seeds the generators from words and the leaf's key."""
-
-    def __call__(self, hook: str, dataset: Any, index: int, key: str, words: Iterable[int]) -> None: ...
-
-
-class PendingSample:
-    """A draw whose user code has not run yet: `make` returns its sample, or a `FailedSample` instead."""
-
-    __slots__ = ("make",)
-
-    def __init__(self, make: Callable[[Begin], Any]) -> None:
-        self.make = make
 
 
 class CodeValues(SampleParser):
@@ -68,7 +53,7 @@ class CodeValues(SampleParser):
     ) -> list[Any]:
         """Return for each sample what `SampleParser.make` returns, or a `PendingSample`."""
         now = self._activities.mine()
-        now.dataset, now.hook = self._dataset, "decode"
+        now.dataset, now.hook = self._dataset, Hook.DECODE
         out: list[Any] = []
         for one in zip(raws, indices, shards, restore_keys, strict=True):
             row = None if into is None else (into[0], into[1][len(out)])
@@ -85,9 +70,10 @@ class CodeValues(SampleParser):
         begin: Begin | None = None,
     ) -> Any:
         dataset, now = self._dataset, self._activities.mine()
-        key, hook, parts = "", "read", NO_PARTS
+        key, hook, parts = "", Hook.READ, NO_PARTS
         name = dataset.shard_names[shard]
-        try:
+        attempt = Attempt()
+        with attempt:
             key, parts = parse_sample(raw, parts=self._parts, follow=self._follow)
             if dataset.excluded and (name, key) in dataset.excluded:
                 return EXCLUDED
@@ -96,14 +82,14 @@ class CodeValues(SampleParser):
                 if not accepted.keys() >= parts.keys():
                     if begin is None:
                         return PendingSample(partial(self._read, raw, index, shard, restore_key, None))
-                    hook = "part_filter"
+                    hook = Hook.PART_FILTER
                     accepted = self._ask(parts, begin, index, key)
                 parts = {part: data for part, data in parts.items() if accepted[part]}
-            hook = "decode"
+            hook = Hook.DECODE
             if begin is None:
                 now.index, now.key, now.words[INDEX] = index, key, restore_key[1]
             else:
-                begin(hook, dataset, index, key, ())
+                begin(hook, dataset, index, key)
             image = None
             if row is not None and self._decode_into is not None:
                 slab, number = row
@@ -112,13 +98,10 @@ class CodeValues(SampleParser):
             source = SourceInfo(dataset.source_path or dataset.path, index, name, tuple(map(f"{key}.".__add__, parts)))
             if dataset.sample_loader is None:
                 return self._sample(key, restore_key, source, values)
-        except FatalSampleError:
-            raise
-        except Exception as error:  # the policy of the stream decides what becomes of it
-            error = raw.error if type(raw) is Unreadable else self._located(error, raw, name, index)
-            return FailedSample(error, hook, SamplePlace(dataset.path, name, index, key, tuple(parts)))
-        load = partial(self._load, key, index, restore_key, source, values)
-        return PendingSample(load) if begin is None else load(begin)
+            load = partial(self._load, key, index, restore_key, source, values)
+            return PendingSample(load) if begin is None else load(begin)
+        error = raw.error if type(raw) is Unreadable else self._located(attempt.error, raw, name, index)
+        return FailedSample(error, hook, SamplePlace(dataset.path, name, index, key, tuple(parts)))
 
     def _load(
         self,
@@ -132,19 +115,17 @@ class CodeValues(SampleParser):
         dataset = self._dataset
         _, draw, epoch, _ = restore_key  # in a join the number of the row
         meta = {"__key__": key, "__restore_key__": restore_key, "__sources__": (source,)}
-        try:
-            begin("sample_loader", dataset, index, key, (LOADER, draw, epoch, self._number))
+        attempt = Attempt()
+        with attempt:
+            begin(Hook.SAMPLE_LOADER, dataset, index, key, draw, epoch, self._number)
             made = dataset.sample_loader(values | meta | {"__shard__": source.shard_name})
             if made is None:
                 raise FatalSampleError("sample_loader returned None: return a dict of fields, or raise SkipSample")
             made = fields_of(made)
             meta["__key__"] = made.pop("__key__", key)
             return dataset.sample_type(**meta, __subflavors__=dict(dataset.subflavors), **made)
-        except FatalSampleError:
-            raise
-        except Exception as error:  # the policy of the stream decides what becomes of it
-            place = SamplePlace(dataset.path, source.shard_name, index, key, tuple(values))
-            return FailedSample(error, "sample_loader", place)
+        place = SamplePlace(dataset.path, source.shard_name, index, key, tuple(values))
+        return FailedSample(attempt.error, Hook.SAMPLE_LOADER, place)
 
     def _ask(self, parts: Iterable[str], begin: Begin, index: int, key: str) -> Mapping[str, bool]:
         """Return the filter's answer for each of some part names."""
@@ -152,7 +133,7 @@ class CodeValues(SampleParser):
         said = {}
         for name in parts:
             if name not in self._accepted:
-                begin("part_filter", self._dataset, index, key, (FILTER, key_of("part", name), self._number))
+                begin(Hook.PART_FILTER, self._dataset, index, key, key_of("part", name), self._number)
                 answer = self._accept(name)
                 if answer is None:
                     raise FatalSampleError("part_filter returned None: return True or False")

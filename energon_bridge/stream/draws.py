@@ -108,8 +108,8 @@ class Draws:
                 if not out.samples:
                     self.give_up_if_barren(first)
                 self._load(wanted - len(out.samples))
-            if self._pipeline.code.encodes:
-                if not self._begun and self._pipeline.code.posts_alone:
+            if self._pipeline.own.encodes:
+                if not self._begun and self._pipeline.own.posts_alone:
                     self._begin(wanted - len(out.samples))
                 self._encode_draw(counts)
             else:
@@ -184,7 +184,7 @@ class Draws:
 
     def _take(self, wanted: int, out: EncodedSamples, counts: Counts) -> None:
         """Take up to `wanted` draws as they are, since no user code sees single samples."""
-        loaded, low, judge = self._loaded, self._at, self._pipeline.judge
+        loaded, low = self._loaded, self._at
         high = min(low + wanted, len(loaded.keys))
         self._at = high
         self.draw += high - low
@@ -194,9 +194,11 @@ class Draws:
             self.leaf_draws[leaf] += leaves.count(leaf)
         for leaf, size in zip(leaves, sizes, strict=True):
             counts.of(leaf)[_BYTES] += size
-        if judge.alert or FailedSample in set(map(type, samples)):
+        if FailedSample in set(map(type, samples)):
             good = [self._is_good(*draw, counts) for draw in zip(leaves, samples, keys, strict=True)]
             keys, samples, leaves, sizes = (list(compress(part, good)) for part in (keys, samples, leaves, sizes))
+        else:
+            self._pipeline.steps.worked(self._pipeline.own.first, leaves)
         out.keys += keys
         out.samples += samples
         out.leaves += leaves
@@ -204,11 +206,7 @@ class Draws:
 
     def _is_good(self, leaf: int, sample: Any, key: RestoreKey, counts: Counts) -> bool:
         """Return whether a draw that no hook sees has a sample; the error policy decides if it has none."""
-        if type(sample) is FailedSample:
-            self._pipeline.encode(leaf, sample, key, counts)
-            return False
-        self._pipeline.judge.succeeded(self._pipeline.code.drawing, (leaf,))
-        return True
+        return bool(self._pipeline.encode(leaf, sample, key, counts))
 
     # Scheduling ------------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,6 @@ from energon_bridge.errors import EmptyDatasetError, FatalSampleError
 from energon_bridge.plan.choose import PassDraws, Picks
 from energon_bridge.stream.dealt import Dealt
 from energon_bridge.stream.draws import SAMPLE, BatchRow, reencode
-from energon_bridge.stream.grouping import group_of
 from energon_bridge.stream.packing import pack_rows, post_encoded, select_packs
 from energon_bridge.stream.picked import PickedLoad
 from energon_bridge.stream.pipeline import PendingLoads, Pipeline, attach
@@ -156,7 +155,7 @@ class ListedRows:
         for rows, output in listed:
             whole = [row for row in rows if row.content is not None]
             if output == SAMPLE:
-                out += post_encoded(self._pipeline, whole, counts) if self._pipeline.code.by_length else whole
+                out += post_encoded(self._pipeline, whole, counts) if self._pipeline.own.by_length else whole
             elif output == WHOLE_PACK:
                 out += pack_rows(self._pipeline, whole, counts)
             else:  # what its hooks leave out was counted when the pass was listed
@@ -170,15 +169,13 @@ def packs_of(pipeline: Pipeline, draws: PassDraws, start: int, stop: int, counts
     with pipeline.user_code():
         rows = DrawnRows(pipeline, draws).take(start, stop, counts)
         while rows:
-            try:
-                selected, left = select_packs(pipeline, rows, counts, last=True)
-            except Exception as error:  # the policy decides
-                pipeline.failed(error, [row.members[0][:2] for row in rows], counts)
+            selected = select_packs(pipeline, rows, counts, last=True)
+            if selected is None:
                 return packs
-            rows = left
-            if not selected:
+            some, rows = selected
+            if not some:
                 break
-            packs += [[row.members[0] for row in pack] for pack in selected]
+            packs += [[row.members[0] for row in pack] for pack in some]
     for row in rows:
         counts.of(row.members[0].leaf)[_SKIPPED] += 1
     return packs
@@ -189,7 +186,7 @@ def groups_of(pipeline: Pipeline, rows: PassRows, start: int, stop: int, counts:
     grouped: list[Grouped] = []
     with pipeline.user_code():
         for row in rows.take(start, stop, counts):
-            found = group_of(pipeline, row, counts)
+            found = pipeline.code.group(row.content, row.members, counts)
             if found is not None:
                 grouped.append(((row.members, row.output), *found))
     return grouped

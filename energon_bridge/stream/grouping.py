@@ -127,18 +127,6 @@ class Groups(Generic[T]):
         raise FatalSampleError(f"the group {shown(key)} has {found} batch_group_criterion: give exactly one of them")
 
 
-def group_of(pipeline: Pipeline, row: BatchRow, counts: Counts) -> tuple[Hashable, int | None] | None:
-    """Return the group of a row and its batch size, by the encoder; None if the row is left out."""
-    try:
-        key, size = pipeline.code.group(row.content, *pipeline.seed_of(row))
-    except Exception as error:  # the policy decides
-        pipeline.failed(error, [ref[:2] for ref in row.members], counts)
-        return None
-    if pipeline.judge.alert:
-        pipeline.judge.succeeded(("batch_group_criterion",), {ref.leaf for ref in row.members})
-    return key, size
-
-
 class Grouping:
     """The groups of one lane.
 
@@ -204,7 +192,7 @@ class Grouping:
 
     def _add(self, row: BatchRow, counts: Counts) -> list[BatchRow]:
         """Add a row to its group; return the rows of the group if it is now full."""
-        found = group_of(self._pipeline, row, counts)
+        found = self._pipeline.code.group(row.content, row.members, counts)
         if found is None:
             self._refused += 1
             self._give_up_if_barren()

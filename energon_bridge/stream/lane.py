@@ -48,7 +48,7 @@ class Lane:
         size = pipeline.settings.run.packing_buffer_size
         self._packing = Packing(self._draws, pipeline, size, state.held, state.buffer) if size else None
         waiting = [_row(refs, output) for stage, refs, output in held if stage is Stage.GROUP]
-        self._grouping = Grouping(pipeline, pipeline.settings.run.batch_size, waiting) if pipeline.code.groups else None
+        self._grouping = Grouping(pipeline, pipeline.settings.run.batch_size, waiting) if pipeline.own.groups else None
         # Batches that the hooks made from `_batched`, until all of them are delivered.
         self._batches: deque[Any] = deque()
         self._batches_taken = state.batches_taken
@@ -108,7 +108,7 @@ class Lane:
             self._batches_taken = 0
         elif self._grouping is not None:
             rows = self._grouping.take(lambda: self._next_row(counts), lambda r: self._made_again(r, counts), counts)
-        elif self._packing is not None and pipeline.code.by_length:
+        elif self._packing is not None and pipeline.own.by_length:
             rows = self._packing.take_microbatch(counts)
         elif self._packing is not None:
             rows = [self._packing.take(counts) for _ in range(pipeline.rows)]

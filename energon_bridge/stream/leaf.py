@@ -22,12 +22,15 @@ from energon_bridge.plan.leaf import LeafOrder
 from energon_bridge.rng import IntArray, fold
 from energon_bridge.samples import META_FIELDS, CrudeSample, SourceInfo
 from energon_bridge.storage import as_far
-from energon_bridge.stream.cooking import Cook
-from energon_bridge.stream.dataset_code import JOINER, Begin, PendingSample, sample_parser
+from energon_bridge.stream.cooking import Cook, StorePool, cook_of
+from energon_bridge.stream.dataset_code import sample_parser
 from energon_bridge.stream.reader import LeafReader, Reader, RoundBuffer, Unreadable
 from energon_bridge.stream.report import SamplePlace
+from energon_bridge.stream.settings import StreamSettings
+from energon_bridge.stream.steps import Attempt, Begin, PendingSample
 from energon_bridge.stream.values import EXCLUDED, Barred, Columns, FailedSample, RestoreKey, Rows, SampleParser
 from energon_bridge.stream.watchdog import Activities
+from energon_bridge.task_encoder.hooks import Hook
 
 _USER_CODE = 4
 _NO_PARTS: tuple[str, ...] = ()
@@ -66,6 +69,7 @@ class LeafSource:
         barred: Collection[tuple[int, int]] = (),
     ) -> None:
         self.leaf = leaf
+        self.path = leaf.dataset.path
         self.cook = cook
         self.reader: Reader
         self.values: SampleParser | JoinValues
@@ -100,6 +104,40 @@ class LeafSource:
         return SamplePlace(self.leaf.dataset.path, shard, index, key, parts)
 
 
+class Sources:
+    """The leaves of one process, each opened on first use.
+
+    Args:
+        leaves: The leaves.
+        settings: The encoder, the error policy, and what else a leaf is opened with.
+        decoder: What decodes parts.
+        activities: Where threads record what they are doing.
+    """
+
+    def __init__(self, leaves: Sequence[Leaf], settings: StreamSettings, decoder: Any, activities: Activities) -> None:
+        self._leaves = leaves
+        self._settings = settings
+        self._decoder = decoder
+        self._activities = activities
+        self._stores = StorePool(decoder)
+        self._open: list[LeafSource | None] = [None] * len(leaves)
+
+    def source(self, leaf: int) -> LeafSource:
+        """Return a leaf that is open."""
+        source = self._open[leaf]
+        if source is None:
+            settings, run, of = self._settings, self._settings.run, self._leaves[leaf]
+            source = self._open[leaf] = LeafSource(
+                of,
+                self._decoder,
+                self._activities,
+                cook=cook_of(run.task_encoder, of.dataset, of.aux, self._stores, run.cache_pool),
+                tolerant=run.error_policy.damaged_shards == "skip",
+                barred=settings.barred,
+            )
+        return source
+
+
 class LineValues(SampleParser):
     """Makes crude samples from the lines of one JSONL file: `json` is the parsed object. Runs on any thread.
 
@@ -124,7 +162,7 @@ class LineValues(SampleParser):
             except (DecodeError, TypeError) as error:
                 lost = type(raw) is Unreadable
                 place = SamplePlace(path, shard_name, index, key, (PART,))
-                out.append(FailedSample(raw.error if lost else error, "read" if lost else "decode", place))
+                out.append(FailedSample(raw.error if lost else error, Hook.READ if lost else Hook.DECODE, place))
                 continue
             sample: dict[str, Any] = {
                 "__key__": key,
@@ -215,7 +253,7 @@ class JoinValues:
         """
         indices = buffer.indices[low:high]
         now = self._activities.mine()
-        now.dataset, now.index, now.hook = self._dataset, int(indices[0]), "read"
+        now.dataset, now.index, now.hook = self._dataset, int(indices[0]), Hook.READ
         raws: list[RawRow] = buffer.fetch(low, high, ahead=ahead)
         epochs = buffer.epochs[low:high].tolist()
         rows = indices.tolist()
@@ -251,21 +289,17 @@ class JoinValues:
             if type(part) is FailedSample:
                 note = f"row {row} of a join, {self._name(number)}"
                 return FailedSample(part.error, part.hook, part.place._replace(note=note))
-        try:
-            begin("joiner", self._dataset, row, str(parts[0]["__key__"]), (JOINER, row, epoch))
+        attempt = Attempt()
+        with attempt:
+            begin(Hook.JOINER, self._dataset, row, str(parts[0]["__key__"]), row, epoch)
             joiner = self._dataset.joiner
             sample = joiner(*parts) if self._names is None else joiner(**dict(zip(self._names, parts, strict=True)))
             return _completed(sample, parts, key, getattr(joiner, "__qualname__", repr(joiner)))
-        except FatalSampleError:
-            raise
-        except Exception as error:  # the error policy decides
-            of = ", ".join(_of(part) for part in parts if part is not None)
-            first: SourceInfo = parts[0]["__sources__"][0]
-            of_key = str(parts[0]["__key__"])
-            note = f"row {row}, joining {of}"
-            return FailedSample(
-                error, "joiner", SamplePlace(self._dataset.path, first.shard_name, row, of_key, (), note)
-            )
+        of = ", ".join(_of(part) for part in parts if part is not None)
+        first: SourceInfo = parts[0]["__sources__"][0]
+        note = f"row {row}, joining {of}"
+        place = SamplePlace(self._dataset.path, first.shard_name, row, str(parts[0]["__key__"]), (), note)
+        return FailedSample(attempt.error, Hook.JOINER, place)
 
     def name_of(self, raw: RawRow, index: int) -> tuple[str, tuple[str, ...]]:
         """Return key and parts of a row's sample in the primary."""

@@ -24,7 +24,6 @@ from energon_bridge.stream.draws import SAMPLE, BatchRow, Draws, reencode, rows_
 from energon_bridge.stream.pack_buffer import EMPTY_SELECTIONS, PackBuffer, first_target, share_of
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.state import COUNTERS, BufferedRefs, Counts, Stage, as_members
-from energon_bridge.task_encoder.deferred import decode_deferred
 from energon_bridge.task_encoder.packing import LONGEST_WAIT, Packer
 
 logger = logging.getLogger(__name__)
@@ -178,13 +177,12 @@ class Packing:
             if not rows:
                 self._keep(np.zeros(len(self._buffer), dtype=bool))
                 continue
-            try:
-                packs, left = select_packs(self._pipeline, rows, counts)
-            except Exception as error:  # the policy decides
-                self._pipeline.failed(error, [row.members[0][:2] for row in rows], counts)
+            selected = select_packs(self._pipeline, rows, counts)
+            if selected is None:
                 self._hold(-sum(row.size for row in rows))
                 self._keep(np.zeros(len(self._buffer), dtype=bool))
                 return
+            packs, left = selected
             stay = {id(row) for row in chain(left, *packs)}
             self._hold(-sum(row.size for row in rows if id(row) not in stay))
             self._keep(np.array([id(row) in stay for row in self._buffer], dtype=bool))
@@ -192,7 +190,7 @@ class Packing:
             self._pipeline.budget.keep(self)
             if packs:
                 return
-        if self._pipeline.code.by_length:
+        if self._pipeline.own.by_length:
             return  # no sample has a length; `take_microbatch` gives up if it stays so
         raise FatalSampleError(
             f"select_samples_to_pack of {type(self._pipeline.code.encoder).__name__} made no pack from "
@@ -229,7 +227,7 @@ class Packing:
         out = []
         for row in rows:
             members = reencode(self._pipeline, [BatchRow((ref,), SAMPLE, None, 0) for ref in row.members], counts)
-            if self._pipeline.code.by_length:
+            if self._pipeline.own.by_length:
                 out += post_encoded(self._pipeline, members, counts, again=True)
                 continue
             packed = pack_rows(self._pipeline, members, counts, again=True)
@@ -256,17 +254,19 @@ class Packing:
 
 def select_packs(
     pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, last: bool = False
-) -> tuple[list[list[BatchRow]], list[BatchRow]]:
+) -> tuple[list[list[BatchRow]], list[BatchRow]] | None:
     """Return the packs, or the microbatches, that are selected from some rows, and the rows that stay.
 
-    `last` says that nothing will join the others. Rows whose length is not known, and are counted, are in neither.
+    None if the hook fails. `last` says that nothing will join the others. Rows whose length is not known, and are
+    counted, are in neither.
     """
     most = pipeline.settings.run.max_tokens_per_microbatch
     if most is not None:
         return _select_microbatches(pipeline, rows, counts, most, last=last)
-    groups = pipeline.code.select([row.content for row in rows], *pipeline.seed_of(rows[0]), last=last)
-    if pipeline.judge.alert:
-        pipeline.judge.succeeded(("select_samples_to_pack",), {row.members[0].leaf for row in rows})
+    refs = [row.members[0] for row in rows]
+    groups = pipeline.code.select([row.content for row in rows], refs, counts, last=last)
+    if groups is None:
+        return None
     packs = _as_rows(groups, rows, type(pipeline.code.encoder).__name__)
     selected = {id(row) for pack in packs for row in pack}
     return packs, [row for row in rows if id(row) not in selected]
@@ -278,20 +278,16 @@ def _select_microbatches(
     """Select microbatches of at most so many tokens, padding included, by the lengths of samples alone."""
     measured: list[tuple[BatchRow, int]] = []
     for row in rows:
-        leaf = row.members[0].leaf
-        try:
-            length = pipeline.code.length(row.content, *pipeline.seed_of(row))
-            if length > most:
-                where = pipeline.source(leaf).where(row.members[0].sample)
-                raise OverLongSampleError(
-                    f"{where} has {length} tokens, but max_tokens_per_microbatch={most}: raise the limit, or shorten "
-                    "or skip the sample in encode_sample"
-                )
-        except Exception as error:  # the policy decides
-            pipeline.failed(error, [row.members[0][:2]], counts)
+        ref = row.members[0]
+        length = pipeline.code.length(row.content, ref, counts)
+        if length is None:
             continue
-        if pipeline.judge.alert:
-            pipeline.judge.succeeded(("sample_length",), (leaf,))
+        if length > most:
+            where = pipeline.source(ref.leaf).where(ref.sample)
+            raise OverLongSampleError(
+                f"{where} has {length} tokens, but max_tokens_per_microbatch={most}: raise the limit, or shorten "
+                "or skip the sample in encode_sample"
+            )
         measured.append((row, length))
     packer: Packer[Any] = Packer(limits={"tokens": most}, size_of=int, method="padded_rows")
     sizes = np.array([[length] for _, length in measured], dtype=np.int64).reshape(-1, 1)
@@ -308,7 +304,6 @@ def pack_rows(pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, again
 
     With `again`, the hooks' own counts were counted before.
     """
-    code = pipeline.code
     members = post_encoded(pipeline, rows, counts, again=again)
     if not members:
         return []
@@ -316,16 +311,10 @@ def pack_rows(pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, again
     for row in members:
         row.content = None
     refs = tuple(row.members[0] for row in members)
-    try:
-        # Without a batch size a pack is the microbatch.
-        whole = pipeline.settings.run.batch_size is None
-        with pipeline.lending() if whole else contextlib.nullcontext(), pipeline.adopting():
-            outputs = code.pack(samples, *pipeline.seed_of(members[0]))
-    except Exception as error:  # the policy decides
-        pipeline.failed(error, [ref[:2] for ref in refs], counts)
-        return []
-    if pipeline.judge.alert:
-        pipeline.judge.succeeded(("pack_selected_samples",), {ref.leaf for ref in refs})
+    # Without a batch size a pack is the microbatch.
+    whole = pipeline.settings.run.batch_size is None
+    with pipeline.lending() if whole else contextlib.nullcontext(), pipeline.adopting():
+        outputs = pipeline.code.pack(samples, refs, counts)
     size = sum(row.size for row in members)
     return [BatchRow(refs, number, output, size) for number, output in enumerate(outputs)]
 
@@ -335,25 +324,16 @@ def post_encoded(pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, ag
 
     With `again`, the hooks' own counts were counted before.
     """
-    code = pipeline.code
+    if not pipeline.own.posts:
+        return rows
     members: list[BatchRow] = []
     pipeline.decode_deferred([row.content for row in rows])
     for row in rows:
         content, row.content = row.content, None
-        try:
-            if code.posts:
-                code.now.hook = "decode_deferred"
-                decode_deferred([content])  # only a broken image can fail here
-            with pipeline.adopting():
-                row.content = code.post(content, *pipeline.seed_of(row))
-        except Exception as error:  # the policy decides
-            pipeline.take_tally(row.members[0].leaf, counts, again=again)
-            pipeline.failed(error, [row.members[0][:2]], counts)
-            continue
-        pipeline.take_tally(row.members[0].leaf, counts, again=again)
-        if pipeline.judge.alert:
-            pipeline.judge.succeeded(("decode_deferred", "postencode_sample"), (row.members[0].leaf,))
-        members.append(row)
+        with pipeline.adopting():
+            row.content = pipeline.code.post(content, row.members[0], counts, again=again)
+        if row.content is not None:
+            members.append(row)
     return members
 
 

@@ -14,35 +14,35 @@ from typing import Any
 import numpy as np
 import torch
 
-from energon_bridge.errors import FatalSampleError, SampleError, SkipSample
+from energon_bridge.errors import SampleError
 from energon_bridge.plan.choose import Cursors
 from energon_bridge.plan.leaf import Round
-from energon_bridge.samples import Batch, Sample, SourceInfo
+from energon_bridge.samples import Batch, Sample
 from energon_bridge.samples.base import SentSources
 from energon_bridge.samples.stacking import LENDER, SLABS, Lender, Slab, SlabPool
 from energon_bridge.storage.helpers import Threads
 from energon_bridge.storage.network import MADE, values_of
-from energon_bridge.stream.cooking import StorePool, cook_of, cooker_of
-from energon_bridge.stream.dataset_code import PendingSample, has_code
-from energon_bridge.stream.leaf import Leaf, LeafSource
+from energon_bridge.stream.cooking import cooker_of
+from energon_bridge.stream.dataset_code import has_code
+from energon_bridge.stream.leaf import Leaf, Sources
 from energon_bridge.stream.policy import FailureTracker
 from energon_bridge.stream.reader import DrawSpan, RoundBuffer
-from energon_bridge.stream.report import MAX_MEMBERS, SamplePlace, place_in
 from energon_bridge.stream.settings import Budget, StreamSettings
-from energon_bridge.stream.state import COUNTERS, Counts
-from energon_bridge.stream.user_code import BegunDraw, HookRunner, running_hooks, selection_of
+from energon_bridge.stream.state import COUNTERS, Counts, SampleRef
+from energon_bridge.stream.steps import PendingSample, Steps, running_hooks
+from energon_bridge.stream.user_code import BegunDraw, HookRunner, OwnHooks, selection_of
 from energon_bridge.stream.values import BANNED, Columns, FailedSample, RestoreKey
 from energon_bridge.stream.watchdog import Activities, Watchdog, WatchdogSettings
 from energon_bridge.task_encoder.base import decoder_of
-from energon_bridge.task_encoder.current import BATCH, FAILED, NUMBER, UNKNOWN
+from energon_bridge.task_encoder.current import BATCH, NUMBER, UNKNOWN
 from energon_bridge.task_encoder.deferred import decode_deferred
+from energon_bridge.task_encoder.hooks import Hook
 
 _LEAVES_TOGETHER = 32
 """Leaves of which a load reads draws at the same time if storage answers slowly."""
 _TOGETHER = 8
 """Draws per load, at least, if there are no loading threads: about as many as a pack of single draws takes."""
 _SAMPLES, _SKIPPED, _EXCLUDED, _BANNED = map(COUNTERS.index, ("samples", "skipped", "excluded", "banned"))
-_BATCH_HOOKS = ("batch", "encode_batch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Pipeline:
     The way of a draw, in the order of the methods: `submit` (on the loading threads: `load`, read and decode), `encode`
     (hooks for a sample), and `batches` (collation). If `postencode_sample` is user code and nothing is selected,
     `begin_draw` runs the first hook of all draws of a microbatch before `encode`, so that their images are decoded
-    together. `failed` asks the error policy about whatever a step raises.
+    together.
     """
 
     def __init__(self, leaves: Sequence[Leaf], settings: StreamSettings) -> None:
@@ -71,17 +71,17 @@ class Pipeline:
         makes = any(has_code(leaf.dataset) or cooker_of(run.task_encoder, leaf.dataset) for leaf in leaves)
         selects = selection_of(run.packing_buffer_size, run.max_tokens_per_microbatch)
         words = settings.words
-        self.code = HookRunner(run.task_encoder, selects=selects, makes=makes, words=words[0] if words else None)
-        self._decoder = decoder_of(run.task_encoder)
-        self._stores = StorePool(self._decoder)
-        self.judge = FailureTracker(run.error_policy, run.task_encoder, self.code.hooks, settings.delivered)
         self.activities = Activities(words[1:])
+        self.source = Sources(leaves, settings, decoder_of(run.task_encoder), self.activities).source
+        self.own = own = OwnHooks(run.task_encoder, selects=selects, makes=makes)
+        self.judge = FailureTracker(run.error_policy, run.task_encoder, own.all, settings.delivered)
+        self.steps = Steps(self.judge, self.source, own.proves, words[0] if words else None)
+        self.code = HookRunner(run.task_encoder, own, self.steps)
         self.load_seconds = self.batch_seconds = 0.0
         self._asked: tuple[float, ...] = values_of(MADE)
         self.watchdog: Watchdog | None = None
         self.warned_of_groups = False
         self.budget = Budget(settings.config.buffer_bytes, settings.lanes)
-        self._sources: list[LeafSource | None] = [None] * len(leaves)
         # Reads of several rounds are longer only where these continue the same slices.
         together = max(1, settings.read_together)
         self.cursors = Cursors(leaves, self._buffer, together=lambda order: 1 if order.is_dealt else together)
@@ -91,10 +91,10 @@ class Pipeline:
         self._openers = Threads(_LEAVES_TOGETHER, "energon-leaves") if readers else None
         self._memory: Lender | None = None
         # If rows are packed or grouped, a slab would stay in use until the last of its images is delivered.
-        straight = run.packing_buffer_size is None and not self.code.groups and self.rows > 1
+        straight = run.packing_buffer_size is None and not own.groups and self.rows > 1
         self._blocks = SlabPool()
         self.slabs = self._blocks if straight and getattr(run.task_encoder, "decoder", None) is not None else None
-        self.chunk = -(-self.rows // settings.threads) if settings.threads else max(self.rows, _TOGETHER)
+        self.chunk: int = -(-self.rows // settings.threads) if settings.threads else max(self.rows, _TOGETHER)
 
     # Loading ---------------------------------------------------------------------------------------------------------
 
@@ -112,18 +112,6 @@ class Pipeline:
     def threaded(self) -> bool:
         """Whether draws are loaded on threads of their own."""
         return self._pool is not None
-
-    def source(self, leaf: int) -> LeafSource:
-        """Return the leaf's source, opened on first use."""
-        source = self._sources[leaf]
-        if source is None:
-            run, of = self.settings.run, self.leaves[leaf]
-            cook = cook_of(run.task_encoder, of.dataset, of.aux, self._stores, run.cache_pool)
-            tolerant = run.error_policy.damaged_shards == "skip"
-            barred = self.settings.barred
-            source = LeafSource(of, self._decoder, self.activities, cook=cook, tolerant=tolerant, barred=barred)
-            self._sources[leaf] = source
-        return source
 
     def _buffer(self, leaf: int, found: Round) -> RoundBuffer:
         bans = self.leaves[leaf].bans
@@ -215,7 +203,7 @@ class Pipeline:
 
     def watch(self, settings: WatchdogSettings, where: str, said: Callable[[], None] = lambda: None) -> None:
         """Start the watchdog; `where` names the process, `said` is called after each of its messages."""
-        self.watchdog = Watchdog(settings, self.code.now, self.activities, where, said)
+        self.watchdog = Watchdog(settings, self.steps.now, self.activities, where, said)
 
     def seconds_since(self, start: float) -> tuple[float, ...]:
         """Return the seconds since `start`, and those of them spent on loading and on batching; reset both.
@@ -260,39 +248,27 @@ class Pipeline:
         With `again`, the hooks' own counts were counted before. `begun` is what `begin` made of the draw.
         """
         identity, index, epoch, _ = key
-        source = self.source(leaf)
+        ref, source = (leaf, index, epoch, 0), self.source(leaf)
         if type(sample) is PendingSample:
-            try:
-                sample = self.code.make(sample, source.user_key, index, epoch)
-            except FatalSampleError as error:
-                self.failed(error, [(leaf, index)], counts)
+            sample = self.steps.made(sample, ref, counts)
         if type(sample) is FailedSample:
             if sample.error is None:
                 counts.of(leaf)[_BANNED if sample is BANNED else _EXCLUDED] += 1
             else:
-                self.failed(sample.error, [(leaf, key[1])], counts, hook=sample.hook, place=sample.place)
+                self.steps.failed(sample.error, [(leaf, index)], counts, hook=sample.hook, place=sample.place)
             return []
-        try:
-            if begun is None:
-                encoded = self.code.encode(sample, source.user_key, index, epoch, source.cook)
-            else:
-                with self.adopting():
-                    encoded = self.code.finish(begun, source.user_key, index, epoch)
-            self.take_tally(leaf, counts, again=again)
-        except Exception as error:  # the policy decides
-            self.take_tally(leaf, counts, again=again)
-            self.failed(error, [(leaf, index)], counts, place=place_in(sample))
-            return []
-        if self.judge.alert:
-            self.judge.succeeded(self.code.drawing, (leaf,))
+        if begun is None:
+            encoded = self.code.encode(sample, source, ref, counts, again=again)
+        else:
+            with self.adopting():
+                encoded = self.code.encode(sample, source, ref, counts, again=again, begun=begun)
         return [((identity, index, epoch, number), one) for number, one in enumerate(encoded)]
 
     def begin_draw(self, leaf: int, sample: Any, key: RestoreKey) -> BegunDraw | None:
         """Run the first hook on a draw, before its images are decoded; None if the draw has no sample yet."""
         if type(sample) in (PendingSample, FailedSample):
             return None
-        source = self.source(leaf)
-        return self.code.begin(sample, source.user_key, key[1], key[2], source.cook)
+        return self.code.begin(sample, self.source(leaf), (leaf, *key[1:]))
 
     @contextlib.contextmanager
     def adopting(self) -> Iterator[None]:
@@ -303,31 +279,37 @@ class Pipeline:
         finally:
             SLABS.set(None)
 
-    def take_tally(self, leaf: int, counts: Counts, *, again: bool = False) -> None:
-        """Add the hooks' own counts to those of a leaf; with `again`, discard them."""
-        tally = self.code.tally
-        if tally:
-            counted = counts.of(leaf)
-            for name, number in tally.items():
-                counted[COUNTERS.index(name)] += 0 if again else number
-            tally.clear()
-
     def collate(
-        self, samples: list[Any], keys: Sequence[tuple[Any, ...]], first_leaf: int, lane: int, number: int
-    ) -> list[Any]:
-        """Return the microbatch of some rows (several if a batch hook is a generator), with mask and restore key."""
-        if self.settings.run.batch_size is None and not self.code.groups:
+        self,
+        samples: list[Any],
+        keys: Sequence[tuple[Any, ...]],
+        leaves: Sequence[int],
+        lane: int,
+        number: int,
+        counts: Counts | None,
+    ) -> list[Any] | None:
+        """Return the microbatch of some rows (several if a batch hook is a generator), with mask and restore key.
+
+        None if a hook fails; without `counts`, what it raises is raised.
+        """
+        if self.settings.run.batch_size is None and not self.own.groups:
             batches = [samples[0]]
+            self.steps.worked(Hook.BATCH, leaves)
             self._attach(batches[0], "__restore_key__", keys[0])
         else:
-            seeds = self.source(first_leaf).user_key, *first_sample(keys[0])[1:]
+            ref = SampleRef(leaves[0], *first_sample(keys[0])[1:])
+            each = (one[1] for key in keys for one in (key[2] if key[0] == "Pack" else (key,)))
+            members = zip(leaves, each, strict=True)
             whole = self._shown(lane, number)
             start = time.perf_counter()
             try:
                 with self.lending(), self.adopting():
-                    batches = self.code.collate(samples, *seeds, number=whole)
+                    made = self.code.collate(samples, ref, counts, members, number=whole)
             finally:
                 self.batch_seconds += time.perf_counter() - start
+            if made is None:
+                return None
+            batches = made
             for output, batch in enumerate(batches):
                 which = (output,) if len(batches) > 1 else ()
                 self._attach(batch, "__restore_key__", ("Batch", lane, number + output, tuple(keys), *which))
@@ -352,9 +334,9 @@ class Pipeline:
 
     def begin(self, lane: int, number: int) -> None:
         """Set the microbatch that hooks see, by its number in its lane (lane -1: in its pass)."""
-        if not self.code.present:
+        if not self.own.present:
             return
-        BATCH.set(UNKNOWN if self.code.waits else self._shown(lane, number))
+        BATCH.set(UNKNOWN if self.own.waits else self._shown(lane, number))
         NUMBER.set(UNKNOWN if self.settings.energon_ranks else -1)
 
     def begin_unknown(self) -> None:
@@ -370,7 +352,7 @@ class Pipeline:
 
     def number_draw(self, lane: int, draw: int) -> None:
         """As a drop-in, set the sample number that hooks see to that of a draw of a lane."""
-        if self.code.waits:
+        if self.own.waits:
             return
         settings = self.settings
         turn, row = divmod(draw, self.rows)
@@ -390,14 +372,9 @@ class Pipeline:
 
         Counts the samples of each leaf as delivered or skipped.
         """
-        try:
-            batches = self.collate(samples, keys, leaves[0], lane, number)
-        except Exception as error:  # the policy decides
-            of = (one for key in keys for one in (key[2] if key[0] == "Pack" else (key,)))
-            self.failed(error, [(leaf, one[1]) for leaf, one in zip(leaves, of, strict=True)], counts)
+        batches = self.collate(samples, keys, leaves, lane, number, counts)
+        if batches is None:
             return []
-        if self.judge.alert:
-            self.judge.succeeded(_BATCH_HOOKS, set(leaves))
         column = _SAMPLES if batches else _SKIPPED
         for leaf in set(leaves):
             counts.of(leaf)[column] += leaves.count(leaf)
@@ -407,56 +384,11 @@ class Pipeline:
 
     def decode_deferred(self, samples: Sequence[Any]) -> None:
         """Decode the deferred images of samples that are about to be packed or batched, on the loading threads."""
-        if self.code.posts:
-            self.code.now.hook, self.code.now.sample = "decode_deferred", None
+        if self.own.posts:
+            self.steps.now.hook, self.steps.now.sample = Hook.DECODE_DEFERRED, None
             # On an error the members are decoded one by one later, so that only the broken one is lost.
             with contextlib.suppress(SampleError):
                 decode_deferred(samples, map if self._pool is None else self._pool.map, self._blocks.lend)
-
-    def failed(
-        self,
-        error: Exception,
-        members: Sequence[tuple[int, int]],
-        counts: Counts,
-        *,
-        hook: str = "",
-        place: SamplePlace | None = None,
-    ) -> None:
-        """Ask the error policy about samples that a hook failed on, and count them accordingly.
-
-        Args:
-            error: What the hook raised.
-            members: Leaf and index of each sample concerned.
-            counts: The counts to add to.
-            hook: The hook; default: the one that ran last.
-            place: Where the sample comes from, if there is only one and it is known.
-
-        Raises:
-            FatalSampleError: The run stops.
-        """
-        now = self.code.now
-        hook, given = hook or now.hook, now.sample
-        if not hook and isinstance(error, FatalSampleError):
-            raise error  # of one of several samples, and judged already
-        now.rest()
-        name = "skipped"
-        if not isinstance(error, SkipSample):
-            shown = members[:MAX_MEMBERS]
-            places = [place] if place else [self.source(leaf).place(index) for leaf, index in shown]
-            paths = {leaf: self.leaves[leaf].dataset.path for leaf, _ in members}
-            sources = tuple(SourceInfo(one.dataset, one.index, one.shard, one.parts) for one in places)
-            token = FAILED.set(({"__key__": places[0].key} if given is None else given, sources))
-            try:
-                name = self.judge.failed(error, hook, places, len(members), paths)
-            finally:
-                FAILED.reset(token)
-        for leaf, _ in members:
-            counts.of(leaf)[COUNTERS.index(name)] += 1
-
-    def seed_of(self, row: Any) -> tuple[int, int, int, int]:
-        """Return the key of the hooks' randomness over a row: that of its first sample."""
-        ref = row.members[0]
-        return self.source(ref.leaf).user_key, ref.sample, ref.epoch, ref.output
 
     def flush_reports(self) -> None:
         """Flush failure reports that no later microbatch will carry."""
@@ -466,12 +398,12 @@ class Pipeline:
 
     def user_code(self, *, restoring: bool = False) -> contextlib.AbstractContextManager[None]:
         """Set up the hook context and restore the global generators afterwards; a no-op without user hooks."""
-        if not (restoring or self.code.present):
+        if not (restoring or self.own.present):
             return contextlib.nullcontext()
         settings = self.settings
         put_back = restoring or not settings.config.num_workers  # a worker's generators are its own
         config = settings.config if settings.energon_ranks else None
-        return running_hooks(settings.run.cache_pool, self.code.tally, put_back=put_back, config=config)
+        return running_hooks(settings.run.cache_pool, self.steps.tally, put_back=put_back, config=config)
 
 
 def first_sample(key: tuple[Any, ...]) -> RestoreKey:

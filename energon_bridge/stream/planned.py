@@ -38,6 +38,7 @@ from energon_bridge.stream.state import (
     Stage,
 )
 from energon_bridge.stream.values import FailedSample
+from energon_bridge.task_encoder.hooks import Hook
 from energon_bridge.task_encoder.packing import Packer
 
 _BANNED, _SKIPPED, _BYTES = map(COUNTERS.index, ("banned", "skipped", "bytes"))
@@ -253,7 +254,7 @@ def make_planned(pipeline: Pipeline, planned: PlannedBatch, load: PickedLoad, ru
         if samples:
             batches = pipeline.batches(samples, keys, leaves, planned.lane, planned.number, counts)
     if len(batches) > 1:
-        raise _several(pipeline, "encode_batch", f"{len(batches)} batches from one")
+        raise _several(pipeline, Hook.ENCODE_BATCH, f"{len(batches)} batches from one")
     if not batches:
         leaf, sample, *_ = planned.members[0].tolist()
         raise FatalSampleError(
@@ -269,7 +270,7 @@ def _encoded(
     pipeline: Pipeline, planned: PlannedBatch, loads: PendingLoads, counts: Counts
 ) -> tuple[list[Any], list[tuple[Any, ...]]]:
     """Return the encoded samples (None for those left out) and the restore keys of all."""
-    encodes = pipeline.code.encodes
+    encodes = pipeline.own.encodes
     samples: list[Any] = []
     keys: list[tuple[Any, ...]] = []
     leaves: list[int] = planned.members[:, 0].tolist()
@@ -281,10 +282,10 @@ def _encoded(
             if encodes or type(sample) is FailedSample:
                 outputs = pipeline.encode(leaf, sample, key, counts)
                 if len(outputs) > 1:
-                    raise _several(pipeline, "encode_sample", f"{len(outputs)} samples from one")
+                    raise _several(pipeline, Hook.ENCODE, f"{len(outputs)} samples from one")
                 sample = outputs[0][1] if outputs else None
-            elif pipeline.judge.alert:
-                pipeline.judge.succeeded(pipeline.code.drawing, (leaf,))
+            else:
+                pipeline.steps.worked(pipeline.own.first, (leaf,))
             samples.append(sample)
             keys.append(key)
     return samples, keys
@@ -306,7 +307,7 @@ def _packed(
         ]
         made = pack_rows(pipeline, members, counts)
         if len(made) > 1:
-            raise _several(pipeline, "pack_selected_samples", f"{len(made)} rows from one pack")
+            raise _several(pipeline, Hook.PACK, f"{len(made)} rows from one pack")
         packs += made
     return packs
 
@@ -331,8 +332,8 @@ def _check_sizes(
     )
 
 
-def _several(pipeline: Pipeline, hook: str, what: str) -> FatalSampleError:
+def _several(pipeline: Pipeline, hook: Hook, what: str) -> FatalSampleError:
     return FatalSampleError(
-        f"{hook} of {type(pipeline.code.encoder).__name__} made {what}, so columns cannot plan the microbatches: use "
-        "make_balance(own_share=False), where ranks exchange microbatches"
+        f"{hook.title} of {type(pipeline.code.encoder).__name__} made {what}, so columns cannot plan the microbatches: "
+        "use make_balance(own_share=False), where ranks exchange microbatches"
     )

@@ -26,6 +26,7 @@ from energon_bridge.errors import (
 from energon_bridge.samples import Batch, Sample
 from energon_bridge.storage import READ_TIMEOUT_SECONDS
 from energon_bridge.stream.report import MAX_MEMBERS, Report, SamplePlace, code_place, named, text_of, trace_of
+from energon_bridge.task_encoder.hooks import Hook
 
 Handler = Callable[[Exception], bool]
 """A handler in the convention of webdataset: True leaves the sample out; False or an exception stops the run."""
@@ -46,19 +47,9 @@ ALWAYS_FATAL = (
 DEFAULT_TOLERANCE = 100
 """Failures of a hook in a row that stop the run by default."""
 _ALIKE_AT_FIRST, _ALIKE_IN_DATASET = 5, 20
-_ABOUT_BYTES = ("read", "decode", "decode_deferred", "restore")
-"""Steps in which only the data can be wrong; damage often hits neighbouring samples."""
 _MOST_TOGETHER = 8
 """With this many datasets in a microbatch, nobody can tell which two of them do not go together."""
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
-
-_WHAT = {
-    "select_samples_to_pack": ("a selection", "selections"),
-    "pack_selected_samples": ("a pack", "packs"),
-    "batch": ("a microbatch", "microbatches"),
-    "encode_batch": ("a microbatch", "microbatches"),
-}
-_A_SAMPLE = ("a sample", "samples")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,30 +153,30 @@ class FailureTracker:
 
     Attributes:
         delivered: Leaves of which samples have been delivered.
-        alert: Whether `succeeded` must be called for hooks that have worked.
+        alert: Whether `succeeded` must be told of hooks that have worked.
         pending: Reports that no microbatch has carried yet.
     """
 
     def __init__(
-        self, policy: ErrorPolicy, encoder: Any, hooks: Iterable[str] = (), delivered: Collection[int] = ()
+        self, policy: ErrorPolicy, encoder: Any, hooks: Iterable[Hook] = (), delivered: Collection[int] = ()
     ) -> None:
         self._policy = policy
         self._encoder = encoder
-        self._kinds: Counter[tuple[str, str, type]] = Counter()
+        self._kinds: Counter[tuple[str, Hook, type]] = Counter()
         self.delivered = set(delivered)
         # Hooks that have never worked, with what all their failures have in common.
-        self._unproven: dict[str, Any] = {} if delivered else dict.fromkeys(hooks)
-        self._in_a_row: dict[str, int] = {}
+        self._unproven: dict[Hook, Any] = {} if delivered else dict.fromkeys(hooks)
+        self._in_a_row: dict[Hook, int] = {}
         # By hook and leaves, one of which nothing has been delivered, or two that fail together: what the last failures
         # have in common, and how many they are.
-        self._suspects: dict[tuple[str, frozenset[int]], tuple[Any, int]] = {}
+        self._suspects: dict[tuple[Hook, frozenset[int]], tuple[Any, int]] = {}
         self.alert = bool(self._unproven)
         self.pending: list[Report] = []
 
     def failed(
         self,
         error: Exception,
-        hook: str,
+        hook: Hook,
         places: Sequence[SamplePlace],
         members: int = 1,
         leaves: Mapping[int, str] | None = None,
@@ -194,7 +185,7 @@ class FailureTracker:
 
         Args:
             error: What the hook raised.
-            hook: Its name.
+            hook: The hook.
             places: Some of the samples.
             members: How many there are.
             leaves: The leaves that they are of, with the paths of their datasets.
@@ -206,28 +197,28 @@ class FailureTracker:
             return "skipped"
         if isinstance(error, HookTimeoutError):
             raise error
-        kind, names = type(error).__name__, named(places, members)
+        name, kind, names = hook.title, type(error).__name__, named(places, members)
         where, at = f"{names}: {kind}: {text_of(error)}", code_place(error)
         if is_of_the_program(error, self._encoder):
             fatal = OverLongSampleError if isinstance(error, OverLongSampleError) else FatalSampleError
             because = (
                 "" if isinstance(error, FatalSampleError) else ". It is no fault of the data: no policy lets it pass"
             )
-            raise fatal(f"{hook}: {where}{at}{because}") from error
+            raise fatal(f"{name}: {where}{at}{because}") from error
         self._ask(error, hook, where)
         self.alert = True
         failures = self._in_a_row[hook] = self._in_a_row.get(hook, 0) + 1
-        what, several = _WHAT.get(hook, _A_SAMPLE)
+        what, several = hook.loses
         tolerance, is_chosen = self._tolerance(hook)
         if tolerance and failures >= tolerance:
             raise FatalSampleError(
-                f"{hook}: {failures} {several} failed in a row, the last one {where}{at}. Fix the data or the hook, "
+                f"{name}: {failures} {several} failed in a row, the last one {where}{at}. Fix the data or the hook, "
                 "or allow more with __default_failure_tolerance__ of the encoder, @stateless(failure_tolerance=…) on "
                 "the hook, or ErrorPolicy(tolerance=…)"
             ) from error
         if not is_chosen and (always := self._fails_always(error, hook, leaves or {}, several)):
             raise FatalSampleError(
-                f"{hook}: {always}. All failed with the same error, so it is probably a mistake in the program or its "
+                f"{name}: {always}. All failed with the same error, so it is probably a mistake in the program or its "
                 f"configuration: {kind}: {text_of(error)}{at}. The last one: {names}. If the data is to blame, raise "
                 "SkipSample for bad samples, or allow failures with ErrorPolicy(tolerance=100)"
             ) from error
@@ -236,7 +227,7 @@ class FailureTracker:
         trace = trace_of(error) if self._kinds[first] == 1 else ""
         self.pending.append(
             Report(
-                hook=hook,
+                hook=name,
                 what=what,
                 places=tuple(places[:MAX_MEMBERS]),
                 members=members,
@@ -247,7 +238,7 @@ class FailureTracker:
         )
         return "errors"
 
-    def succeeded(self, hooks: Collection[str], leaves: Iterable[int]) -> None:
+    def succeeded(self, hooks: Collection[Hook], leaves: Iterable[int]) -> None:
         """Record that some hooks worked on samples of some leaves."""
         for hook in hooks:
             self._in_a_row.pop(hook, None)
@@ -264,13 +255,13 @@ class FailureTracker:
         reports, self.pending = tuple(self.pending), []
         return reports
 
-    def _fails_always(self, error: Exception, hook: str, leaves: Mapping[int, str], several: str) -> str:
+    def _fails_always(self, error: Exception, hook: Hook, leaves: Mapping[int, str], several: str) -> str:
         """Return a sentence about a hook that never worked and always failed in the same way; "" if there is none."""
         unproven = hook in self._unproven
         suspects = [frozenset((leaf,)) for leaf in leaves if leaf not in self.delivered]
         if 1 < len(leaves) <= _MOST_TOGETHER:
             suspects += map(frozenset, combinations(leaves, 2))
-        if not (unproven or suspects) or hook in _ABOUT_BYTES:
+        if not (unproven or suspects) or hook.about_bytes:
             return ""
         alike = type(error), trace_of(error), _NUMBER.sub("#", text_of(error))
         if unproven and not self.delivered:
@@ -295,7 +286,7 @@ class FailureTracker:
             return f"{count} {several}{of} of {path} failed, and nothing of this dataset has been delivered"
         return ""
 
-    def _ask(self, error: Exception, hook: str, where: str) -> None:
+    def _ask(self, error: Exception, hook: Hook, where: str) -> None:
         """Raise if the policy stops the run at this error."""
         on_error = self._policy.on_error
         if on_error == "skip":
@@ -305,14 +296,14 @@ class FailureTracker:
                 if on_error(error):
                     return
             except Exception as raised:
-                raise FatalSampleError(f"{hook}: the handler stopped the run: {where}") from raised
-        raise FatalSampleError(f"{hook}: {where}") from error
+                raise FatalSampleError(f"{hook.title}: the handler stopped the run: {where}") from raised
+        raise FatalSampleError(f"{hook.title}: {where}") from error
 
-    def _tolerance(self, hook: str) -> tuple[int, bool]:
+    def _tolerance(self, hook: Hook) -> tuple[int, bool]:
         """Return the failures of a hook in a row that stop the run, and whether the user chose that number."""
         if self._policy.tolerance is not None:
             return self._policy.tolerance, True
-        own = getattr(getattr(self._encoder, hook, None), "__failure_tolerance__", None)
+        own = getattr(getattr(self._encoder, hook.title, None), "__failure_tolerance__", None)
         if own is not None:
             return int(own), True
         of_encoder = getattr(self._encoder, "__default_failure_tolerance__", DEFAULT_TOLERANCE)

@@ -14,6 +14,7 @@ from energon_bridge.stream.pipeline import PendingLoads, Pipeline
 from energon_bridge.stream.report import MAX_MEMBERS, SamplePlace, named
 from energon_bridge.stream.state import COLUMNS, Counts, SampleRef, as_members
 from energon_bridge.stream.values import RestoreKey
+from energon_bridge.task_encoder.hooks import Hook
 
 _ENCODED_AGAIN = COLUMNS.index("encoded_again")
 
@@ -38,7 +39,7 @@ def encode_again(
                 continue
             out.append(None)
             gone = LookupError(f"waited to be packed or batched, but its encoder no longer gives output {ref.output}")
-            pipeline.failed(gone, [(ref.leaf, ref.sample)], counts, hook="restore")
+            pipeline.steps.failed(gone, [(ref.leaf, ref.sample)], counts, hook=Hook.RESTORE)
     return out
 
 
@@ -57,7 +58,9 @@ def restore(pipeline: Pipeline, key: tuple[Any, ...]) -> Any:
         pipeline.begin(lane, number - (which[0] if which else 0))
         rows = [_row(pipeline, tuple(one)) for one in keys]
         output = which[0] if which else 0
-        batches = pipeline.collate([row for row, _ in rows], list(keys), rows[0][1], lane, number - output)
+        leaves = [leaf for _, leaf in rows]
+        batches = pipeline.collate([row for row, _ in rows], list(keys), leaves, lane, number - output, None)
+    assert batches is not None, "without counts a hook that fails raises"
     return batches[output]
 
 
@@ -99,17 +102,17 @@ def _row(pipeline: Pipeline, key: tuple[Any, ...]) -> tuple[Any, int]:
     if key and key[0] == "Pack":
         _, output, keys = key
         members = [_restore_one(pipeline, tuple(one)) for one in keys]
-        seeds = [(pipeline.source(leaf).user_key, *one[1:]) for (_, leaf), one in zip(members, keys, strict=True)]
+        refs = [SampleRef(leaf, *one[1:]) for (_, leaf), one in zip(members, keys, strict=True)]
         pipeline.decode_deferred([sample for sample, _ in members])
-        samples = [code.post(sample, *seed) for (sample, _), seed in zip(members, seeds, strict=True)]
-        row, leaf = code.pack(samples, *seeds[0])[output], members[0][1]
+        samples = [code.post(sample, ref, None) for (sample, _), ref in zip(members, refs, strict=True)]
+        row, leaf = code.pack(samples, refs, None)[output], members[0][1]
     else:
         row, leaf = _restore_one(pipeline, key)
-        if code.by_length:
+        if pipeline.own.by_length:
             pipeline.decode_deferred([row])
-            row = code.post(row, pipeline.source(leaf).user_key, *key[1:])
-    if pipeline.settings.run.batch_size is None and not code.groups:
-        row = pipeline.collate([row], [key], leaf, 0, 0)[0]
+            row = code.post(row, SampleRef(leaf, *key[1:]), None)
+    if pipeline.settings.run.batch_size is None and not pipeline.own.groups:
+        pipeline.collate([row], [key], [leaf], 0, 0, None)
     return row, leaf
 
 

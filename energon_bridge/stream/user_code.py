@@ -1,56 +1,28 @@
-"""Runs user code: the hooks of a task encoder, under keyed randomness.
+"""The hooks of a task encoder as the engine calls them: which of them are user code, and what they may return.
 
-Before each user hook, and before code that comes with a dataset (`dataset_code`), the global generators of `random`,
-numpy and torch are seeded from a key of the draw (or of the microbatch), so that encoding a sample again gives the same
-result in any process. Without user code nothing is seeded. In the training process the generators are restored after
-each microbatch, and only one thread at a time uses them: several loaders in threads deliver what each delivers alone.
-
-From `postencode_sample` on, user code sees no deferred images: those in fields are decoded first, and those from stores
-and caches when they are requested (`current.DELIVERING`).
-
-Each hook records itself and its sample in an `Activity`, so that error messages and the watchdog can name them.
+Each runs in a step (`steps.py`). From `postencode_sample` on, user code sees no deferred images: those in fields are
+decoded first, and those from stores and caches when they are requested (`current.DELIVERING`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import random
-import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from types import GeneratorType
-from typing import Any, Literal
-
-import numpy as np
-import torch
+from typing import Any, Literal, Protocol
 
 from energon_bridge.errors import ConfigurationError, FatalSampleError, SampleError
-from energon_bridge.rng import fold
-from energon_bridge.storage.helpers import PerProcess
-from energon_bridge.stores import CachePool
-from energon_bridge.stream.dataset_code import PendingSample
 from energon_bridge.stream.hook_values import group_key, selected_lists, shown, whole_number
-from energon_bridge.stream.watchdog import Activity, Words
-from energon_bridge.task_encoder.current import (
-    BATCH,
-    CACHE,
-    CONFIG,
-    DELIVERING,
-    LAST,
-    NUMBER,
-    SAMPLE,
-    UNKNOWN,
-    tallying,
-)
+from energon_bridge.stream.state import Counts, SampleRef
+from energon_bridge.stream.steps import Attempt, Members, Ref, Step, Steps
+from energon_bridge.task_encoder.current import BATCH, DELIVERING, LAST, UNKNOWN
 from energon_bridge.task_encoder.deferred import decode_deferred
+from energon_bridge.task_encoder.hooks import Hook, hook_of, is_overridden
 
-logger = logging.getLogger(__name__)
-
-_ENCODE, _BATCH, _POST, _SELECT, _PACK, _GROUP, _COOK, _LENGTH = range(1, 9)
-_LOADING = ("read", "decode", "field_map", "part_filter", "sample_loader", "joiner", "cook_crude_sample")
+_LOADING = (Hook.READ, Hook.DECODE, Hook.FIELD_MAP, Hook.PART_FILTER, Hook.SAMPLE_LOADER, Hook.JOINER, Hook.COOK)
+_LATE = (Hook.DECODE_DEFERRED, Hook.POSTENCODE)
+_BATCHING = (Hook.BATCH, Hook.ENCODE_BATCH)
 
 Selection = Literal["packs", "microbatches"] | None
 """What is selected of a buffer of samples: packs, by the encoder; microbatches of similar length; None: nothing is."""
@@ -63,196 +35,182 @@ def selection_of(packing_buffer_size: int | None, max_tokens_per_microbatch: int
     return "packs" if max_tokens_per_microbatch is None else "microbatches"
 
 
-@dataclass(slots=True)
-class BegunDraw:
-    """A draw after its first hook: samples or exception, the hook that ran last, its argument, and its counts."""
-
-    encoded: list[Any]
-    error: Exception | None
-    hook: str
-    sample: Any
-    tally: Counter[str]
-
-
-class HookRunner:
-    """Calls the hooks of an encoder.
+class OwnHooks:
+    """Which hooks of an encoder are user code, and what follows from that.
 
     Args:
         encoder: The task encoder.
         selects: What is selected of a buffer of samples.
         makes: Whether it cooks samples of a leaf, or a leaf has code of its own.
-        words: Where to write what is running (`Activity.words`).
 
     Attributes:
+        first: The hook that a draw begins with.
+        pre: Whether that is user code.
         encodes: Whether user code sees every sample drawn.
         groups: Whether rows are batched by groups.
         by_length: Whether microbatches are selected by the lengths of samples.
         waits: Whether samples wait to be packed or grouped, so that they may be encoded again for another microbatch.
         posts: Whether `postencode_sample` is user code.
         posts_alone: Whether it is, and samples go there right after the first hook, since nothing is selected.
-        now: The running hook and its argument.
-        drawing: The steps that must have worked if a draw gives samples.
-        hooks: All steps on the way to a microbatch.
-        tally: Counts that hooks made by `count_over_long`; taken after each hook.
+        batches: Whether one of the hooks for batches is user code.
+        present: Whether any hook is.
+        proves: What must have worked if a hook did, where that is more than the hook.
+        all: All steps on the way to a microbatch.
 
     Raises:
         ConfigurationError: The encoder overrides hooks that exclude each other.
     """
 
-    def __init__(
-        self, encoder: Any, *, selects: Selection = None, makes: bool = False, words: Words | None = None
-    ) -> None:
-        self.encoder = encoder
+    def __init__(self, encoder: Any, *, selects: Selection = None, makes: bool = False) -> None:
+        name = type(encoder).__name__
         packs, self.by_length = selects == "packs", selects == "microbatches"
-        self._selects = selects is not None
-        pre, self.posts = (not is_default(_hook(encoder, f"{name}encode_sample")) for name in ("pre", "post"))
-        encodes = not is_default(encoder.encode_sample)
+        pre, self.posts = is_overridden(encoder, Hook.PREENCODE), is_overridden(encoder, Hook.POSTENCODE)
+        encodes = is_overridden(encoder, Hook.ENCODE)
         if encodes and (pre or self.posts):
             raise ConfigurationError(
-                f"{type(encoder).__name__} overrides encode_sample and also preencode_sample or postencode_sample: "
+                f"{name} overrides encode_sample and also preencode_sample or postencode_sample: "
                 "override either encode_sample or, for work before and after packing, the other two"
             )
-        if packs:
-            for name in ("select_samples_to_pack", "pack_selected_samples"):
-                if is_default(_hook(encoder, name)):
-                    raise ConfigurationError(
-                        f"packing_buffer_size is set, but {type(encoder).__name__} does not override {name}"
-                    )
-        self._first = encoder.encode_sample if encodes else _hook(encoder, "preencode_sample")
-        self._pre = encodes or pre
+        for hook in (Hook.SELECT, Hook.PACK) if packs else ():
+            if not is_overridden(encoder, hook):
+                raise ConfigurationError(f"packing_buffer_size is set, but {name} does not override {hook.title}")
+        self.first = Hook.ENCODE if encodes else Hook.PREENCODE
+        self.pre = encodes or pre
         self.posts_alone = self.posts and not selects
-        self.encodes = self._pre or self.posts_alone or makes
-        self.groups = not is_default(_hook(encoder, "batch_group_criterion"))
+        self.encodes = self.pre or self.posts_alone or makes
+        self.groups = is_overridden(encoder, Hook.GROUP)
         if self.groups and self.by_length:
             raise ConfigurationError(
-                f"max_tokens_per_microbatch is set, but {type(encoder).__name__} overrides batch_group_criterion: both "
+                f"max_tokens_per_microbatch is set, but {name} overrides batch_group_criterion: both "
                 "choose the samples of a microbatch. Leave one of them out"
             )
-        self.waits = self._selects or self.groups
-        if self.by_length and not hasattr(encoder, "sample_length"):
+        self.waits = bool(selects) or self.groups
+        if self.by_length and not hasattr(encoder, Hook.LENGTH.title):
             raise ConfigurationError(
-                f"max_tokens_per_microbatch is set, but {type(encoder).__name__} has no sample_length: add that "
+                f"max_tokens_per_microbatch is set, but {name} has no sample_length: add that "
                 "method, which returns the length of a sample in tokens, or derive from TaskEncoder"
             )
-        self._seeds_length = not is_default(_hook(encoder, "sample_length"))
-        self._batches = not (is_default(encoder.batch) and is_default(encoder.encode_batch))
-        self.now = Activity(words)
+        self.measures = is_overridden(encoder, Hook.LENGTH)
+        self.batches = is_overridden(encoder, Hook.BATCH, Hook.ENCODE_BATCH)
+        self.present = self.encodes or self.batches or self.waits
+        drawing = (*_LOADING, self.first, *(() if selects else _LATE))
+        self.proves = {self.first: drawing, Hook.POSTENCODE: _LATE, Hook.BATCH: _BATCHING}
+        late = _LATE if self.posts else ()
+        selecting = (Hook.SELECT, *late, Hook.PACK) if packs else (Hook.LENGTH, *late) if self.by_length else ()
+        self.all = (*drawing, *selecting, *((Hook.GROUP,) if self.groups else ()), *_BATCHING)
+
+
+class BegunDraw(Attempt):
+    """A draw after its first hook: samples or exception, the hook that ran last, its argument, and its counts."""
+
+    __slots__ = ("encoded", "failed", "hook", "sample", "tally")
+    passes = ()  # kept, so that failures are counted in the order of the draws
+
+    def __init__(self, sample: Any) -> None:
+        self.sample = sample
+        self.encoded: list[Any] = []
+        self.failed = True
+        self.hook: Hook | None = None
         self.tally: Counter[str] = Counter()
-        self._first_name = "encode_sample" if encodes else "preencode_sample"
-        late = ("decode_deferred", "postencode_sample")
-        self.drawing = (*_LOADING, self._first_name, *(() if selects else late))
-        packing: tuple[str, ...] = ("select_samples_to_pack", *late, "pack_selected_samples") if packs else ()
-        packing = ("sample_length", *late) if self.by_length else packing
-        grouping = ("batch_group_criterion",) if self.groups else ()
-        self.hooks = (*self.drawing, *packing, *grouping, "batch", "encode_batch")
 
-    @property
-    def present(self) -> bool:
-        """Whether any hook is not the package's own."""
-        return self.encodes or self._batches or self._selects or self.groups
 
-    def make(self, sample: PendingSample, leaf_key: int, index: int, epoch: int) -> Any:
-        """Finish a draw with the code that comes with its dataset: return the sample, or a `FailedSample`."""
-        SAMPLE.set((leaf_key, index, epoch))
-        self.now.at(leaf_key, index)
-        made = sample.make(partial(self._begin, leaf_key))
-        self.now.rest()
-        return made
+class Drawn(Protocol):
+    """What a draw needs of its leaf: the key of its random numbers, and its cooker."""
 
-    def _begin(self, leaf_key: int, hook: str, dataset: Any, index: int, key: str, words: Iterable[int]) -> None:
-        now = self.now
-        now.dataset, now.index, now.key, now.hook = dataset, index, key, hook
-        seed_everything(fold(leaf_key, *words))
+    user_key: int
+    cook: Callable[[Any], Any] | None
+
+
+class HookRunner:
+    """Calls the hooks of an encoder, each in its step.
+
+    What a method is given besides samples: their references, and the counts of the microbatch (None: what a hook
+    raises is raised).
+    """
+
+    def __init__(self, encoder: Any, own: OwnHooks, steps: Steps) -> None:
+        self.encoder = encoder
+        self.own = own
+        self.steps = steps
+        self._first = hook_of(encoder, own.first)
+        self._draw = Step(steps, own.first)
 
     def encode(
-        self, sample: Any, leaf_key: int, index: int, epoch: int, cook: Callable[[Any], Any] | None = None
+        self,
+        sample: Any,
+        source: Drawn,
+        ref: Ref,
+        counts: Counts,
+        *,
+        again: bool = False,
+        begun: BegunDraw | None = None,
     ) -> list[Any]:
         """Cook and encode the sample of one draw; return the encoded samples (several if the hook is a generator).
 
-        If the encoder packs, this runs `preencode_sample` only.
+        If the encoder selects, this runs `preencode_sample` only. `begun` is what `begin` made of the draw.
         """
-        encoded = self._first_of(sample, leaf_key, index, epoch, cook)
-        return self._posted(encoded, leaf_key, index, epoch) if self.posts_alone else encoded
+        if not self.own.encodes:
+            self.steps.worked(self.own.first, ref[:1])
+            return [sample]
+        with self._draw.on(sample, source.user_key, ref, counts, sample=sample, again=again) as step:
+            encoded = self._first_of(step, sample, source.cook) if begun is None else self._outputs(begun)
+            return self._posted(step, encoded) if self.own.posts_alone else encoded
+        return []
 
-    def begin(
-        self, sample: Any, leaf_key: int, index: int, epoch: int, cook: Callable[[Any], Any] | None = None
-    ) -> BegunDraw:
-        """Run the first part of `encode`, before images are decoded; `finish` raises its exception, if any."""
-        error, encoded = None, []
-        try:
-            encoded = self._first_of(sample, leaf_key, index, epoch, cook)
-        except Exception as raised:  # kept, so that failures are counted in the order of the draws
-            error = raised
-        begun = BegunDraw(encoded, error, self.now.hook, sample, self.tally.copy())
-        self.tally.clear()
+    def begin(self, sample: Any, source: Drawn, ref: Ref) -> BegunDraw:
+        """Run the first part of `encode`, before images are decoded; `encode` raises its exception, if any."""
+        begun, tally = BegunDraw(sample), self.steps.tally
+        with begun:
+            begun.encoded = self._first_of(self._draw.on(sample, source.user_key, ref, None), sample, source.cook)
+            begun.failed = False
+        begun.hook = self.steps.now.hook
+        begun.tally.update(tally)
+        tally.clear()
         return begun
 
-    def finish(self, begun: BegunDraw, leaf_key: int, index: int, epoch: int) -> list[Any]:
-        """Run the second part of `encode`; raises the exception of the first part, if any."""
-        SAMPLE.set((leaf_key, index, epoch))
-        self.now.at(leaf_key, index)
-        self.now.sample, self.now.hook = begun.sample, begun.hook
-        self.tally.update(begun.tally)
-        if begun.error is not None:
+    def _outputs(self, begun: BegunDraw) -> list[Any]:
+        """Return what `begin` made of a draw, as if it ran now."""
+        self.steps.now.hook = begun.hook
+        self.steps.tally.update(begun.tally)
+        if begun.failed:
             raise begun.error
-        return self._posted(begun.encoded, leaf_key, index, epoch)
+        return begun.encoded
 
-    def _first_of(
-        self, sample: Any, leaf_key: int, index: int, epoch: int, cook: Callable[[Any], Any] | None
-    ) -> list[Any]:
-        if not self.encodes:
-            return [sample]
-        SAMPLE.set((leaf_key, index, epoch))
-        if self.tally:  # left by a hook that had several samples
-            self.tally.clear()
-        now = self.now
-        now.at(leaf_key, index)
-        now.sample = sample
+    def _first_of(self, step: Step, sample: Any, cook: Callable[[Any], Any] | None) -> list[Any]:
         if cook is not None:
-            now.hook = "cook_crude_sample"
-            seed_everything(fold(leaf_key, _COOK, index, epoch))
+            step.begin(Hook.COOK)
             sample = cook(sample)
             if sample is None:
                 raise self._nothing()
-        encoded = [sample]
-        if self._pre:
-            now.hook = self._first_name
-            seed_everything(fold(leaf_key, _ENCODE, index, epoch))
-            encoded = self._encoded(self._first(sample))
-        if not self.posts_alone:
-            now.sample = None
-            now.hook = ""
-        return encoded
-
-    def _posted(self, encoded: list[Any], leaf_key: int, index: int, epoch: int) -> list[Any]:
-        now = self.now
-        now.hook = "decode_deferred"
-        decode_deferred(encoded)
-        encoded = [self.post(one, leaf_key, index, epoch, output) for output, one in enumerate(encoded)]
-        now.sample = None
-        now.hook = ""
-        return encoded
-
-    def _encoded(self, value: Any) -> list[Any]:
-        """Return the outputs of the first hook; those of a generator may end up in several microbatches."""
-        if not isinstance(value, GeneratorType):
-            return self._listed(value)
-        token = BATCH.set(UNKNOWN)
+        if not self.own.pre:
+            return [sample]
+        step.begin(self.own.first)
+        made = self._first(sample)
+        if not isinstance(made, GeneratorType):
+            return self._listed(made)
+        token = BATCH.set(UNKNOWN)  # its outputs may end up in several microbatches
         try:
-            return self._listed(value)
+            return self._listed(made)
         finally:
             BATCH.reset(token)
 
-    def post(self, sample: Any, leaf_key: int, index: int, epoch: int, output: int) -> Any:
-        """Run `postencode_sample` on a sample that will be packed or batched next."""
-        if not self.posts:
+    def _posted(self, step: Step, encoded: list[Any]) -> list[Any]:
+        self.steps.now.hook = Hook.DECODE_DEFERRED
+        decode_deferred(encoded)
+        return [self._post(step, one, output) for output, one in enumerate(encoded)]
+
+    def post(self, sample: Any, ref: SampleRef, counts: Counts | None, *, again: bool = False) -> Any:
+        """Run `postencode_sample` on a sample that will be packed or batched next; return None if it fails."""
+        if not self.own.posts:
             return sample
-        SAMPLE.set((leaf_key, index, epoch))
-        if self._selects and self.tally:
-            self.tally.clear()
-        self.now.at(leaf_key, index)
-        self.now.hook = "postencode_sample"
-        seed_everything(fold(leaf_key, _POST, index, epoch, output))
+        with self.steps.step(Hook.POSTENCODE, None, ref, counts, again=again, seeds=False) as step:
+            self.steps.now.hook = Hook.DECODE_DEFERRED
+            decode_deferred([sample])
+            return self._post(step, sample, ref.output)
+        return None
+
+    def _post(self, step: Step, sample: Any, output: int) -> Any:
+        step.begin(Hook.POSTENCODE, output)
         with _delivering():
             encoded = self.encoder.postencode_sample(sample)
         if isinstance(encoded, GeneratorType):
@@ -264,92 +222,78 @@ class HookRunner:
             raise self._nothing()
         return encoded
 
-    def select(self, samples: list[Any], leaf_key: int, index: int, epoch: int, output: int, *, last: bool) -> Any:
-        """Return groups of the samples, each of which becomes a pack; the key is that of the first sample.
+    def select(
+        self, samples: list[Any], refs: Sequence[SampleRef], counts: Counts, *, last: bool
+    ) -> list[Iterable[Any]] | None:
+        """Return groups of the samples, each of which becomes a pack; None if the hook fails.
 
         `last`: no samples will join those left over.
         """
-        SAMPLE.set(())
-        self.now.hook, self.now.sample = "select_samples_to_pack", samples
-        seed_everything(fold(leaf_key, _SELECT, index, epoch, output))
-        token = LAST.set(last)
-        try:
-            groups = self.encoder.select_samples_to_pack(samples)
-            groups = list(groups) if isinstance(groups, GeneratorType) else groups
-        finally:
-            LAST.reset(token)
-        groups = selected_lists(groups, samples, self._where)
-        self.now.rest()
-        return groups
+        with self.steps.step(Hook.SELECT, samples, refs[0], counts, members_of(refs)):
+            token = LAST.set(last)
+            try:
+                groups = self.encoder.select_samples_to_pack(samples)
+                groups = list(groups) if isinstance(groups, GeneratorType) else groups
+            finally:
+                LAST.reset(token)
+            return selected_lists(groups, samples, self._where)
+        return None
 
-    def length(self, sample: Any, leaf_key: int, index: int, epoch: int, output: int) -> int:
-        """Return the length of a sample in tokens, by `sample_length`; at least 1."""
-        SAMPLE.set((leaf_key, index, epoch))
-        self.now.hook, self.now.sample = "sample_length", sample
-        if self._seeds_length:
-            seed_everything(fold(leaf_key, _LENGTH, index, epoch, output))
-        found = self.encoder.sample_length(sample)
-        length = whole_number(found)
-        if length is None:
-            raise FatalSampleError(
-                f"{self._where} returned {type(found).__name__} {shown(found)}: return the length of the sample, a "
-                "whole number of tokens"
-            )
-        if length < 0:
-            raise SampleError(f"{self._where} returned the length {length}; expected at least 0")
-        self.now.rest()
-        return max(1, length)
+    def length(self, sample: Any, ref: SampleRef, counts: Counts) -> int | None:
+        """Return the length of a sample in tokens, by `sample_length`, at least 1; None if the hook fails."""
+        with self.steps.step(Hook.LENGTH, sample, ref, counts, seeds=self.own.measures):
+            given = self.encoder.sample_length(sample)
+            length = whole_number(given)
+            if length is None:
+                raise FatalSampleError(
+                    f"{self._where} returned {type(given).__name__} {shown(given)}: return the length of the sample, a "
+                    "whole number of tokens"
+                )
+            if length < 0:
+                raise SampleError(f"{self._where} returned the length {length}; expected at least 0")
+            return max(1, length)
+        return None
 
-    def pack(self, samples: list[Any], leaf_key: int, index: int, epoch: int, output: int) -> list[Any]:
-        """Return the rows of a pack; the key is that of its first sample."""
-        SAMPLE.set(())
-        self.now.hook, self.now.sample = "pack_selected_samples", samples
-        seed_everything(fold(leaf_key, _PACK, index, epoch, output))
-        with _delivering() if self.posts else contextlib.nullcontext():
-            rows = self._listed(self.encoder.pack_selected_samples(samples))
-        self.now.rest()
-        return rows
+    def pack(self, samples: list[Any], refs: Sequence[SampleRef], counts: Counts | None) -> list[Any]:
+        """Return the rows of a pack; none if the hook fails."""
+        with self.steps.step(Hook.PACK, samples, refs[0], counts, members_of(refs)), self._delivered():
+            return self._listed(self.encoder.pack_selected_samples(samples))
+        return []
 
-    def group(self, row: Any, leaf_key: int, index: int, epoch: int, output: int) -> tuple[Hashable, int | None]:
-        """Return the group of a row, as a plain value, and the batch size of the group, by `batch_group_criterion`."""
-        self.now.hook, self.now.sample = "batch_group_criterion", row
-        seed_everything(fold(leaf_key, _GROUP, index, epoch, output))
-        found = self.encoder.batch_group_criterion(row)
-        if not isinstance(found, tuple) or len(found) != 2:
-            got = "None" if found is None else f"{type(found).__name__} {shown(found)}"
-            raise FatalSampleError(
-                f"{self._where} returned {got}: return the group and its batch size (None: that of the loader), or "
-                "raise SkipSample"
-            )
-        key, given = group_key(found[0], self._where), found[1]
-        size = None if given is None else whole_number(given)
-        if given is not None and (size is None or size < 1):
-            raise FatalSampleError(
-                f"{self._where} returned batch size {shown(given)} for the group {shown(key)}; expected a whole number "
-                "of at least 1"
-            )
-        self.now.rest()
-        return key, size
+    def group(self, row: Any, refs: Sequence[SampleRef], counts: Counts) -> tuple[Hashable, int | None] | None:
+        """Return the group of a row, as a plain value, and its batch size; None if `batch_group_criterion` fails."""
+        with self.steps.step(Hook.GROUP, row, refs[0], counts, members_of(refs)):
+            given = self.encoder.batch_group_criterion(row)
+            if not isinstance(given, tuple) or len(given) != 2:
+                got = "None" if given is None else f"{type(given).__name__} {shown(given)}"
+                raise FatalSampleError(
+                    f"{self._where} returned {got}: return the group and its batch size (None: that of the loader), or "
+                    "raise SkipSample"
+                )
+            key, most = group_key(given[0], self._where), given[1]
+            size = None if most is None else whole_number(most)
+            if most is not None and (size is None or size < 1):
+                raise FatalSampleError(
+                    f"{self._where} returned batch size {shown(most)} for the group {shown(key)}; expected a whole "
+                    "number of at least 1"
+                )
+            return key, size
+        return None
 
     def collate(
-        self, samples: list[Any], leaf_key: int, index: int, epoch: int, output: int, *, number: int
-    ) -> list[Any]:
-        """Return the batches of some rows; their randomness is keyed by the first sample.
+        self, samples: list[Any], ref: SampleRef, counts: Counts | None, members: Members, *, number: int
+    ) -> list[Any] | None:
+        """Return the batches of some rows, None if a hook fails; their randomness is keyed by the first sample.
 
         (Not by the `number` of the microbatch: a hook that raises by chance must not raise on the next one, too.)
         """
-        now = self.now
-        now.hook, now.sample = "batch", samples
-        if self._batches:
-            seed_everything(fold(leaf_key, _BATCH, index, epoch, output))
-            SAMPLE.set(())
-            BATCH.set(number)
-        with _delivering() if self.posts else contextlib.nullcontext():
+        with self.steps.step(Hook.BATCH, samples, ref, counts, members, seeds=self.own.batches), self._delivered():
+            if self.own.batches:
+                BATCH.set(number)
             raw = self._listed(self.encoder.batch(samples), "the batch")
-            now.hook = "encode_batch"
-            batches = [out for batch in raw for out in self._listed(self.encoder.encode_batch(batch), "the batch")]
-        now.hook, now.sample = "", None
-        return batches
+            self.steps.now.hook = Hook.ENCODE_BATCH
+            return [out for batch in raw for out in self._listed(self.encoder.encode_batch(batch), "the batch")]
+        return None
 
     def _listed(self, value: Any, wanted: str = "the sample") -> list[Any]:
         """Return the value of the current hook as a list, or all that it yields; `wanted` describes it in errors."""
@@ -366,7 +310,17 @@ class HookRunner:
     @property
     def _where(self) -> str:
         """The running hook and its class, for messages."""
-        return f"{self.now.hook} of {type(self.encoder).__name__}"
+        hook = self.steps.now.hook
+        return f"{hook.title if hook else None} of {type(self.encoder).__name__}"
+
+    def _delivered(self) -> contextlib.AbstractContextManager[None]:
+        """Samples that went through `postencode_sample` have nothing deferred from here on."""
+        return _delivering() if self.own.posts else contextlib.nullcontext()
+
+
+def members_of(refs: Iterable[SampleRef]) -> Members:
+    """Return leaf and index of some samples."""
+    return ((ref.leaf, ref.sample) for ref in refs)
 
 
 @contextlib.contextmanager
@@ -376,73 +330,3 @@ def _delivering() -> Iterator[None]:
         yield
     finally:
         DELIVERING.reset(token)
-
-
-def _hook(encoder: Any, name: str) -> Any:
-    """Return a hook of an encoder; encoders that do not derive from `TaskEncoder` may lack some."""
-    return getattr(encoder, name, _no_hook)
-
-
-def _no_hook() -> None: ...
-
-
-_no_hook.__default_hook__ = True  # type: ignore[attr-defined]
-
-
-def is_default(hook: Any) -> bool:
-    """Whether a hook is the package's own, also for encoders that forward their hooks to another encoder."""
-    return bool(getattr(hook, "__default_hook__", False))
-
-
-def seed_everything(key: int) -> None:
-    """Seed the global generators of `random`, numpy and torch (CPU) from a key."""
-    random.seed(key)
-    np.random.seed(key & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(key >> 1)
-
-
-_generators = PerProcess(threading.RLock)
-"""Held while hooks run in the training process, since all its threads share the global generators."""
-_has_warned = False
-
-
-@contextlib.contextmanager
-def running_hooks(cache: CachePool, tally: Counter[str], *, put_back: bool, config: Any = None) -> Iterator[None]:
-    """Set the context variables that hooks read: cache pool, tally, configuration.
-
-    With `put_back`, restore the global generators afterwards.
-    """
-    of_loader = CONFIG.set(config)
-    token, sample, batch, number = CACHE.set(cache), SAMPLE.set(()), BATCH.set(-1), NUMBER.set(-1)
-    try:
-        with tallying(tally), generators_put_back() if put_back else contextlib.nullcontext():
-            yield
-    finally:
-        CONFIG.reset(of_loader)
-        CACHE.reset(token)
-        SAMPLE.reset(sample)
-        BATCH.reset(batch)
-        NUMBER.reset(number)
-
-
-@contextlib.contextmanager
-def generators_put_back() -> Iterator[None]:
-    """Restore the global generators afterwards; no other thread runs hooks meanwhile."""
-    global _has_warned
-    thread = threading.current_thread()
-    if thread is not threading.main_thread() and not _has_warned:
-        _has_warned = True
-        logger.warning(
-            "hooks of a task encoder run in thread %r of the training process (num_workers=0). They seed the global "
-            "generators of random, numpy and torch, so numbers that other threads draw from these meanwhile (for "
-            "dropout on the CPU, say) are not reproducible. Use worker processes, or iterate in the main thread",
-            thread.name,
-        )
-    with _generators():
-        states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-            torch.default_generator.set_state(states[2])

@@ -11,7 +11,6 @@ from typing import Any
 
 from energon_bridge.errors import (
     CorruptShardError,
-    FatalSampleError,
     FieldAccessError,
     QuarantinedSampleError,
     StorageError,
@@ -22,7 +21,9 @@ from energon_bridge.samples.stacking import Slab
 from energon_bridge.stores.base import follow_links
 from energon_bridge.stream.reader import RoundBuffer, Unread, Unreadable
 from energon_bridge.stream.report import SamplePlace
+from energon_bridge.stream.steps import Attempt
 from energon_bridge.stream.watchdog import INDEX, Activities
+from energon_bridge.task_encoder.hooks import Hook
 
 RestoreKey = tuple[str, int, int, int]
 """Identity of the leaf, index of the sample, epoch, and number of the output among the outputs of its draw."""
@@ -45,15 +46,15 @@ class FailedSample:
 
     __slots__ = ("error", "hook", "place")
 
-    def __init__(self, error: Exception | None, hook: str, place: SamplePlace) -> None:
+    def __init__(self, error: Exception | None, hook: Hook, place: SamplePlace) -> None:
         self.error = error
         self.hook = hook
         self.place = place
 
 
-EXCLUDED = FailedSample(None, "", SamplePlace("", "", -1))
+EXCLUDED = FailedSample(None, Hook.READ, SamplePlace("", "", -1))
 """A draw whose sample is listed in `exclude`."""
-BANNED = FailedSample(None, "", SamplePlace("", "", -1))
+BANNED = FailedSample(None, Hook.READ, SamplePlace("", "", -1))
 """A draw whose sample is banned; it is not read."""
 
 
@@ -107,7 +108,7 @@ class SampleParser:
         drawn = buffer.indices[low:high]
         indices, shards = drawn.tolist(), buffer.reader.shards_of(drawn).tolist()
         now = self._activities.mine()
-        now.dataset, now.index, now.hook = self._dataset, indices[0], "read"
+        now.dataset, now.index, now.hook = self._dataset, indices[0], Hook.READ
         raws: list[Any] = buffer.fetch(low, high, ahead=ahead)
         if self.barred.indices:
             raws = [self.barred.instead_of(raw, index) for raw, index in zip(raws, indices, strict=True)]
@@ -132,18 +133,20 @@ class SampleParser:
         path, names, excluded = dataset.path, dataset.shard_names, dataset.excluded
         source_path = dataset.source_path or path
         now = self._activities.mine()
-        now.dataset, now.hook = dataset, "read"
+        now.dataset, now.hook = dataset, Hook.READ
+        attempt = Attempt()
         parsed: list[Any] = []  # key and parts of each, or a `FailedSample`
-        for raw, index, shard in zip(raws, indices, shards, strict=True):
-            try:
-                found = self._parse(raw, self._parts)
-                parsed.append(EXCLUDED if excluded and (names[shard], found[0]) in excluded else found)
-            except FatalSampleError:
-                raise
-            except Exception as error:  # the error policy decides
-                error = raw.error if type(raw) is Unreadable else self._located(error, raw, names[shard], index)
-                parsed.append(FailedSample(error, "read", SamplePlace(path, names[shard], index, "", ())))
-        now.hook = "decode"
+        drawn = zip(raws, shards, strict=True)
+        while len(parsed) < len(raws):
+            with attempt:  # of all, and of those left after a failure
+                for raw, shard in drawn:
+                    found = self._parse(raw, self._parts)
+                    parsed.append(EXCLUDED if excluded and (names[shard], found[0]) in excluded else found)
+                break
+            index = indices[len(parsed)]
+            error = raw.error if type(raw) is Unreadable else self._located(attempt.error, raw, names[shard], index)
+            parsed.append(FailedSample(error, Hook.READ, SamplePlace(path, names[shard], index, "", ())))
+        now.hook = Hook.DECODE
         images: dict[int, tuple[str, Any]] = {}
         rows: Sequence[int] = range(len(parsed))
         if into is not None and self._decode_into is not None:
@@ -151,30 +154,29 @@ class SampleParser:
             images = self._decode_into(into[0], *self._turns(parsed, indices, rows))
         out: list[Any] = []
         words, decodes = now.words, self._decode is not None
-        for raw, one, index, shard, restore_key, row in zip(
-            raws, parsed, indices, shards, restore_keys, rows, strict=True
-        ):
-            if type(one) is FailedSample:
-                out.append(one)
-                continue
-            key, parts = one
-            now.index, now.key, hook = index, key, "decode"
-            if decodes:
-                words[INDEX] = restore_key[1]  # in a join: its row
-            try:
-                values = self._values(parts, images.get(row))
-                source = SourceInfo(source_path, index, names[shard], tuple(map(f"{key}.".__add__, parts)))
-                hook = "field_map"
-                out.append(self._sample(key, restore_key, source, values))
-            except FatalSampleError:
-                raise
-            except Exception as error:
-                there = tuple(parts)
-                if isinstance(error, FieldAccessError):  # an ignored part may be the one to name
-                    with contextlib.suppress(StorageError):
-                        there = self.name_of(raw, index)[1]
-                    error = dataset.field_map.missing(values, there) or error
-                out.append(FailedSample(error, hook, SamplePlace(path, names[shard], index, key, there)))
+        decode, field_map = Hook.DECODE, Hook.FIELD_MAP
+        columns = zip(parsed, indices, shards, restore_keys, rows, strict=True)
+        while len(out) < len(raws):
+            with attempt:
+                for one, index, shard, restore_key, row in columns:
+                    if type(one) is FailedSample:
+                        out.append(one)
+                        continue
+                    key, parts = one
+                    now.index, now.key, hook = index, key, decode
+                    if decodes:
+                        words[INDEX] = restore_key[1]  # in a join: its row
+                    values = self._values(parts, images.get(row))
+                    source = SourceInfo(source_path, index, names[shard], tuple(map(f"{key}.".__add__, parts)))
+                    hook = field_map
+                    out.append(self._sample(key, restore_key, source, values))
+                break
+            error, there = attempt.error, tuple(parts)
+            if isinstance(error, FieldAccessError):  # an ignored part may be the one to name
+                with contextlib.suppress(StorageError):
+                    there = self.name_of(raws[len(out)], index)[1]
+                error = dataset.field_map.missing(values, there) or error
+            out.append(FailedSample(error, hook, SamplePlace(path, names[shard], index, key, there)))
         return out
 
     def _located(self, error: Exception, raw: Any, shard: str, index: int) -> Exception:

@@ -27,6 +27,7 @@ import numpy as np
 from energon_bridge.errors import ConfigurationError, HookTimeoutError
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.stream.report import place_in
+from energon_bridge.task_encoder.hooks import Hook
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What a thread of the loader is doing: a few attributes that it sets and others may read at any time.
@@ -37,18 +38,8 @@ from energon_bridge.stream.report import place_in
 # process, which thus knows what a worker was doing when it was killed or while it holds the interpreter lock.
 
 
-SAMPLE_HOOKS = (
-    *("decode", "part_filter", "sample_loader", "joiner", "cook_crude_sample", "encode_sample", "preencode_sample"),
-    "postencode_sample",
-)
-"""Steps that run on one sample, which the words name."""
-HOOKS = (
-    *("", *SAMPLE_HOOKS, "read", "field_map", "decode_deferred", "select_samples_to_pack", "pack_selected_samples"),
-    *("batch_group_criterion", "batch", "encode_batch", "sample_length"),
-)
-_CODES = {hook: code for code, hook in enumerate(HOOKS)}
 HOOK, LEAF, INDEX = range(3)
-"""The words of an activity: the hook's place in `HOOKS`, `LeafSource.user_key`, and the sample's index."""
+"""The words of an activity: the hook's code, 0 for none; `LeafSource.user_key`; and the sample's index."""
 WORDS = 3
 
 Words = MutableSequence[int] | memoryview
@@ -61,7 +52,7 @@ class Activity:
         words: Where to write hook and sample as integers (`HOOK`, `LEAF`, `INDEX`).
 
     Attributes:
-        hook: The hook or step of loading that is running; "" for none.
+        hook: The hook or step of loading that is running; None: none is.
         sample: The sample, or the list of samples, passed to the hook.
         dataset, index, key: While loading: the dataset, the number of the sample and its key.
     """
@@ -70,20 +61,20 @@ class Activity:
 
     def __init__(self, words: Words | None = None) -> None:
         self.words: Words = [0] * WORDS if words is None else words
-        self.hook = ""
+        self.hook = None
         self.sample: Any = None
         self.dataset: Any = None
         self.index = -1
         self.key = ""
 
     @property
-    def hook(self) -> str:
+    def hook(self) -> Hook | None:
         return self._hook
 
     @hook.setter
-    def hook(self, hook: str) -> None:
+    def hook(self, hook: Hook | None) -> None:
         self._hook = hook
-        self.words[HOOK] = _CODES.get(hook, 0)
+        self.words[HOOK] = 0 if hook is None else hook.code
 
     def at(self, leaf: int, index: int) -> None:
         """Record in the words which sample of which leaf the next hooks are for."""
@@ -92,15 +83,16 @@ class Activity:
 
     def rest(self) -> None:
         """Clear the current hook and drop its sample."""
-        self.hook = self.key = ""
-        self.sample = self.dataset = None
+        self.hook = self.sample = self.dataset = None
+        self.key = ""
         self.index = -1
 
     def __str__(self) -> str:
         """Name hook and sample, without reading a file or showing content."""
-        hook, sample, dataset = self.hook, self.sample, self.dataset
-        if not hook:
+        sample, dataset = self.sample, self.dataset
+        if self.hook is None:
             return "no hook"
+        hook = self.hook.title
         if isinstance(sample, list):
             first = place_in(sample[0]) if sample else None
             return f"{hook} of {len(sample)} samples" + (f", the first one {first}" if first else "")

@@ -16,24 +16,9 @@ from energon_bridge.errors import ConfigurationError
 from energon_bridge.task_encoder.base import AugmentTaskEncoder
 from energon_bridge.task_encoder.cooking import Cooker
 from energon_bridge.task_encoder.decoder import SampleDecoder
+from energon_bridge.task_encoder.hooks import ENCODER_HOOKS, Hook
 
-HOOKS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "cook_crude_sample": ("sample", "cooker", "aux"),
-        "encode_sample": ("sample",),
-        "preencode_sample": ("sample",),
-        "postencode_sample": ("sample",),
-        "select_samples_to_pack": ("samples",),
-        "pack_selected_samples": ("samples",),
-        "sample_length": ("sample",),
-        "batch_group_criterion": ("sample",),
-        "batch": ("samples",),
-        "encode_batch": ("batch",),
-    }
-)
-"""The hooks with their arguments."""
-
-_NEEDED = ("encode_sample", "batch", "encode_batch", "decoder")
+_NEEDED = (Hook.ENCODE.title, Hook.BATCH.title, Hook.ENCODE_BATCH.title, "decoder")
 _LONG_NAME = 10
 """Letters of a name from which on two of them may be wrong."""
 
@@ -57,7 +42,7 @@ def check_encoder(encoder: Any) -> None:
     _check_cookers(encoder)
     own = [kind for kind in type(encoder).__mro__ if kind.__module__.partition(".")[0] not in _NOT_THE_USERS]
     written = {name for kind in own for name in vars(kind)} | set(getattr(encoder, "__dict__", ()))
-    for hook, arguments in HOOKS.items():
+    for hook, arguments in ENCODER_HOOKS.items():
         if hook in written:
             _check_call(encoder, hook, arguments)
     _check_names(encoder, own, written)
@@ -112,7 +97,7 @@ def _check_names(encoder: Any, own: Sequence[type], written: set[str]) -> None:
     name = type(encoder).__name__
     for kind in own:
         for wrong, value in vars(kind).items():
-            meant = _meant(wrong, HOOKS)
+            meant = _meant(wrong, ENCODER_HOOKS)
             if meant is None or meant in written or not isinstance(value, _METHODS):
                 continue
             if wrong in {used for other in own for used in _names_used(other, beside=wrong)}:
@@ -142,7 +127,7 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
 
 def _meant(name: str, known: Mapping[str, Any] | Sequence[str]) -> str | None:
     """Return the known name that a name is probably a typo of; None if the name is known or private."""
-    if name.startswith("_") or name in HOOKS or name in known:
+    if name.startswith("_") or name in ENCODER_HOOKS or name in known:
         return None
     for right in known:
         plain, wanted = (text.lower().replace("_", "") for text in (name, right))

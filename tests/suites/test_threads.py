@@ -18,7 +18,7 @@ from engine import Numbers, TensorEncoder, digest, text_dataset
 from workers import loader_of
 
 from energon_bridge import DefaultTaskEncoder
-from energon_bridge.stream import user_code
+from energon_bridge.stream import steps
 
 STEPS = 40
 
@@ -43,7 +43,7 @@ def quick_switches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let threads change places all the time."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
-    monkeypatch.setattr(user_code, "_has_warned", False)
+    monkeypatch.setattr(steps, "_has_warned", False)
     yield
     sys.setswitchinterval(before)
 
