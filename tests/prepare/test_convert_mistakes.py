@@ -230,7 +230,7 @@ for arguments in json.loads(sys.argv[1]):
 
 
 def test_parquet_files_of_the_hub_are_streamed(tmp_path):
-    """Two tasks and a finish, each in a process of its own, write what the same files on disk give, and download none."""
+    """Two tasks and a finish, each a process of its own, write what the same files on disk give, and download none."""
     pytest.importorskip("huggingface_hub")
     source, flags, _ = parquet(tmp_path / "in", 40)
     data = source.read_bytes()
