@@ -383,7 +383,8 @@ class WorkerPool:
         except (pickle.PicklingError, AttributeError, TypeError) as error:  # which of them, Python's version decides
             if self._method == "fork":
                 raise
-            part = refused_part(work.position.plan.data)
+            data = work.position.plan.data
+            part = refused_part(data.settings) or refused_part(data)
             raise LoaderError(
                 f"worker {number} of {self._number} cannot start by {self._method}, because pickle refuses "
                 f"{part or 'what it is to do'}: {error}. A task encoder must be of a class at the top of a module, and "

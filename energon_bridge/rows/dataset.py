@@ -72,6 +72,7 @@ from energon_bridge.rows.lists import check_media_meant
 from energon_bridge.rows.turns import CONVERSATIONS
 from energon_bridge.samples import sample_type_by_name
 from energon_bridge.storage import OpenFiles, Store, open_store
+from energon_bridge.storage.helpers import PerProcess
 
 _SUFFIXES = (".parquet", ".arrow")
 _VERSION = 1
@@ -467,20 +468,15 @@ class _Kept:
             remedy,
         )
 
-    def forget(self) -> None:
-        """Forget everything: for a forked process, whose parent may hold the lock."""
-        self.__init__()  # type: ignore[misc]
 
-
-_KEPT = _Kept()
-os.register_at_fork(after_in_child=_KEPT.forget)
+_KEPT = PerProcess(_Kept)
 
 
 def _read(group: Group, columns: tuple[str, ...], rows: int) -> Batches:
     """Return some columns of a group (all if none is named) to use `rows` rows of; raises CorruptShardError."""
     arrow = pyarrow_modules()
     try:
-        return _KEPT.get(group, columns, rows) if group.group >= 0 else _mapped(group, columns)
+        return _KEPT().get(group, columns, rows) if group.group >= 0 else _mapped(group, columns)
     except StorageError:
         raise
     except (OSError, arrow.ArrowException) as error:

@@ -1,7 +1,8 @@
 """Connections to servers, and one GET on an open one: the request as bytes, and the head of its answer.
 
-Responses of the usual form (200 or 206 with a length) are parsed here, because http.client parses each head as an
-e-mail message, a third of the CPU time of a request. All others are left to http.client from their first byte on.
+Responses of the usual form (200 or 206 with a length) are parsed here: http.client, which parses each head as an e-mail
+message, takes twice the CPU time per request of 80 KiB (docs/measured/starts-and-requests-2026-11-25.md). All others
+are left to http.client from their first byte on.
 
 Invariant: no byte after a response is read from the connection, so it can be reused.
 """
@@ -19,17 +20,37 @@ import time
 import urllib.request
 from base64 import b64encode
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-_HEAD = 16 << 10
+_MOST_HEAD_BYTES = 16 << 10
 _IDLE_SECONDS = 50.0
+"""Servers close idle connections after a minute or more; one that is older is not tried."""
 _USUAL = {b"200", b"206"}
 _ONCE = {"content-length", "content-range", "transfer-encoding", "etag"}
+"""Headers that a response of the usual form has at most once."""
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """How a server is reached: directly, or by the proxy that the environment names.
+
+    Attributes:
+        address: Host and port to connect to.
+        tunnel: Host and port for which a proxy is asked to open a tunnel, for HTTPS.
+        full_url: Requests name the full URL instead of the path, as proxies of plain HTTP want it.
+        headers: For the proxy: of each request, or of the one for a tunnel.
+    """
+
+    address: str
+    tunnel: tuple[str, int] | None = None
+    full_url: bool = False
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 class Connections:
@@ -37,20 +58,18 @@ class Connections:
 
     def __init__(self) -> None:
         self._idle: dict[tuple[str, str], list[tuple[float, http.client.HTTPConnection]]] = {}
-        self._ways: dict[tuple[str, str], tuple[str, Any]] = {}
+        self._routes: dict[tuple[str, str], Route] = {}
         self._context: ssl.SSLContext | None = None
 
-    def take(
-        self, scheme: str, place: str, silence: float
-    ) -> tuple[http.client.HTTPConnection, bool, bool, dict[str, str]]:
-        """Return a connection, whether it is new, whether it asks by full URL (a proxy does), and headers for that."""
-        try:
-            host, proxy = self._ways[scheme, place]
-        except KeyError:
-            host = urlsplit(f"//{place}").hostname or ""
-            host, proxy = self._ways[scheme, place] = host, _proxy_for(scheme, host)
-        absolute = proxy is not None and scheme == "http"
-        more = {} if proxy is None else _proxy_headers(proxy)
+    def route(self, scheme: str, place: str) -> Route:
+        """Return how a server is reached."""
+        route = self._routes.get((scheme, place))
+        if route is None:
+            route = self._routes[scheme, place] = _route_to(scheme, place)
+        return route
+
+    def take(self, scheme: str, place: str, silence: float) -> tuple[http.client.HTTPConnection, bool]:
+        """Return a connection to a server, and whether it is new: not connected yet."""
         idle = self._idle.get((scheme, place), [])
         while idle:
             try:
@@ -60,26 +79,26 @@ class Connections:
             if time.monotonic() - since < _IDLE_SECONDS and connection.sock is not None:
                 if connection.timeout != silence:
                     allow_silence(connection, silence)
-                return connection, False, absolute, more if absolute else {}
+                return connection, False
             connection.close()
-        by = place if proxy is None else f"{proxy.hostname}:{proxy.port or 80}"
+        route = self.route(scheme, place)
         if scheme == "http":
-            return http.client.HTTPConnection(by), True, absolute, more
+            return http.client.HTTPConnection(route.address), True
         if self._context is None:
             names = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE")
             bundle = next((os.environ[name] for name in names if os.environ.get(name)), None)
             self._context = ssl.create_default_context(cafile=bundle)
-        secured = http.client.HTTPSConnection(by, context=self._context)
-        if proxy is not None:
-            secured.set_tunnel(host, urlsplit(f"//{place}").port or 443, headers=more)
-        return secured, True, False, {}
+        secured = http.client.HTTPSConnection(route.address, context=self._context)
+        if route.tunnel is not None:
+            secured.set_tunnel(*route.tunnel, headers=dict(route.headers))
+        return secured, True
 
     def keep(self, url: str, connection: http.client.HTTPConnection) -> None:
         """Keep a connection to the server of a URL, all of whose last answer has been read."""
         self._idle.setdefault(place_of(url), []).append((time.monotonic(), connection))
 
     def close(self) -> None:
-        """Close those that are idle."""
+        """Close those that wait."""
         for connections in self._idle.values():
             for _, connection in connections:
                 connection.close()
@@ -91,19 +110,21 @@ def place_of(url: str) -> tuple[str, str]:
     return parts.scheme, parts.netloc
 
 
-def _proxy_for(scheme: str, host: str) -> Any:
-    """Return the proxy of the environment (`https_proxy`, `no_proxy`, …) for a host, if there is one."""
+def _route_to(scheme: str, place: str) -> Route:
+    """Return the route to a server by the environment (`https_proxy`, `no_proxy`, …)."""
+    server = urlsplit(f"//{place}")
+    host = server.hostname or ""
     url = urllib.request.getproxies_environment().get(scheme)
     if not url or urllib.request.proxy_bypass(host):
-        return None
-    return urlsplit(url if "://" in url else f"http://{url}")
-
-
-def _proxy_headers(proxy: Any) -> dict[str, str]:
-    if not proxy.username:
-        return {}
-    secret = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
-    return {"Proxy-Authorization": f"Basic {b64encode(secret.encode()).decode()}"}
+        return Route(address=place)
+    proxy = urlsplit(url if "://" in url else f"http://{url}")
+    address, headers = f"{proxy.hostname}:{proxy.port or 80}", {}
+    if proxy.username:
+        secret = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
+        headers = {"Proxy-Authorization": f"Basic {b64encode(secret.encode()).decode()}"}
+    if scheme == "http":
+        return Route(address=address, full_url=True, headers=headers)
+    return Route(address=address, tunnel=(host, server.port or 443), headers=headers)
 
 
 def allow_silence(connection: http.client.HTTPConnection, seconds: float) -> None:
@@ -206,9 +227,9 @@ def get(
         raise ValueError(f"the target or a header of a request to {place} contains a line break")
     sock: socket.socket = connection.sock
     sock.sendall(head + b"\r\n\r\n")
-    buffer = bytearray(_HEAD)
+    buffer = bytearray(_MOST_HEAD_BYTES)
     view, got, end = memoryview(buffer), 0, -1
-    while end < 0 and got < _HEAD:
+    while end < 0 and got < len(buffer):
         count = _received(sock, view[got:])
         if not count:
             if got:
@@ -216,6 +237,7 @@ def get(
             raise http.client.RemoteDisconnected("Remote end closed connection without response")
         end = buffer.find(b"\r\n\r\n", max(0, got - 3), got + count)
         got += count
+    # What came with the head begins the body.
     answer = _usual(sock, bytes(view[:end]), view[end + 4 : got]) if end >= 0 else None
     if answer is not None:
         return answer
@@ -225,7 +247,7 @@ def get(
 
 
 def _usual(sock: socket.socket, head: bytes, rest: memoryview) -> Answer | None:
-    """Return a response of the usual form, or None."""
+    """Return a response of the usual form, or None: in doubt http.client decides what it means."""
     first, *lines = head.split(b"\r\n")
     version, _, status = first.partition(b" ")
     if version != b"HTTP/1.1" or status[:3] not in _USUAL or status[3:4] not in (b" ", b""):

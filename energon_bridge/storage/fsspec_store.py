@@ -6,7 +6,7 @@ Invariant: the file system object belongs to one process. After a fork or in a s
 from __future__ import annotations
 
 import contextlib
-import os
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,6 +20,7 @@ from energon_bridge.errors import (
     StorageError,
 )
 from energon_bridge.storage.base import short_read
+from energon_bridge.storage.helpers import PerProcess
 from energon_bridge.storage.stalls import Stalls
 
 _LARGE = 64 << 20
@@ -32,10 +33,8 @@ class FsspecStore:
     def __init__(self, url: str, stalls: Stalls | None = None) -> None:
         self.root = url.rstrip("/")
         self._stalls = Stalls() if stalls is None else stalls
-        self._pid = -1
-        self._fs: Any = None
-        self._base = ""
-        self._connect()
+        self._opened = PerProcess(functools.partial(_opened, self.root))
+        self._opened()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FsspecStore, (self.root, self._stalls)
@@ -126,19 +125,9 @@ class FsspecStore:
             if fs.isfile(path):
                 fs.rm_file(path)
 
-    def _connect(self) -> None:
-        try:
-            self._fs, self._base = fsspec.core.url_to_fs(self.root)
-        except (ValueError, ImportError) as error:
-            raise ConfigurationError(f"{self.root}: no storage backend for this kind of URL: {error}") from error
-        except Exception as error:  # file systems may check the URL, and define their own errors
-            raise StorageError(f"{self.root}: cannot open: {type(error).__name__}: {error}") from error
-        self._pid = os.getpid()
-
     def _locate(self, rel: str) -> tuple[Any, str]:
-        if self._pid != os.getpid():
-            self._connect()
-        return self._fs, f"{self._base.rstrip('/')}/{rel}" if rel else self._base
+        fs, base = self._opened()
+        return fs, f"{base.rstrip('/')}/{rel}" if rel else base
 
     @contextlib.contextmanager
     def _naming(self, rel: str, doing: str = "read") -> Iterator[None]:
@@ -157,3 +146,13 @@ class FsspecStore:
         except Exception as error:
             kind = "" if isinstance(error, OSError) and str(error) else f"{type(error).__name__}: "
             raise StorageError(f"{self.url(rel)}: cannot {doing}: {kind}{error}") from error
+
+
+def _opened(root: str) -> tuple[Any, str]:
+    try:
+        fs, base = fsspec.core.url_to_fs(root)
+    except (ValueError, ImportError) as error:
+        raise ConfigurationError(f"{root}: no storage backend for this kind of URL: {error}") from error
+    except Exception as error:  # file systems may check the URL, and define their own errors
+        raise StorageError(f"{root}: cannot open: {type(error).__name__}: {error}") from error
+    return fs, base

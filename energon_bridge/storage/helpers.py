@@ -1,4 +1,5 @@
-"""Threads: pools that rest while a worker is forked, and daemon threads for blocking calls.
+"""What threads and forks share badly: pools that rest while a worker is forked, daemon threads for blocking calls, and
+values that each process makes for itself.
 
 Invariant: no job of a `Threads` runs in the block of `at_rest`, which forks, unless its warning says so. A fork has the
 locks that a job holds, also those inside libraries (SQLite's allocator has one), and no thread that releases them.
@@ -15,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -25,6 +26,30 @@ logger = logging.getLogger(__name__)
 _REST_SECONDS = 10.0
 _rest = threading.Condition(threading.Lock())
 _running = 0
+
+
+class PerProcess(Generic[_T]):
+    """A value that each process makes when it first asks for it, such as a lock.
+
+    A fork copies locks that threads of its parent hold, and what these threads are in the middle of; it has none of
+    the threads. So it drops the copy.
+    """
+
+    __slots__ = ("_made", "_make")
+
+    def __init__(self, make: Callable[[], _T]) -> None:
+        self._make = make
+        self._made: dict[int, _T] = {}
+
+    def __call__(self) -> _T:
+        """Return the value of this process."""
+        process = os.getpid()
+        try:
+            return self._made[process]
+        except KeyError:
+            value = self._made.setdefault(process, self._make())  # if threads come at once, that of the first
+            self._made = {process: value}
+            return value
 
 
 class Threads(ThreadPoolExecutor):

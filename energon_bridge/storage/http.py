@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import math
-import os
 import queue
 import random
 import re
@@ -26,13 +25,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import urljoin, urlsplit
 
 from energon_bridge.storage.answers import Answer, Connections, allow_silence, get, place_of
-from energon_bridge.storage.helpers import Helpers
+from energon_bridge.storage.helpers import Helpers, PerProcess
 from energon_bridge.storage.network import MADE
 from energon_bridge.storage.stalls import Stalls
 
@@ -532,25 +531,28 @@ class Client:
     ) -> tuple[http.client.HTTPConnection, Answer | http.client.HTTPResponse]:
         """Send a request on an idle connection or a new one; return it with the head of the response."""
         parts = urlsplit(url)
-        path = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
+        scheme, place = parts.scheme, parts.netloc
+        route = self._connections.route(scheme, place)
+        asked = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
+        if route.full_url:
+            asked, headers = url, {**headers, **route.headers}
         while True:
-            connection, is_new, absolute, more = self._connections.take(parts.scheme, parts.netloc, silence)
+            connection, is_new = self._connections.take(scheme, place, silence)
             attempt.connection = connection
             try:
                 if connection.sock is None:
                     connection.timeout = min(_CONNECT_SECONDS, silence)
                     connection.connect()
                     allow_silence(connection, silence)
-                    self._reached.add(parts.netloc)
+                    self._reached.add(place)
                 attempt.asked += 1
-                asked = url if absolute else path
-                return connection, get(connection, parts.scheme, parts.netloc, asked, {**headers, **more})
+                return connection, get(connection, scheme, place, asked, headers)
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
                 if not is_new and not isinstance(error, TimeoutError) and not attempt.cancelled:
                     attempt.again += 1
                     continue  # the server had closed the idle connection
-                unreached = parts.netloc not in self._reached
+                unreached = place not in self._reached
                 what = "cannot connect" if unreached else "no answer"
                 raise _Busy(f"{what}: {_named(error)}", unreached=unreached) from error
 
@@ -563,22 +565,23 @@ def _named(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-_clients: weakref.WeakValueDictionary[int, Client] = weakref.WeakValueDictionary()
-_making = threading.Lock()
+class _Shared:
+    """The client of this process, while something refers to it, and the lock under which it is made."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.client: Callable[[], Client | None] = lambda: None
+
+
+_shared = PerProcess(_Shared)
 
 
 def shared_client() -> Client:
     """Return the client of this process; it lives as long as it is referenced."""
-    with _making:
-        client = _clients.get(os.getpid())
+    shared = _shared()
+    with shared.lock:
+        client = shared.client()
         if client is None:
-            client = _clients[os.getpid()] = Client()
+            client = Client()
+            shared.client = weakref.ref(client)
         return client
-
-
-def _after_fork() -> None:
-    global _making, _clients
-    _making, _clients = threading.Lock(), weakref.WeakValueDictionary()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -24,6 +24,7 @@ from typing import Any
 
 from energon_bridge.errors import CorruptShardError, DatasetNotFoundError, ShardMissingError, StorageError
 from energon_bridge.storage.base import short_read
+from energon_bridge.storage.helpers import PerProcess
 from energon_bridge.storage.stalls import Stalls, Way, is_in_memory, way_to
 
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)  # opening a pipe would block
@@ -74,8 +75,7 @@ class OpenFiles:
         self._inside = None if inside is None else os.path.realpath(inside)
         self._files: OrderedDict[str, _OpenFile] = OrderedDict()
         self._seen: dict[str, tuple[int, int]] = {}  # size and modification time of each file ever opened
-        self._lock = threading.Lock()
-        self._pid = os.getpid()
+        self._lock = PerProcess(threading.Lock)  # forks read the same descriptors, by position
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OpenFiles, (self._limit, self._inside, self.stalls)
@@ -90,18 +90,13 @@ class OpenFiles:
             OSError: It cannot be opened.
             CorruptShardError: It has changed since it was first opened.
         """
-        if self._pid != os.getpid():
-            # A fork may have copied a lock that a thread of the parent held. The descriptors themselves stay valid:
-            # positional reads do not share a file position.
-            self._lock = threading.Lock()
-            self._pid = os.getpid()
-        with self._lock:
+        with self._lock():
             file = self._files.get(path)
             if file is not None:
                 self._files.move_to_end(path)
                 return file
         file = self.open_once(path)
-        with self._lock:
+        with self._lock():
             size, time = self._seen.setdefault(path, (file.size, file.time))
             if (size, time) != (file.size, file.time):
                 raise CorruptShardError(
@@ -126,7 +121,7 @@ class OpenFiles:
 
     def _let_go(self) -> int:
         """Close the half of the files that were read longest ago, and keep fewer from then on; return their number."""
-        with self._lock:
+        with self._lock():
             count = -(-len(self._files) // 2)
             for _ in range(count):
                 self._files.popitem(last=False)

@@ -32,6 +32,7 @@ from typing import TypeVar
 import numpy as np
 
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.storage.helpers import PerProcess
 from energon_bridge.storage.network import MADE
 
 _T = TypeVar("_T")
@@ -164,7 +165,7 @@ class NodeCache:
                 misses, miss_bytes = misses + 1, miss_bytes + len(data)
             else:
                 hits, hit_bytes = hits + 1, hit_bytes + len(data)
-        with _counting:
+        with _counting():
             MADE.cache_hits += hits
             MADE.cache_hit_bytes += hit_bytes
             MADE.cache_misses += misses
@@ -392,15 +393,7 @@ def _is_void(path: str) -> bool:
 
 
 _caches: dict[tuple[str, int | None], NodeCache] = {}
-_counting = threading.Lock()
-
-
-def _after_fork() -> None:
-    global _counting
-    _counting = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+_counting = PerProcess(threading.Lock)
 
 
 def node_cache() -> NodeCache | None:

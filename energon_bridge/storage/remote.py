@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Any, NoReturn
 from energon_bridge.errors import DatasetNotFoundError, EnergonError, ShardMissingError, StorageError
 from energon_bridge.storage.base import short_read
 from energon_bridge.storage.buckets import BUCKETS, Bucket, HttpBucket, server_of, settings_of
+from energon_bridge.storage.helpers import PerProcess
 from energon_bridge.storage.http import Body, Client, GaveUp, Piece, Refused, TooShort, WholeFile, shared_client
 from energon_bridge.storage.node_cache import BLOCK, Place, Span, Version, node_cache
 from energon_bridge.storage.stalls import Stalls
@@ -49,7 +49,7 @@ class RemoteStore:
         self._bucket_name, _, prefix = rest.partition("/")
         self._prefix = f"{prefix}/" if prefix else ""
         self._stalls = Stalls() if stalls is None else stalls
-        self._here: tuple[int, Client, Bucket, tuple[str | None, ...]] | None = None
+        self._here: PerProcess[dict[tuple[str | None, ...], tuple[Client, Bucket]]] = PerProcess(dict)
         self._cache = node_cache()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -310,11 +310,12 @@ class RemoteStore:
     # Asking ----------------------------------------------------------------------------------------------------------
 
     def _place(self) -> tuple[Client, Bucket]:
-        here, settings = self._here, settings_of(self._protocol)
-        if here is None or here[0] != os.getpid() or here[3] != settings:
-            bucket = _bucket(self._protocol, self._bucket_name, settings)
-            here = self._here = os.getpid(), shared_client(), bucket, settings
-        return here[1], here[2]
+        here, settings = self._here(), settings_of(self._protocol)
+        place = here.get(settings)
+        if place is None:
+            here.clear()
+            place = here[settings] = shared_client(), _bucket(self._protocol, self._bucket_name, settings)
+        return place
 
     def _piece(self, rel: str, start: int, length: int, *, upto: bool = False) -> Piece:
         return Piece(self._place()[1], self._prefix + rel, start, length, upto)
@@ -473,23 +474,24 @@ def _spans(offsets: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, in
     return spans
 
 
-_buckets: weakref.WeakValueDictionary[tuple[str, str, tuple[str | None, ...]], Bucket] = weakref.WeakValueDictionary()
-_making = threading.Lock()
+class _Buckets:
+    """The buckets of this process that something refers to, by protocol, name and settings."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.known: weakref.WeakValueDictionary[tuple[str, str, tuple[str | None, ...]], Bucket]
+        self.known = weakref.WeakValueDictionary()
+
+
+_buckets = PerProcess(_Buckets)
 
 
 def _bucket(protocol: str, name: str, settings: tuple[str | None, ...]) -> Bucket:
     """Return the bucket of a name and settings, one object per process: all its datasets share clients and
     signatures."""
-    with _making:
-        bucket = _buckets.get((protocol, name, settings))
+    buckets = _buckets()
+    with buckets.lock:
+        bucket = buckets.known.get((protocol, name, settings))
         if bucket is None:
-            bucket = _buckets[protocol, name, settings] = BUCKETS[protocol](name)
+            bucket = buckets.known[protocol, name, settings] = BUCKETS[protocol](name)
         return bucket
-
-
-def _after_fork() -> None:
-    global _making, _buckets
-    _making, _buckets = threading.Lock(), weakref.WeakValueDictionary()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import random
 import threading
 from collections import Counter
@@ -30,6 +29,7 @@ import torch
 
 from energon_bridge.errors import ConfigurationError, FatalSampleError, SampleError
 from energon_bridge.rng import fold
+from energon_bridge.storage.helpers import PerProcess
 from energon_bridge.stores import CachePool
 from energon_bridge.stream.dataset_code import PendingSample
 from energon_bridge.stream.hook_values import group_key, selected_lists, shown, whole_number
@@ -401,17 +401,9 @@ def seed_everything(key: int) -> None:
     torch.default_generator.manual_seed(key >> 1)
 
 
-_generators = threading.RLock()
+_generators = PerProcess(threading.RLock)
 """Held while hooks run in the training process, since all its threads share the global generators."""
 _has_warned = False
-
-
-def _after_fork() -> None:
-    global _generators
-    _generators = threading.RLock()  # a thread of the parent, which this fork lacks, may have held it
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 @contextlib.contextmanager
@@ -446,7 +438,7 @@ def generators_put_back() -> Iterator[None]:
             "dropout on the CPU, say) are not reproducible. Use worker processes, or iterate in the main thread",
             thread.name,
         )
-    with _generators:
+    with _generators():
         states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
         try:
             yield

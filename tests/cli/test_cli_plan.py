@@ -107,7 +107,7 @@ def test_the_table_says_it_in_words(data: Path) -> None:
     assert "masked: 4.0% of the microbatches, as 5 ranks do not divide 24 lanes; 4 ranks would mask none" in output
     assert "[weight linear 0: 1 → 200: 3]" in output
     assert f"Repeated most: {data / 'a'} [train]" in output
-    assert f"Ends first: {data / 'a'} [train], in step 2." in output
+    assert f"Ends first: {data / 'a'} [train], in step 1." in output
     assert "60.00%" in output
     output = energon("plan", data / "repetitions.yaml", "--steps", 297, *OPTIONS).output
     assert "mix epoch: 59.4 samples; 10.00 mix epochs in all" in output

@@ -43,6 +43,7 @@ from energon_bridge.format.foreign import ForeignRow
 from energon_bridge.loader.run_plan import plan_run
 from energon_bridge.rows import arrow as files, dataset as tables
 from energon_bridge.rows.dataset import TableDataset, open_tables
+from energon_bridge.storage.helpers import PerProcess
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -275,7 +276,7 @@ def test_slices_of_large_files_are_row_groups(tmp_path: Path, monkeypatch: pytes
     assert (leaf.order.slice_length, leaf.order.parallel_shard_iters) == (group, 1)
     read: list[int] = []
     opened = files.parquet_file
-    monkeypatch.setattr(tables, "_KEPT", tables._Kept())
+    monkeypatch.setattr(tables, "_KEPT", PerProcess(tables._Kept))
 
     class Counted:
         def __init__(self, *of: Any) -> None:
@@ -301,7 +302,7 @@ def test_groups_that_are_decoded_again_and_again_are_worth_one_warning(
 ) -> None:
     rows = arrow.table({"text": [f"text {n}" for n in range(2000)]})
     parquet.write_table(rows, tmp_path / "x.parquet", row_group_size=100)
-    monkeypatch.setattr(tables, "_KEPT", tables._Kept())
+    monkeypatch.setattr(tables, "_KEPT", PerProcess(tables._Kept))
     reader = tables.TableRows(tables.open_tables(tmp_path / "x.parquet", split_part="train"))
     numbers = np.random.default_rng(0).permutation(2000)
 
@@ -311,7 +312,7 @@ def test_groups_that_are_decoded_again_and_again_are_worth_one_warning(
 
     read(numbers[:200])
     assert not caplog.records  # all of them are kept
-    monkeypatch.setattr(tables, "_KEPT", tables._Kept())
+    monkeypatch.setattr(tables, "_KEPT", PerProcess(tables._Kept))
     monkeypatch.setattr(tables, "_KEPT_BYTES", 3000)  # two of the twenty
     read(numbers[200:])
     (record,) = [record for record in caplog.records if "decoded again" in record.message]

@@ -118,7 +118,7 @@ def test_a_fork_does_not_inherit_a_held_lock(tmp_path: Path):
     files = OpenFiles()
     store = LocalStore(tmp_path, files=files)
     assert store.read_range("f", 0, 3) == b"con"
-    lock = files._lock
+    lock = files._lock()
     lock.acquire()  # as a thread of the parent could at the moment of the fork
     child = os.fork()
     if child == 0:
