@@ -26,7 +26,7 @@ from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.testing import create_captioning_test_dataset
 from energon_bridge.topology import Ownership
 
-RANKS = [(24, ranks) for ranks in range(1, 25)] + [(10, ranks) for ranks in range(1, 11)]
+RANKS = [(24, ranks) for ranks in (1, 2, 5, 7, 9, 11, 13, 16, 23, 24)] + [(10, ranks) for ranks in (1, 3, 4, 7, 10)]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
 

@@ -107,7 +107,7 @@ def test_every_epoch_covers_every_sample_once(order: LeafOrder) -> None:
 @pytest.mark.parametrize(("slice_length", "block"), [(1, 0), (1, 1), (1, 8), (3, 0), (100, 0)])
 def test_small_leaves_are_covered_too(num_samples: int, num_lanes: int, slice_length: int, block: int) -> None:
     order = order_of(num_samples, num_lanes=num_lanes, slice_length=slice_length, block=block)
-    epochs = 2 * num_lanes * max(1, block) + 1
+    epochs = 2 + 2 * num_lanes * max(1, block) // num_samples
     lanes = [epochs_of(order, lane, epochs) for lane in range(num_lanes)]
     for epoch in range(epochs):
         assert sorted(itertools.chain(*(lane[epoch] for lane in lanes))) == list(range(num_samples))

@@ -216,8 +216,21 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self.sent.append(len(body) if status == 206 else 0)
 
 
+IN_FORKS = """
+import json, os, sys
+import huggingface_hub.hf_file_system, pyarrow.parquet
+from energon_bridge.cli.main import main
+for arguments in json.loads(sys.argv[1]):
+    child = os.fork()
+    if not child:
+        main(arguments)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+"""Runs commands one after the other, each in a process of its own, but imports once for all."""
+
+
 def test_parquet_files_of_the_hub_are_streamed(tmp_path):
-    """Two tasks and a finish, each a command of its own, write what the same files on disk give, and download none."""
+    """Two tasks and a finish, each a process of its own, write what the same files on disk give, and download none."""
     pytest.importorskip("huggingface_hub")
     source, flags, _ = parquet(tmp_path / "in", 40)
     data = source.read_bytes()
@@ -230,29 +243,19 @@ def test_parquet_files_of_the_hub_are_streamed(tmp_path):
     expected = members(converted(tmp_path / "files/data", tmp_path / "expected", *flags))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    script = "from energon_bridge.cli.main import main; main()"
-    line = [
-        sys.executable,
-        "-c",
-        script,
-        "convert",
-        "hf://some/thing",
-        str(tmp_path / "out"),
-        "--stream",
-        "--no-progress",
-    ]
+    line = ["convert", "hf://some/thing", str(tmp_path / "out"), "--stream", "--no-progress", *map(str, flags)]
+    commands = [[*line, *more] for more in (["--task", "0/2"], ["--task", "1/2"], ["--finish"])]
     environment = {
         **os.environ,
         "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
         "HF_HOME": str(tmp_path / "cache"),
         "HF_HUB_OFFLINE": "0",
     }
-    for more in (["--task", "0/2"], ["--task", "1/2"], ["--finish"]):
-        command = [*line, *map(str, flags), *more]
-        done = subprocess.run(
-            command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, stdin=subprocess.DEVNULL
-        )
-        assert done.returncode == 0, done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", IN_FORKS, json.dumps(commands)],
+        **{"capture_output": True, "text": True, "cwd": REPOSITORY, "env": environment, "stdin": subprocess.DEVNULL},
+    )
+    assert done.returncode == 0, done.stderr
     server.shutdown()
     server.server_close()
     assert members(tmp_path / "out") == expected

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import io
 import re
 import shlex
 import signal
-import tokenize
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -180,72 +178,6 @@ def test_messages_that_the_troubleshooting_page_explains_exist():
     assert len(fragments) >= 25
     texts = texts_of_the_package()
     assert [fragment for fragment in fragments if not any(fragment in text for text in texts)] == []
-
-
-DIALECT = {
-    r"\bmend(s|ed|ing)?\b": "fix",
-    r"\brefused by name\b": "raises an error that names …",
-    r"\bfor ever\b": "forever",
-    r"\bwherever there is\b": "if there is",
-    r"\bmade anew\b": "made again",
-    r"\banew\b": "again",
-    r"\bof no effect\b": "has no effect",
-    r"\bmake something of\b": "turn into",
-    r"\bgone through once\b": "read once",
-    r"\bto be had\b": "available",
-    r"\bsays? nothing where\b": "prints nothing if",
-    r"\bnothing of that\b": "none of that",
-    r"\bparked\b": "retired",
-    r"\bwhose code has not run\b": "pending",
-    r"\bis to be\b": "must be",
-    r"\bhas to be there\b": "must exist",
-    r"\bstands? twice\b": "occurs twice",
-    r"\bone behind the other\b": "adjacent, one after the other",
-    r"\bin the manner of\b": "as",
-    r"\bgo(es)? on (where|from|with)\b": "continue(s)",
-    r"\bwhile the run goes on\b": "during the run",
-    r"\bis no (JSON|image|file|regular expression|member|list|sample type)\b": "is not a(n) …",
-    r"\bshare[sd]? out\b": "divide(s)",
-}
-"""Words and phrases that this project once used and nobody else does, with what to write instead."""
-DIALECT_OF_CODE = {
-    **{odd: word for odd, word in DIALECT.items() if "parked" not in odd},  # a key of states
-    r"\bTell (whether|which)\b": "Return whether …",
-    r"\bNone where\b": "None if",
-    r"\bshared? (\w+ )?out\b": "divided",
-    r"\bshares out\b": "divides",
-    r"\bEnter wherever\b": "what the context does",
-    r"\bof no (matter|use)\b": "not used",
-    r"\bwhat stands for\b": "the tokens, the text, the placeholder of …",
-    r"\b(is|are) (asked|told) (for|so)\b": "requested, reported",
-    r"\bcannot be had\b": "is not available",
-    r"\b(lies|lie) in (a|the) folder\b": "is in the folder",
-    r"\bsay(s)? nothing (of|to)\b": "has no effect on",
-}
-"""The same for docstrings, comments and messages."""
-
-
-@pytest.mark.parametrize(
-    "page", [REPOSITORY / "README.md", *WRITTEN], ids=lambda page: str(page.relative_to(REPOSITORY))
-)
-def test_pages_are_in_plain_english(page):
-    text = page.read_text()
-    assert [f"{found.group()}: {word}" for odd, word in DIALECT.items() for found in re.finditer(odd, text)] == []
-
-
-@pytest.mark.parametrize("folder", sorted({path.parent for path in (REPOSITORY / "energon_bridge").rglob("*.py")}))
-def test_docstrings_comments_and_messages_are_in_plain_english(folder):
-    odd_ones = []
-    texts = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
-    for path in folder.glob("*.py"):
-        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
-            if token.type in texts:
-                odd_ones += [
-                    f"{path.name}:{token.start[0]}: {found.group()}: {word}"
-                    for odd, word in DIALECT_OF_CODE.items()
-                    for found in re.finditer(odd, token.string)
-                ]
-    assert odd_ones == []
 
 
 def commands_of(page: Path) -> Iterator[list[str]]:

@@ -312,14 +312,14 @@ def until_it_stops(loaders: list[Any]) -> Iterator[str]:
 def test_it_stops_at_the_same_microbatch_on_every_topology_and_after_every_stop(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("energon_bridge.stream.grouping._FEWEST", 40)
-    monkeypatch.setattr("energon_bridge.stream.grouping._MOST", 60)
+    monkeypatch.setattr("energon_bridge.stream.grouping._FEWEST", 16)
+    monkeypatch.setattr("energon_bridge.stream.grouping._MOST", 20)
     spec = train_dataset(data, task_encoder=Grouped(leaking), batch_size=3)
     (loader,) = loaders_of(spec, 1, 0)
     *expected, complaint = until_it_stops([loader])
-    assert len(expected) > 400
-    assert "keeps 61 rows" in complaint
-    for ranks, workers, step, later in ((1, 2, 150, 3), (2, 0, 100, 1), (3, 1, 130, 2), (1, 0, len(expected), 1)):
+    assert len(expected) > 120
+    assert "keeps 21 rows" in complaint
+    for ranks, workers, step, later in ((1, 2, 60, 3), (2, 0, 40, 1), (3, 1, 35, 2), (1, 0, len(expected), 1)):
         loaders = loaders_of(spec, ranks, workers)
         streams = [iter(loader) for loader in loaders]
         head = [digest(next(stream)) for _ in range(step) for stream in streams]

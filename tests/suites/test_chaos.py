@@ -34,7 +34,7 @@ from energon_bridge.loader.savable import SavableDataLoader
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
 SEED = int(os.environ.get("ENERGON_CHAOS_SEED", "0"))
-BATCHES, TRAINERS = (6000, 100) if LONG else (100, 3)
+BATCHES, TRAINERS = (6000, 100) if LONG else (60, 2)
 
 SIGNALS = [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGSTOP]
 ORDERS = ["crash", "exit", "hang"]

@@ -7,6 +7,7 @@ leaf is small, so that runs cross many epochs, and its encoder skips samples and
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -20,6 +21,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.topology import Ownership
 
+LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
 NUM_LANES = 6
 SHARDS = [4, 7]
 SAMPLES, ROWS = sum(SHARDS), 2
@@ -158,4 +160,4 @@ def _datasets(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 TestTrainingLoop = TrainingLoop.TestCase
-TestTrainingLoop.settings = settings(stateful_step_count=30)
+TestTrainingLoop.settings = settings(stateful_step_count=30, max_examples=100 if LONG else 30)
