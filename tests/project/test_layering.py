@@ -77,7 +77,7 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 29_600,
+    "core": 29_700,
     "models": 8_300,
     "trainers": 6_850,
     "cloud": 3_100,
