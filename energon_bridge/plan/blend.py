@@ -26,6 +26,7 @@ import bisect
 import functools
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -389,8 +390,8 @@ class InTurns:
     sizes: IntArray
 
     @cached_property
-    def _ends(self) -> IntArray:
-        return np.cumsum(self.sizes)
+    def _ends(self) -> list[int]:
+        return np.cumsum(self.sizes).tolist()
 
     @cached_property
     def _before(self) -> IntArray:
@@ -399,12 +400,14 @@ class InTurns:
 
     def leaves(self, lane: int, draw: int, count: int) -> IntArray:
         """Return the leaf of each of `count` consecutive draws."""
-        pieces = np.searchsorted(self._ends, np.arange(draw, draw + count), side="right")
-        return pieces % self.sizes.shape[1]
+        piece, leaves = bisect_right(self._ends, draw), self.sizes.shape[1]
+        if draw + count <= self._ends[piece]:  # nearly always, and many times faster
+            return np.full(count, piece % leaves)
+        return np.searchsorted(self._ends, np.arange(draw, draw + count), side="right") % leaves
 
     def counts(self, lane: int, draw: int) -> IntArray:
         """Return how many of the draws before `draw`, which is no end, come from each leaf, shape (leaves,)."""
-        piece = int(np.searchsorted(self._ends, draw, side="right"))
+        piece = bisect_right(self._ends, draw)
         turn, leaf = divmod(piece, self.sizes.shape[1])
         counts = self._before[turn].copy()
         counts[:leaf] += self.sizes[turn, :leaf]
