@@ -96,13 +96,12 @@ class OwnHooks:
 
 
 class BegunDraw(Attempt):
-    """A draw after its first hook: samples or exception, the hook that ran last, its argument, and its counts."""
+    """A draw after its first hook: samples or exception, the hook that ran last, and its counts."""
 
-    __slots__ = ("encoded", "failed", "hook", "sample", "tally")
+    __slots__ = ("encoded", "failed", "hook", "tally")
     passes = ()  # kept, so that failures are counted in the order of the draws
 
-    def __init__(self, sample: Any) -> None:
-        self.sample = sample
+    def __init__(self) -> None:
         self.encoded: list[Any] = []
         self.failed = True
         self.hook: Hook | None = None
@@ -147,7 +146,7 @@ class HookRunner:
 
     def begin(self, sample: Any, source: Source, ref: Ref) -> BegunDraw:
         """Run the first part of `encode`, before images are decoded; `encode` raises its exception, if any."""
-        begun, tally = BegunDraw(sample), self.steps.tally
+        begun, tally = BegunDraw(), self.steps.tally
         with begun:
             begun.encoded = self._first_of(self._draw.on(sample, source.user_key, ref, None), sample, source.cook)
             begun.failed = False
