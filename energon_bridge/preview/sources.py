@@ -158,9 +158,7 @@ class SampleSource:
                 index=index,
                 size=size,
                 facts=facts,
-                error="listed in `exclude`"
-                if error is None
-                else f"{sample.hook.title}: {type(error).__name__}: {error}",
+                error=f"{sample.hook.title}: {type(error).__name__}: {error}" if error else "listed in `exclude`",
             )
         get = sample.get if isinstance(sample, dict) else lambda name: getattr(sample, name, None)
         sources = get("__sources__") or ()

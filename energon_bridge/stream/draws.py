@@ -195,7 +195,7 @@ class Draws:
         for leaf, size in zip(leaves, sizes, strict=True):
             counts.of(leaf)[_BYTES] += size
         if FailedSample in set(map(type, samples)):
-            good = [self._is_good(*draw, counts) for draw in zip(leaves, samples, keys, strict=True)]
+            good = [bool(self._pipeline.encode(*draw, counts)) for draw in zip(leaves, samples, keys, strict=True)]
             keys, samples, leaves, sizes = (list(compress(part, good)) for part in (keys, samples, leaves, sizes))
         else:
             self._pipeline.steps.worked(self._pipeline.own.first, leaves)
@@ -203,10 +203,6 @@ class Draws:
         out.samples += samples
         out.leaves += leaves
         out.sizes += sizes
-
-    def _is_good(self, leaf: int, sample: Any, key: RestoreKey, counts: Counts) -> bool:
-        """Return whether a draw that no hook sees has a sample; the error policy decides if it has none."""
-        return bool(self._pipeline.encode(leaf, sample, key, counts))
 
     # Scheduling ------------------------------------------------------------------------------------------------------
 

@@ -105,14 +105,7 @@ class LeafSource:
 
 
 class Sources:
-    """The leaves of one process, each opened on first use.
-
-    Args:
-        leaves: The leaves.
-        settings: The encoder, the error policy, and what else a leaf is opened with.
-        decoder: What decodes parts.
-        activities: Where threads record what they are doing.
-    """
+    """The leaves of one process, each opened on first use."""
 
     def __init__(self, leaves: Sequence[Leaf], settings: StreamSettings, decoder: Any, activities: Activities) -> None:
         self._leaves = leaves
@@ -126,15 +119,12 @@ class Sources:
         """Return a leaf that is open."""
         source = self._open[leaf]
         if source is None:
-            settings, run, of = self._settings, self._settings.run, self._leaves[leaf]
-            source = self._open[leaf] = LeafSource(
-                of,
-                self._decoder,
-                self._activities,
-                cook=cook_of(run.task_encoder, of.dataset, of.aux, self._stores, run.cache_pool),
-                tolerant=run.error_policy.damaged_shards == "skip",
-                barred=settings.barred,
-            )
+            run, of = self._settings.run, self._leaves[leaf]
+            cook = cook_of(run.task_encoder, of.dataset, of.aux, self._stores, run.cache_pool)
+            tolerant = run.error_policy.damaged_shards == "skip"
+            barred = self._settings.barred
+            source = LeafSource(of, self._decoder, self._activities, cook=cook, tolerant=tolerant, barred=barred)
+            self._open[leaf] = source
         return source
 
 

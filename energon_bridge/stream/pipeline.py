@@ -295,7 +295,7 @@ class Pipeline:
         if self.settings.run.batch_size is None and not self.own.groups:
             batches = [samples[0]]
             self.steps.worked(Hook.BATCH, leaves)
-            self._attach(batches[0], "__restore_key__", keys[0])
+            self._attach(samples[0], "__restore_key__", keys[0])
         else:
             ref = SampleRef(leaves[0], *first_sample(keys[0])[1:])
             each = (one[1] for key in keys for one in (key[2] if key[0] == "Pack" else (key,)))

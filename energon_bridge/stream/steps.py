@@ -16,7 +16,6 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
@@ -53,19 +52,15 @@ class Attempt:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         if not isinstance(error, Exception) or isinstance(error, self.passes):
             return False
         self.error = error
         return True
 
 
-class Begin(Protocol):
-    """Notes which function of a dataset runs next, on which sample, and seeds the generators from words."""
-
-    def __call__(self, hook: Hook, dataset: Any, index: int, key: str, *words: int) -> None: ...
+Begin = Callable[..., None]
+"""Notes which hook of a dataset runs next, on which sample (dataset, index, key), and seeds from further words."""
 
 
 class PendingSample:
@@ -78,26 +73,21 @@ class PendingSample:
 
 
 class Source(Protocol):
-    """What a step asks of a leaf: the key of its random numbers, the path of its dataset, and names of samples."""
+    """What a step asks of a leaf: the key of its random numbers, its cooker, its path, and names of samples."""
 
     user_key: int
-
-    @property
-    def path(self) -> str: ...
+    cook: Callable[[Any], Any] | None
+    path: str
 
     def place(self, index: int) -> SamplePlace: ...
 
 
 class Steps:
-    """Runs the hooks of one process.
-
-    Args:
-        judge: Asks the error policy about failures.
-        source: Returns a leaf by its number.
-        proves: The steps that must have worked if one did, where they are more than itself.
-        words: Where to write what is running (`Activity.words`).
+    """Runs the hooks of one process, on leaves that `source` returns by their numbers.
 
     Attributes:
+        judge: Asks the error policy about failures.
+        proves: The steps that must have worked if one did, where they are more than itself.
         now: The running hook and its argument.
         tally: Counts that hooks made by `count_over_long`; those of hooks of several samples are dropped.
     """
@@ -107,7 +97,7 @@ class Steps:
         judge: FailureTracker,
         source: Callable[[int], Source],
         proves: Mapping[Hook, Collection[Hook]],
-        words: Words | None = None,
+        words: Words | None,
     ) -> None:
         self.judge = judge
         self.source = source
@@ -126,19 +116,12 @@ class Steps:
         again: bool = False,
         seeds: bool = True,
     ) -> Step:
-        """Return a step that begins with a hook; its random numbers are keyed by the output of a draw.
+        """Return a step that begins with a hook; `seeds` says whether it is user code.
 
-        Args:
-            hook: The hook.
-            argument: What it gets.
-            ref: The first of the samples.
-            counts: Where failures and the hooks' own counts go; None: failures are raised as they are.
-            members: The samples; default: the one.
-            again: The hooks' own counts were counted before.
-            seeds: Whether it is user code.
+        Its random numbers are keyed by `ref`, the first of its samples (`members`). Failures and the hooks' own counts
+        go to `counts`, the latter not `again`; without counts, failures are raised as they are.
         """
-        key = self.source(ref[0]).user_key
-        step = Step(self, hook).on(argument, key, ref, counts, members, again=again)
+        step = Step(self, hook, members).on(argument, self.source(ref[0]).user_key, ref, counts, again)
         if seeds:
             step.begin(hook, ref[3])
         return step
@@ -181,14 +164,9 @@ class Steps:
         hook: Hook | None = None,
         place: SamplePlace | None = None,
     ) -> None:
-        """Ask the error policy about samples that a hook failed on, and count them accordingly.
+        """Ask the error policy about samples that a hook (default: the one that ran last) failed on, and count them.
 
-        Args:
-            error: What the hook raised.
-            members: Leaf and index of each sample concerned.
-            counts: The counts to add to.
-            hook: The hook; default: the one that ran last.
-            place: Where the sample comes from, if there is only one and it is known.
+        `place` is where the sample comes from, if there is only one and it is known.
 
         Raises:
             FatalSampleError: The run stops.
@@ -214,67 +192,49 @@ class Steps:
 class Step:
     """One hook, or several in turn, at work on a sample or several; see the top of this module.
 
-    Attributes:
-        hook: The hook with which it begins.
-        sample: If the hooks are those of a draw: the loaded sample, which says where it comes from.
+    `of_draw` says that the first argument is a loaded sample, which says where it comes from.
     """
 
-    __slots__ = ("_again", "_counts", "_key", "_members", "_now", "_ref", "_steps", "hook", "sample")
+    __slots__ = ("_again", "_counts", "_key", "_members", "_now", "_of_draw", "_ref", "_steps", "hook")
 
-    def __init__(self, steps: Steps, hook: Hook) -> None:
+    def __init__(self, steps: Steps, hook: Hook, members: Members | None = None, *, of_draw: bool = False) -> None:
         self._steps = steps
         self._now = steps.now
+        self._members = members
+        self._of_draw = of_draw
         self.hook = hook
 
-    def on(
-        self,
-        argument: Any,
-        key: int,
-        ref: Ref,
-        counts: Counts | None,
-        members: Members | None = None,
-        *,
-        sample: Any = None,
-        again: bool = False,
-    ) -> Self:
-        """Make it one on other samples; that of the draws is used again and again."""
-        self._key = key
-        self._ref = ref
-        self._counts = counts
-        self._members = members
-        self._again = again
-        self.sample = sample
+    def on(self, argument: Any, key: int, ref: Ref, counts: Counts | None, again: bool = False) -> Self:
+        """Work on a sample, or on the samples of which it is the first; draws use one step again and again."""
         now = self._now
         now.hook, now.sample = self.hook, argument
+        self._key, self._ref, self._counts, self._again = key, ref, counts, again
         return self
 
     def begin(self, hook: Hook, *words: int) -> None:
         """Say that a hook runs from now on, and seed the generators for it; `words` end the key."""
         now, key, (_, index, epoch, _) = self._now, self._key, self._ref
+        now.hook = hook
         if hook.is_single:
             now.at(key, index)
-        SAMPLE.set((key, index, epoch) if hook.arguments[0] == "sample" else ())
-        now.hook = hook
+        SAMPLE.set((key, index, epoch) if hook.is_single or hook.arguments[0] == "sample" else ())
         seed_everything(fold(key, hook.key, index, epoch, *words))
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        steps = self._steps
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        steps, now = self._steps, self._now
         if steps.tally:
             self._take_tally()
         if error is None:
-            self._now.hook = self._now.sample = None
+            now.hook = now.sample = None
             if steps.judge.alert:
                 steps.worked(self.hook, {leaf for leaf, _ in self._of()})
             return False
         if self._counts is None or not isinstance(error, Exception):
             return False
-        place = None if self.sample is None else place_in(self.sample)
-        steps.failed(error, list(self._of()), self._counts, place=place)
+        steps.failed(error, list(self._of()), self._counts, place=place_in(now.sample) if self._of_draw else None)
         return True
 
     def _of(self) -> Members:

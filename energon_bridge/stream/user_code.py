@@ -10,12 +10,12 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from types import GeneratorType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from energon_bridge.errors import ConfigurationError, FatalSampleError, SampleError
 from energon_bridge.stream.hook_values import group_key, selected_lists, shown, whole_number
 from energon_bridge.stream.state import Counts, SampleRef
-from energon_bridge.stream.steps import Attempt, Members, Ref, Step, Steps
+from energon_bridge.stream.steps import Attempt, Members, Ref, Source, Step, Steps
 from energon_bridge.task_encoder.current import BATCH, DELIVERING, LAST, UNKNOWN
 from energon_bridge.task_encoder.deferred import decode_deferred
 from energon_bridge.task_encoder.hooks import Hook, hook_of, is_overridden
@@ -38,22 +38,17 @@ def selection_of(packing_buffer_size: int | None, max_tokens_per_microbatch: int
 class OwnHooks:
     """Which hooks of an encoder are user code, and what follows from that.
 
-    Args:
-        encoder: The task encoder.
-        selects: What is selected of a buffer of samples.
-        makes: Whether it cooks samples of a leaf, or a leaf has code of its own.
+    `makes` says whether it cooks samples of a leaf, or a leaf has code of its own.
 
     Attributes:
-        first: The hook that a draw begins with.
-        pre: Whether that is user code.
+        first, pre: The hook that a draw begins with, and whether it is user code.
         encodes: Whether user code sees every sample drawn.
         groups: Whether rows are batched by groups.
         by_length: Whether microbatches are selected by the lengths of samples.
         waits: Whether samples wait to be packed or grouped, so that they may be encoded again for another microbatch.
-        posts: Whether `postencode_sample` is user code.
-        posts_alone: Whether it is, and samples go there right after the first hook, since nothing is selected.
-        batches: Whether one of the hooks for batches is user code.
-        present: Whether any hook is.
+        posts, measures, batches: Whether `postencode_sample`, `sample_length`, or a hook for batches is user code.
+        posts_alone: Whether samples go to `postencode_sample` right after the first hook, since nothing is selected.
+        present: Whether any hook is user code.
         proves: What must have worked if a hook did, where that is more than the hook.
         all: All steps on the way to a microbatch.
 
@@ -101,24 +96,16 @@ class OwnHooks:
 
 
 class BegunDraw(Attempt):
-    """A draw after its first hook: samples or exception, the hook that ran last, its argument, and its counts."""
+    """A draw after its first hook: samples or exception, the hook that ran last, and its counts."""
 
-    __slots__ = ("encoded", "failed", "hook", "sample", "tally")
+    __slots__ = ("encoded", "failed", "hook", "tally")
     passes = ()  # kept, so that failures are counted in the order of the draws
 
-    def __init__(self, sample: Any) -> None:
-        self.sample = sample
+    def __init__(self) -> None:
         self.encoded: list[Any] = []
         self.failed = True
         self.hook: Hook | None = None
         self.tally: Counter[str] = Counter()
-
-
-class Drawn(Protocol):
-    """What a draw needs of its leaf: the key of its random numbers, and its cooker."""
-
-    user_key: int
-    cook: Callable[[Any], Any] | None
 
 
 class HookRunner:
@@ -133,12 +120,12 @@ class HookRunner:
         self.own = own
         self.steps = steps
         self._first = hook_of(encoder, own.first)
-        self._draw = Step(steps, own.first)
+        self._draw = Step(steps, own.first, of_draw=True)
 
     def encode(
         self,
         sample: Any,
-        source: Drawn,
+        source: Source,
         ref: Ref,
         counts: Counts,
         *,
@@ -152,14 +139,14 @@ class HookRunner:
         if not self.own.encodes:
             self.steps.worked(self.own.first, ref[:1])
             return [sample]
-        with self._draw.on(sample, source.user_key, ref, counts, sample=sample, again=again) as step:
+        with self._draw.on(sample, source.user_key, ref, counts, again) as step:
             encoded = self._first_of(step, sample, source.cook) if begun is None else self._outputs(begun)
             return self._posted(step, encoded) if self.own.posts_alone else encoded
         return []
 
-    def begin(self, sample: Any, source: Drawn, ref: Ref) -> BegunDraw:
+    def begin(self, sample: Any, source: Source, ref: Ref) -> BegunDraw:
         """Run the first part of `encode`, before images are decoded; `encode` raises its exception, if any."""
-        begun, tally = BegunDraw(sample), self.steps.tally
+        begun, tally = BegunDraw(), self.steps.tally
         with begun:
             begun.encoded = self._first_of(self._draw.on(sample, source.user_key, ref, None), sample, source.cook)
             begun.failed = False

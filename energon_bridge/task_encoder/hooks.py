@@ -80,11 +80,6 @@ def _no_hook() -> None: ...
 _no_hook.__default_hook__ = True  # type: ignore[attr-defined]
 
 
-def is_default(hook: Any) -> bool:
-    """Whether a hook is the package's own, also for encoders that forward their hooks to another encoder."""
-    return bool(getattr(hook, "__default_hook__", False))
-
-
 def is_overridden(encoder: Any, *hooks: Hook) -> bool:
-    """Whether one of some hooks of an encoder is user code."""
-    return not all(is_default(hook_of(encoder, hook)) for hook in hooks)
+    """Whether one of some hooks of an encoder is user code, also where it forwards them to another encoder."""
+    return not all(getattr(hook_of(encoder, hook), "__default_hook__", False) for hook in hooks)
