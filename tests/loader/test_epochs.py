@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections import Counter
 from fractions import Fraction
@@ -191,6 +190,6 @@ def test_a_report_and_the_trainer_of_transformers_count_the_same_epochs(data: Pa
 
 
 def test_the_drop_in_rounds_each_dataset(data: Path) -> None:
-    spec = dataclasses.replace(opened(data, repeated(data, a=1.2, c=0.75), batch_size=1), as_energon=True)
+    spec = opened(data, repeated(data, a=1.2, c=0.75), batch_size=1).with_settings(as_energon=True)
     assert len(spec) == len(get_savable_loader(spec)) == 14 + 7
     assert len(spec.with_settings(as_energon=False)) == int(14.4 + 7.5)
