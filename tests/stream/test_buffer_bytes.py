@@ -70,7 +70,7 @@ def test_stream_and_states_are_those_of_a_process_with_room_for_all(
 def waiting(lane: Lane) -> list[Any]:
     packing = lane._packing
     assert packing is not None
-    return [*packing._buffer, *(row for pack in packing._packs for row in pack.members)]
+    return [*packing._buffer, *(row for pack in packing._packs for row in pack)]
 
 
 @pytest.mark.parametrize("budget", [0, 10 * BULK, 90 * BULK])
