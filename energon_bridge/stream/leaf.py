@@ -18,7 +18,7 @@ from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import PART, JsonlDataset, parse_line
 from energon_bridge.mix import AuxRef
 from energon_bridge.plan.bans import LeafBans
-from energon_bridge.plan.leaf import LeafOrder
+from energon_bridge.plan.leaf import LeafOrder, Round
 from energon_bridge.rng import IntArray, fold
 from energon_bridge.samples import META_FIELDS, CrudeSample, SourceInfo
 from energon_bridge.storage import as_far
@@ -126,6 +126,11 @@ class Sources:
             source = LeafSource(of, self._decoder, self._activities, cook=cook, tolerant=tolerant, barred=barred)
             self._open[leaf] = source
         return source
+
+    def buffer(self, leaf: int, found: Round) -> RoundBuffer:
+        """Return the buffer of a round of a leaf."""
+        bans = self._leaves[leaf].bans
+        return RoundBuffer(self.source(leaf).reader, found, None if bans is None else bans.among(found.indices))
 
 
 class LineValues(SampleParser):

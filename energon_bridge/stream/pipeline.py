@@ -16,7 +16,6 @@ import torch
 
 from energon_bridge.errors import SampleError
 from energon_bridge.plan.choose import Cursors
-from energon_bridge.plan.leaf import Round
 from energon_bridge.samples import Batch, Sample
 from energon_bridge.samples.base import SentSources
 from energon_bridge.samples.stacking import LENDER, SLABS, Lender, Slab, SlabPool
@@ -72,7 +71,8 @@ class Pipeline:
         selects = selection_of(run.packing_buffer_size, run.max_tokens_per_microbatch)
         words = settings.words
         self.activities = Activities(words[1:])
-        self.source = Sources(leaves, settings, decoder_of(run.task_encoder), self.activities).source
+        sources = Sources(leaves, settings, decoder_of(run.task_encoder), self.activities)
+        self.source = sources.source
         self.own = own = OwnHooks(run.task_encoder, selects=selects, makes=makes)
         self.judge = FailureTracker(run.error_policy, run.task_encoder, own.all, settings.delivered)
         self.steps = Steps(self.judge, self.source, own.proves, words[0] if words else None)
@@ -84,7 +84,7 @@ class Pipeline:
         self.budget = Budget(settings.config.buffer_bytes, settings.lanes)
         # Reads of several rounds are longer only where these continue the same slices.
         together = max(1, settings.read_together)
-        self.cursors = Cursors(leaves, self._buffer, together=lambda order: 1 if order.is_dealt else together)
+        self.cursors = Cursors(leaves, sources.buffer, together=lambda order: 1 if order.is_dealt else together)
         self._pool = Threads(settings.threads, "energon-load") if settings.threads else None
         readers = settings.background_reads
         self._reading = Threads(readers, "energon-read") if readers else None
@@ -112,11 +112,6 @@ class Pipeline:
     def threaded(self) -> bool:
         """Whether draws are loaded on threads of their own."""
         return self._pool is not None
-
-    def _buffer(self, leaf: int, found: Round) -> RoundBuffer:
-        bans = self.leaves[leaf].bans
-        withheld = None if bans is None else bans.among(found.indices)
-        return RoundBuffer(self.source(leaf).reader, found, withheld)
 
     def load(self, spans: Sequence[DrawSpan], *, ahead: bool, into: tuple[Slab, int] | None = None) -> LoadedDraws:
         """Load some draws; with `ahead`, also read the rest of their rounds.
