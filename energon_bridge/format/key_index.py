@@ -344,7 +344,7 @@ class KeyIndexWriter:
         if in_place is None:
             self._connect(_NEW, *_TABLES)
         else:
-            self._continue(in_place, _IN_PLACE)
+            self._continue(self._path, in_place, _IN_PLACE)
 
     def _connect(self, pragmas: Sequence[str], *statements: str) -> None:
         with self._writing():
@@ -352,8 +352,8 @@ class KeyIndexWriter:
             for statement in (*pragmas, f"PRAGMA cache_size = -{_CACHE_KIB}", "BEGIN IMMEDIATE", *statements):
                 self._connection.execute(statement)
 
-    def _continue(self, num_shards: int, pragmas: Sequence[str], *statements: str) -> None:
-        self._continued = ", which has the keys of earlier shards (delete it to do without)"
+    def _continue(self, old: str | os.PathLike[str], num_shards: int, pragmas: Sequence[str], *statements: str) -> None:
+        self._continued = f", which continues {os.fspath(old)} (delete that to do without)"
         removed = (f"DELETE FROM {table} WHERE tar_file_id >= {num_shards}" for table in ("sample_parts", "samples"))
         self._connect(pragmas, *removed, *statements)
 
@@ -370,7 +370,8 @@ class KeyIndexWriter:
             self._connection.close()
             with self._writing(f", copying {old.path}"):
                 shutil.copyfile(old.path, self._path)
-            self._continue(len(shards), _NEW, *(f"DROP TABLE IF EXISTS {name}" for name in _MEDIA_TABLES if not media))
+            dropped = (f"DROP TABLE IF EXISTS {name}" for name in _MEDIA_TABLES if not media)
+            self._continue(old.path, len(shards), _NEW, *dropped)
             return
         places = {shard: number for number, shard in enumerate(self._shards)}
         moves = [(number, places[shard]) for number, shard in enumerate(shards) if shard in kept]
