@@ -232,7 +232,8 @@ def test_nothing_outlives_a_killed_trainer(data: Path, in_thread: bool) -> None:
 
 def leave(action: Callable[[], Any]) -> None:
     """Do something in a forked child, which then ends."""
-    assert start_forked(action).result()[0]
+    worked, answer = start_forked(action).result()
+    assert worked, answer
 
 
 def test_a_forked_child_that_drops_its_copy_of_a_loader_does_no_harm(data: Path) -> None:

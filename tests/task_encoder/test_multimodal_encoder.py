@@ -36,7 +36,7 @@ from energon_bridge.task_encoder.layout import (
     render,
 )
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
-from energon_bridge.task_encoder.texts import tokens_of, tokens_with_offsets
+from energon_bridge.task_encoder.texts import tokenize, tokens_with_offsets
 from energon_bridge.task_encoder.visual import as_pil, concat_visual
 from energon_bridge.training.config import DataConfig
 from energon_bridge.training.encoder import ShuffledImagesTaskEncoder, training_task_encoder
@@ -352,13 +352,13 @@ def test_tokens_are_those_of_transformers_whatever_the_tokenizer_did_before() ->
 
     whole = expected()
     tokenizer(texts, padding=True, truncation=True, max_length=3)
-    assert tokens_of(tokenizer, texts) == whole
+    assert tokenize(tokenizer, texts) == whole
     tokenizer(texts, padding="max_length", truncation=True, max_length=30)
     ids, offsets = tokens_with_offsets(tokenizer, texts[2])
     assert ids == whole[2]
     assert next(texts[2][start:end] for start, end in offsets) in ("t", "tw", "two")
     tokenizer.split_special_tokens = True
-    split = tokens_of(tokenizer, texts)
+    split = tokenize(tokenizer, texts)
     assert split == expected()
     assert split[:2] == whole[:2]
     assert split[2] != whole[2]
