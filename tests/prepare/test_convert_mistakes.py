@@ -176,6 +176,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
     files: Mapping[str, bytes]
     sent: list[int]
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # the body would wait 40 ms for the answer to the head
 
     def log_message(self, *_: object) -> None: ...
 

@@ -102,6 +102,9 @@ def test_the_main_job_reads_digits_and_its_control_does_not(
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    not LONG, reason="ENERGON_LONG_TESTS=1 trains with megatron-core until it reads, two minutes of two cores"
+)
 def test_the_main_job_reads_digits_with_megatron_core_on_two_processes(digits: Path, tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     config = CONFIGS / "digits_tiny_llava_megatron.yaml"
