@@ -332,33 +332,20 @@ def _pth(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-_TENBIN_TYPES = frozenset(["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"])
-
-
 def _tenbin(data: bytes) -> list[np.ndarray]:
-    """Decode arrays as `webdataset.tenbin` writes them: a chunk with the header of each, and one with its values.
+    # webdataset's own splitting trusts the lengths, and never ends on a negative one
+    from webdataset import tenbin
 
-    A chunk is `~TenBin~`, its length as int64, and its bytes, filled up to a multiple of 64. A header is of int64: the
-    dtype's short name and the array's name, 8 bytes each, then the number of dimensions and their sizes.
-    """
     chunks: list[bytearray] = []
     offset = 0
     while offset < len(data):
         magic, length = struct.unpack_from("@8sq", data, offset)
         offset += 16
-        if magic != b"~TenBin~" or not 0 <= length <= len(data) - offset:
+        if magic != tenbin.magic_bytes or not 0 <= length <= len(data) - offset:
             raise ValueError(f"no tenbin chunk at byte {offset - 16}")
         chunks.append(bytearray(data[offset : offset + length]))  # a bytearray, so that the arrays can be written to
-        offset += length + 63 & -64
-    arrays = []
-    for header, values in zip(chunks[::2], chunks[1::2], strict=True):
-        name, _, rank = struct.unpack_from("@8s8sq", header)
-        dtype = name.rstrip(b"\0").decode("ascii")
-        if dtype not in _TENBIN_TYPES:
-            raise ValueError(f"a tenbin array of type {dtype!r}")
-        shape = np.frombuffer(header, dtype=np.int64)[3 : 3 + rank].tolist()
-        arrays.append(np.frombuffer(values, dtype=dtype, count=math.prod(shape)).reshape(shape))
-    return arrays
+        offset += tenbin.roundup(length)
+    return tenbin.decode_list(chunks)
 
 
 def _msgpack(data: bytes) -> Any:

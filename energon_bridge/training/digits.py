@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import io
 import sys
-import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,13 +52,12 @@ def write_digits(folder: Path, *, train_shards: int = 8, val_shards: int = 2) ->
 
 
 def _write_shard(path: Path, numbers: list[int], images: np.ndarray, labels: np.ndarray) -> None:
-    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+    from webdataset import TarWriter
+
+    with path.open("wb") as file, TarWriter(file, encoder=False, mtime=0) as writer:
         for number in numbers:
             caption = f"the digit {WORDS[labels[number]]}"
-            for part, data in (("png", _png(images[number])), ("txt", caption.encode())):
-                member = tarfile.TarInfo(f"digit-{number:04d}.{part}")
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
+            writer.write({"__key__": f"digit-{number:04d}", "png": _png(images[number]), "txt": caption.encode()})
 
 
 def _png(image: np.ndarray) -> bytes:
