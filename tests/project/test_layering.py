@@ -78,12 +78,12 @@ ROOMS = {
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
     "core": 29_700,
-    "models": 8_300,
+    "models": 8_150,
     "trainers": 6_850,
-    "cloud": 3_100,
-    "tools": 13_500,
-    "drop-in": 3_400,
-    "training": 4_500,
+    "cloud": 3_000,
+    "tools": 13_200,
+    "drop-in": 3_300,
+    "training": 4_400,
 }
 # Imports of the core from other rooms that are still there: the list may only shrink.
 CROSSINGS = """
