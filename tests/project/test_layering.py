@@ -79,7 +79,7 @@ ROOMS = {
 BUDGETS = {
     "core": 29_700,
     "models": 8_150,
-    "trainers": 6_850,
+    "trainers": 6_700,
     "cloud": 3_000,
     "tools": 13_200,
     "drop-in": 3_300,
