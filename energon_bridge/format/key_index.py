@@ -238,9 +238,9 @@ def _locked_uri(index: KeyIndex) -> str:
     except sqlite3.Error as error:
         if error.sqlite_errorcode == sqlite3.SQLITE_READONLY_ROLLBACK:
             raise KeyIndexError(
-                f"{index.dataset}: an `energon prepare` that added keys was killed and left {index.path}-journal, which "
-                "is rolled back by whoever may write there; this user may not. As one who may, run `energon prepare "
-                f"--tar-index-only {index.dataset}`."
+                f"{index.dataset}: an `energon prepare` that added keys was killed and left {index.path}-journal, "
+                "which is rolled back by whoever may write there; this user may not. As one who may, run `energon "
+                f"prepare --tar-index-only {index.dataset}`."
             ) from error
         if error.sqlite_errorcode not in _NO_LOCKS or os.path.exists(f"{index.path}-journal"):
             raise

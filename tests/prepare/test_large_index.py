@@ -310,8 +310,8 @@ def test_a_reader_who_may_not_roll_back_says_who_must(
     root, process = half
     process.communicate("die\n")
     message = (
-        rf"^{root}: an `energon prepare` that added keys was killed and left {root}/\.nv-meta/index\.sqlite-journal, .* "
-        rf"run `energon prepare --tar-index-only {root}`\.$"
+        rf"^{root}: an `energon prepare` that added keys was killed and left {root}/\.nv-meta/index\.sqlite-journal, "
+        rf".* run `energon prepare --tar-index-only {root}`\.$"
     )
     with monkeypatch.context() as patch:
         plain = key_index._uri
