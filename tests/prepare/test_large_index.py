@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import run_program
 from PIL import Image
 from tar_builder import read_all, tar_bytes, write_texts
 
@@ -414,7 +415,7 @@ def test_no_reader_finds_files_of_two_states_and_the_next_run_completes_them(
     for at in range(40):
         copy = tmp_path / f"copy{at}"
         shutil.copytree(tars, copy)
-        process = subprocess.run([sys.executable, "-c", KILLED, copy, str(limit), str(at)], check=False)
+        process = run_program(["-c", KILLED, str(copy), str(limit), str(at)], tmp_path)
         assert process.returncode in (0, 9)
         found.append("old" if (copy / ".nv-meta/index.uuid").read_text() == old else "new")
         try:
