@@ -88,14 +88,7 @@ class Position:
     def end(self) -> int:
         """The microbatch at which the pass of a finite stream ends."""
         if self._ends[0] != self.epoch:
-            listing, rank, ranks = self.listing, self.plan.config.dp_rank, self.plan.config.dp_size
-            dealt = self.plan.dealt
-            if dealt is not None:
-                self._ends = self.epoch, dealt.steps(rank) * ranks
-                return self._ends[1]
-            rows = self.plan.draws_of_pass(self.epoch).num_draws if listing is None else len(listing.rows)
-            batches = None if listing is None or listing.ends is None else len(listing.ends)
-            self._ends = self.epoch, self.plan.data.end_of(rank, rows, ranks, batches)
+            self._ends = self.epoch, self.plan.end_of_pass(self.epoch, self.listing)
         return self._ends[1]
 
     @property
