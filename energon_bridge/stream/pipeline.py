@@ -385,10 +385,9 @@ class Pipeline:
         """Set up the hook context and restore the global generators afterwards; a no-op without user hooks."""
         if not (restoring or self.own.present):
             return contextlib.nullcontext()
-        settings = self.settings
-        put_back = restoring or not settings.config.num_workers  # a worker's generators are its own
-        config = self.conventions.config_of_hooks(settings.config)
-        return running_hooks(settings.run.cache_pool, self.steps.tally, put_back=put_back, config=config)
+        run, config = self.settings.run, self.settings.config
+        put_back = restoring or not config.num_workers  # a worker's generators are its own
+        return running_hooks(run.cache_pool, self.steps.tally, put_back=put_back, config=config)
 
 
 def first_sample(key: tuple[Any, ...]) -> RestoreKey:
