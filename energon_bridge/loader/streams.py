@@ -130,11 +130,11 @@ def _decodes_media(dataset: PreparedDataset | JoinedDataset) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 # The listing of a finite pass whose encoder packs or groups: all ranks agree on it before the first step.
 #
-# *Packs*: the draws of the pass are cut into blocks of `packing_buffer_size`, whatever the number of ranks. Each rank
-# encodes its share of the blocks and lets the encoder select packs; the lists of references are gathered. With
+# *Packs*: the draws of the pass are cut into sections of `packing_buffer_size`, whatever the number of ranks. Each rank
+# encodes its share of the sections and lets the encoder select packs; the lists of references are gathered. With
 # `max_tokens_per_microbatch` the packs are the microbatches.
 #
-# *Groups*: the rows (samples, or the outputs of each pack) are cut into blocks in the same way; each rank asks the
+# *Groups*: the rows (samples, or the outputs of each pack) are cut into sections in the same way; each rank asks the
 # encoder for the groups of its share, and the answers are gathered. A full group is a microbatch. Rows left at the end
 # of the pass follow as smaller microbatches, groups ordered by their oldest row; `batch_drop_last` drops them. Group
 # keys must be equal after pickling: numbers, strings, tuples of them.
@@ -149,7 +149,7 @@ logger = logging.getLogger(__name__)
 
 _NOTABLE = 0.05
 """Share of the rows of a pass; a warning comes if more are dropped."""
-_BLOCK = 256
+_SECTION = 256
 """Rows that a rank holds in memory at a time while it asks for their groups."""
 
 
@@ -197,7 +197,7 @@ def _packs(
         return BufferedRefs.of((Stage.PACK, pack, 0) for pack in packs_of(pipeline, draws, start, stop, counted))
 
     packs: list[list[SampleRef]] = []
-    for found in _blocks(select, draws.num_draws, buffer, config, counts):
+    for found in _sections(select, draws.num_draws, buffer, config, counts):
         packs += [refs for _, refs, _ in found.entries()]
         if len(packs) >= enough:
             break
@@ -215,7 +215,7 @@ def _groups(pipeline: Pipeline, rows: DrawnRows | ListedRows, plan: RunPlan, eno
 
     groups: Groups[ListedRow] = Groups(plan.data.settings.batch_size)
     batches: list[list[ListedRow]] = []
-    for found in _blocks(ask, rows.count, _BLOCK, plan.config, counts):
+    for found in _sections(ask, rows.count, _SECTION, plan.config, counts):
         batches += [full for full in (groups.add(row, key, size) for row, key, size in found) if full]
         if len(batches) >= enough:
             break
@@ -230,18 +230,18 @@ def _groups(pipeline: Pipeline, rows: DrawnRows | ListedRows, plan: RunPlan, eno
     return Listing(rows=[row for batch in batches for row in batch], ends=ends)
 
 
-def _blocks(
-    make: Callable[[int, int, Counts], T], total: int, block: int, config: WorkerConfig, counts: Counts
+def _sections(
+    make: Callable[[int, int, Counts], T], total: int, section: int, config: WorkerConfig, counts: Counts
 ) -> Iterator[T]:
-    """Yield the result for each block of [0, total), in order; ranks that can reach each other share the work."""
+    """Yield the result for each section of [0, total), in order; ranks that can reach each other share the work."""
     shared = config.dp_size > 1 and torch.distributed.is_initialized()
     ranks, rank = (config.dp_size, config.dp_rank) if shared else (1, 0)
-    for first in range(0, total, block * ranks):
-        start = first + rank * block
+    for first in range(0, total, section * ranks):
+        start = first + rank * section
         own: T | None = None
         if start < total:
             counted = Counts()
-            own = make(start, min(start + block, total), counted)
+            own = make(start, min(start + section, total), counted)
             # If several ranks each make the whole list, only one counts it.
             if shared or config.dp_rank == 0:
                 counts.add(counted)
