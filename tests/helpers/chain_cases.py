@@ -215,6 +215,7 @@ class Leg:
 
     Args:
         ranks, workers, threads, prefetch, buffer_bytes: Of the configuration.
+        processes: The workers are processes; elsewhere they are generators of this one.
         steps: Of each rank.
         peeks: States are saved after each step, and each microbatch is made again by its restore key.
         passing: "list": of the states of all ranks, shuffled; "merged": into one; "parts": into two; "own": each rank
@@ -235,6 +236,7 @@ class Leg:
     codec: str
     order: int
     events: tuple[Event, ...] = ()
+    processes: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,6 +292,8 @@ ABSOLUTE: list[list[Any]] = [[0, 1], [3, 5], [2, "end"], [1, 11], [100, 300]]
 RANKS = [1, 1, 2, 2, 3, 4, 4, 5, 6, 7, 8, 9, 12, 16, 23]
 LANES = [None, None, 1, 2, 3, 4, 6, 10, 24]
 CODECS = ("plain", "json", "pickle", "torch")
+FORKED = range(1, 7)
+"""Worker processes of a leg, where it has any."""
 
 
 def range_of(bounds: list[Any]) -> SubsetRange:
@@ -494,6 +498,8 @@ def drawn_chain(seed: int, number: int) -> Chain:
     changeable = num_leaves(tree) if "blend" in tree and num_leaves(tree) > 1 else 0
     legs = tuple(drawn_legs(rng, run, min(90, 240 // (rows or 1))))
     legs = tuple(with_events(legs, random.Random(f"{seed} {number} events"), changeable, finite))
+    forking = random.Random(f"{seed} {number} processes")
+    legs = tuple(replace(leg, processes=leg.ranks * leg.workers in FORKED and forking.random() < 0.3) for leg in legs)
     filtering = random.Random(f"{seed} {number} filters")
     whole = drawn_filter(filtering, ranges_of(tree, ()), ())
     tree = with_filters(tree, filtering, around=(whole,) if whole else ())

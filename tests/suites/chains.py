@@ -48,7 +48,7 @@ if __name__ == "__main__":
 
 import torch
 from chain_cases import CHILDREN, NUMBERS, Chain, Event, Leg, drawn_chain, num_leaves, write_data
-from engine import comparable, digest, is_masked, loaders_of
+from engine import InProcessLoader, comparable, digest, is_masked, loaders_of
 
 from energon_bridge import EnergonError, cyclic_iter
 from energon_bridge.integrations.feedback import DoReMi, MixFeedback
@@ -195,7 +195,8 @@ def run_leg(
         "decode_threads": leg.threads,
         "buffer_bytes": leg.buffer_bytes,
     }
-    loaders = loaders_of(dataset, leg.ranks, leg.workers, **config)
+    kind = SavableDataLoader if leg.processes else InProcessLoader
+    loaders = loaders_of(dataset, leg.ranks, leg.workers, kind=kind, **config)
     try:
         for rank, loader in enumerate(loaders if states else ()):
             loader.restore_state_rank(states[rank] if own else states)
@@ -410,7 +411,7 @@ def smaller(chain: Chain) -> Iterator[Chain]:
         if chain.settings.get(name, value) != value:
             yield replace(chain, settings=chain.settings | {name: value})
     easy: dict[str, Any] = {"workers": 0, "threads": 1, "prefetch": 1, "buffer_bytes": 1 << 30, "peeks": False}
-    easy |= {"passing": "list", "codec": "plain", "order": 0, "events": (), "ranks": 1}
+    easy |= {"passing": "list", "codec": "plain", "order": 0, "events": (), "processes": False, "ranks": 1}
     for number, leg in enumerate(legs):
         changes: list[dict[str, Any]] = [{name: value} for name, value in easy.items() if getattr(leg, name) != value]
         changes += [{"events": (*leg.events[:at], *leg.events[at + 1 :])} for at in range(len(leg.events))]
