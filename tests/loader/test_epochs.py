@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from fractions import Fraction
 from itertools import islice
@@ -186,7 +185,7 @@ def test_a_report_and_the_trainer_of_transformers_count_the_same_epochs(data: Pa
     found = summary(RunRecorder(), loader)
     assert found is not None
     write_report(tmp_path / "report.html", [found], RunRecorder())
-    assert re.search(r"<(\w+)>epochs</\1><(\w+)>3\.00</\2>", (tmp_path / "report.html").read_text())
+    assert '["epochs","3.00"]' in (tmp_path / "report.html").read_text()
     assert len(Described(spec)) == 66
     loader.close()
 
