@@ -305,6 +305,28 @@ def test_the_next_run_rolls_back_what_was_killed(half: tuple[Path, subprocess.Po
     check(root)
 
 
+def test_a_reader_who_may_not_roll_back_says_who_must(
+    half: tuple[Path, subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, process = half
+    process.communicate("die\n")
+    message = (
+        rf"^{root}: an `energon prepare` that added keys was killed and left {root}/\.nv-meta/index\.sqlite-journal, "
+        rf".* run `energon prepare --tar-index-only {root}`\.$"
+    )
+    with monkeypatch.context() as patch:
+        plain = key_index._uri
+        patch.setattr(key_index, "_uri", lambda path, mode="ro": plain(path, mode))  # as for one who may not write
+        for read in (lambda: local_key_index(open_store(root), ""), lambda: WebdatasetFileStore(root)["3-1.txt"]):
+            with pytest.raises(KeyIndexError, match=message):
+                read()
+        assert not summarize_dataset(root).media  # which is shown without the index
+    (root / "99.tar").unlink()
+    rebuild_index(root)
+    assert leftovers(root) == []
+    assert WebdatasetFileStore(root)["3-1.txt"][0] == b"text of 3-1"
+
+
 def test_a_journal_is_not_rolled_back_into_another_index(half: tuple[Path, subprocess.Popen[str]]) -> None:
     root, process = half
     process.communicate("die\n")
