@@ -159,23 +159,9 @@ def test_every_sample_once_and_in_order_for_all_sizes(data: Path, rows: int) -> 
         check_pass(one_pass(dataset, world_size, num_workers), num_samples, rows, world_size)
 
 
-@pytest.mark.parametrize("num_samples", [1, 2, 7, 40, 41])
-def test_every_topology_sees_the_same_microbatches(data: Path, num_samples: int) -> None:
-    for rows in (1, 3, 5):
-        dataset = dataset_of(data, num_samples, batch_size=rows)
-        expected = [digest(batch) for step in one_pass(dataset, 1, 0) for batch in step]
-        topologies = [*itertools.product(RANKS, range(5))]
-        choose = random.Random(num_samples * rows)
-        for world_size, num_workers in topologies if LONG else choose.sample(topologies, 8):
-            steps = one_pass(dataset, world_size, num_workers)
-            check_pass(steps, num_samples, rows, world_size)
-            flat = [batch for step in steps for batch in step]
-            assert [digest(batch) for batch in flat if not is_masked(batch)] == expected
-
-
 @pytest.mark.parametrize(
     ("num_samples", "rows", "world_size", "num_workers"),
-    [(1, 1, 1, 4), (1, 5, 8, 1), (3, 1, 8, 2), (41, 2, 3, 3), (200, 5, 2, 4), (17, 4, 5, 2)],
+    [(1, 1, 1, 4), (41, 2, 3, 3), (17, 4, 5, 2)],
 )
 def test_every_sample_once_from_worker_processes(
     data: Path, num_samples: int, rows: int, world_size: int, num_workers: int
@@ -187,9 +173,8 @@ def test_every_sample_once_from_worker_processes(
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("persistent", [True, False])
-@pytest.mark.parametrize("encoder", [TensorEncoder, SkippingEncoder, SeveralEncoder])
-def test_two_passes_are_the_same(data: Path, num_workers: int, persistent: bool, encoder: Any) -> None:
-    dataset = dataset_of(data, 37, task_encoder=encoder())
+def test_two_passes_are_the_same(data: Path, num_workers: int, persistent: bool) -> None:
+    dataset = dataset_of(data, 37, task_encoder=SeveralEncoder())
     config = config_of(2, num_workers, 1, num_lanes=None, persistent_workers=persistent)
     loader = get_savable_loader(dataset, worker_config=config)
     first = [digest(batch) for batch in loader]
@@ -283,32 +268,6 @@ def test_masked_microbatches_are_not_counted(data: Path) -> None:
     counts = [counts_of(loader.save_state_rank()) for loader in loaders]
     assert sum(count["samples"] for count in counts) == 2
     assert sum(count["skipped"] for count in counts) == 3
-
-
-@pytest.mark.parametrize("batch_size", [None, 3])
-@pytest.mark.parametrize(
-    ("saved_on", "resumed_on"),
-    [((1, 0), (1, 0)), ((1, 2), (1, 3)), ((2, 1), (4, 2)), ((3, 0), (2, 0)), ((2, 0), (1, 2)), ((5, 2), (3, 1))],
-)
-def test_a_pass_goes_on_from_a_state(
-    data: Path, batch_size: int | None, saved_on: tuple[int, int], resumed_on: tuple[int, int]
-) -> None:
-    """The first pass after a restore goes on where the state stands, unless at an end; the next is whole again."""
-    dataset = dataset_of(data, 41, batch_size=batch_size)
-    expected = [digest(batch) for (batch,) in one_pass(dataset, 1, 0)]
-    for steps in (0, 1, 3):
-        saving = loaders_of(dataset, *saved_on, num_lanes=None)
-        for loader in saving:
-            for _, _batch in zip(range(steps), loader, strict=False):
-                pass
-        states = [loader.save_state_rank() for loader in saving]
-        m = states[0]["microbatches"]
-        assert m == steps * saved_on[0]
-        resuming = loaders_of(dataset, *resumed_on, num_lanes=None, state=states)
-        for first in (m if m < len(expected) else 0, 0):
-            columns = [list(loader) for loader in resuming]
-            flat = [batch for step in zip(*columns, strict=True) for batch in step]
-            assert [digest(batch) for batch in flat if not is_masked(batch)] == expected[first:]
 
 
 def test_persistent_workers_begin_the_pass_after_a_resumed_one_at_the_start(data: Path) -> None:

@@ -40,6 +40,7 @@ LAYERS = (
     "loader",
     "datasets",
     "forecast",
+    "preview",
     "replica",
     "dataloader",
     "verify",
@@ -47,7 +48,6 @@ LAYERS = (
     "integrations",
     "training",
     "prepare",
-    "preview",
     "cli",
     "testing",
     "__init__",  # the public names: on top of everything
@@ -78,8 +78,8 @@ ROOMS = {
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
     "core": 29_700,
-    "models": 8_150,
-    "trainers": 6_700,
+    "models": 8_400,
+    "trainers": 6_550,
     "cloud": 3_000,
     "tools": 13_200,
     "drop-in": 3_300,
