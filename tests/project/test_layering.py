@@ -85,11 +85,6 @@ BUDGETS = {
     "drop-in": 3_300,
     "training": 4_400,
 }
-# Imports of the core from other rooms that are still there: the list may only shrink.
-CROSSINGS = """
-loader.position -> loader.shares
-loader.savable -> loader.shares
-"""
 MAX_LINES = 1000  # of one file: the budgets keep rooms small, this keeps a file one idea
 RUN_AS_COMMAND = 'if __name__ == "__main__":\n    sys.exit(main())\n'
 
@@ -245,9 +240,7 @@ def test_imports_point_down():
 
 
 def test_the_core_imports_no_other_room():
-    listed = CROSSINGS.strip().splitlines()
-    assert listed == sorted(set(listed))
-    assert crossings(REPOSITORY) == listed, "new ones must go; those that are gone leave the list"
+    assert crossings(REPOSITORY) == []
 
 
 def test_rooms_name_what_exists():

@@ -263,3 +263,11 @@ def test_a_video_without_a_track_has_none(tmp_path: Path, files: dict[str, bytes
     assert track_of(torch.zeros(2, 3, 4, 4, dtype=torch.uint8), rate=16000) is None
     with pytest.raises(DecodeError, match="has no audio stream, only video"):
         sound_of(AVDecoder(film), rate=16000)
+
+
+@pytest.mark.parametrize("codec", ["pcm_s16le", "pcm_f32le", "pcm_s24le"])
+def test_of_a_wav_only_the_header_is_read_for_its_length(tmp_path: Path, codec: str) -> None:
+    path = write_sound(tmp_path / "a.wav", codec=codec, seconds=20.0)
+    decoder = AVDecoder.open(path)
+    assert sound_of(decoder, rate=16000).length == 20 * 16000
+    assert decoder.bytes_read < 100_000 < path.stat().st_size / 30
