@@ -3,8 +3,8 @@
 Microbatch m is rows `[mB, (m+1)B)` of the pass; nothing depends on what was delivered before, so there is no state but
 m and the number of the pass. Rows are draws, or, where the encoder packs or groups, those of a list that all ranks have
 agreed on before the pass (`loader/streams.py`); where it groups, the list says at which row each microbatch ends.
-Every rank makes `ceil(ceil(N/B)/R)` steps. A microbatch beyond the end does not exist: it repeats real rows, with the
-mask all false.
+All ranks make the same number of steps. A microbatch beyond the end does not exist: it repeats real rows, with the mask
+all false.
 """
 
 from __future__ import annotations
@@ -50,12 +50,6 @@ class Listing:
 def num_microbatches(num_rows: int, batch_size: int, *, drop_last: bool) -> int:
     """Return the microbatches of a finite stream, all ranks together."""
     return num_rows // batch_size if drop_last else math.ceil(num_rows / batch_size)
-
-
-def num_steps(num_rows: int, batch_size: int, world_size: int, *, drop_last: bool, limit: int | None) -> int:
-    """Return the steps that every rank makes over a finite stream; `limit` is a number of steps."""
-    steps = math.ceil(num_microbatches(num_rows, batch_size, drop_last=drop_last) / world_size)
-    return steps if limit is None else min(steps, limit)
 
 
 class PassRows(Protocol):

@@ -34,7 +34,7 @@ from energon_bridge.errors import (
 )
 from energon_bridge.format.columns import column_of, read_columns
 from energon_bridge.format.dataset import open_dataset
-from energon_bridge.loader.run_plan import DatasetSpec, plan_run
+from energon_bridge.loader.run_plan import plan_run
 from energon_bridge.prepare import parse_patterns, prepare_dataset
 from energon_bridge.prepare.columns import add_column, content_hash, duplicates, image_size, remove_column
 from energon_bridge.storage import open_store
@@ -291,24 +291,6 @@ def test_an_epoch_has_what_the_filter_keeps(data: Path, text: str, batch_size: i
         assert [n for batch in loader for n in numbers_of(batch)] == expected_of(text)
 
 
-def check_elastic(dataset: DatasetSpec, *topologies: tuple[int, int, int, int]) -> None:
-    """Compare runs on (ranks, workers) that go on on other (ranks, workers) with one on one rank."""
-    expected = deliver(loaders_of(dataset, 1, 0), 4 * NUM_LANES).digests
-    for ranks, workers, others, other_workers in topologies:
-        first = deliver(loaders_of(dataset, ranks, workers), 36 // ranks, [36 // ranks - 4])
-        assert first.digests == expected[: len(first.digests)]
-        (state,) = first.states.values()
-        at = state[0]["microbatches"]
-        found = deliver(loaders_of(dataset, others, other_workers, state=state), 24 // others).digests
-        assert found == expected[at : at + len(found)]
-
-
-@pytest.mark.parametrize("encoder", ["skipping", "packing", "grouping"])
-def test_filtered_runs_are_elastic(data: Path, encoder: str) -> None:
-    dataset = train_dataset(data, encoder, filter=FILTERS[0])
-    check_elastic(dataset, (2, 2, 4, 0), (3, 1, 1, 2), (4, 0, 3, 1))
-
-
 def test_mixes_are_filtered_by_dataset_and_as_a_whole(data: Path, tmp_path: Path) -> None:
     other = text_dataset(tmp_path / "other", train=[20, 20])
     add_column(other, "number", number)
@@ -336,21 +318,6 @@ def test_mixes_are_filtered_by_dataset_and_as_a_whole(data: Path, tmp_path: Path
     dataset = train_dataset(mix, "skipping")  # type: ignore[arg-type]
     expected = deliver(loaders_of(dataset, 1, 0), 3 * NUM_LANES).digests
     assert deliver(loaders_of(dataset, 3, 1), NUM_LANES).digests == expected
-
-
-@pytest.mark.parametrize("encoder", ["skipping", "packing"])
-def test_filtered_mixes_go_on_on_any_ranks_and_workers(data: Path, tmp_path: Path, encoder: str) -> None:
-    other = text_dataset(tmp_path / "other", train=[20, 20])
-    add_column(other, "number", number)
-    parts = [
-        {"path": str(data), "filter": "language != 'de'", "weight": 3},
-        {"path": str(other), "filter": "number % 3 == 1", "weight": 1},
-        {"path": str(data), "filter": "number > 100", "weight": 1},
-    ]
-    split = {"blend": parts, "filter": "number != 7"}
-    mix = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": split}}
-    dataset = train_dataset(mix, encoder)  # type: ignore[arg-type]
-    check_elastic(dataset, (1, 2, 4, 2), (2, 0, 1, 2), (4, 2, 2, 0))
 
 
 def test_the_data_module_filters_training_and_validation(data: Path) -> None:

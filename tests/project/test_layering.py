@@ -87,8 +87,6 @@ BUDGETS = {
 }
 # Imports of the core from other rooms that are still there: the list may only shrink.
 CROSSINGS = """
-loader.position -> loader.shares
-loader.savable -> loader.shares
 stores.cache -> stores.disk_cache
 """
 MAX_LINES = 1000  # of one file: the budgets keep rooms small, this keeps a file one idea
