@@ -198,6 +198,7 @@ def test_the_length_of_sounds_is_that_of_their_headers(tmp_path: Path, monkeypat
         "track": {"audios.0.mp4": film, "0.wav": wav},
         "text": {"txt": b"a"},
     }
+    (tmp_path / "data").mkdir()
     write_shard(tmp_path / "data" / "0.tar", samples)
     prepare_dataset(tmp_path / "data", split=parse_patterns(["train:.*"]), dataset_yaml=CRUDE)
     monkeypatch.setattr("energon_bridge.av.metadata.AudioReader", None)  # nothing is decoded
