@@ -174,8 +174,6 @@ def _extent(shape: tuple[int, ...]) -> tuple[int, int]:
 def _items(value: Any, name: str) -> list[Item]:
     if isinstance(value, str):
         return [_text(value)]
-    if isinstance(value, AVDecoder):
-        return [_clip(value)]
     if (sound := _sound(value)) is not None:
         return [sound]
     picture = picture_of(value) if not isinstance(value, (list, tuple, Mapping)) else None
@@ -254,8 +252,9 @@ def _content(content: Any) -> list[Text | Picture | Clip]:
             items.append(_text(part["text"]))
         elif isinstance(part, Mapping) and part.get("type") in ("image", "video", "audio", "input_audio"):
             held = own_payload(part)
-            of = _sound if part_kind(part) == "audio" else picture_of
-            shown = None if held is None else of(held)
+            if isinstance(held, bytes) and part_kind(part) == "audio":
+                held = AVDecoder(held, name=f"sound.{extension_by_head(held[:HEAD_BYTES])}")
+            shown = None if held is None else picture_of(held) or _sound(held)
             items.append(shown or Text("text", f"<{part_kind(part)}>"))
         else:
             items.append(_json(part))
@@ -276,9 +275,9 @@ def _json(value: Any) -> Text:
 
 
 def _sound(value: Any) -> Clip | Text | None:
-    """Return samples with their rate, or the bytes of a file in a part, as a sound; None for anything else."""
-    if isinstance(value, bytes):
-        return _clip(AVDecoder(value, name=f"sound.{extension_by_head(value[:HEAD_BYTES])}"))
+    """Return a decoder, or samples with their rate, as a sound or video; None for anything else."""
+    if isinstance(value, AVDecoder):
+        return _clip(value)
     pair = _samples(value)
     if pair is None:
         return None

@@ -214,6 +214,7 @@ def test_sounds_are_players_and_waves(tmp_path: Path) -> None:
         "other": (np.zeros((3, 4)), 7),
         "bad": AVDecoder(wav[:20], name="bad.wav"),
         "turns": turns,
+        "picture": [{"role": "user", "content": [{"type": "image", "image": b"bytes"}]}],
     }
     shown = dict(fields_of(sample))
     for name in ("wav", "pair", "sounds"):
@@ -226,6 +227,7 @@ def test_sounds_are_players_and_waves(tmp_path: Path) -> None:
     assert isinstance(turn.items[1], Clip)
     assert turn.items[1].stream == wav
     assert turn.items[2] == Text("text", "<audio>")
+    assert shown["picture"] == (Turn("user", (Text("text", "<image>"),)),)
     (pair,) = shown["pair"]
     assert isinstance(pair, Clip)
     assert AVDecoder(pair.stream).get_audio().audio_clips[0][0].numpy() == pytest.approx(ramp, abs=1e-4)  # type: ignore[index]
