@@ -18,13 +18,7 @@ from energon_bridge.stream.finite import DrawnRows, FiniteStream, ListedRows
 from energon_bridge.stream.lane import LaneStreams, Stream
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.state import LaneBatch, LaneState
-from energon_bridge.topology import (
-    Ownership,
-    first_microbatch,
-    lane_units,
-    microbatches_before,
-    step_units,
-)
+from energon_bridge.topology import Ownership, first_microbatch, lane_units, microbatches_before, step_units
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -19,12 +20,11 @@ import torch
 from energon_bridge.errors import EmptyDatasetError, FatalSampleError
 from energon_bridge.plan.choose import PassDraws, Picks
 from energon_bridge.stream.conventions import PassOrder, attach
-from energon_bridge.stream.draws import SAMPLE, BatchRow, reencode
+from energon_bridge.stream.draws import SAMPLE, BatchRow, batch_rows, encode_rows, reencode
 from energon_bridge.stream.packing import pack_rows, post_encoded, select_packs
 from energon_bridge.stream.picked import PickedLoad
 from energon_bridge.stream.pipeline import PendingLoads, Pipeline
 from energon_bridge.stream.state import COUNTERS, Counts, LaneBatch, SampleRef, as_members
-from energon_bridge.task_encoder.current import NUMBER
 
 _SKIPPED = COUNTERS.index("skipped")
 WHOLE_PACK = -2
@@ -103,20 +103,8 @@ class DrawnRows:
     def take(self, start: int, stop: int, counts: Counts) -> list[BatchRow]:
         """Return the encoded samples of draws [start, stop)."""
         self.prepare(start, stop)
-        ahead = self._ahead.pop(start)
-        rows: list[BatchRow] = []
-        draw = start - 1
-        while len(ahead):
-            loaded = ahead.take()
-            columns = zip(loaded.leaves, loaded.samples, loaded.keys, loaded.sizes, strict=True)
-            for leaf, sample, key, size in columns:
-                counts.of(leaf)[COUNTERS.index("bytes")] += size
-                draw += 1
-                if self._number_of is not None:
-                    NUMBER.set(self._number_of(draw))
-                for (_, index, epoch, output), encoded in self._pipeline.encode(leaf, sample, key, counts):
-                    rows.append(BatchRow((SampleRef(leaf, index, epoch, output),), SAMPLE, encoded, 0))
-        return rows
+        numbers = None if self._number_of is None else map(self._number_of, range(start, stop))
+        return list(chain.from_iterable(encode_rows(self._pipeline, self._ahead.pop(start), counts, numbers)))
 
 
 class ListedRows:
@@ -254,10 +242,7 @@ class FiniteStream:
         with pipeline.user_code():
             pipeline.begin(-1, number)
             rows = self._rows.take(*self._span(number), counts)
-            samples = [row.content for row in rows]
-            keys = [row.key(pipeline) for row in rows]
-            leaves = [ref.leaf for row in rows for ref in row.members]
-            batches = pipeline.batches(samples, keys, leaves, -1, number, counts) if rows else []
+            batches = batch_rows(pipeline, rows, -1, number, counts)
         if len(batches) > 1:
             raise FatalSampleError(
                 f"{rows[0].key(pipeline)}: batch or encode_batch yields {len(batches)} batches from one; "
