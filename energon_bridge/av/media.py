@@ -181,10 +181,17 @@ def length_of(media: Media, stream: Any) -> Fraction | None:
 def own_length(stream: Any) -> Fraction | None:
     """Return the duration that the headers give for a stream itself, in seconds."""
     if stream.duration is not None and stream.time_base is not None:
-        return Fraction(stream.duration * stream.time_base)
+        return Fraction(stream.duration * stream.time_base) - _opus_preskip(stream)
     tag = next((value for name, value in stream.metadata.items() if name.upper() == "DURATION"), None)
     end = None if tag is None else _seconds(tag)
     return None if end is None else end - start_of(stream)
+
+
+def _opus_preskip(stream: Any) -> Fraction:
+    """Return the seconds at the beginning of Opus in Ogg that are not heard, but counted; 0 of others (RFC 7845)."""
+    head = (stream.codec_context and stream.codec_context.extradata) or b""
+    is_counted = head[:8] == b"OpusHead" and stream.container.format.name == "ogg"
+    return Fraction(int.from_bytes(head[10:12], "little"), 48000) if is_counted else Fraction(0)
 
 
 def has_all_packets(media: Media) -> bool:

@@ -32,10 +32,12 @@ def video_fps(media: Media) -> float | None:
 def known_length(media: Media, stream: Any) -> Fraction | None:
     """Return the duration of a stream in seconds; None if headers do not tell any.
 
-    A duration that the headers give for the whole file is that of its longest stream. So the last packets are read;
-    readers and streams of the file are invalid afterwards.
+    A duration that the headers give for the whole file is that of its longest stream. So the last packets are read, or
+    all, of sound without a header; readers and streams of the file are invalid afterwards.
     """
     claimed, start, index = length_of(media, stream), start_of(stream), stream.index
+    if _is_estimate(media):
+        return _length_of_packets(media, index)
     if claimed is None or own_length(stream) is not None:
         return claimed
     indices = [one.index for one in (media.video, media.audio) if one is not None]
@@ -44,6 +46,28 @@ def known_length(media: Media, stream: Any) -> Fraction | None:
     if max(ends.values()) < min(claimed, claimed + start) - _CUT_OFF_SECONDS:
         return claimed
     return ends[index] - start
+
+
+def _is_estimate(media: Media) -> bool:
+    """Whether libav only estimates a duration, by the rate of the first packets: AAC, and MP3 without a count."""
+    file, form = media.file, media.container.format.name
+    if form != "mp3":
+        return bool(form == "aac")
+    here = file.tell()  # the container reads on from there
+    file.seek(0)
+    tag = file.read(10)  # ID3: ten bytes, and four times seven bits of its size
+    file.seek(10 + sum(byte << 7 * (3 - n) for n, byte in enumerate(tag[6:])) if tag[:3] == b"ID3" else 0)
+    frame = file.read(64)
+    file.seek(here)
+    return not any(name in frame for name in (b"Xing", b"Info", b"VBRI"))
+
+
+def _length_of_packets(media: Media, index: int) -> Fraction:
+    media.rewind()
+    stream = media.container.streams[index]
+    media.only(stream)
+    with media.refusing("cannot be read"):
+        return Fraction(sum(packet.duration or 0 for packet in media.container.demux(stream)) * stream.time_base)
 
 
 def _end_of(media: Media, index: int, claimed: Fraction) -> Fraction:

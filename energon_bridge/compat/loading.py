@@ -18,6 +18,7 @@ import torch.utils.data
 
 from energon_bridge import datasets, topology
 from energon_bridge.compat import encoders, records, trusted
+from energon_bridge.compat.conventions import EnergonConventions
 from energon_bridge.compat.dataset_classes import IMAGE_DECODE
 from energon_bridge.compat.epath import EPath
 from energon_bridge.compat.table import NoSuchPart, not_provided
@@ -250,7 +251,7 @@ def _as_energon(dataset: DatasetSpec, sample_type: type | None, subflavors: Mapp
     if subflavors:
         leaves = tuple(dataclasses.replace(leaf, dataset=_flavored(leaf.dataset, subflavors)) for leaf in leaves)
     leaves = tuple(dataclasses.replace(leaf, dataset=_with_epath(leaf.dataset)) for leaf in leaves)
-    return dataclasses.replace(dataset.with_settings(as_energon=True), leaves=leaves)
+    return dataclasses.replace(dataset.with_settings(conventions=EnergonConventions()), leaves=leaves)
 
 
 def _with_epath(dataset: Any) -> Any:

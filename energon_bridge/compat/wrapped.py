@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from energon_bridge import datasets
+from energon_bridge.compat.conventions import EnergonConventions
 from energon_bridge.compat.table import Refusing, not_provided
 from energon_bridge.errors import ConfigurationError, WrongUseError
 from energon_bridge.loader.run_plan import DATASET_IS_NO_LOADER, DatasetSpec
@@ -156,7 +157,8 @@ def make_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader:
         raise not_provided("RepeatDataset of a dataset with limit=", "limit the repeated dataset by LimitDataset")
     if limit is not None and dataset.settings.limit is not None:
         limit = min(limit, dataset.settings.limit)
-    return datasets.get_savable_loader(dataset.with_settings(limit=limit, repeats=repeated), **kwargs)
+    repeats = {"conventions": EnergonConventions(repeats=True)} if repeated else {}
+    return datasets.get_savable_loader(dataset.with_settings(limit=limit, **repeats), **kwargs)
 
 
 def _ends(dataset: Any) -> bool:

@@ -360,8 +360,8 @@ def _finite_step(run: Run, step: int, names: _SampleNames) -> list[NamedMicrobat
     """Name the samples of a step of a pass, of training passes counted from the first one on."""
     spec, plan, ranks = run.spec, run.plan, run.world_size
     asked, epoch = step, 0
-    if spec.settings.as_energon:
-        raise ConfigurationError("cannot name the steps of a pass for a loader of the drop-in of megatron-energon")
+    if (other := spec.settings.conventions.stands_for) is not None:
+        raise ConfigurationError(f"cannot name the steps of a pass for a loader of the drop-in of {other}")
     draws = plan.draws_of_pass(epoch)
     end = spec.end(draws.num_draws, ranks)
     while step >= (steps := -(-end // ranks)):

@@ -214,6 +214,8 @@ def _naming(own: str, other: str | None = None) -> Iterator[None]:
 def connect_key_index(index: KeyIndex, *, locks: bool = True, any_thread: bool = False) -> sqlite3.Connection:
     """Open a key index for reading; raises sqlite3.Error.
 
+    Raises KeyIndexError if it must be rolled back by someone who may write there.
+
     With `locks=False` a row that is found is right, but one may be missed, or unreadable, while a run adds keys.
     """
     uri = _locked_uri(index) if locks else sqlite_uri(index.path)
@@ -234,6 +236,12 @@ def _locked_uri(index: KeyIndex) -> str:
         with closing(sqlite3.connect(uri, timeout=_WAIT_SECONDS, uri=True)) as connection:
             connection.execute("PRAGMA schema_version")
     except sqlite3.Error as error:
+        if error.sqlite_errorcode == sqlite3.SQLITE_READONLY_ROLLBACK:
+            raise KeyIndexError(
+                f"{index.dataset}: an `energon prepare` that added keys was killed and left {index.path}-journal, "
+                "which is rolled back by whoever may write there; this user may not. As one who may, run `energon "
+                f"prepare --tar-index-only {index.dataset}`."
+            ) from error
         if error.sqlite_errorcode not in _NO_LOCKS or os.path.exists(f"{index.path}-journal"):
             raise
         return sqlite_uri(index.path)

@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 
 OnMismatch = Literal["refuse", "adapt"]
 
+_EMPTY_PASSES = 100
+"""Passes without a microbatch, one after the other, after which a seek gives up."""
+
 
 class Position:
     """The position of one rank's loader in a dataset.
@@ -85,14 +88,7 @@ class Position:
     def end(self) -> int:
         """The microbatch at which the pass of a finite stream ends."""
         if self._ends[0] != self.epoch:
-            listing, rank, ranks = self.listing, self.plan.config.dp_rank, self.plan.config.dp_size
-            dealt = self.plan.dealt
-            if dealt is not None:
-                self._ends = self.epoch, dealt.steps(rank) * ranks
-                return self._ends[1]
-            rows = self.plan.draws_of_pass(self.epoch).num_draws if listing is None else len(listing.rows)
-            batches = None if listing is None or listing.ends is None else len(listing.ends)
-            self._ends = self.epoch, self.plan.data.end_of(rank, rows, ranks, batches)
+            self._ends = self.epoch, self.plan.end_of_pass(self.epoch, self.listing)
         return self._ends[1]
 
     @property
@@ -175,6 +171,9 @@ class Position:
 
         Args:
             step: Steps that each rank has delivered before it.
+
+        Raises:
+            ConfigurationError: It is no number of steps, or passes without microbatches never reach it.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ConfigurationError(f"start_at must be a number of steps of at least 0, got {step!r}")
@@ -183,9 +182,15 @@ class Position:
         self.epoch_steps = step % virtual if virtual else 0
         self._counts = [[0] * len(COLUMNS) for _ in self.plan.leaves]
         if self.plan.data.finite:
-            self.epoch = 0
-            while self.plan.data.shuffled and step >= (steps := -(-self.end // ranks)):
-                self.epoch, step = self.epoch + 1, step - steps
+            self.epoch = empty = 0
+            while self.plan.data.shuffled and step and step >= (steps := -(-self.end // ranks)):
+                self.epoch, step, empty = self.epoch + 1, step - steps, 0 if steps else empty + 1
+                if empty == _EMPTY_PASSES:
+                    self.epoch = self.microbatches = self.epoch_steps = 0
+                    raise ConfigurationError(
+                        f"start_at: the run has no {step} steps more: {empty} passes in a row have no microbatch. Set "
+                        "batch_drop_last=False, or a smaller batch_size"
+                    )
             self.microbatches = min(step * ranks, self.end)
             return
         self.microbatches = first_microbatch(step, num_lanes=lanes, world_size=ranks)

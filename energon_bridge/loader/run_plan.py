@@ -27,10 +27,10 @@ from energon_bridge.plan.weights import ChangedWeights, MixWeights
 from energon_bridge.rng import key_of
 from energon_bridge.samples import CrudeSample, field_names
 from energon_bridge.samples.showing import counted, described
+from energon_bridge.stream.conventions import PassOrder
 from energon_bridge.stream.cooking import check_cooker, cooker_of
-from energon_bridge.stream.dealt import ENDLESS, Deal, Dealt
 from energon_bridge.stream.failure_log import FailureLog
-from energon_bridge.stream.finite import num_microbatches
+from energon_bridge.stream.finite import Listing, num_microbatches
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.settings import RunSettings, StreamKind
 from energon_bridge.stream.user_code import OwnHooks, selection_of
@@ -155,13 +155,6 @@ class DatasetSpec:
         end = end if num_batches is None else num_batches
         return end if self.settings.limit is None else min(end, self.settings.limit * world_size)
 
-    def end_of(self, rank: int, num_rows: int, world_size: int, num_batches: int | None = None) -> int:
-        """Return the microbatch at which a pass ends for one rank; as a drop-in, a rank stops when it has none left."""
-        if self.settings.repeats:
-            return ENDLESS if self.settings.limit is None else self.settings.limit * world_size
-        end = self.end(num_rows, world_size, num_batches)
-        return max(0, end - rank) if self.settings.as_energon else end
-
     @cached_property
     def ordered(self) -> tuple[OpenLeaf, ...]:
         """The leaves in the order of the counters: by identity, or for validation as given."""
@@ -169,9 +162,8 @@ class DatasetSpec:
 
     def epoch_length(self, world_size: int) -> int:
         """Return the microbatches of one rank in an epoch of an endless stream; at least 1."""
-        rounded = self.settings.as_energon  # as megatron-energon does
-        each = map(int, self.epoch_samples) if rounded else self.epoch_samples
-        return max(1, int(sum(each) // (self.rows * world_size)))
+        samples = self.settings.conventions.epoch_samples(self.epoch_samples)
+        return max(1, int(samples // (self.rows * world_size)))
 
     @property
     def mode(self) -> str:
@@ -200,7 +192,7 @@ class DatasetSpec:
         raise WrongUseError(DATASET_IS_NO_LOADER)
 
     def __len__(self) -> int:
-        return self.num_batches(self.worker_config.dp_size)
+        return self.num_batches(self.worker_config)
 
     def __repr__(self) -> str:
         return described(
@@ -220,31 +212,20 @@ class DatasetSpec:
             return "one sample"
         return counted(self.settings.batch_size, "sample" if self.settings.packing_buffer_size is None else "pack")
 
-    def num_batches(self, world_size: int, end: int | None = None) -> int:
+    def num_batches(self, config: WorkerConfig, end: int | None = None) -> int:
         """Return the batches of one rank in a pass or virtual epoch, or in an epoch of an endless stream.
 
         Args:
-            world_size: Data-parallel ranks.
+            config: The rank.
             end: The microbatch at which the pass of a finite stream ends, if known.
         """
         if self.settings.virtual_epoch_length is not None:
             return self.settings.virtual_epoch_length
         if not self.finite:
-            return self.epoch_length(world_size)
+            return self.epoch_length(config.dp_size)
         if end is None:
-            rank, dealt = self.worker_config.dp_rank, self._plan.dealt
-            if dealt is not None:
-                return dealt.steps(rank)
-            end = self.end_of(rank, self._rows_of_a_pass, world_size)
-        return -(-end // world_size)
-
-    @property
-    def _plan(self) -> RunPlan:
-        return plan_run(self, self.worker_config)
-
-    @cached_property
-    def _rows_of_a_pass(self) -> int:
-        return self._plan.draws_of_pass(0).num_draws
+            end = plan_run(self, config).end_of_pass(0)
+        return -(-end // config.dp_size)
 
 
 def _check_types(leaves: Sequence[OpenLeaf], encoder: Any) -> None:
@@ -348,21 +329,25 @@ class RunPlan:
             first, end = (int(samples * number) for number in passes)
         return PassDraws(leaves=self.leaves, blend=blend, first=first, num_draws=end - first)
 
-    @property
-    def dealt(self) -> Dealt | None:
-        """How megatron-energon divides a validation pass; None unless its order is requested."""
-        data = self.data
-        if not data.settings.as_energon or data.kind != "finite" or data.listed:
+    @cached_property
+    def order_of_pass(self) -> PassOrder | None:
+        """The order of a validation pass by the conventions of another loader; None: ours."""
+        data, run = self.data, self.data.settings
+        if data.kind != "finite" or data.listed:
             return None
-        deal = Deal(
-            ranks=self.config.dp_size,
-            workers=self.config.processes,
-            batch_size=data.rows,
-            drop_last=data.settings.batch_drop_last,
-            limit=data.settings.limit,
-            repeats=data.settings.repeats,
+        return run.conventions.order_of_pass(
+            self.leaves, self.config, rows=data.rows, drop_last=run.batch_drop_last, limit=run.limit
         )
-        return Dealt(self.leaves, [leaf.dataset.num_samples for leaf in data.ordered], deal)
+
+    def end_of_pass(self, epoch: int, listing: Listing | None = None) -> int:
+        """Return the microbatch at which a pass ends for this rank; without a listing, each sample counts as a row."""
+        data, config, order = self.data, self.config, self.order_of_pass
+        if order is not None:
+            return order.steps(config.dp_rank) * config.dp_size
+        rows = self.draws_of_pass(epoch).num_draws if listing is None else len(listing.rows)
+        batches = None if listing is None or listing.ends is None else len(listing.ends)
+        end = data.end(rows, config.dp_size, batches)
+        return data.settings.conventions.end(end, config, data.settings.limit)
 
 
 def plan_run(
@@ -390,8 +375,8 @@ def plan_run(
     if data.finite:
         settings |= {"batch_drop_last": data.settings.batch_drop_last}
         settings |= {"grouped": True} if data.grouped else {}
-        if data.settings.as_energon and data.kind == "finite" and not data.listed:
-            settings |= {"dp_size": ranks, "num_workers": config.processes, "limit": data.settings.limit}
+        if data.kind == "finite" and not data.listed:
+            settings |= data.settings.conventions.recorded(config, data.settings.limit)
     if data.settings.packing_buffer_size is not None:
         settings |= {"packing_buffer_size": data.settings.packing_buffer_size}
     if data.settings.max_tokens_per_microbatch is not None:

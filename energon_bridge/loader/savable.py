@@ -36,12 +36,13 @@ from energon_bridge.loader.workers import Work, keep_freed_memory, schedule
 from energon_bridge.samples.base import pin_value
 from energon_bridge.samples.showing import counted, described
 from energon_bridge.storage.network import REQUESTS
+from energon_bridge.stream.conventions import attach
 from energon_bridge.stream.finite import mask_loss
 from energon_bridge.stream.lane import Production
 from energon_bridge.stream.leaf import Leaf
-from energon_bridge.stream.pipeline import Pipeline, attach
+from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.reencode import describe, restore
-from energon_bridge.stream.state import LaneBatch, NoBatch, ShareEnd
+from energon_bridge.stream.state import LaneBatch, ShareEnd
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.topology import Ownership, WorkerConfig, check_data_parallel
 
@@ -144,9 +145,9 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     def __len__(self) -> int:
         """Return the steps of a finite stream or virtual epoch, or this rank's microbatches in an epoch of the data."""
-        packs = self.spec.settings.as_energon and self.spec.listed  # there each sample counts as a row
-        finite = self.spec.finite and self.spec.settings.virtual_epoch_length is None and not packs
-        return self.spec.num_batches(self.config.dp_size, self._position.end if finite else None)
+        known = self.spec.settings.conventions.listing_has_length or not self.spec.listed
+        finite = self.spec.finite and self.spec.settings.virtual_epoch_length is None and known
+        return self.spec.num_batches(self.config, self._position.end if finite else None)
 
     def __getitem__(self, index: Any) -> NoReturn:
         raise WrongUseError(LOADER_IS_NO_DATASET)
@@ -178,7 +179,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
             if position.microbatches >= position.end:
                 raise StopIteration
             item = self._pull()
-            while type(item.batch) is NoBatch:
+            while not (item.rows or self.spec.settings.conventions.masks):
                 position.advance()
                 position.count(item)
                 if position.microbatches >= position.end:
@@ -297,12 +298,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
             return
         ownership, workers = self._position.ownership, self.config.num_workers
         lanes, ranks, nearest = ownership.num_lanes, ownership.world_size, ownership.nearest_even_world_size()
-        if self.spec.settings.as_energon and not ownership.even:
-            raise ConfigurationError(
-                f"{ranks} data-parallel ranks do not divide the {lanes} lanes, so some microbatches would be masked, "
-                f"which programs written for megatron-energon do not expect: use {nearest} ranks, or import "
-                "energon_bridge and read batch.__valid__"
-            )
+        self.spec.settings.conventions.check_ranks(ownership)
         if not ownership.even and self.config.dp_rank == 0:
             logger.warning(
                 "%d data-parallel ranks do not divide %d lanes, so %.0f %% of the microbatches are masked (the others "

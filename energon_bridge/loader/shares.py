@@ -92,8 +92,8 @@ class Sharing:
 def why_unplanned(data: DatasetSpec) -> str | None:
     """Return the reason why a stream cannot be planned from columns; None if it can."""
     encoder = data.settings.task_encoder
-    if data.settings.as_energon:
-        return "the loader stands in for megatron-energon"
+    if (other := data.settings.conventions.stands_for) is not None:
+        return f"the loader stands in for {other}"
     if data.settings.max_tokens_per_microbatch is not None:
         return "max_tokens_per_microbatch makes microbatches of the lengths of encoded samples"
     if data.grouped:

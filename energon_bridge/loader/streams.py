@@ -145,15 +145,15 @@ def open_stream(
     pipeline = watched_pipeline(plan, start.delivered, watchdog, worker)
     if not plan.data.finite:
         return LaneStreams(pipeline, plan.blend, start.lanes)
-    dealt = plan.dealt
+    order = plan.order_of_pass
     rows: PassRows
     if start.listing is not None:
         rows = ListedRows(pipeline, start.listing)
-    elif dealt is not None:
-        rows = DrawnRows(pipeline, dealt.draws, dealt.sample_number)
+    elif order is not None:
+        rows = DrawnRows(pipeline, order.draws, order.sample_number)
     else:
         rows = DrawnRows(pipeline, plan.draws_of_pass(start.epoch))
-    return FiniteStream(pipeline, rows, drop_last=plan.data.settings.batch_drop_last, dealt=dealt)
+    return FiniteStream(pipeline, rows, drop_last=plan.data.settings.batch_drop_last, order=order)
 
 
 def watched_pipeline(

@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from energon_bridge.errors import EnergonError, ShardMissingError
+from energon_bridge.errors import EnergonError, KeyIndexError, ShardMissingError
 from energon_bridge.format.columns import Column, read_columns, read_numbers
 from energon_bridge.format.documents import expect_mapping, read_document
 from energon_bridge.format.foreign import ForeignFormat, format_of_unprepared
@@ -190,7 +190,7 @@ def _of_key_index(store: Store, num_samples: int) -> tuple[dict[str, PartType], 
                 query = "SELECT part_name, count(*), sum(content_byte_size) FROM sample_parts GROUP BY 1 ORDER BY 1"
                 names = {name: PartType(count=count, num_bytes=size) for name, count, size in index.execute(query)}
             return names, _media(index) if "media_metadata" in tables else {}
-    except sqlite3.Error:
+    except (sqlite3.Error, KeyIndexError):
         return names, {}  # `energon lint` and users of the index report the damage
 
 

@@ -22,7 +22,17 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from energon_bridge.errors import ConfigurationError, SourceError
-from energon_bridge.rows.base import SPLIT_NAMES, SPLIT_ORDER, Layout, MediaRoot, Row, first_rows, lay_out, located
+from energon_bridge.rows.base import (
+    LOOKED_AT,
+    SPLIT_NAMES,
+    SPLIT_ORDER,
+    Layout,
+    MediaRoot,
+    Row,
+    first_rows,
+    lay_out,
+    located,
+)
 from energon_bridge.rows.conversations import (
     as_files,
     conversation_row,
@@ -38,7 +48,8 @@ from energon_bridge.rows.turns import CONVERSATIONS
 from energon_bridge.storage import Store, as_far, open_store
 from energon_bridge.storage.ranges import ByteRange, RangeReader
 
-_LOOKED_AT = 20
+_JUDGED_BY = 20
+"""Rows that say which columns hold media and what the rows are."""
 _SPLIT = re.compile(r"(train|validation|valid|val|dev|test)(?=[-_.]|$)")
 
 SAVED = ("dataset_dict.json", "state.json")
@@ -150,6 +161,7 @@ class ArrowSource:
         self._media = media.absolute() if isinstance(media, Path) else media
         self._groups: list[Group] = []
         self._starts = [0]
+        self._seen: dict[int, Mapping[str, Any]] = {}
         counts: dict[str, int] = {}
         for part, groups in files:
             for group in groups:
@@ -163,9 +175,8 @@ class ArrowSource:
 
     def row(self, number: int) -> Row:
         """Return a row."""
-        group, at, where = self._place(number)
-        values = dict(self._first[number]) if number < len(self._first) else values_at(group, at)
-        return row_of(values, where, self._media, self.columns, group.labels)
+        group, _, where = self._place(number)
+        return row_of(dict(self._values(number)), where, self._media, self.columns, group.labels)
 
     def sample(self, number: int, layout: Layout) -> ArrowSample:
         """Return a sample, not read yet."""
@@ -184,7 +195,7 @@ class ArrowSource:
 
     def propose(self) -> Layout:
         """Say what the rows seem to be."""
-        return propose_layout(first_rows(self, _LOOKED_AT))
+        return propose_layout(first_rows(self, _JUDGED_BY))
 
     @cached_property
     def columns(self) -> tuple[str, ...]:
@@ -196,10 +207,17 @@ class ArrowSource:
         return any(is_conversation(values) for values in self._first)
 
     @cached_property
-    def _first(self) -> list[dict[str, Any]]:
-        """Return the values of the first rows, which are looked at again and again."""
-        places = [self._place(number) for number in range(min(_LOOKED_AT, len(self)))]
-        return [values_at(group, at) for group, at, _ in places]
+    def _first(self) -> list[Mapping[str, Any]]:
+        return [self._values(number) for number in range(min(_JUDGED_BY, len(self)))]
+
+    def _values(self, number: int) -> Mapping[str, Any]:
+        """Return the values of a row; the first rows, which are looked at again and again, are read once."""
+        values = self._seen.get(number)
+        if values is None:
+            values = values_at(*self._place(number)[:2])
+            if number < LOOKED_AT:
+                self._seen[number] = values
+        return values
 
     def _place(self, number: int) -> tuple[Group, int, str]:
         place = bisect_right(self._starts, number) - 1

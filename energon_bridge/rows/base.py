@@ -528,7 +528,11 @@ def _is_path(value: Any) -> bool:
     return isinstance(value, str) and len(value) < 4096 and "\n" not in value and ("." in value[1:] or "/" in value)
 
 
-def first_rows(source: Source, count: int = 100) -> list[Row]:
+LOOKED_AT = 100
+"""Rows at the start of a source that are looked at before anything is written."""
+
+
+def first_rows(source: Source, count: int = LOOKED_AT) -> list[Row]:
     """Return the first rows that can be read; raises SourceError if none can."""
     rows: list[Row] = []
     failed: SourceError | None = None

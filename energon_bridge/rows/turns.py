@@ -14,6 +14,8 @@ could not learn.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 import re
 from collections import Counter
@@ -25,6 +27,7 @@ from energon_bridge.errors import SampleError, SkipSample
 from energon_bridge.format.media import kind_by_name
 
 Medium = Literal["image", "video", "audio"]
+MEDIA: tuple[Medium, ...] = ("image", "video", "audio")
 Turn = Mapping[str, Any]
 
 CONVERSATIONS = ("messages", "conversations", "conversation")
@@ -75,7 +78,7 @@ _HINTS = ("type", "index", "detail", "format", "media_type", "mime_type", "cache
 _OBJECTS = ("<ref-object>", "<bbox>")  # of ms-swift
 _INLINE = re.compile(r"<img>([^<>]+)</img>")  # of Qwen-VL
 _PLACES = re.compile(r"<(image|video|audio)>")
-_SOUNDS = ("aac", "aif", "aiff", "amr", "flac", "m4a", "mp3", "oga", "ogg", "opus", "wav", "wma")
+_SOUNDS = ("aac", "aif", "aiff", "amr", "flac", "m4a", "mp3", "mka", "oga", "ogg", "opus", "wav", "wma")
 _SHOWN = 200
 
 
@@ -359,9 +362,9 @@ def _flag(name: str, value: Any) -> bool | None:
 
 # Media ----------------------------------------------------------------------------------------------------------------
 #
-# A text has a place for an image or video as `<image>` or `<video>`, a list of parts as a part of that type. In an
-# answer, and in a text that is a part, these words are text: they are only taken for that if every image and video has
-# a place elsewhere.
+# A text has a place for an image, video or sound as `<image>`, `<video>` or `<audio>`, a list of parts as a part of
+# that type. In an answer, and in a text that is a part, these words are text: they are only taken for that if every
+# image, video and sound has a place elsewhere.
 
 
 def medium_by_name(name: str) -> Medium | None:
@@ -412,21 +415,19 @@ def part_payload(part: Mapping[str, Any], kind: str) -> Any:
 
 
 def placed(turns: Sequence[Turn], there: Mapping[Medium, int]) -> list[Turn]:
-    """Return turns whose places fit the images and videos of a sample; `there` counts those that are not in its parts.
+    """Return turns whose places fit the media of a sample; `there` counts those that are not in its parts.
 
     `<image>` stands for a video where there are only videos, as in the lists of LLaVA-Video.
 
     Raises:
-        SampleError: There is sound, or a text may or may not be a place.
+        SampleError: A text may or may not be a place.
     """
     places, literal, answered = _counted(turns)
-    check_sound(places["audio"] or there.get("audio"))
     if not places["video"] and not there.get("image") and 0 < places["image"] == there.get("video"):
         turns = [_as_videos(turn) for turn in turns]
         places, literal, answered = _counted(turns)
         answered["video"] += answered.pop("image", 0)
-    kinds: tuple[Medium, ...] = ("image", "video")
-    for kind in kinds:
+    for kind in MEDIA:
         count, wanted = places[kind], there.get(kind, 0)
         if (answered[kind] and (count != wanted or not count)) or (literal[kind] and wanted and not count):
             where = "an answer" if answered[kind] else "a text part"
@@ -492,22 +493,23 @@ def check_turns(turns: Sequence[Turn]) -> None:
 
 
 def check_places(turns: Sequence[Turn], there: Mapping[Medium, int]) -> None:
-    """Check that images and videos beside turns have places in them; without any, the first question is theirs.
+    """Check that media beside turns have places in them; without any, the first question is theirs.
 
     Raises:
         SampleError: They have not, or there is sound.
     """
+    check_sound(there.get("audio"))
     places = _counted(placed(turns, there))[0]
+    check_sound(places["audio"])
     asks = any(ROLES.get(_role_name(turn) or "") == "user" for turn in turns)
-    kinds: tuple[Medium, ...] = ("image", "video")
-    for kind in kinds:
+    for kind in MEDIA:
         count, wanted = places[kind], there.get(kind, 0)
         if count != wanted and (count or not asks):
             raise SampleError(mismatch(kind, count, wanted))
 
 
 def mismatch(kind: str, places: int, there: int) -> str:
-    """Return the complaint about a wrong number of images or videos."""
+    """Return the complaint about a wrong number of images, videos or sounds."""
     return f"the text has {places} {kind} placeholders '<{kind}>' but the sample has {there} {kind}s"
 
 
@@ -526,15 +528,29 @@ def _counted(turns: Sequence[Turn]) -> tuple[Counter[str], Counter[str], Counter
             kind = part_kind(part)
             if kind == "text":
                 literal.update(_PLACES.findall(part_text(part) or ""))
-            elif kind is not None and (kind == "audio" or not has_own(part)):
+            elif kind is not None and own_payload(part) is None:
                 places[kind] += 1
     return places, literal, answered
 
 
-def has_own(part: Mapping[str, Any]) -> bool:
-    """Return whether a part has its image or video itself, and not the path or URL of one."""
+def own_payload(part: Mapping[str, Any]) -> Any:
+    """Return the image, video or sound that a part has itself; None for a placeholder, or the path or URL of one.
+
+    Sounds may be in base64, as in OpenAI's `input_audio`, or samples with their rate.
+
+    Raises:
+        SampleError: The base64 is damaged.
+    """
     payload = part.get(part.get("type", ""))
-    return payload is not None and not isinstance(payload, str | Mapping)
+    if isinstance(payload, Mapping) and part_kind(part) == "audio":
+        data = payload.get("data") or payload.get("bytes")
+        if isinstance(data, str):
+            try:
+                return base64.b64decode(data, validate=True)
+            except binascii.Error as error:
+                raise SampleError(f"a part of a message has a sound whose base64 is damaged: {error}") from error
+        return payload if "array" in payload else data
+    return None if isinstance(payload, str | Mapping) else payload
 
 
 def _as_videos(turn: Turn) -> Turn:

@@ -17,10 +17,12 @@ from energon_bridge.errors import (
     DatasetNotFoundError,
     EnergonError,
     ShardMissingError,
+    ShortReadError,
     StorageError,
 )
 from energon_bridge.storage.base import short_read
 from energon_bridge.storage.helpers import PerProcess
+from energon_bridge.storage.ranges import merged
 from energon_bridge.storage.stalls import Stalls
 
 _LARGE = 64 << 20
@@ -35,6 +37,8 @@ class FsspecStore:
         self._stalls = Stalls() if stalls is None else stalls
         self._opened = PerProcess(functools.partial(_opened, self.root))
         self._opened()
+        # of the hub's file system, which reads 5 MiB more along
+        self._exactly = {"cache_type": "none"} if url.startswith("hf://") else {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FsspecStore, (self.root, self._stalls)
@@ -82,7 +86,7 @@ class FsspecStore:
                 raise short_read(self.url(rel), offset=offset, expected=length, got=left)
             data = bytes(
                 self._stalls.run(
-                    lambda: fs.cat_file(path, start=offset, end=offset + length),
+                    lambda: fs.cat_file(path, start=offset, end=offset + length, **self._exactly),
                     lambda: f"{self.url(rel)}: {length} bytes at offset {offset}",
                 )
             )
@@ -92,7 +96,17 @@ class FsspecStore:
 
     def read_ranges(self, rel: str, offsets: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
         """Read several ranges of `rel`, each exactly, in the order given; raises what `read_range` raises."""
-        return [self.read_range(rel, offset, length) for offset, length in zip(offsets, lengths, strict=True)]
+        blocks = [b""] * len(offsets)
+        for low, high, members in merged(offsets, lengths):
+            try:
+                data = self.read_range(rel, low, high - low)
+            except ShortReadError:
+                for member in members if len(members) > 1 else ():  # the error names the range that is cut short
+                    self.read_range(rel, offsets[member], lengths[member])
+                raise
+            for member in members:
+                blocks[member] = data[offsets[member] - low : offsets[member] - low + lengths[member]]
+        return blocks
 
     def list(self, suffix: str | tuple[str, ...] = "") -> list[tuple[str, int]]:
         """List (name, bytes) of all files below the root whose name ends with `suffix` (or one of them), sorted."""

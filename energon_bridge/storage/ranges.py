@@ -16,6 +16,26 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 
+_GAP = 32 << 10
+"""Gaps up to this size between two ranges are read along, since they cost far less than a request."""
+
+
+def merged(offsets: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int, list[int]]]:
+    """Return the spans to read for some ranges, in file order: (low, high, numbers of the ranges in it)."""
+    spans: list[tuple[int, int, list[int]]] = []
+    for number in sorted(range(len(offsets)), key=offsets.__getitem__):
+        low, high = offsets[number], offsets[number] + lengths[number]
+        if low == high:
+            continue
+        if spans and low - spans[-1][1] <= _GAP:
+            first, last, members = spans[-1]
+            members.append(number)
+            spans[-1] = first, max(last, high), members
+        else:
+            spans.append((low, high, [number]))
+    return spans
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByteRange:
     """`size` bytes from byte `offset` of the file `rel` of a store."""

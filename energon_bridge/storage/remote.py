@@ -21,12 +21,11 @@ from energon_bridge.storage.buckets import BUCKETS, Bucket, HttpBucket, server_o
 from energon_bridge.storage.helpers import PerProcess
 from energon_bridge.storage.http import Body, Client, GaveUp, Piece, Refused, TooShort, WholeFile, shared_client
 from energon_bridge.storage.node_cache import BLOCK, Place, Span, Version, node_cache
+from energon_bridge.storage.ranges import merged
 from energon_bridge.storage.stalls import Stalls
 
 _log = logging.getLogger(__name__)
 
-_GAP = 32 << 10
-"""Gaps up to this size between two ranges are read along, since they cost far less than a request."""
 _PIECE = 4 << 20
 """Most bytes of a request; longer ranges are split into concurrent requests."""
 _CHANGES = 3
@@ -141,7 +140,7 @@ class RemoteStore:
         return self._read_all(wanted) if found is None else found
 
     def _read_all(self, wanted: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> list[list[bytes]]:
-        spans = [_spans(offsets, lengths) for _, offsets, lengths in wanted]
+        spans = [merged(offsets, lengths) for _, offsets, lengths in wanted]
         bucket = self._place()[1]
         pieces = [
             Piece(bucket, self._prefix + rel, start, min(_PIECE, high - start), False)
@@ -456,22 +455,6 @@ def _cut(blocks: dict[Place, memoryview], version: Version, offset: int, length:
 
 def _total(body: Body) -> int:
     return body.got if body.total is None else body.total
-
-
-def _spans(offsets: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int, list[int]]]:
-    """Return the spans to read for some ranges, in file order: (low, high, numbers of the ranges in it)."""
-    spans: list[tuple[int, int, list[int]]] = []
-    for number in sorted(range(len(offsets)), key=offsets.__getitem__):
-        low, high = offsets[number], offsets[number] + lengths[number]
-        if low == high:
-            continue
-        if spans and low - spans[-1][1] <= _GAP:
-            first, last, members = spans[-1]
-            members.append(number)
-            spans[-1] = first, max(last, high), members
-        else:
-            spans.append((low, high, [number]))
-    return spans
 
 
 class _Buckets:

@@ -25,6 +25,7 @@ from energon_bridge.stream.reencode import encode_again
 from energon_bridge.stream.state import COUNTERS, Counts, LaneState, SampleRef
 from energon_bridge.stream.user_code import BegunDraw
 from energon_bridge.stream.values import FailedSample, RestoreKey
+from energon_bridge.task_encoder.current import NUMBER
 from energon_bridge.task_encoder.deferred import DeferredImage, field_items
 
 _NOTHING = LoadedDraws([], [], [], [])
@@ -70,6 +71,7 @@ class Draws:
     def __init__(self, number: int, pipeline: Pipeline, blend: Blend | None, state: LaneState) -> None:
         self.number = number
         self._pipeline = pipeline
+        self._number_of = pipeline.sample_numbers(number)
         self.draw = state.draw
         self.taken = state.taken
         self.origin = state.origin
@@ -150,8 +152,8 @@ class Draws:
             if self._at == len(self._loaded.keys):
                 self._load(wanted - outputs)
             draw = self._next()
-            if self._pipeline.settings.energon_ranks:
-                self._pipeline.number_draw(self.number, self.draw + len(self._begun))
+            if self._number_of is not None:
+                NUMBER.set(self._number_of(self.draw + len(self._begun)))
             begun = self._pipeline.begin_draw(draw.leaf, draw.sample, draw.key)
             self._begun.append(draw._replace(begun=begun))
             if begun is not None:
@@ -166,8 +168,8 @@ class Draws:
         self._outputs_of, self._outputs_size = leaf, size
         counts.of(leaf)[_BYTES] += 0 if self.taken else size  # a restored draw was counted before
         again = bool(self.taken)
-        if self._pipeline.settings.energon_ranks:
-            self._pipeline.number_draw(self.number, self.draw)
+        if self._number_of is not None:
+            NUMBER.set(self._number_of(self.draw))
         self._outputs.extend(self._pipeline.encode(leaf, sample, key, counts, again=again, begun=begun))
         for _ in range(min(self.taken, len(self._outputs))):
             self._outputs.popleft()

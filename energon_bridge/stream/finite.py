@@ -18,12 +18,12 @@ import torch
 
 from energon_bridge.errors import EmptyDatasetError, FatalSampleError
 from energon_bridge.plan.choose import PassDraws, Picks
-from energon_bridge.stream.dealt import Dealt
+from energon_bridge.stream.conventions import PassOrder, attach
 from energon_bridge.stream.draws import SAMPLE, BatchRow, reencode
 from energon_bridge.stream.packing import pack_rows, post_encoded, select_packs
 from energon_bridge.stream.picked import PickedLoad
-from energon_bridge.stream.pipeline import PendingLoads, Pipeline, attach
-from energon_bridge.stream.state import COUNTERS, Counts, LaneBatch, NoBatch, SampleRef, as_members
+from energon_bridge.stream.pipeline import PendingLoads, Pipeline
+from energon_bridge.stream.state import COUNTERS, Counts, LaneBatch, SampleRef, as_members
 from energon_bridge.task_encoder.current import NUMBER
 
 _SKIPPED = COUNTERS.index("skipped")
@@ -88,7 +88,7 @@ class DrawnRows:
     Args:
         pipeline: Loads and encodes.
         draws: The samples.
-        number_of: As drop-in, the number that megatron-energon gives a draw, where its order is.
+        number_of: Numbers draws for hooks.
     """
 
     ends = None
@@ -199,7 +199,7 @@ class FiniteStream:
         pipeline: Loads and encodes.
         rows: The rows of the pass.
         drop_last: Leave out a last microbatch that is not full.
-        dealt: The rows of each microbatch, where they are not simply the next ones.
+        order: The rows of each microbatch; None: the next ones.
     """
 
     def __init__(
@@ -208,19 +208,19 @@ class FiniteStream:
         rows: PassRows,
         *,
         drop_last: bool,
-        dealt: Dealt | None = None,
+        order: PassOrder | None = None,
     ) -> None:
         self.pipeline = pipeline
         self._rows = rows
-        self._dealt = dealt
+        self._order = order
         ends = rows.ends
         self._microbatches = (
             num_microbatches(rows.count, pipeline.rows, drop_last=drop_last) if ends is None else len(ends)
         )
 
     def _span(self, number: int) -> tuple[int, int]:
-        if self._dealt is not None:
-            return self._dealt.span(number)
+        if self._order is not None:
+            return self._order.span(number)
         number %= self._microbatches
         ends = self._rows.ends
         if ends is not None:
@@ -233,52 +233,50 @@ class FiniteStream:
         self._rows.prepare(*self._span(number))
 
     def produce(self, number: int) -> LaneBatch:
-        """Return microbatch `number`; one that does not exist, or has no sample left, is masked.
-
-        As drop-in of megatron-energon nothing is masked: a microbatch that has no sample left is a `NoBatch`.
+        """Return microbatch `number`; one that does not exist, or has no sample left, is masked, or has no batch.
 
         Raises:
             EmptyDatasetError: Every sample of the dataset was skipped.
         """
-        counts = Counts()
-        as_energon = bool(self.pipeline.settings.energon_ranks)
-        real = as_energon or number < self._microbatches
-        for attempt in range(1 if as_energon else self._microbatches):
-            counted = counts if real and not attempt else Counts()
-            # Two numbers that fall on one microbatch differ in their mask only.
-            unit = number if as_energon else (number + attempt) % self._microbatches
-            with self.pipeline.user_code():
-                self.pipeline.begin(-1, unit)
-                rows = self._rows.take(*self._span(unit), counted)
-                batches = self._batched(rows, unit, counted) if rows else []
-            if len(batches) > 1:
-                raise FatalSampleError(
-                    f"{rows[0].key(self.pipeline)}: batch or encode_batch yields {len(batches)} batches from one; "
-                    "return one, so that all ranks make the same number of steps"
-                )
-            if batches:
-                if self.pipeline.settings.run.batch_size is None and self._rows.ends is None and len(rows) > 1:
-                    raise FatalSampleError(
-                        f"{rows[0].key(self.pipeline)}: encode_sample yields {len(rows)} samples, but a "
-                        "pass without batches delivers one per step: set batch_size"
-                    )
-                break
-        else:
-            if as_energon:
-                return LaneBatch(NoBatch(), 0, None, counts)
-            all_rows = f"every one of the {self._rows.count} {self._rows.what} of the split"
-            raise EmptyDatasetError(f"{self.pipeline.paths}: {all_rows} was skipped")
-        exists = real and not attempt
-        if not exists:
-            attach(batches[0], "__valid__", torch.zeros(len(rows), dtype=torch.bool))
-            mask_loss(batches[0])
-        return LaneBatch(batches[0], len(rows) if exists else 0, None, counts)
+        counts, others = Counts(), range(number, number + self._microbatches)
+        masks = self.pipeline.conventions.masks
+        if number < self._microbatches or not masks:
+            batch, rows = self._made(number, counts)
+            if rows or not masks:
+                return LaneBatch(batch, rows, None, counts)
+            others = others[1:]
+        for other in others:  # two numbers that fall on one microbatch differ in their mask only
+            batch, rows = self._made(other % self._microbatches, Counts())
+            if rows:
+                attach(batch, "__valid__", torch.zeros(rows, dtype=torch.bool))
+                mask_loss(batch)
+                return LaneBatch(batch, 0, None, counts)
+        all_rows = f"every one of the {self._rows.count} {self._rows.what} of the split"
+        raise EmptyDatasetError(f"{self.pipeline.paths}: {all_rows} was skipped")
 
-    def _batched(self, rows: list[BatchRow], number: int, counts: Counts) -> list[Any]:
-        samples = [row.content for row in rows]
-        keys = [row.key(self.pipeline) for row in rows]
-        leaves = [ref.leaf for row in rows for ref in row.members]
-        return self.pipeline.batches(samples, keys, leaves, -1, number, counts)
+    def _made(self, number: int, counts: Counts) -> tuple[Any, int]:
+        """Return the batch of a microbatch and its rows; (None, 0) if hooks leave nothing of it."""
+        pipeline = self.pipeline
+        with pipeline.user_code():
+            pipeline.begin(-1, number)
+            rows = self._rows.take(*self._span(number), counts)
+            samples = [row.content for row in rows]
+            keys = [row.key(pipeline) for row in rows]
+            leaves = [ref.leaf for row in rows for ref in row.members]
+            batches = pipeline.batches(samples, keys, leaves, -1, number, counts) if rows else []
+        if len(batches) > 1:
+            raise FatalSampleError(
+                f"{rows[0].key(pipeline)}: batch or encode_batch yields {len(batches)} batches from one; "
+                "return one, so that all ranks make the same number of steps"
+            )
+        if not batches:
+            return None, 0
+        if pipeline.settings.run.batch_size is None and self._rows.ends is None and len(rows) > 1:
+            raise FatalSampleError(
+                f"{rows[0].key(pipeline)}: encode_sample yields {len(rows)} samples, but a "
+                "pass without batches delivers one per step: set batch_size"
+            )
+        return batches[0], len(rows)
 
 
 def mask_loss(batch: Any) -> None:

@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any, Protocol
 
-from energon_bridge.errors import FatalSampleError, HookTimeoutError
+from energon_bridge.errors import HookTimeoutError
 from energon_bridge.plan.blend import Blend
 from energon_bridge.stream.draws import BatchRow, Draws, reencode, rows_of
 from energon_bridge.stream.grouping import Grouping
@@ -210,10 +210,10 @@ def reported(stream: Stream, unit: int) -> LaneBatch:
         raise HookTimeoutError(watchdog.message if watchdog is not None else str(error)) from None
     except Exception as error:
         pipeline.flush_reports()  # no microbatch will carry it
-        settings, cause = pipeline.settings, error.__cause__ if isinstance(error, FatalSampleError) else None
-        # As a drop-in, the program gets the exception of its own hook or handler, which it may expect.
-        if settings.energon_ranks and settings.run.error_policy.on_error != "skip" and cause is not None:
-            raise cause from None
+        run = pipeline.settings.run
+        raised = run.conventions.raised(error, run.error_policy.on_error)
+        if raised is not error:
+            raise raised from None
         raise
     if pipeline.judge.pending:
         item.reports = pipeline.judge.taken()

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from energon_bridge.errors import FatalSampleError, OverLongSampleError
 from energon_bridge.stream.draws import SAMPLE, BatchRow, Draws, reencode, rows_of
-from energon_bridge.stream.pack_buffer import EMPTY_SELECTIONS, PackBuffer, first_target, share_of
+from energon_bridge.stream.pack_buffer import EMPTY_SELECTIONS, PackBuffer, share_of
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.state import COUNTERS, BufferedRefs, Counts, Stage, as_members
 from energon_bridge.task_encoder.packing import LONGEST_WAIT, Packer
@@ -67,8 +67,7 @@ class Packing:
         self._outputs: deque[BatchRow] = deque()
         self.held = 0
         pipeline.budget.join(self)
-        # As a drop-in, every buffer is full: code for megatron-energon may rely on it.
-        target = target or (size if pipeline.settings.energon_ranks else first_target(draws.number, size))
+        target = target or pipeline.settings.run.conventions.first_target(draws.number, size)
         self._waiting = PackBuffer(size, held, target)
         rows = [(stage, [BatchRow((ref,), SAMPLE, None, 0) for ref in refs]) for stage, refs, _ in held.entries()]
         # The rows of each pack and of the buffer, as they wait.

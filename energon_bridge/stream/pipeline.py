@@ -21,6 +21,7 @@ from energon_bridge.samples.base import SentSources
 from energon_bridge.samples.stacking import LENDER, SLABS, Lender, Slab, SlabPool
 from energon_bridge.storage.helpers import Threads
 from energon_bridge.storage.network import MADE, values_of
+from energon_bridge.stream.conventions import attach
 from energon_bridge.stream.cooking import cooker_of
 from energon_bridge.stream.dataset_code import has_code
 from energon_bridge.stream.leaf import Leaf, Sources
@@ -66,7 +67,7 @@ class Pipeline:
     def __init__(self, leaves: Sequence[Leaf], settings: StreamSettings) -> None:
         self.leaves = leaves
         self.settings, run = settings, settings.run
-        self.rows = run.rows
+        self.rows, self.conventions = run.rows, run.conventions
         makes = any(has_code(leaf.dataset) or cooker_of(run.task_encoder, leaf.dataset) for leaf in leaves)
         selects = selection_of(run.packing_buffer_size, run.max_tokens_per_microbatch)
         words = settings.words
@@ -290,7 +291,7 @@ class Pipeline:
         if self.settings.run.batch_size is None and not self.own.groups:
             batches = [samples[0]]
             self.steps.worked(Hook.BATCH, leaves)
-            self._attach(samples[0], "__restore_key__", keys[0])
+            self.conventions.attach(samples[0], "__restore_key__", keys[0])
         else:
             ref = SampleRef(leaves[0], *first_sample(keys[0])[1:])
             each = (one[1] for key in keys for one in (key[2] if key[0] == "Pack" else (key,)))
@@ -307,52 +308,41 @@ class Pipeline:
             batches = made
             for output, batch in enumerate(batches):
                 which = (output,) if len(batches) > 1 else ()
-                self._attach(batch, "__restore_key__", ("Batch", lane, number + output, tuple(keys), *which))
+                self.conventions.attach(batch, "__restore_key__", ("Batch", lane, number + output, tuple(keys), *which))
         for batch in batches:
             if not (self.settings.in_worker and isinstance(batch, Batch | Sample | dict)):
-                self._attach(batch, "__valid__", real_rows(len(samples)))
+                self.conventions.attach(batch, "__valid__", real_rows(len(samples)))
                 continue
-            self._attach(batch, "__valid__", RealRows(len(samples)))
+            self.conventions.attach(batch, "__valid__", RealRows(len(samples)))
             sources = batch.get("__sources__") if isinstance(batch, dict) else getattr(batch, "__sources__", None)
             if type(sources) is tuple:
                 attach(batch, "__sources__", SentSources(sources))
         return batches
-
-    def _attach(self, batch: Any, name: str, value: Any) -> None:
-        """Set a meta field; as a drop-in, a dict gets no new keys, for programs that call `model(**batch)`."""
-        if not (self.settings.energon_ranks and type(batch) is dict):
-            attach(batch, name, value)
-        elif name == "__valid__" and batch.get(name, value) is None:  # left by `asdict` of a batch
-            del batch[name]
-        elif name in batch:
-            attach(batch, name, value)
 
     def begin(self, lane: int, number: int) -> None:
         """Set the microbatch that hooks see, by its number in its lane (lane -1: in its pass)."""
         if not self.own.present:
             return
         BATCH.set(UNKNOWN if self.own.waits else self._shown(lane, number))
-        NUMBER.set(UNKNOWN if self.settings.energon_ranks else -1)
+        NUMBER.set(self.conventions.no_number)
 
     def begin_unknown(self) -> None:
         """Tell hooks that the microbatch of the next sample is unknown."""
         BATCH.set(UNKNOWN)
-        NUMBER.set(UNKNOWN if self.settings.energon_ranks else -1)
+        NUMBER.set(self.conventions.no_number)
 
     def _shown(self, lane: int, number: int) -> int:
         """Return the number of a microbatch as hooks see it."""
         # In a lane, `number` counts its own microbatches; a pass has no lanes.
         whole = number if lane < 0 else number * self.leaves[0].order.num_lanes + lane
-        return whole // self.settings.energon_ranks if self.settings.energon_ranks else whole
+        return self.conventions.batch_number(whole, self.settings.config)
 
-    def number_draw(self, lane: int, draw: int) -> None:
-        """As a drop-in, set the sample number that hooks see to that of a draw of a lane."""
+    def sample_numbers(self, lane: int) -> Callable[[int], int] | None:
+        """Return what numbers the draws of a lane for hooks; None: they are not numbered."""
         if self.own.waits:
-            return
-        settings = self.settings
-        turn, row = divmod(draw, self.rows)
-        batch, worker = divmod(self._shown(lane, turn), settings.config.processes)
-        NUMBER.set((batch * self.rows + row) * settings.config.processes + worker)
+            return None
+        num_lanes = self.leaves[0].order.num_lanes
+        return self.conventions.sample_numbers(lane, num_lanes, self.rows, self.settings.config)
 
     def batches(
         self,
@@ -397,7 +387,7 @@ class Pipeline:
             return contextlib.nullcontext()
         settings = self.settings
         put_back = restoring or not settings.config.num_workers  # a worker's generators are its own
-        config = settings.config if settings.energon_ranks else None
+        config = self.conventions.config_of_hooks(settings.config)
         return running_hooks(settings.run.cache_pool, self.steps.tally, put_back=put_back, config=config)
 
 
@@ -424,18 +414,6 @@ class RealRows:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return real_rows, (self._rows,)
-
-
-def attach(batch: Any, name: str, value: Any) -> None:
-    """Set a meta field of a batch: an entry of a dict, otherwise an attribute if the type allows it."""
-    if isinstance(batch, dict):
-        batch[name] = value
-        return
-    try:
-        if not isinstance(batch, torch.Tensor):
-            setattr(batch, name, value)
-    except AttributeError:  # like tensors, tuples and foreign slotted types carry no meta fields
-        pass
 
 
 class PendingLoads:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal, Protocol
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.plan.leaf import DEFAULT_PARALLEL_SHARD_ITERS
 from energon_bridge.stores import CachePool, NoCachePool
+from energon_bridge.stream.conventions import Conventions
 from energon_bridge.stream.failure_log import FailureLog
 from energon_bridge.stream.policy import ErrorPolicy
 from energon_bridge.stream.watchdog import Words
@@ -43,9 +43,7 @@ class RunSettings:
     Args:
         kind: What is delivered.
         cache_pool: Where files that are needed later are cached.
-        as_energon: Behave as megatron-energon does, for programs written for it: validation in the order of its ranks
-            and workers (`stream.dealt`), microbatches and samples numbered by rank, and no masked rows.
-        repeats: With `as_energon`: a pass starts over until its limit, or without end.
+        conventions: What the program expects besides samples: ours, or those of a loader that this one stands in for.
     """
 
     kind: StreamKind = "train"
@@ -70,8 +68,7 @@ class RunSettings:
     max_tokens_per_microbatch: int | None = None
     error_policy: ErrorPolicy = field(default_factory=ErrorPolicy)
     cache_pool: CachePool = field(default_factory=NoCachePool)
-    as_energon: bool = False
-    repeats: bool = False
+    conventions: Conventions = field(default_factory=Conventions)
 
     def __post_init__(self) -> None:
         check_numbers({name: getattr(self, name) for name in _LEAST})
@@ -139,11 +136,6 @@ class StreamSettings:
     words: Sequence[Words]
     barred: frozenset[tuple[int, int]]
     in_worker: bool
-
-    @cached_property
-    def energon_ranks(self) -> int:
-        """The ranks by which megatron-energon numbers microbatches and samples; 0: this is not the drop-in."""
-        return self.config.dp_size if self.run.as_energon else 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------

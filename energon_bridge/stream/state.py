@@ -210,12 +210,6 @@ class Counts(dict[int, list[int]]):
             self[leaf] = [a + b for a, b in zip(self.of(leaf), counted, strict=True)]
 
 
-class NoBatch:
-    """Stands for a microbatch of a pass that hooks left nothing of, if no other may take its place."""
-
-    __slots__ = ()
-
-
 @dataclass(frozen=True, slots=True)
 class ShareEnd:
     """What comes with the last microbatch that a rank runs of a global batch that was divided before.
@@ -234,7 +228,7 @@ class LaneBatch:
     """A microbatch with the state of its lane after it.
 
     Attributes:
-        batch: The encoder's batch.
+        batch: The encoder's batch; None if hooks left nothing of it, and no other may take its place.
         rows: Real rows in it.
         state: State of the lane after it; None in finite streams.
         counts: Increments of the counters.

@@ -1,14 +1,15 @@
-"""A conversation with its images and videos: one record, whatever a dataset has, before any tokenizer.
+"""A conversation with its images, videos and sounds: one record, whatever a dataset has, before any tokenizer.
 
 `read_conversation` makes it of a `ChatSample`, and of any sample or crude sample with `messages`, `conversations` or
 `conversation` (also inside a `json` part); `sample_encoders` of the other types. Two renderings make text of it:
 `layout`, with texts around the turns, for `MultiModalTaskEncoder`, and `families.rendering`, with a chat template.
 
 A turn of a dataset is `{"role": …, "content": …}` or `{"from": …, "value": …}`; `human` and `gpt` mean `user` and
-`assistant`, and `rows.turns` knows the other forms. Its content is a text with the placeholders `<image>` and
-`<video>`, or a list of parts `{"type": "text", "text": …}`, `{"type": "image"}`, `{"type": "video"}`. Images and
-videos come in order from the sample's own fields (`images`, `image`, `imgs`; `videos`, `video`), from the parts, or, in
-a crude sample, from its own files.
+`assistant`, and `rows.turns` knows the other forms. Its content is a text with the placeholders `<image>`, `<video>`
+and `<audio>`, or a list of parts `{"type": "text", "text": …}`, `{"type": "image"}`, `{"type": "video"}`,
+`{"type": "audio"}`. Images, videos and sounds come in order from the sample's own fields (`images`, `image`, `imgs`;
+`videos`, `video`; `audios`, `audio`, `sounds`), from the parts, or, in a crude sample, from its own files. The sound
+track of a video stays with its video.
 
 All other keys of a turn (`tool_calls`, `reasoning_content`, `name`, …) go to the chat template as they are. Those of
 `FLAGS` in `rows.turns` also say whether an answer is learned. `system` and `tools` may stand beside the turns.
@@ -33,12 +34,12 @@ from energon_bridge.rows.turns import (
     WEIGHTS,
     Medium,
     av_medium_by_name,
-    has_own,
     is_learned,
     known_turns,
     listed_tools,
     medium_by_name,
     mismatch,
+    own_payload,
     part_kind,
     part_text,
     placed,
@@ -52,21 +53,27 @@ from energon_bridge.task_encoder.templates import parsed
 
 _logger = logging.getLogger(__name__)
 
-Kind = Literal["image", "video"]
-IMAGE, VIDEO = "<image>", "<video>"
-_PLACEHOLDERS = re.compile(r"\n?(<image>|<video>)\n?")
+Kind = Medium
+IMAGE, VIDEO, AUDIO = "<image>", "<video>", "<audio>"
+_PLACEHOLDERS = re.compile(rf"\n?({IMAGE}|{VIDEO}|{AUDIO})\n?")
+_BY_PLACE: Mapping[str, Kind] = {IMAGE: "image", VIDEO: "video", AUDIO: "audio"}
 _OWN_KEYS = frozenset({"role", "from", "content", "value"})
 _SAYING = ("tool_calls", "function_call", "reasoning_content", "thinking", "reasoning", "refusal", "audio")
 """Keys that an assistant can say something with in place of a content."""
-_FIELDS: Mapping[Kind, Sequence[str]] = {"image": ("images", "image", "imgs"), "video": ("videos", "video")}
+_FIELDS: Mapping[Kind, Sequence[str]] = {
+    "image": ("images", "image", "imgs"),
+    "video": ("videos", "video"),
+    "audio": ("audios", "audio", "sounds"),
+}
 
 
 @edataclass
 class ChatSample(Sample):
-    """A conversation with its images and videos in the order of their placeholders.
+    """A conversation with its images, videos and sounds in the order of their placeholders.
 
     `messages` is a list of turns, or JSON of one; a video is a `VideoFrames`, frames alone, a list of images, or a
-    decoder of videos. `tools` is a list of JSON schemas, or JSON of one; `system` is the system prompt, if no turn is.
+    decoder of videos; a sound is one of the forms of `families.sound.sound_of`. `tools` is a list of JSON schemas, or
+    JSON of one; `system` is the system prompt, if no turn is.
     """
 
     messages: Any
@@ -74,13 +81,14 @@ class ChatSample(Sample):
     videos: Any = None
     tools: Any = None
     system: Any = None
+    audios: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A text, or the place of an image or video."""
+    """A text, or the place of an image, video or sound."""
 
-    kind: Literal["text", "image", "video"]
+    kind: Literal["text"] | Kind
     text: str = ""
 
 
@@ -102,7 +110,7 @@ class Turn:
 
     @property
     def parts(self) -> Sequence[Part]:
-        """The content, a text split at `<image>` and `<video>`."""
+        """The content, a text split at its placeholders."""
         return split_places(self.content, self.role) if isinstance(self.content, str) else self.content or ()
 
     @property
@@ -113,11 +121,12 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """Questions and answers, with images and videos in the order of their places."""
+    """Questions and answers, with images, videos and sounds in the order of their places."""
 
     turns: Sequence[Turn]
     images: Sequence[Any] = ()
     videos: Sequence[Any] = ()
+    audios: Sequence[Any] = ()
     tools: Sequence[Any] | None = None
 
     @property
@@ -163,7 +172,7 @@ def read_conversation(sample: Any, *, place_images: Literal["before", "after"] =
 
     Raises:
         SampleError: The turns have an unknown shape, a flag that cannot be honoured, or other numbers of placeholders
-            than there are images and videos.
+            than there are images, videos or sounds.
     """
     holder = _turn_holder(sample)
     name = next(name for name in _TURNS if _value(holder, name) is not None)
@@ -181,17 +190,15 @@ def read_conversation(sample: Any, *, place_images: Literal["before", "after"] =
         raise SampleError(f"{name} must be a non-empty list of turns, got {turns!r}"[:500])
     if system:
         turns = _with_system(turns, system)
-    payloads: dict[Kind, list[Any]] = {"image": [], "video": []}
+    payloads: dict[Kind, list[Any]] = {kind: [] for kind in _FIELDS}
     waiting = {kind: _media(sample, kind) for kind in payloads}
-    there: dict[Medium, int] = {kind: len(media) for kind, media in waiting.items()}
-    if isinstance(sample, Mapping):
-        there["audio"] = len(own_media(sample, "audio"))
-    known = placed(known_turns(turns), there)
+    known = placed(known_turns(turns), {kind: len(media) for kind, media in waiting.items()})
     read = [_read_turn(turn, payloads, waiting) for turn in known]
     return Conversation(
         turns=tuple(_placed(read, payloads, waiting, place_images)),
         images=tuple(payloads["image"]),
         videos=tuple(payloads["video"]),
+        audios=tuple(payloads["audio"]),
         tools=listed_tools(tools),
     )
 
@@ -200,11 +207,15 @@ def in_parts(content: Conversation) -> Conversation:
     """Return a conversation whose texts are split at their places.
 
     Raises:
-        SampleError: They have other numbers of places than there are images and videos.
+        SampleError: They have other numbers of places than there are images, videos or sounds.
     """
     if not any(isinstance(turn.content, str) for turn in content.turns):
         return content
-    there: dict[Medium, int] = {"image": len(content.images), "video": len(content.videos)}
+    there: dict[Kind, int] = {
+        "image": len(content.images),
+        "video": len(content.videos),
+        "audio": len(content.audios),
+    }
     known = placed([{"role": turn.role, "content": turn.content} for turn in content.turns], there)
     turns = [replace(turn, content=said["content"]) for turn, said in zip(content.turns, known, strict=True)]
     turns = [replace(turn, content=turn.parts) for turn in turns]
@@ -222,7 +233,7 @@ def split_places(content: str, role: str = "user") -> tuple[Part, ...]:
     parts: list[Part] = []
     for number, piece in enumerate(_PLACEHOLDERS.split(content)):
         if number % 2:
-            parts.append(Part("image" if piece == IMAGE else "video"))
+            parts.append(Part(_BY_PLACE[piece]))
         elif piece:
             parts.append(Part("text", piece))
     return tuple(parts)
@@ -236,7 +247,7 @@ def list_images(value: Any) -> list[Any]:
 
 
 def _media(sample: Any, kind: Kind) -> list[Any]:
-    """Return the images or videos in a sample's own fields."""
+    """Return the images, videos or sounds in a sample's own fields."""
     value = next((one for name in _FIELDS[kind] if (one := _value(sample, name)) is not None), None)
     if value is None and isinstance(sample, Mapping):
         return own_media(sample, kind)
@@ -244,6 +255,9 @@ def _media(sample: Any, kind: Kind) -> list[Any]:
         return list_images(value)
     if value is None:
         return []
+    if kind == "audio":  # a pair of samples and their rate is one sound
+        is_pair = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], int)
+        return list(value) if isinstance(value, list | tuple) and not is_pair else [value]
     # A list of images is one video, a list of videos several.
     several = isinstance(value, list | tuple) and not _is_frame(value[0] if value else None)
     return list(value) if several else [value]
@@ -357,14 +371,14 @@ def _part(part: Any) -> Part:
     kind, text = part_kind(part), None
     if kind == "text" and (text := part_text(part)) is not None:
         return Part("text", text)
-    if kind in ("image", "video"):
+    if kind is not None and kind != "text":
         return Part(kind)
-    raise SampleError(f"a part of a turn must have the type text, image or video, got {part!r}"[:500])
+    raise SampleError(f"a part of a turn must have the type text, image, video or audio, got {part!r}"[:500])
 
 
 def _payload(part: Any) -> Any:
-    """Return the image or video in a part; None for a path or URL, which is not loaded here."""
-    return part[part["type"]] if isinstance(part, Mapping) and has_own(part) else None
+    """Return the image, video or sound in a part; None for a path or URL, which is not loaded here."""
+    return own_payload(part) if isinstance(part, Mapping) else None
 
 
 def _placed(
@@ -373,7 +387,7 @@ def _placed(
     waiting: dict[Kind, list[Any]],
     place_images: Literal["before", "after"],
 ) -> list[Turn]:
-    """Place images and videos without a placeholder at the first question, and check the numbers."""
+    """Place media without a placeholder at the first question, and check the numbers."""
     for kind in payloads:
         if waiting[kind] and not payloads[kind]:
             first = next((n for n, turn in enumerate(turns) if turn.role == "user"), None)

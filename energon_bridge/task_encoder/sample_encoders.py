@@ -35,6 +35,7 @@ from energon_bridge.samples import (
     VQASample,
 )
 from energon_bridge.task_encoder.conversation import (
+    AUDIO,
     ChatSample,
     Conversation,
     Document,
@@ -55,6 +56,7 @@ def read_sample(
     config: MultiModalSampleConfig,
     *,
     place_images: Literal["before", "after"] = "before",
+    takes_sound: bool = False,
 ) -> Conversation | Document:
     """Return what a sample has to say: by the encoder of its type, else by its turns.
 
@@ -63,6 +65,7 @@ def read_sample(
         encoders: Encoders by type; they hold for subtypes, too.
         config: For the encoders.
         place_images: Where images without a placeholder go in turns, seen from the text of the first question.
+        takes_sound: Whether the model hears; otherwise a sample with sound is refused, since it would be left out.
 
     Raises:
         SampleError: The sample cannot be learned.
@@ -70,13 +73,27 @@ def read_sample(
     """
     kind = next((kind for kind in type(sample).__mro__ if kind in encoders), None)
     content = sample if kind is None else encoders[kind](sample, config)
-    if isinstance(content, Conversation | Document):
-        return content
+    if not isinstance(content, Conversation | Document):
+        content = _with_turns(content, encoders, place_images)
+    if not takes_sound and _has_sound(content):
+        raise SampleError("the sample has sound, but the model of this task encoder takes none")
+    return content
+
+
+def _has_sound(content: Conversation | Document) -> bool:
+    if isinstance(content, Document):
+        return any(AUDIO in piece.text for piece in content.pieces if not piece.learned)
+    return bool(content.audios)
+
+
+def _with_turns(
+    content: Any, encoders: Mapping[type, SampleEncoder], place_images: Literal["before", "after"]
+) -> Conversation:
     if not has_turns(content):
         known = ", ".join(sorted(kind.__name__ for kind in encoders))
         raise ConfigurationError(
             f"the task encoder takes samples with messages or conversations, and encodes {known}, not "
-            f"{type(content).__name__} (sample {sample_key(sample)!r}): set sample_type in dataset.yaml, cook the "
+            f"{type(content).__name__} (sample {sample_key(content)!r}): set sample_type in dataset.yaml, cook the "
             "sample to a ChatSample, call register_encoder, or pass your own task_encoder"
         )
     return read_conversation(content, place_images=place_images)

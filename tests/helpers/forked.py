@@ -160,6 +160,11 @@ class Program:
         assert self._process.pid is not None
         return self._process.pid
 
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.is_alive()
+
     def kill(self) -> None:
         """Kill it, as `kill -9` does."""
         self._process.kill()

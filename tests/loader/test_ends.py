@@ -155,6 +155,16 @@ def test_drop_last_leaves_out_what_is_not_full(data: Path) -> None:
     assert [len(batch["__key__"]) for batch in loader] == [4] * 7 + [2]
 
 
+def test_passes_without_a_microbatch_end_a_seek(data: Path) -> None:
+    """They used to be counted for ever, also to rewind."""
+    (loader,) = loaders_of(mixed(data, data / "b", repeat=False, batch_size=40, batch_drop_last=True), 1, 0)
+    loader.seek(0)
+    assert list(loader) == []
+    with pytest.raises(ConfigurationError, match="the run has no 3 steps more: 100 passes in a row have no microbatch"):
+        loader.seek(3)
+    assert list(loader) == []
+
+
 def test_a_blend_by_weights_has_no_end(data: Path) -> None:
     with pytest.raises(ConfigurationError, match="blend_epochized"):
         mixed(data, [(data / "a", 1), (data / "b", 1)], repeat=False)

@@ -23,12 +23,14 @@ from engine import (
 from mixing import metadataset
 
 from energon_bridge import EnergonDataloader, get_savable_loader, get_train_dataset, get_val_dataset
+from energon_bridge.compat.conventions import EnergonConventions
 from energon_bridge.forecast.epochs import forecast
 from energon_bridge.forecast.run import run_of_mix
 from energon_bridge.integrations.huggingface import Described
 from energon_bridge.integrations.report import RunRecorder, summary
 from energon_bridge.integrations.report_page import write_report
 from energon_bridge.loader.run_plan import DatasetSpec
+from energon_bridge.stream.conventions import Conventions
 
 SIZES = {"a": 12, "b": 30, "c": 10}
 
@@ -190,6 +192,6 @@ def test_a_report_and_the_trainer_of_transformers_count_the_same_epochs(data: Pa
 
 
 def test_the_drop_in_rounds_each_dataset(data: Path) -> None:
-    spec = opened(data, repeated(data, a=1.2, c=0.75), batch_size=1).with_settings(as_energon=True)
+    spec = opened(data, repeated(data, a=1.2, c=0.75), batch_size=1).with_settings(conventions=EnergonConventions())
     assert len(spec) == len(get_savable_loader(spec)) == 14 + 7
-    assert len(spec.with_settings(as_energon=False)) == int(14.4 + 7.5)
+    assert len(spec.with_settings(conventions=Conventions())) == int(14.4 + 7.5)

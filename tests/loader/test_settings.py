@@ -22,7 +22,7 @@ from energon_bridge.stream.settings import RunSettings
 from energon_bridge.testing import create_captioning_test_dataset
 from energon_bridge.training.config_file import data_settings, dump_config, load_config
 
-DERIVED = {"kind", "cache_pool", "as_energon", "repeats"}
+DERIVED = {"kind", "cache_pool", "conventions"}
 """Fields that the builders derive, or that others set."""
 FOLDED = {"path", "kwargs", "worker_config", "repeat", "image_decode", "handler"}
 """Arguments of builders that are folded into other fields, or are no settings."""

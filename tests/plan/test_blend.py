@@ -6,7 +6,6 @@ import random
 from fractions import Fraction
 
 import numpy as np
-import pytest
 from hypothesis import given, strategies as st
 
 from energon_bridge.plan.blend import EpochizedBlend, WeightedBlend, lane_step, thresholds
@@ -40,22 +39,6 @@ class Constant:
     moves = False
 
 
-class Line:
-    """One weight rises from 0 to 1 over `length` draws while the other falls."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def at(self, global_draw: int) -> tuple[float, ...]:
-        share = min(1.0, global_draw / self.length)
-        return (1.0 - share, share)
-
-    def points(self) -> list[int]:
-        return [0, self.length]
-
-    moves = True
-
-
 def drawn(blend: WeightedBlend | EpochizedBlend, lane: int, count: int, step: int = 10**6) -> np.ndarray:
     """Return the first draws of a lane, asked for `step` at a time."""
     parts: list[np.ndarray] = []
@@ -65,17 +48,6 @@ def drawn(blend: WeightedBlend | EpochizedBlend, lane: int, count: int, step: in
         assert len(parts[-1]), "at least one draw at a time"
         done += len(parts[-1])
     return np.concatenate(parts)
-
-
-def misses(leaves: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return how far the counts are from weight x prefix after every draw, shape (draws, leaves)."""
-    counts = np.cumsum(leaves[:, None] == np.arange(weights.size), axis=0)
-    return np.abs(counts - np.arange(1, len(leaves) + 1)[:, None] * weights)
-
-
-def random_weights(seed: int) -> np.ndarray:
-    weights = np.array([random.Random(seed * 5 + i).random() for i in range(5)])
-    return weights / weights.sum()
 
 
 def test_golden_draws() -> None:
@@ -92,36 +64,6 @@ def test_golden_draws() -> None:
         blocks=(1, 1),
     )
     assert [drawn(epochs, lane, 20).tolist() for lane in (0, 1)] == GOLDEN_EPOCHIZED
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_lanes_stay_close_to_the_weights(seed: int) -> None:
-    weights = random_weights(seed)
-    blend = WeightedBlend(weights=Constant(*weights.tolist()), num_lanes=LANES, key=seed)
-    assert max(misses(drawn(blend, lane, 1000), weights).max() for lane in range(LANES)) <= 4
-    assert misses(drawn(blend, seed, 10**6), weights).max() <= 7
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_any_240_draws_of_the_global_order_stay_close_to_the_weights(seed: int) -> None:
-    weights = random_weights(seed)
-    blend = WeightedBlend(weights=Constant(*weights.tolist()), num_lanes=LANES, key=seed)
-    order = np.stack([drawn(blend, lane, 2000) for lane in range(LANES)], axis=1).reshape(-1)
-    counts = np.vstack([np.zeros((1, 5)), np.cumsum(order[:, None] == np.arange(5), axis=0)])
-    expected = 240 * weights
-    off = np.abs(counts[240:] - counts[:-240] - expected)
-    assert (off <= np.maximum(5, 0.05 * expected)).all()
-
-
-@given(seed=st.integers(1, 99), lane=st.integers(0, LANES - 1), draw=st.integers(0, 5000), step=st.integers(1, 50))
-def test_draws_do_not_depend_on_how_they_are_asked_for(seed: int, lane: int, draw: int, step: int) -> None:
-    whole = WeightedBlend(weights=Line(seed * 100), num_lanes=LANES, key=seed)
-    parts = WeightedBlend(weights=Line(seed * 100), num_lanes=LANES, key=seed)
-    expected = drawn(whole, lane, draw + 60)[draw:]
-    found: list[int] = []
-    while len(found) < 60:
-        found += parts.leaves(lane, draw + len(found), step).tolist()
-    assert found[:60] == expected.tolist()
 
 
 @given(st.lists(st.fractions(0, 100, max_denominator=1000), min_size=1, max_size=30).filter(any))

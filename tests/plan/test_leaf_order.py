@@ -152,7 +152,7 @@ def test_epochs_keep_no_slices_together(n: int, slice_length: int) -> None:
     """Slices near each other in one epoch are near each other in the next as often as chance has it."""
     slices, near = 6000, 20
     order = order_of(n, num_lanes=1, slice_length=slice_length, shuffle_buffer_size=0, parallel_shard_iters=1)
-    drawn = [np.array(epoch) // slice_length for epoch in epochs_of(order, 0, 4)]
+    drawn = order.rounds_at(0, 0, 4 * n).indices[: 4 * n].reshape(4, n) // slice_length
     epochs = np.array([epoch[np.sort(np.unique(epoch, return_index=True)[1])] for epoch in drawn])
     places = np.argsort(epochs, axis=1)
     together = 0

@@ -6,15 +6,12 @@ import itertools
 import json
 import os
 import random
-import subprocess
-import sys
 import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 from mixes import SAMPLES, many_datasets
-from paths import REPOSITORY
 
 from energon_bridge import WorkerConfig, get_savable_loader, get_train_dataset, get_val_dataset
 from energon_bridge.format.dataset import PreparedDataset
@@ -53,25 +50,6 @@ def test_training_and_validation_of_many_datasets_keep_few_files_open(thousand: 
     val.close()
     del train, val
     assert open_files() <= before + 2
-
-
-COUNTED = """
-import itertools, os, sys
-from energon_bridge import WorkerConfig, get_savable_loader, get_train_dataset, get_val_dataset
-config = WorkerConfig(rank=0, world_size=1, num_workers=0)
-train = get_savable_loader(get_train_dataset(sys.argv[1], batch_size=8, worker_config=config))
-val = get_savable_loader(get_val_dataset(sys.argv[1], split_part="train", batch_size=8, worker_config=config))
-print(sum(1 for _ in itertools.islice(train, 150)), sum(1 for _ in val), len(os.listdir("/proc/self/fd")))
-"""
-
-
-def test_a_process_has_fewer_than_256_files_open(thousand: Path):
-    """In a process of its own: this one may hold files of earlier tests."""
-    command = [sys.executable, "-c", COUNTED, str(thousand)]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, cwd=REPOSITORY)
-    trained, validated, files = map(int, run.stdout.split())
-    assert (trained, validated) == (150, DATASETS * SAMPLES // 8)
-    assert 100 < files < 256
 
 
 def test_the_state_of_many_datasets_is_small(thousand: Path):

@@ -261,6 +261,11 @@ def test_parquet_files_of_the_hub_are_streamed(tmp_path):
     server.server_close()
     assert members(tmp_path / "out") == expected
     assert meta(tmp_path / "out", "split.yaml")["split_parts"]["test"]
+    # Each command reads the two ends, each of the 20 row groups once to look at it, and one to show it; those that
+    # write shards read the groups of each shard, three. All columns of a group are one request, of its bytes only.
+    ranges = [size for size in Hub.sent if size]
+    assert len(ranges) <= 3 * (2 + 20 + 1) + 8 * 3
+    assert sum(ranges) <= 3 * 2 * (64 << 10) + (3 * 21 + 24) * len(data) // 10
     assert not list((tmp_path / "cache").rglob("*.parquet"))
 
 

@@ -10,16 +10,16 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
+from forked import Program
 from paths import REPOSITORY
 from sources import content, llava
 from tar_builder import read_all, write_texts
@@ -137,12 +137,11 @@ def stages_of(work: Work, engine: str, request: pytest.FixtureRequest) -> list[l
     return [[[*work.line, "--num-workers", "2"]]]
 
 
-def start(line: list[str]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", SCRIPT, *line, "--no-progress"]
-    environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}"}
-    return subprocess.Popen(
-        command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0
-    )
+def start(line: list[str], errors: IO[str]) -> Program:
+    arguments = [SCRIPT, *line, "--no-progress"]
+    if "ray" in line:  # it wants an interpreter of its own
+        arguments = ["import os, sys; os.execv(sys.executable, [sys.executable, '-c', *sys.argv[1:]])", *arguments]
+    return Program(["-c", *arguments], REPOSITORY, {"PYTHONPATH": f"{REPOSITORY}"}, errors.fileno())
 
 
 def descendants(pid: int) -> Iterator[int]:
@@ -162,7 +161,7 @@ def ray_workers() -> list[int]:
     return found
 
 
-def kill(process: subprocess.Popen[bytes], rng: random.Random) -> None:
+def kill(process: Program, rng: random.Random) -> None:
     """Kill the process, or one of those that work for it, or all that it started at once."""
     workers = [*descendants(process.pid), *ray_workers()]
     choice = rng.random()
@@ -182,24 +181,27 @@ def run(
 
     Returns those that have to run again, and whether one was killed before it ended.
     """
-    running = [start(line) for line in lines]
-    for process in running:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"go\n"
-    moment, killed = None if after is None else time.monotonic() + after, False
-    while alive := [process for process in running if process.poll() is None]:
-        if moment is not None and time.monotonic() >= moment:
-            kill(rng.choice(alive), rng)
-            moment, killed = None, True
-        look()
-        time.sleep(0.01)
-    again = []
-    for line, process in zip(lines, running, strict=True):
-        said = process.communicate()[1].decode()
-        by_us = process.returncode == -signal.SIGKILL or "a worker process was killed" in said
-        assert process.returncode == 0 or (by_us and killed), said
-        if process.returncode:
-            again.append(line)
+    with ExitStack() as stack:
+        errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in lines]
+        running = [start(line, file) for line, file in zip(lines, errors, strict=True)]
+        for process in running:
+            assert process.output.readline() == "go\n"
+        moment, killed = None if after is None else time.monotonic() + after, False
+        while alive := [process for process in running if process.alive]:
+            if moment is not None and time.monotonic() >= moment:
+                kill(rng.choice(alive), rng)
+                moment, killed = None, True
+            look()
+            time.sleep(0.01)
+        again = []
+        for line, process, file in zip(lines, running, errors, strict=True):
+            code = process.wait()
+            file.seek(0)
+            said = file.read()
+            by_us = code == -signal.SIGKILL or "a worker process was killed" in said
+            assert code == 0 or (by_us and killed), said
+            if code:
+                again.append(line)
     return again, killed
 
 

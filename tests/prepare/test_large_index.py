@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import run_program
 from PIL import Image
 from tar_builder import read_all, tar_bytes, write_texts
 
@@ -304,6 +305,28 @@ def test_the_next_run_rolls_back_what_was_killed(half: tuple[Path, subprocess.Po
     check(root)
 
 
+def test_a_reader_who_may_not_roll_back_says_who_must(
+    half: tuple[Path, subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, process = half
+    process.communicate("die\n")
+    message = (
+        rf"^{root}: an `energon prepare` that added keys was killed and left {root}/\.nv-meta/index\.sqlite-journal, "
+        rf".* run `energon prepare --tar-index-only {root}`\.$"
+    )
+    with monkeypatch.context() as patch:
+        plain = key_index._uri
+        patch.setattr(key_index, "_uri", lambda path, mode="ro": plain(path, mode))  # as for one who may not write
+        for read in (lambda: local_key_index(open_store(root), ""), lambda: WebdatasetFileStore(root)["3-1.txt"]):
+            with pytest.raises(KeyIndexError, match=message):
+                read()
+        assert not summarize_dataset(root).media  # which is shown without the index
+    (root / "99.tar").unlink()
+    rebuild_index(root)
+    assert leftovers(root) == []
+    assert WebdatasetFileStore(root)["3-1.txt"][0] == b"text of 3-1"
+
+
 def test_a_journal_is_not_rolled_back_into_another_index(half: tuple[Path, subprocess.Popen[str]]) -> None:
     root, process = half
     process.communicate("die\n")
@@ -392,7 +415,7 @@ def test_no_reader_finds_files_of_two_states_and_the_next_run_completes_them(
     for at in range(40):
         copy = tmp_path / f"copy{at}"
         shutil.copytree(tars, copy)
-        process = subprocess.run([sys.executable, "-c", KILLED, copy, str(limit), str(at)], check=False)
+        process = run_program(["-c", KILLED, str(copy), str(limit), str(at)], tmp_path)
         assert process.returncode in (0, 9)
         found.append("old" if (copy / ".nv-meta/index.uuid").read_text() == old else "new")
         try:

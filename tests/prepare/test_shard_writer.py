@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import multiprocessing
 import sqlite3
 import tarfile
 from contextlib import closing
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import run_forked
 from PIL import Image
 
 from energon_bridge import (
@@ -213,17 +213,11 @@ def _write_some(path: Path, number: int) -> None:
 
 def test_several_writers_and_one_finish(tmp_path):
     def run(path: Path, processes: int) -> dict[str, bytes]:
-        context = multiprocessing.get_context("spawn")
         if processes == 1:
             for number in range(3):
                 _write_some(path, number)
         else:
-            workers = [context.Process(target=_write_some, args=(path, number)) for number in range(3)]
-            for worker in workers:
-                worker.start()
-            for worker in workers:
-                worker.join()
-                assert worker.exitcode == 0
+            run_forked(3, lambda number: _write_some(path, number))
         with pytest.raises(NotPreparedError):
             read_info(open_store(path))
         counts = finish_shards(path)

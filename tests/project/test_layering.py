@@ -72,13 +72,13 @@ ROOMS = {
         rows forecast preview verify cli testing prepare.columns prepare.convert prepare.duplicates prepare.engines
         prepare.hub prepare.left_out prepare.lint prepare.media prepare.sources loader.summary
     """,
-    "drop-in": "compat stream.dealt",
+    "drop-in": "compat",
     "training": "training",
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
     "core": 29_700,
-    "models": 8_150,
+    "models": 8_400,
     "trainers": 6_700,
     "cloud": 3_000,
     "tools": 13_200,
@@ -88,10 +88,8 @@ BUDGETS = {
 # Imports of the core from other rooms that are still there: the list may only shrink.
 CROSSINGS = """
 loader.position -> loader.shares
-loader.run_plan -> stream.dealt
 loader.savable -> loader.shares
 stores.cache -> stores.disk_cache
-stream.finite -> stream.dealt
 """
 MAX_LINES = 1000  # of one file: the budgets keep rooms small, this keeps a file one idea
 RUN_AS_COMMAND = 'if __name__ == "__main__":\n    sys.exit(main())\n'

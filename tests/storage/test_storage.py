@@ -57,6 +57,20 @@ def test_several_ranges_come_in_the_order_given(store: Store):
         store.read_ranges("a/first.bin", [0, 190], [10, 20])
 
 
+def test_near_ranges_of_any_file_system_are_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    store = open_store(f"memory://{tmp_path.name}")
+    data = bytes(range(256)) * 1000
+    store.write("x", data)
+    asked, read = [], type(store).read_range
+    monkeypatch.setattr(
+        type(store), "read_range", lambda self, *range_: asked.append(range_[1:]) or read(self, *range_)
+    )
+    offsets, lengths = [100_000, 0, 50, 140_000, 30, 100_000], [50, 30, 20, 9, 20, 4]
+    expected = [data[low : low + length] for low, length in zip(offsets, lengths, strict=True)]
+    assert store.read_ranges("x", offsets, lengths) == expected
+    assert asked == [(0, 70), (100_000, 50), (140_000, 9)]
+
+
 def test_a_short_range_is_an_error_with_the_numbers(store: Store):
     with pytest.raises(ShortReadError, match=r"first\.bin: expected 20 bytes at offset 190, got 10"):
         store.read_range("a/first.bin", 190, 20)

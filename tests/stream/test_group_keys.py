@@ -55,9 +55,9 @@ class Grouped(TensorEncoder):
         return self.group(int(sample.__key__)), self.size
 
 
-def loader_of(data: Path, group: Callable[[int], Any], **kwargs: Any) -> InProcessLoader:
-    settings: dict[str, Any] = {"batch_size": 3} | kwargs
-    return InProcessLoader(train_dataset(data, task_encoder=Grouped(group), **settings), worker_config=config_of(1, 0))
+def loader_of(data: Path, group: Callable[[int], Any], num_lanes: int = 24, **kwargs: Any) -> InProcessLoader:
+    spec = train_dataset(data, task_encoder=Grouped(group), **{"batch_size": 3} | kwargs)
+    return InProcessLoader(spec, worker_config=config_of(1, 0, num_lanes=num_lanes))
 
 
 class Kind(enum.Enum):
@@ -279,7 +279,7 @@ def test_a_run_whose_groups_never_fill_stops(workers: int, data: Path) -> None:
 
 
 def test_what_waits_is_named_and_counted(data: Path, caplog: pytest.LogCaptureFixture) -> None:
-    loader = loader_of(data, leaking)
+    loader = loader_of(data, leaking, num_lanes=2)
     for batch in loader:
         found = loader.metrics()
         # What was drawn was delivered, or waits: by the keys of the batches, and by the draws of the lanes.

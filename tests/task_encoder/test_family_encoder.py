@@ -139,8 +139,11 @@ def test_images_without_a_place_can_follow_the_question() -> None:
         (chat("a", "<video>"), "an answer contains the placeholder '<video>'"),
         (chat("a", [{"type": "text", "text": "<image>"}], images=TWO[:1]), "a text part contains the placeholder"),  # type: ignore[arg-type]
         (VQASample(__key__="q", image=TWO, context="<image>", answers=["<image>"]), "an answer contains the pl"),  # type: ignore[arg-type]
-        (chat("<audio>a", "b"), "has sound, which is not trained on yet"),
-        (CrudeSample(__key__="q", json={"messages": SAID}, **{"0.wav": b""}), "has sound, which is not trained on yet"),
+        (chat("<audio>a", "b"), "1 audio placeholders '<audio>' but the sample has 0 audios"),
+        (
+            CrudeSample(__key__="q", json={"messages": [*chat("a", "b").messages]}, **{"0.wav": b""}),
+            "has sound, but the",
+        ),
         (CrudeSample(__key__="q", json={"messages": SAID, "label": False}), "has preferences"),
         (chat("<|image_pad|>", "b"), "the sample has nothing: the chat template must write each image"),
         (ChatSample(__key__="q", messages="[{"), "the turns are not valid JSON"),

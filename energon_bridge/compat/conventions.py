@@ -1,0 +1,232 @@
+"""What programs written for megatron-energon expect of a loader, for the drop-in.
+
+Microbatches and samples are numbered by rank and worker, no row is masked, and no key is added to a dict.
+
+Passes over validation data are in the order of megatron-energon, where each worker of each rank owns a stretch of every
+dataset and makes microbatches from its own samples; the workers of a rank take turns. So the order depends on the
+numbers of ranks and workers, ranks may make different numbers of steps, and no row appears twice. A step limit is
+divided among the workers, and each worker repeats its own pass. Here all of that is arithmetic on one line: the samples
+of worker 0 of rank 0, then of worker 1, and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from energon_bridge.errors import ConfigurationError, EmptyDatasetError, FatalSampleError
+from energon_bridge.plan.blend import InTurns
+from energon_bridge.plan.choose import PassDraws
+from energon_bridge.rng import IntArray
+from energon_bridge.stream.conventions import Conventions, PassLeaf, attach
+from energon_bridge.task_encoder.current import UNKNOWN
+from energon_bridge.topology import Ownership, WorkerConfig
+
+ENDLESS = 1 << 62
+"""Steps of a pass that repeats without end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnergonConventions(Conventions):
+    """Those of megatron-energon.
+
+    Args:
+        repeats: A pass starts over until its limit, or without end.
+    """
+
+    stands_for = "megatron-energon"
+    masks = listing_has_length = False
+    no_number = UNKNOWN
+
+    repeats: bool = False
+
+    def order_of_pass(
+        self, leaves: Sequence[PassLeaf], config: WorkerConfig, *, rows: int, drop_last: bool, limit: int | None
+    ) -> Dealt:
+        """Return the order of ranks and workers."""
+        repeats = self.repeats
+        return Dealt(leaves, config, rows=rows, drop_last=drop_last, limit=limit, repeats=repeats)
+
+    def recorded(self, config: WorkerConfig, limit: int | None) -> dict[str, Any]:
+        """Return the ranks and workers, and the limit that they divide."""
+        return {"dp_size": config.dp_size, "num_workers": config.processes, "limit": limit}
+
+    def end(self, end: int, config: WorkerConfig, limit: int | None) -> int:
+        """Return where a pass is over for a rank: when no microbatch is left for it, unless it repeats."""
+        if self.repeats:
+            return ENDLESS if limit is None else limit * config.dp_size
+        return max(0, end - config.dp_rank)
+
+    def epoch_samples(self, samples: Iterable[Fraction]) -> Fraction:
+        """Return the samples in an epoch, rounded down for each dataset."""
+        return Fraction(sum(map(int, samples)))
+
+    def check_ranks(self, ownership: Ownership) -> None:
+        """Raise if some microbatches would be masked."""
+        if not ownership.even:
+            raise ConfigurationError(
+                f"{ownership.world_size} data-parallel ranks do not divide the {ownership.num_lanes} lanes, so some "
+                "microbatches would be masked, which programs written for megatron-energon do not expect: use "
+                f"{ownership.nearest_even_world_size()} ranks, or import energon_bridge and read batch.__valid__"
+            )
+
+    def first_target(self, lane: int, size: int) -> int:
+        """Return the whole size: code may rely on full buffers."""
+        return size
+
+    def batch_number(self, number: int, config: WorkerConfig) -> int:
+        """Return the number of a microbatch among those of its rank."""
+        return number // config.dp_size
+
+    def sample_numbers(self, lane: int, num_lanes: int, rows: int, config: WorkerConfig) -> Callable[[int], int]:
+        """Return what numbers draws as if each worker counted its own, and they took turns."""
+        workers = config.processes
+
+        def number_of(draw: int) -> int:
+            turn, row = divmod(draw, rows)
+            batch, worker = divmod(self.batch_number(turn * num_lanes + lane, config), workers)
+            return (batch * rows + row) * workers + worker
+
+        return number_of
+
+    def config_of_hooks(self, config: WorkerConfig) -> WorkerConfig:
+        """Return the configuration of the loader."""
+        return config
+
+    def attach(self, batch: Any, name: str, value: Any) -> None:
+        """Set a meta field; a dict gets no new keys, for programs that call `model(**batch)`."""
+        if type(batch) is not dict:
+            attach(batch, name, value)
+        elif name == "__valid__" and batch.get(name, value) is None:  # left by `asdict` of a batch
+            del batch[name]
+        elif name in batch:
+            attach(batch, name, value)
+
+    def raised(self, error: Exception, on_error: Any) -> BaseException:
+        """Return the exception of the program's own hook or handler, which it may expect."""
+        cause = error.__cause__ if isinstance(error, FatalSampleError) and on_error != "skip" else None
+        return error if cause is None else cause
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The order of a pass.
+
+
+class Dealt:
+    """The draws and microbatches of a pass.
+
+    Args:
+        leaves: The datasets, each in its own order.
+        config: Ranks and workers among which it is divided.
+        rows, drop_last: Of each worker's microbatches.
+        limit: Steps of a rank, divided among its workers; None: no limit.
+        repeats: Whether each worker starts over when it reaches its end, until the limit.
+
+    Attributes:
+        draws: The samples on the line.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[PassLeaf],
+        config: WorkerConfig,
+        *,
+        rows: int,
+        drop_last: bool,
+        limit: int | None,
+        repeats: bool,
+    ) -> None:
+        self._leaves, self._ranks, self._workers = leaves, config.dp_size, config.processes
+        self._rows, self._drop_last, self._limit, self._repeats = rows, drop_last, limit, repeats
+        owners = self._ranks * self._workers
+        shares = []
+        before = 0
+        for leaf in leaves:
+            shares.append(_shares(leaf.order.num_samples, owners, before % owners))
+            before += leaf.dataset.num_samples  # also those outside of its subset shift the remainders that follow
+        of_owners = np.array(shares, dtype=np.int64).reshape(len(leaves), owners).T
+        self._starts: list[int] = [0, *np.cumsum(of_owners.sum(axis=1)).tolist()]
+        self.draws = PassDraws(leaves=leaves, blend=InTurns(sizes=of_owners), num_draws=self._starts[-1])
+        self._turns: dict[int, tuple[IntArray, IntArray]] = {}
+
+    def _limit_of(self, worker: int) -> int:
+        """Return the steps of one worker of a rank."""
+        if self._limit is None:
+            return ENDLESS
+        return self._limit // self._workers + (worker < self._limit % self._workers)
+
+    def _batches(self, rank: int, worker: int) -> int:
+        """Return the microbatches that one worker makes in one pass over its own samples."""
+        number = rank * self._workers + worker
+        samples = self._starts[number + 1] - self._starts[number]
+        size = self._rows
+        return samples // size if self._drop_last else -(-samples // size)
+
+    def _turns_of(self, rank: int) -> tuple[IntArray, IntArray]:
+        """Return the worker and microbatch of each step of a rank that does not repeat its pass."""
+        found = self._turns.get(rank)
+        if found is None:
+            counts = [min(self._batches(rank, worker), self._limit_of(worker)) for worker in range(self._workers)]
+            workers = np.repeat(np.arange(self._workers), counts)
+            batches = np.concatenate([np.arange(count, dtype=np.int64) for count in counts])
+            order = np.lexsort((workers, batches))
+            found = self._turns[rank] = workers[order], batches[order]
+        return found
+
+    def steps(self, rank: int) -> int:
+        """Return the steps of a rank.
+
+        Raises:
+            EmptyDatasetError: A worker would have to repeat an empty pass.
+        """
+        if not self._repeats:
+            return int(self._turns_of(rank)[0].size)
+        for worker in range(self._workers):
+            if self._limit_of(worker) and not self._batches(rank, worker):
+                raise EmptyDatasetError(
+                    f"{self._leaves[0].dataset.path}: worker {worker} of rank {rank} has no batch to repeat: "
+                    f"{self.draws.num_draws} samples for {self._ranks} ranks of {self._workers} workers. Use "
+                    "fewer workers, or a smaller batch_size"
+                )
+        return ENDLESS if self._limit is None else self._limit
+
+    def span(self, number: int) -> tuple[int, int]:
+        """Return the draws [start, stop) of a microbatch; rank r has the numbers r, r + ranks, and so on."""
+        step, rank = divmod(number, self._ranks)
+        if self._repeats:
+            turn, worker = divmod(step, self._workers)
+            batch = turn % self._batches(rank, worker)
+        else:
+            workers, batches = self._turns_of(rank)
+            worker, batch = int(workers[step]), int(batches[step])
+        owner = rank * self._workers + worker
+        start = self._starts[owner] + batch * self._rows
+        return start, min(start + self._rows, self._starts[owner + 1])
+
+    def sample_number(self, draw: int) -> int:
+        """Return the number that megatron-energon gives a draw: each worker counts its own, and they take turns."""
+        owner = int(np.searchsorted(self._starts, draw, side="right")) - 1
+        return (draw - self._starts[owner]) * self._workers + owner % self._workers
+
+
+def _shares(samples: int, workers: int, rotation: int) -> list[int]:
+    """Return the samples of each worker; the remainder of the division goes to workers far apart."""
+    least, left = divmod(samples, workers)
+    shares = [0] * workers
+    for place, worker in enumerate(_spread(list(range(workers)))):
+        shares[worker] = least + ((place - rotation) % workers < left)
+    return shares
+
+
+def _spread(numbers: list[int]) -> list[int]:
+    """Return numbers ordered so that every prefix is spread evenly: 0, 4, 2, 6, 1, 5, 3, 7."""
+    if len(numbers) <= 2:
+        return numbers
+    middle = len(numbers) // 2
+    left, right = _spread(numbers[:middle]), _spread(numbers[middle:])
+    mixed = [number for pair in zip(left, right, strict=False) for number in pair]
+    return mixed + right[len(left) :]
