@@ -150,7 +150,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
     Args:
         tokenizer: Of the transformers interface, with a chat template unless the configuration has one.
         family: How the model takes images and videos: `family_of(model.config, tokenizer, image_processor)`, a
-            QwenFamily, a FixedTokenFamily or your own. None: the model takes texts only.
+            QwenFamily, a FixedTokenFamily, a ProcessorFamily or your own. None: the model takes texts only.
         config: How to render, mask, limit and pad conversations.
         packer: How to pack `PreparedSample`s; its `over_long` decides about samples too long for a pack. None: by best
             fit into `seq_length` tokens, if packing is on.
@@ -167,7 +167,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
     def __init__(
         self,
         tokenizer: Any,
-        family: Family | None,
+        family: Family | ProcessorFamily | None,
         config: ChatConfig | None = None,
         *,
         packer: Packer[PreparedSample] | None = None,
@@ -364,7 +364,13 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             raise type(error)(f"sample {sample_key(sample)!r}: {error}") from error
 
     def _planned_sample(self, sample: Any) -> PreparedSample:
-        content = read_sample(sample, self._encoders, self._sample_config, place_images=self.config.place_images)
+        content = read_sample(
+            sample,
+            self._encoders,
+            self._sample_config,
+            place_images=self.config.place_images,
+            takes_sound=isinstance(self.family, ProcessorFamily) and self.family.audio_token is not None,
+        )
         segments = self._rendered(content)
         videos = self._videos(content.videos) if isinstance(content, Conversation) else []
         sounds = self._sounds(content.audios) if isinstance(content, Conversation) else []
@@ -413,10 +419,8 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
 
     def _sounds(self, values: Sequence[Any]) -> list[Sound]:
         """Return the sounds at the rate of the model."""
-        if not values:
+        if not isinstance(self.family, ProcessorFamily):
             return []
-        if not isinstance(self.family, ProcessorFamily) or "audio" not in self.family.writings:
-            raise SampleError("the sample has sounds, but the model's family takes none")
         return [sound_of(value, rate=self.family.sampling_rate) for value in values]
 
     def _planned(

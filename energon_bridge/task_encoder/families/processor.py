@@ -30,8 +30,8 @@ from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.task_encoder.conversation import Kind
-from energon_bridge.task_encoder.families.vision import Plan, PreparedSample, VideoFrames
 from energon_bridge.task_encoder.families.video import frames_shape
+from energon_bridge.task_encoder.families.vision import Plan, PreparedSample, VideoFrames
 from energon_bridge.task_encoder.pixels import PixelDtype, Profile
 
 Size = tuple[int, ...]
@@ -64,8 +64,8 @@ class Writing:
     """What a processor writes for media of one kind.
 
     Attributes:
-        how: From what the text of a medium follows: nothing but its kind (`constant`), a `count` of tokens, the `grid` of
-            a video, the `shape` that its size leads to, or its `size`.
+        how: From what the text of a medium follows: nothing but its kind (`constant`), a `count` of tokens, the `grid`
+            of a video, the `shape` that its size leads to, or its `size`.
         counted: With `count`, gives the number of tokens of a size, up to a factor and a constant.
         around: With `count`, the text before the run of tokens, the token, the text after it, and the two numbers.
         texts: The texts that are known, by what they follow from.
@@ -79,7 +79,7 @@ class Writing:
     lengths: list[int] = field(default_factory=list)
 
     def between(self, length: int) -> str | None:
-        """Return the text for a sound if a shorter and a longer one have the same: more samples are not fewer tokens."""
+        """Return the text for a sound if a shorter and a longer one have the same: tokens do not become fewer."""
         place = bisect_left(self.lengths, length)
         near = [self.texts.get((one,)) for one in self.lengths[max(place - 1, 0) : place + 1]]
         return near[0] if len(near) == 2 and near[0] == near[1] else None
@@ -103,7 +103,7 @@ class ProcessorFamily:
         model_config: The model's configuration. It is needed for packs of models with positions on three axes.
         options: Further arguments of each call of the processor.
         pixels: Only `processor`, or None.
-        pixels_dtype: Type of the pixels: `float32`, `bfloat16` or `float16`.
+        pixels_dtype: Type of pixels and features: `bfloat16`, `float16`, or `float32`, which leaves the processor's.
 
     Attributes:
         counts: For each kind of media, from what its tokens are planned: `count`, `shape` or `size`.
@@ -136,6 +136,9 @@ class ProcessorFamily:
         if self._part("image") is not None:
             object.__setattr__(self, "nested", self._takes_nested())
         for kind in _ARGUMENTS:
+            if reason := _REFUSED_MEDIA.get((name, kind)):
+                self.refused[kind] = reason
+                continue
             if _placeholder(self.processor, kind) is None or self._part(kind) is None:
                 self.refused[kind] = f"{name} takes none"
                 continue
@@ -189,16 +192,6 @@ class ProcessorFamily:
     def audio_text(self) -> str:
         """The text for a sound if no template writes it."""
         return self.audio_token or ""
-
-    @property
-    def merge_size(self) -> int:
-        """0: positions come from the model's own function, in `positions`."""
-        return 0
-
-    @property
-    def tokens_per_second(self) -> float:
-        """0, likewise."""
-        return 0.0
 
     @property
     def sampling_rate(self) -> int:
@@ -283,8 +276,9 @@ class ProcessorFamily:
             if (around := self._around(kind, counted, sizes, texts)) is not None:
                 return Writing(how="count", counted=counted, around=around)
         if kind == "image" and (shape := _SHAPES.get(type(self.processor).__name__)) is not None:
-            return Writing(how="shape", texts={shape(self.processor, *size): text for size, text in zip(sizes, texts)})
-        if kind == "video" and all(self._is_from_grid(*known) for known in zip(sizes, times, texts, strict=True)):
+            shapes = [shape(self.processor, *size) for size in sizes]
+            return Writing(how="shape", texts=dict(zip(shapes, texts, strict=True)))
+        if kind == "video" and all(map(self._is_from_grid, sizes, times, texts)):
             return Writing(how="grid")
         if kind == "video":
             return Writing()
@@ -292,11 +286,10 @@ class ProcessorFamily:
             texts=dict(zip(sizes, texts, strict=True)), lengths=sorted(size[0] for size in sizes if kind == "audio")
         )
 
-    def _counters(self, kind: Kind) -> list[Callable[[Size], int]]:
+    def _counters(self, kind: Kind) -> Sequence[Callable[[Size], int]]:
         """Return the counts that the processor can give from a size: its own, or that of its image processor."""
-        return [partial(_count_tokens, self.processor, kind)] + (
-            [partial(_count_patches, self.processor)] if kind == "image" else []
-        )
+        own = partial(_count_tokens, self.processor, kind)
+        return (own, partial(_count_patches, self.processor)) if kind == "image" else (own,)
 
     def _around(
         self, kind: Kind, counted: Callable[[Size], int], sizes: Sequence[Size], texts: Sequence[str]
@@ -329,11 +322,12 @@ class ProcessorFamily:
         """Learn what the processor puts before a text, and refuse kinds of media with values that no batch has."""
         bos = self.processor.tokenizer.bos_token_id
         for kind in list(self.writings):
-            out = dict(self._blank(kind, _PROBES[kind][0], before="a "))
-            tokens = out["input_ids"][0]
-            if bos is not None and int(tokens[0]) == bos:
+            outs = [dict(self._blank(kind, _PROBES[kind][0], before=text)) for text in ("a ", "a few words more ")]
+            tokens = [out["input_ids"][0] for out in outs]
+            if bos is not None and int(tokens[0][0]) == bos:
                 object.__setattr__(self, "adds_bos", True)
-            if unfit := _unfit({key: value for key, value in out.items() if key not in _DROPPED}, len(tokens)):
+            made = [{key: value for key, value in out.items() if key not in _DROPPED} for out in outs]
+            if unfit := _unfit(made, [len(of_text) for of_text in tokens]):
                 del self.writings[kind]
                 self.refused[kind] = f"{type(self.processor).__name__} returns {unfit}"
 
@@ -352,9 +346,9 @@ class ProcessorFamily:
         }
         return str(processor.replace_video_token(made, 0))
 
-    def _is_from_grid(self, size: Size, times: Sequence[float], text: str) -> bool:
+    def _is_from_grid(self, size: Size, times: Sequence[float] | None, text: str) -> bool:
         try:
-            return self._from_grid(size, times) == text
+            return self._from_grid(size, times or ()) == text
         except Exception:  # the processor has no grids
             return False
 
@@ -364,7 +358,7 @@ class ProcessorFamily:
         watched = copy(self.processor)
 
         def replace(*args: Any, **kwargs: Any) -> Any:
-            text, offsets = self.processor.get_text_with_replacements(*args, **kwargs)
+            text, offsets = type(watched).get_text_with_replacements(watched, *args, **kwargs)
             places.extend(offsets[0])
             return text, offsets
 
@@ -394,7 +388,8 @@ class ProcessorFamily:
             frames = torch.zeros(size[0], 3, *size[1:], dtype=torch.uint8)
             blank = VideoFrames(frames=frames, timestamps=tuple(times or [number / 2 for number in range(size[0])]))
         text = before + self._place(kind) * count
-        return self._called(text, **{_ARGUMENTS[kind]: [blank] * count}, processor=processor)
+        media: dict[str, Any] = {_ARGUMENTS[kind]: [blank] * count}
+        return self._called(text, processor=processor, **media)
 
     def _place(self, kind: Kind) -> str:
         """Return the text that stands for a medium."""
@@ -414,7 +409,9 @@ class ProcessorFamily:
         """
         name = type(self.processor).__name__
         try:
-            out = dict(self._called(sample.text, images=images, videos=videos, audio=sounds, special=sample.adds_special))
+            out = dict(
+                self._called(sample.text, images=images, videos=videos, audio=sounds, special=sample.adds_special)
+            )
         except Exception as error:
             raise SampleError(f"{name} cannot take the sample: {type(error).__name__}: {error}") from error
         tokens = out["input_ids"][0]
@@ -423,12 +420,14 @@ class ProcessorFamily:
             same = int((tokens[:count] != sample.tokens[: len(tokens)]).int().argmax()) if len(tokens) >= count else 0
             raise SampleError(
                 f"{name} makes other tokens of the sample than were planned, from token {same} on, "
-                f"{tokens[same : same + 8].tolist()} instead of {sample.tokens[same : same + 8].tolist()}: do not change "
-                "the processor after making the encoder, nor the images while decoding"
+                f"{tokens[same : same + 8].tolist()} instead of {sample.tokens[same : same + 8].tolist()}: do not "
+                "change the processor after making the encoder, nor the images while decoding"
             )
         visual = {key: value for key, value in out.items() if key not in _DROPPED}
-        if unfit := _unfit(visual, len(tokens)):
+        if unfit := _unfit([visual], [0]):
             raise SampleError(f"{name} returns {unfit}")
+        if self.pixels_dtype == "float32":  # the default: what the processor itself makes
+            return visual
         dtype = getattr(torch, self.pixels_dtype)
         return {key: value.to(dtype) if _is_dense(value) else value for key, value in visual.items()}
 
@@ -446,13 +445,17 @@ class ProcessorFamily:
         """Return the model's own positions on three axes, int64 (3, tokens); None if it has one axis."""
         if self.rope is None:
             return None
-        given = {"input_ids": tokens[None], "mm_token_type_ids": types[None], **visual}
+        given = {"input_ids": tokens[None], "attention_mask": torch.ones_like(tokens)[None], **visual}
+        given["mm_token_type_ids"] = types[None]
         if "video_second_per_grid" in visual:
             given["second_per_grids"] = visual["video_second_per_grid"]
         if "feature_attention_mask" in visual:
             given["audio_seqlens"] = visual["feature_attention_mask"].sum(-1)
         takes = inspect.signature(self.rope).parameters
-        positions = torch.as_tensor(self.rope(**{name: value for name, value in given.items() if name in takes})[0])
+        try:
+            positions = torch.as_tensor(self.rope(**{name: value for name, value in given.items() if name in takes})[0])
+        except Exception as error:
+            raise SampleError(f"the model has no positions for the sample: {type(error).__name__}: {error}") from error
         return positions[:, 0].long() if len(positions) == 3 else None
 
     def _called(
@@ -537,6 +540,8 @@ def rope_index(model_config: Any) -> Callable[..., Any] | None:
             bare = object.__new__(kind)
             torch.nn.Module.__init__(bare)
             bare.__dict__["config"] = model_config
+            if (vision := getattr(model_config, "vision_config", None)) is not None:
+                bare.__dict__["spatial_merge_size"] = getattr(vision, "spatial_merge_size", None)
             function: Callable[..., Any] = bare.get_rope_index
             return function
     return None
@@ -551,12 +556,12 @@ def _placeholder(processor: Any, kind: Kind) -> str | None:
     return of_template or getattr(processor, f"{kind}_token", None)
 
 
-def _unfit(visual: Mapping[str, Any], tokens: int) -> str | None:
-    """Return what of a processor's values cannot be part of a batch."""
-    for key, value in visual.items():
+def _unfit(made: Sequence[Mapping[str, Any]], tokens: Sequence[int]) -> str | None:
+    """Return what cannot be part of a batch, of the values of a processor for texts of so many tokens."""
+    for key, value in made[0].items():
         if not isinstance(value, Tensor):
             return f"{key!r} as {type(value).__name__}, which cannot be joined in a batch"
-        if value.shape[:2] == (1, tokens):
+        if all(of_text[key].shape[:2] == (1, count) for of_text, count in zip(made, tokens, strict=True)):
             return f"a value for each token, {key!r}, which a batch does not have"
     return None
 
@@ -579,7 +584,7 @@ def _count_tokens(processor: Any, kind: Kind, size: Size) -> int:
 
 def _count_patches(processor: Any, size: Size) -> int:
     patches = _patches(processor, *size)
-    return int(patches if np.isscalar(patches) else patches[0])
+    return int(patches[0] if isinstance(patches, tuple) else patches)
 
 
 def _settings(processor: Any) -> dict[str, Any]:
@@ -623,6 +628,12 @@ _REFUSED: Mapping[str, str] = {
     "MiniCPMV4_6Processor": _JOINED,
     "MiniCPMV4_7Processor": _JOINED,
     "PaliGemmaProcessor": "it puts images before all text, and takes the answer as a suffix",
+    "PocketTTSProcessor": "its model speaks: the sound is a voice, and its prompts come from the processor alone",
     "ShieldGemma2Processor": "its model judges images, by a template of its own",
 }
 """Processors that do not read media among the turns of a conversation, with the reason."""
+
+_REFUSED_MEDIA: Mapping[tuple[str, Kind], str] = {
+    ("VideoLlama3Processor", "video"): "how many tokens a video takes depends on what its frames show",
+}
+"""Kinds of media whose tokens do not follow from a size, with the reason."""

@@ -31,7 +31,14 @@ from energon_bridge.task_encoder.conversation import (
     split_places,
     template_keys,
 )
-from energon_bridge.task_encoder.families.vision import AUDIO_TYPE, IMAGE_TYPE, TEXT_TYPE, VIDEO_TYPE, Family, Plan
+from energon_bridge.task_encoder.families.vision import (
+    AUDIO_TYPE,
+    IMAGE_TYPE,
+    TEXT_TYPE,
+    VIDEO_TYPE,
+    Plan,
+    PlanningFamily,
+)
 from energon_bridge.task_encoder.templates import BEFORE_ALL, PROBE, ChatTemplate, Span, template_source
 from energon_bridge.task_encoder.texts import is_fast, tokenize, tokens_with_offsets
 
@@ -94,7 +101,7 @@ class ChatRenderer:
 
     plain: ChatTemplate
     with_tools: ChatTemplate
-    family: Family | None
+    family: PlanningFamily | None
     learn: Literal["all", "last"] = "all"
     outlines: dict[Any, Outline | None] = field(default_factory=dict, init=False, repr=False, compare=False)
     named: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
@@ -243,7 +250,7 @@ def _is_shaped(content: Conversation, template: ChatTemplate) -> bool:
 
 def make_renderer(
     tokenizer: Any,
-    family: Family | None,
+    family: PlanningFamily | None,
     *,
     template: str | None,
     learn: Literal["all", "last"],
@@ -266,14 +273,14 @@ def make_renderer(
     return ChatRenderer(plain=made, with_tools=with_tools, family=family, learn=learn)
 
 
-def placeholder_tokens(family: Family | None) -> dict[Kind, str | None]:
+def placeholder_tokens(family: PlanningFamily | None) -> dict[Kind, str | None]:
     """Return the placeholder tokens of images, videos and sounds."""
     if family is None:
         return {}
     return {"image": family.image_token, "video": family.video_token, "audio": getattr(family, "audio_token", None)}
 
 
-def document_segments(document: Document, family: Family | None, *, eos: str) -> list[Segment]:
+def document_segments(document: Document, family: PlanningFamily | None, *, eos: str) -> list[Segment]:
     """Return the text of a document unchanged, with `<image>` for images in prompts, and its end learned.
 
     Raises:
@@ -292,7 +299,7 @@ def document_segments(document: Document, family: Family | None, *, eos: str) ->
     return [*segments, Segment(eos, learned=True)]
 
 
-def split_at(text: str, spans: Sequence[Span], family: Family | None, *, marked: bool = False) -> list[Segment]:
+def split_at(text: str, spans: Sequence[Span], family: PlanningFamily | None, *, marked: bool = False) -> list[Segment]:
     """Split a text at the borders of learned text, by marks or not, and at the placeholders of images and videos."""
     places: dict[int, tuple[int, Kind]] = {}
     for kind, token in placeholder_tokens(family).items():
@@ -308,7 +315,7 @@ def split_at(text: str, spans: Sequence[Span], family: Family | None, *, marked:
     return segments + _stretch(text, position, len(text), spans, marked)
 
 
-def media_text(family: Family | None, kind: Kind) -> str:
+def media_text(family: PlanningFamily | None, kind: Kind) -> str:
     """Return the text for an image, video or sound if no template writes it. Raises SampleError if there are none."""
     text: str = getattr(family, f"{kind}_text", "")
     if not text:
@@ -395,7 +402,7 @@ def up_to_last_learned(stretches: Sequence[Stretch]) -> list[Stretch]:
     return [*stretches[:last], cut]
 
 
-def placeholder_ids(tokenizer: Any, family: Family | None) -> Mapping[str, int]:
+def placeholder_ids(tokenizer: Any, family: PlanningFamily | None) -> Mapping[str, int]:
     """Return the placeholder tokens of images and videos. Raises ConfigurationError if the tokenizer lacks them."""
     ids: dict[str, int] = {}
     for kind, token in placeholder_tokens(family).items():

@@ -71,12 +71,11 @@ class VideoFrames:
     timestamps: tuple[float, ...] | None = None
 
 
-class Family(Protocol):
-    """The interface of a family of vision-language models.
+class PlanningFamily(Protocol):
+    """What a family says before anything is decoded.
 
     The chat template writes `image_token` or `video_token` once for each image or video (None: not supported); the
-    encoder writes `image_text` and `video_text` in texts without a template. `merge_size` is 0 for families with
-    positions on one axis; otherwise `mrope` positions are made.
+    encoder writes `image_text` and `video_text` in texts without a template.
     """
 
     @property
@@ -87,10 +86,6 @@ class Family(Protocol):
     def image_text(self) -> str: ...
     @property
     def video_text(self) -> str: ...
-    @property
-    def merge_size(self) -> int: ...
-    @property
-    def tokens_per_second(self) -> float: ...
     def plan_image(self, width: int, height: int) -> Plan:
         """Return the plan of an image of this size in pixels."""
         ...
@@ -99,6 +94,17 @@ class Family(Protocol):
         """Return the plan of a video."""
         ...
 
+
+class Family(PlanningFamily, Protocol):
+    """The interface of a family of vision-language models that makes its pixels itself.
+
+    `merge_size` is 0 for families with positions on one axis; otherwise `mrope` positions are made.
+    """
+
+    @property
+    def merge_size(self) -> int: ...
+    @property
+    def tokens_per_second(self) -> float: ...
     def process(self, images: Sequence[Any], videos: Sequence[VideoFrames], plans: Sequence[Plan]) -> dict[str, Tensor]:
         """Return the model's visual inputs for decoded images and videos; `plans` are theirs, images first."""
         ...
