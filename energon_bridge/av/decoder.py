@@ -23,7 +23,7 @@ from energon_bridge.av.sound import AudioReader, as_floats, resample
 from energon_bridge.av.streams import PacketsDifferError, Pixels, Reader, VideoReader, beyond, clip_of, is_over
 from energon_bridge.av.whole import WholeReader
 from energon_bridge.errors import ConfigurationError, DecodeError, UnfitSampleError
-from energon_bridge.format.kinds import extensions_of
+from energon_bridge.format.kinds import HEAD_BYTES, extensions_of
 from energon_bridge.format.media import AVMetadata
 from energon_bridge.rng import IntArray
 from energon_bridge.storage import open_store
@@ -139,7 +139,7 @@ class AVDecoder:
             return
         file = self._file()
         try:
-            with opened(file, self.name) as media:
+            with opened(file, self.name, self._head()) as media:
                 self._open = media
                 yield media
         finally:
@@ -173,6 +173,13 @@ class AVDecoder:
     def open_container(self) -> Any:
         """Return the file as PyAV's open container, which the caller closes. Raises DecodeError."""
         return Media(self._file(), self.name).container
+
+    def _head(self) -> bytes:
+        """Return the first bytes of the file if they cost nothing, or its name says that it is a WAV."""
+        stream = self.stream
+        if isinstance(stream, ByteRange) and self.suffix == "wav":
+            return stream.read(HEAD_BYTES)
+        return stream[:HEAD_BYTES] if isinstance(stream, bytes) else b""
 
     def _file(self) -> BinaryIO:
         stream = self.stream

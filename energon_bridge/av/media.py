@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _LEAST_BUFFER, _MOST_BUFFER = 4 << 10, 32 << 10
 """Bytes read at a time: about a thousandth of a file, since a seek wastes half of what it reads."""
+_PCM = (b"\1\0", b"\3\0", b"\xfe\xff")
+"""Formats of a WAV with plain samples: integers, floats, and either with the places of its channels."""
 
 
 @edataclass
@@ -62,13 +64,15 @@ class Media:
         video: The first stream of moving pictures (no cover art), or None.
         audio: The first stream of sound, or None.
         fresh: Whether the container is at its beginning.
+        is_pcm_wave: Whether it is known to be a WAV of plain samples.
     """
 
-    __slots__ = ("audio", "container", "file", "fresh", "name", "video")
+    __slots__ = ("audio", "container", "file", "fresh", "is_pcm_wave", "name", "video")
 
-    def __init__(self, file: BinaryIO, name: str) -> None:
+    def __init__(self, file: BinaryIO, name: str, head: bytes = b"") -> None:
         self.file = file
         self.name = name
+        self.is_pcm_wave = head[:4] + head[8:16] == b"RIFFWAVEfmt " and head[20:22] in _PCM
         self.open()
 
     def open(self) -> None:
@@ -80,7 +84,9 @@ class Media:
         buffer = min(max(size // 1000, _LEAST_BUFFER), _MOST_BUFFER)
         av = import_av()
         # Titles in odd encodings must not break reading; since PyAV 19 they do not.
-        options = {"metadata_errors": "ignore"} if int(av.__version__.partition(".")[0]) < 19 else {}
+        options: dict[str, Any] = {"metadata_errors": "ignore"} if int(av.__version__.partition(".")[0]) < 19 else {}
+        if self.is_pcm_wave:  # its header tells all, and libav would read 5 MB of samples to learn more
+            options["options"] = {"probesize": str(_LEAST_BUFFER)}
         with self.refusing("cannot be opened as video or sound"):
             self.container: Any = av.open(self.file, mode="r", buffer_size=buffer, **options)
         cover = av.stream.Disposition.attached_pic
@@ -161,9 +167,9 @@ def _number_channels(context: Any) -> None:
 
 
 @contextlib.contextmanager
-def opened(file: BinaryIO, name: str) -> Iterator[Media]:
-    """Open a file for the duration of the `with` block. Raises DecodeError."""
-    media = Media(file, name)
+def opened(file: BinaryIO, name: str, head: bytes = b"") -> Iterator[Media]:
+    """Open a file, whose first bytes may be known, for the duration of the `with` block. Raises DecodeError."""
+    media = Media(file, name, head)
     try:
         yield media
     finally:

@@ -37,7 +37,7 @@ from energon_bridge.prepare.sources import KINDS, open_source
 from energon_bridge.prepare.split import SplitRule, parse_ratio
 from energon_bridge.rows.base import Layout, Source, check_layout, first_rows
 from energon_bridge.rows.lists import check_media_meant
-from energon_bridge.rows.turns import read_turns
+from energon_bridge.rows.turns import medium_by_name, read_turns
 from energon_bridge.samples import CrudeSample, sample_type_by_name
 from energon_bridge.storage import open_store
 
@@ -327,20 +327,21 @@ def _report(out: Path, done: Converted, options: ConvertOptions) -> None:
     total = count_of(sum(done.shard_counts.values()), "sample")
     click.echo(f"Done: {total} in {count_of(len(done.shard_counts), 'shard')} in {out}.")
     layout = options.layout
-    if layout.sample_type in _TRAINED or (layout.is_crude and _has_turns(out, next(iter(done.shard_counts)))):
+    if layout.sample_type in _TRAINED or (layout.is_crude and _is_learned(out, next(iter(done.shard_counts)))):
         click.echo(f"Try it with a tiny model: {train_line(out)}")
     else:
         click.echo(f"Look at it: energon preview {out}")
 
 
-def _has_turns(out: Path, shard: str) -> bool:
-    """Whether the first sample of a shard is a conversation, which training needs no cooker for."""
+def _is_learned(out: Path, shard: str) -> bool:
+    """Whether the first sample of a shard is a conversation, and without sound, which the tiny model does not take."""
     store = open_store(out)
     start, end = np.frombuffer(store.read_range(index_name(shard), 0, 16), "<u8").tolist()
     _, parts = parse_sample(store.read_range(shard, start, end - start), where=store.url(shard))
     try:
         values = json.loads(bytes(parts.get("json", b"")))
-        return isinstance(values, dict) and read_turns(values) is not None
+        has_sound = any(medium_by_name(name) == "audio" for name in parts)
+        return isinstance(values, dict) and read_turns(values) is not None and not has_sound
     except (ValueError, SampleError):
         return False
 

@@ -1,4 +1,4 @@
-"""What happened in a run, for the report at its end (`report_page.py` writes it).
+"""What happened in a run, for the report at its end (`report_page.py` makes it).
 
 `RunRecorder` keeps it in memory that does not grow with the run: at most `MOST_POINTS` points of the curves,
 `MOST_LOOKS` looks at the mix and `MOST_SLOW` microbatches. `summary` adds what the loader knows: datasets, what was
@@ -210,11 +210,10 @@ class RunRecorder:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
         self.loss, self.waiting = (Curve(state[name][1], state[name][0]) for name in ("loss", "waiting"))
-        self.balance = {name: Curve(points, per) for name, (per, points) in state.get("balance", {}).items()}
+        self.balance = {name: Curve(points, per) for name, (per, points) in state["balance"].items()}
         self.not_finite, self.seconds, self.waited = state["not_finite"], state["seconds"], state["waited"]
         self.slowest = [(took, made, step, number, list(keys)) for took, made, step, number, keys in state["slowest"]]
-        draws = state.get("draws", {"every": 1, "looks": ()})  # states of the first reports have none
-        self.draws = Draws([(step, drawn) for step, drawn in draws["looks"]], draws["every"])
+        self.draws = Draws([(step, drawn) for step, drawn in state["draws"]["looks"]], state["draws"]["every"])
         self._pending.clear()
 
 

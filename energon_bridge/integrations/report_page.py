@@ -1,45 +1,20 @@
-"""The report of a run: one HTML page that opens from a folder, with no script and nothing from elsewhere.
-
-Names and keys from the data occur as text only.
-"""
+"""The report of a run, for the pages of `preview`: facts, tables and charts of plain values."""
 
 from __future__ import annotations
 
-import html
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from energon_bridge.integrations.report import MOST_SLOW, Curve, RankSummary, RunRecorder
 from energon_bridge.loader.metrics import dataset_names
+from energon_bridge.preview.pages import Block, write_run
 
-_STYLE = """
-:root { --paper: #fbfbfa; --card: #fff; --ink: #1d2127; --quiet: #646c78; --line: #e3e5e8; --accent: #2b5fb8;
-  --soft: #c9daf5; --other: #cc7733; }
-@media (prefers-color-scheme: dark) { :root { --paper: #14161a; --card: #1b1e24; --ink: #e4e6ea; --quiet: #98a0ac;
-  --line: #2c3139; --accent: #8db4f5; --soft: #2d4368; --other: #e0a060; } }
-body { margin: 0 auto; max-width: 1080px; padding: 20px 24px 64px; background: var(--paper); color: var(--ink);
-  font: 15px/1.5 system-ui, "Segoe UI", "Noto Sans", "DejaVu Sans", sans-serif; }
-h1 { font-size: 21px; overflow-wrap: anywhere; } h2 { font-size: 16px; margin: 32px 0 8px; }
-.quiet { color: var(--quiet); font-size: 13px; }
-dl { display: flex; flex-wrap: wrap; gap: 6px 28px; } dt { color: var(--quiet); font-size: 13px; } dd { margin: 0; }
-table { border-collapse: collapse; width: 100%; background: var(--card); border: 1px solid var(--line); }
-th, td { text-align: left; padding: 5px 10px; border-bottom: 1px solid var(--line); vertical-align: top;
-  overflow-wrap: anywhere; } th { font-size: 13px; color: var(--quiet); font-weight: 600; }
-td.n, th.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
-code { font: 12.5px/1.5 ui-monospace, "DejaVu Sans Mono", monospace; }
-svg { display: block; width: 100%; background: var(--card); border: 1px solid var(--line); }
-svg text { fill: var(--quiet); font: 12px system-ui, "DejaVu Sans", sans-serif; }
-.curve { fill: none; stroke: var(--accent); stroke-width: 1.6; } .band { fill: var(--soft); }
-.share { fill: none; stroke-width: 1.4; } .plan { stroke-dasharray: 4 4; opacity: .6; }
-.grid { stroke: var(--line); } .planned { fill: var(--soft); } .delivered { fill: var(--accent); }
-"""
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 1000, 220, 64, 24
-_LINES = ("#2b5fb8", "#cc7733", "#2e8b57", "#b03a6f", "#8a7a1f", "#5d6bd6", "#7a7f87", "#1f8a99")
-_MOST_LINES = len(_LINES)
+_MOST_LINES = 8
 _MOST_INTERVALS = 40
 
 
@@ -61,40 +36,19 @@ def write_report(
         facts: More to say at its head, by name.
     """
     recorder.flush()
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    body = "".join(_sections(ranks, recorder, title, facts or {}))
-    page = (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        # No script may run and nothing may be fetched, whatever a key contains.
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        '<meta name="viewport" content="width=device-width"><meta name="generator" content="energon report">'
-        f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body>{body}</body></html>\n"
-    )
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        partial.write_bytes(page.encode("utf-8", "replace"))  # keys need not be valid text
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _sections(
-    ranks: Sequence[RankSummary], recorder: RunRecorder, title: str, facts: Mapping[str, object]
-) -> Iterator[str]:
-    yield f"<h1>{_text(title)}</h1>"
-    yield _facts(_head(ranks, recorder) | dict(facts))
-    yield "<h2>Loss</h2>"
-    yield _chart(recorder.loss, "loss", percent=False)
+    losses = [_curve(recorder.loss, "loss")]
     if recorder.not_finite:
-        yield f"<p>NaN or infinite, and not shown above: the loss in {recorder.not_finite:,} steps.</p>"
-    yield "<h2>Waiting for data</h2>"
-    yield _chart(recorder.waiting, "share of each step spent waiting for data", percent=True)
-    yield from _balance_section(ranks, recorder)
-    yield from _mix_section(ranks)
-    yield from _left_out_section(ranks)
-    yield from _time_section(ranks)
-    yield from _slow_section(ranks)
+        losses.append(f"NaN or infinite, and not shown above: the loss in {recorder.not_finite:,} steps.")
+    sections: dict[str, list[Block]] = {
+        "Loss": losses,
+        "Waiting for data": [_curve(recorder.waiting, "share of each step spent waiting for data", percent=True)],
+        "Balance of the ranks": _balance(ranks, recorder),
+        "Datasets: planned and delivered": _mix(ranks),
+        "Left out, by reason": _left_out(ranks),
+        "Loading, by rank": _loading(ranks),
+        "Slowest microbatches, and their samples": _slowest(ranks),
+    }
+    write_run(Path(path), title, _head(ranks, recorder) | dict(facts or {}), sections)
 
 
 def _head(ranks: Sequence[RankSummary], recorder: RunRecorder) -> dict[str, object]:
@@ -118,75 +72,97 @@ def _head(ranks: Sequence[RankSummary], recorder: RunRecorder) -> dict[str, obje
     return facts | {"written": time.strftime("%Y-%m-%d %H:%M:%S %z")}
 
 
-def _mix_section(ranks: Sequence[RankSummary]) -> Iterator[str]:
+def _mix(ranks: Sequence[RankSummary]) -> list[Block]:
     if not ranks or not ranks[0].datasets:
-        return
+        return []
     first = ranks[0].datasets
     names = dataset_names([row.path for row in first], [row.split_part for row in first])
     together = [[rank.datasets[number] for rank in ranks] for number in range(len(first))]
-    samples = [sum(row.counts["samples"] for row in rows) for rows in together]
-    total = sum(samples) or 1
-    yield "<h2>Datasets: planned and delivered</h2>"
-    columns = ("dataset", "planned", "delivered", "", "samples", "epochs", "skipped", "failed", "excluded")
-    lines = []
-    for name, rows, delivered in zip(names, together, samples, strict=True):
-        planned, share = rows[0].planned, 100 * delivered / total
-        if any(row.planned is None for row in rows):
-            planned = None
-        draws = sum(row.draws for row in rows)
-        counted = {column: sum(row.counts[column] for row in rows) for column in ("skipped", "errors", "excluded")}
+    draws = [sum(row.draws for row in rows) for rows in together]
+    largest = sorted(range(len(first)), key=lambda number: -draws[number])[:_MOST_LINES]
+    hues = {number: hue for hue, number in enumerate(sorted(largest))}
+    total = sum(row.counts["samples"] for rows in together for row in rows) or 1
+    lines: list[list[Any]] = []
+    for number, (name, rows) in enumerate(zip(names, together, strict=True)):
+        planned = None if any(row.planned is None for row in rows) else rows[0].planned
+        counts = {column: sum(row.counts[column] for row in rows) for column in rows[0].counts}
+        share, hue = counts["samples"] / total, hues.get(number)
+        square = {} if hue is None else {"hue": hue}
         lines.append(
-            (
-                f'<span title="{_text(rows[0].path)}">{_text(name)}</span>',
+            [
+                {"text": name, "title": first[number].path} | square,
                 "–" if planned is None else f"{planned:.1f} %",
-                f"{share:.1f} %",
-                _bars(planned or 0.0, share),
-                f"{delivered:,}",
-                f"{draws / rows[0].num_samples:.2f}" if draws else "–",
-                *(f"{counted[column]:,}" for column in ("skipped", "errors", "excluded")),
-            )
+                f"{100 * share:.1f} %",
+                {"shares": [[(planned or 0.0) / 100, "plan"], [share, hue or 0]]},
+                f"{counts['samples']:,}",
+                f"{draws[number] / rows[0].num_samples:.2f}" if draws[number] else "–",
+                *(f"{counts[column]:,}" for column in ("skipped", "errors", "excluded")),
+            ]
         )
-    yield _table(columns, lines, numbers=(1, 2, 4, 5, 6, 7, 8))
-    yield '<p class="quiet">Planned: what the mix says, or, if its weights moved, what was drawn by them.</p>'
-    yield _shares_chart(ranks, names)
+    columns = ("dataset", "planned", "delivered", "", "samples", "epochs", "skipped", "failed", "excluded")
+    said = "Planned: what the mix says, or, if its weights moved, what was drawn by them."
+    return [_table(columns, lines, right=(1, 2, 4, 5, 6, 7, 8)), said, *_shares(ranks, names, hues)]
 
 
-def _balance_section(ranks: Sequence[RankSummary], recorder: RunRecorder) -> Iterator[str]:
-    """Yield how uneven the work of the ranks was as it came, and as it was divided."""
-    curves = recorder.balance
-    if not curves:
-        return
-    yield "<h2>Balance of the ranks</h2>"
+def _shares(ranks: Sequence[RankSummary], names: Sequence[str], hues: Mapping[int, int]) -> list[Block]:
+    """Return a chart of the share of each of some datasets in the draws between two looks, and what the mix planned."""
+    together: dict[int, Counter[str]] = {}
+    seen = Counter(step for rank in ranks for step, _ in rank.draws)
+    for rank in ranks:
+        for step, draws in rank.draws:
+            if seen[step] == len(ranks):
+                together.setdefault(step, Counter()).update(draws)
+    looks = sorted(together.items())
+    stride = max(1, len(looks) // _MOST_INTERVALS)  # shorter ones show chance, not the mix
+    looks = looks[(len(looks) - 1) % stride :: stride]
+    if len(looks) < 3 or len(names) < 2:
+        return []
+    intervals = [
+        (step, before, after) for (_, before), (step, after) in pairwise(looks) if after.total() > before.total()
+    ]
+    lines = []
+    for number, hue in hues.items():
+        row = ranks[0].datasets[number]
+        points = [
+            (step, (after[row.identity] - before[row.identity]) / (after.total() - before.total()))
+            for step, before, after in intervals
+        ]
+        lines.append(_line(points, names[number], hue))
+        if row.planned is not None:
+            ends = [(step, row.planned / 100) for step in (looks[0][0], looks[-1][0])]
+            lines.append(_line(ends, f"{names[number]}, planned", hue, dashed=True))
+    return [
+        _chart("share of the draws", lines, 0.0, 1.0, percent=True),
+        "Drawn over the run (dashed: planned), in the colours of the table.",
+    ]
+
+
+def _balance(ranks: Sequence[RankSummary], recorder: RunRecorder) -> list[Block]:
+    """Return how uneven the work of the ranks was as it came, and as it was divided."""
+    blocks: list[Block] = []
     for name, what in (
         ("step", "largest cost of a rank in a step over the mean of the ranks"),
         ("round", "sum of the largest costs of the rounds of microbatches over the mean cost of a rank"),
     ):
-        before, after = curves[f"{name}_before"], curves[name]
-        points = [*before.points, *after.points]
-        high = max(1.01, *(point[4] for point in points))
-        first, last = min(point[0] for point in points), max(point[0] for point in points)
-        lines = [
-            f'<polyline class="share{kind}" style="stroke:{_LINES[0]}" points="'
-            + " ".join(_place(p[0], (p[2] / p[1] - 1) / (high - 1), first, last) for p in curve.points)
-            + '"/>'
-            for curve, kind in ((before, " plan"), (after, ""))
+        if name not in recorder.balance:
+            return []
+        before, after = recorder.balance[f"{name}_before"], recorder.balance[name]
+        high = max(1.01, *(point[4] for curve in (before, after) for point in curve.points))
+        lines = [_line(_means(before), "as it came", 0, dashed=True), _line(_means(after), "balanced", 0)]
+        blocks += [
+            _chart(what, lines, 1.0, high),
+            f"{what[0].upper()}{what[1:]}: {before.mean:.3f} as it came (dashed), {after.mean:.3f} balanced; means of "
+            "the steps.",
         ]
-        marks = _grid(1.0, high, first, last, percent=False)
-        label = f"{what}, steps {int(first)} to {int(last)}"
-        yield f'<svg role="img" aria-label="{label}" viewBox="0 0 {_WIDTH} {_HEIGHT}">{marks}{"".join(lines)}</svg>'
-        yield (
-            f'<p class="quiet">{what[0].upper()}{what[1:]}: {before.mean:.3f} as it came (dashed), {after.mean:.3f} '
-            "balanced; means of the steps.</p>"
-        )
     costs = [(rank.rank, rank.cost) for rank in ranks if rank.cost is not None]
     mean = sum(cost for _, cost in costs) / len(costs) if costs else 0.0
     if mean:
         rows = [(str(rank), f"{cost:,.4g}", f"{cost / mean:.3f}") for rank, cost in costs]
-        yield _table(("rank", "mean cost of a step", "over the mean of the ranks"), rows, numbers=range(3))
+        blocks.append(_table(("rank", "mean cost of a step", "over the mean of the ranks"), rows, right=range(3)))
+    return blocks
 
 
-def _left_out_section(ranks: Sequence[RankSummary]) -> Iterator[str]:
-    yield "<h2>Left out, by reason</h2>"
+def _left_out(ranks: Sequence[RankSummary]) -> list[Block]:
     reasons: dict[tuple[str, str], int] = {}
     for rank in ranks:
         for dataset, hook, error, number in rank.failures:
@@ -206,16 +182,14 @@ def _left_out_section(ranks: Sequence[RankSummary]) -> Iterator[str]:
                 if number:
                     reasons[row.path, text] = reasons.get((row.path, text), 0) + number
     if not reasons:
-        yield "<p>Nothing.</p>"
-        return
-    lines = [(_text(dataset), _text(text), f"{n:,}") for (dataset, text), n in sorted(reasons.items())]
-    yield _table(("dataset", "reason", "samples"), lines, numbers=(2,))
+        return ["Nothing."]
+    lines = [(dataset, text, f"{n:,}") for (dataset, text), n in sorted(reasons.items())]
+    return [_table(("dataset", "reason", "samples"), lines, right=(2,))]
 
 
-def _time_section(ranks: Sequence[RankSummary]) -> Iterator[str]:
+def _loading(ranks: Sequence[RankSummary]) -> list[Block]:
     if not any(rank.metrics for rank in ranks):
-        return
-    yield "<h2>Loading, by rank</h2>"
+        return []
     stages = ("load_seconds", "encode_seconds", "batch_seconds")
     lines = []
     for rank in ranks:
@@ -224,135 +198,48 @@ def _time_section(ranks: Sequence[RankSummary]) -> Iterator[str]:
         spent = [f"{metrics[stage]:,.1f} s" if stage in metrics else "–" for stage in stages]
         lines.append((str(rank.rank), waited, *spent, f"{metrics.get('worker_restarts', 0):.0f}"))
     columns = ("rank", "waiting", "reading and decoding", "hooks", "batching", "workers lost")
-    yield _table(columns, lines, numbers=range(6))
-    yield '<p class="quiet">Times of all worker processes of a rank together, since this process began.</p>'
+    said = "Times of all worker processes of a rank together, since this process began."
+    return [_table(columns, lines, right=range(6)), said]
 
 
-def _slow_section(ranks: Sequence[RankSummary]) -> Iterator[str]:
+def _slowest(ranks: Sequence[RankSummary]) -> list[Block]:
     slowest = sorted(((*entry, rank.rank) for rank in ranks for entry in rank.slowest), reverse=True)[:MOST_SLOW]
     if not slowest:
-        return
-    yield "<h2>Slowest microbatches, and their samples</h2>"
+        return []
     lines = [
-        (
-            f"{took:.3f} s" + ("" if made else " waiting"),
-            f"{step:,}",
-            str(rank),
-            " ".join(f"<code>{_text(key)}</code>" for key in keys) or "–",
-        )
+        (f"{took:.3f} s{'' if made else ' waiting'}", f"{step:,}", str(rank), {"keys": keys} if keys else "–")
         for took, made, step, _, keys, rank in slowest
     ]
-    yield _table(("time to make it", "step", "rank", "samples"), lines, numbers=(0, 1, 2))
-    yield '<p class="quiet">The first microbatch of a process also opens the data.</p>'
+    table = _table(("time to make it", "step", "rank", "samples"), lines, right=(0, 1, 2))
+    return [table, "The first microbatch of a process also opens the data."]
 
 
-def _chart(curve: Curve, name: str, *, percent: bool) -> str:
+def _curve(curve: Curve, what: str, *, percent: bool = False) -> Block:
     points = curve.points
     if not points:
-        return '<p class="quiet">Not recorded.</p>'
+        return "Not recorded."
     low, high = (0.0, 1.0) if percent else (min(p[3] for p in points), max(p[4] for p in points))
-    span = (high - low) or 1.0
-    first, last = points[0][0], points[-1][0]
-
-    def place(step: float, value: float) -> str:
-        return _place(step, (value - low) / span, first, last)
-
-    line = " ".join(place(p[0], p[2] / p[1]) for p in points)
-    band = " ".join([*(place(p[0], p[4]) for p in points), *(place(p[0], p[3]) for p in reversed(points))])
-    marks = _grid(low, low + span, first, last, percent=percent)
-    drawn = f'<polygon class="band" points="{band}"/><polyline class="curve" points="{line}"/>'
-    if len(points) == 1:
-        across, down = line.split(",")
-        drawn = f'<circle class="delivered" r="3" cx="{across}" cy="{down}"/>'
-    label = f"{name}, steps {int(first)} to {int(last)}"
-    return f'<svg role="img" aria-label="{label}" viewBox="0 0 {_WIDTH} {_HEIGHT}">{marks}{drawn}</svg>'
+    band = [(p[0], p[3], p[4]) for p in points]
+    return _chart(what, [_line(_means(curve), what, 0)], low, high, percent=percent, band=band)
 
 
-def _shares_chart(ranks: Sequence[RankSummary], names: Sequence[str]) -> str:
-    """Return the share of each of the largest datasets in the draws between two looks, and what the mix planned."""
-    together: dict[int, Counter[str]] = {}
-    seen = Counter(step for rank in ranks for step, _ in rank.draws)
-    for rank in ranks:
-        for step, draws in rank.draws:
-            if seen[step] == len(ranks):
-                together.setdefault(step, Counter()).update(draws)
-    looks = sorted(together.items())
-    stride = max(1, len(looks) // _MOST_INTERVALS)  # shorter ones show chance, not the mix
-    looks = looks[(len(looks) - 1) % stride :: stride]
-    if len(looks) < 3 or len(names) < 2:
-        return ""
-    first, last = looks[0][0], looks[-1][0]
-    shown = sorted(range(len(names)), key=lambda place: -looks[-1][1][ranks[0].datasets[place].identity])[:_MOST_LINES]
-    lines, legend = [], []
-    for color, place in zip(_LINES, sorted(shown), strict=False):
-        row = ranks[0].datasets[place]
-        points = []
-        for (_, before), (step, after) in pairwise(looks):
-            total = after.total() - before.total()
-            if total > 0:
-                points.append((step, (after[row.identity] - before[row.identity]) / total))
-        placed = " ".join(_place(step, share, first, last) for step, share in points)
-        lines.append(f'<polyline class="share" style="stroke:{color}" points="{placed}"/>')
-        if row.planned is not None:
-            ends = " ".join(_place(step, row.planned / 100, first, last) for step in (first, last))
-            lines.append(f'<polyline class="share plan" style="stroke:{color}" points="{ends}"/>')
-        legend.append(f'<span style="color:{color}">&#9632;</span> {_text(names[place])}')
-    marks = _grid(0.0, 1.0, first, last, percent=True)
-    label = f"share of the draws, steps {first} to {last}"
-    return (
-        f'<svg role="img" aria-label="{label}" viewBox="0 0 {_WIDTH} {_HEIGHT}">{marks}{"".join(lines)}</svg>'
-        f'<p class="quiet">Drawn over the run (dashed: planned): {", ".join(legend)}</p>'
-    )
+def _means(curve: Curve) -> list[tuple[float, float]]:
+    return [(point[0], point[2] / point[1]) for point in curve.points]
 
 
-def _place(step: float, value: float, first: float, last: float) -> str:
-    """Return the position of a step's value in a chart from 0 to 1."""
-    x = _LEFT + (_WIDTH - _LEFT - 12) * ((step - first) / (last - first) if last > first else 0.5)
-    return f"{x:.1f},{12 + (_HEIGHT - _BOTTOM - 12) * (1 - value):.1f}"
+def _line(points: Sequence[tuple[float, float]], name: str, hue: int, *, dashed: bool = False) -> dict[str, Any]:
+    return {"name": name, "hue": hue, "dashed": dashed, "points": points}
 
 
-def _grid(low: float, high: float, first: float, last: float, *, percent: bool) -> str:
-    marks = []
-    for part in (0.0, 0.5, 1.0):
-        value = low + part * (high - low)
-        y = 12 + (_HEIGHT - _BOTTOM - 12) * (1 - part)
-        text = f"{100 * value:.0f} %" if percent else f"{value:.4g}"
-        marks.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - 12}" y1="{y}" y2="{y}"/>')
-        marks.append(f'<text x="{_LEFT - 8}" y="{y + 4}" text-anchor="end">{text}</text>')
-    marks.append(f'<text x="{_LEFT}" y="{_HEIGHT - 6}">step {int(first):,}</text>')
-    marks.append(f'<text x="{_WIDTH - 12}" y="{_HEIGHT - 6}" text-anchor="end">step {int(last):,}</text>')
-    return "".join(marks)
+def _chart(what: str, lines: Sequence[dict[str, Any]], low: float, high: float, **more: Any) -> Block:
+    steps = [int(step) for line in lines for step, _ in line["points"]]
+    return {"chart": f"{what}, steps {min(steps)} to {max(steps)}", "low": low, "high": high, "lines": lines} | more
 
 
-def _bars(planned: float, delivered: float) -> str:
-    bars = f'<rect class="planned" height="7" width="{1.4 * planned:.1f}"/>'
-    bars += f'<rect class="delivered" y="9" height="7" width="{1.4 * delivered:.1f}"/>'
-    return f'<svg viewBox="0 0 140 16" style="width:140px;border:0" aria-hidden="true">{bars}</svg>'
-
-
-def _table(columns: Sequence[str], lines: Sequence[Sequence[str]], *, numbers: Sequence[int]) -> str:
-    kinds = ["n" if number in numbers else "t" for number in range(len(columns))]
-    head = "".join(f'<th class="{kind}">{name}</th>' for kind, name in zip(kinds, columns, strict=True))
-    rows = (
-        "".join(f'<td class="{kind}">{cell}</td>' for kind, cell in zip(kinds, line, strict=True)) for line in lines
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(f'<tr>{row}</tr>' for row in rows)}</tbody></table>"
-
-
-def _facts(facts: Mapping[str, object]) -> str:
-    pairs = (f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in facts.items())
-    return f"<dl>{''.join(pairs)}</dl>"
+def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, right: Iterable[int]) -> Block:
+    return {"columns": columns, "right": [*right], "rows": rows}
 
 
 def _duration(seconds: float) -> str:
     whole = round(seconds)
     return f"{whole // 3600} h {whole // 60 % 60} min" if whole >= 3600 else f"{whole // 60} min {whole % 60} s"
-
-
-def _text(value: object) -> str:
-    """Return a text as HTML: no markup of its own, and no direction marks that would turn what follows around."""
-    return html.escape(str(value)).translate(_SHOWN)
-
-
-_CONTROLS = [*range(9), 11, 12, *range(14, 32), 127, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
-_SHOWN = dict.fromkeys(_CONTROLS, "\N{REPLACEMENT CHARACTER}")

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from energon_bridge.av import AVDecoder
 from energon_bridge.errors import ConfigurationError, EnergonError, MetadataError, SampleError
 from energon_bridge.format.code import fields_of
 from energon_bridge.format.columns import COLUMNS_INDEX, Column, column_path, encode_columns, read_columns, read_numbers
@@ -36,6 +37,7 @@ from energon_bridge.format.tar import parse_sample
 from energon_bridge.prepare.lint import Problem, read_samples
 from energon_bridge.prepare.media import read_image
 from energon_bridge.prepare.staging import Staging
+from energon_bridge.rows.turns import medium_by_name
 from energon_bridge.samples import CrudeSample
 from energon_bridge.storage import LocalStore, Store, open_store
 from energon_bridge.stores.base import follow_links
@@ -254,6 +256,12 @@ def image_size(parts: Mapping[str, Any]) -> dict[str, int]:
             image = read_image(data)
             return {"width": image.width, "height": image.height}
     raise ValueError(f"no image among the parts {', '.join(key for key in parts if key != '__key__')}")
+
+
+def sound_seconds(parts: Mapping[str, Any]) -> float:
+    """Return how long a sample's sound files are together, by their headers; for `raw=True`."""
+    sounds = [(part, data) for part, data in parts.items() if part != "__key__" and medium_by_name(part) == "audio"]
+    return sum((AVDecoder(data, name=part).get_audio_duration() or 0.0 for part, data in sounds), 0.0)
 
 
 def content_hash(parts: Mapping[str, Any]) -> int:

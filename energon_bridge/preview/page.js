@@ -1,4 +1,5 @@
-// Shows what `energon preview --html` wrote: data/*.js call preview.take(kind, number, value) when they are loaded.
+// Shows what `energon preview --html` wrote: data/*.js call preview.take(kind, number, value) when they are loaded. The
+// report of a run is these pages in one file, with one view.
 //
 // Text of the data is only ever set by textContent, addresses only ever have numbers in them. A page of samples is one
 // file; the texts that a search looks through are loaded when somebody searches.
@@ -8,6 +9,7 @@ const preview = (() => {
   const waiting = new Map();
   const loaded = new Map();
   const KEPT = 24; // files of samples that stay in memory
+  const HUES = 8; // colours of datasets, in turn
   let meta = null;
 
   // Loading --------------------------------------------------------------------------------------------------------
@@ -121,6 +123,55 @@ const preview = (() => {
 
   const picturesOf = (one) => flat(one.fields).filter((item) => item[0] === "p");
 
+  function factList(pairs) {
+    return make("dl", { class: "facts" }, ...pairs.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
+  }
+
+  // Tables and charts ----------------------------------------------------------------------------------------------
+
+  // A cell is a text, or {text, title, hue: of a square before it, shares: [[from 0 to 1, hue]] as bars, keys}.
+  function cellElement(cell, right) {
+    const { text, title, hue, shares, keys } = typeof cell === "string" ? { text: cell } : cell;
+    const box = make("td", { class: right ? "number" : null, title }, hue === undefined ? null : make("span", { class: `swatch s${hue}` }), text);
+    for (const [share, color] of shares || []) box.append(make("div", { class: "meter" }, make("div", { class: `s${color}`, grow: share }), make("div", { grow: 1 - share })));
+    for (const key of keys || []) box.append(make("code", {}, key), " ");
+    return box;
+  }
+
+  // {columns, right: numbers of columns that are aligned there, rows}
+  function tableElement(table, id) {
+    const right = (place) => table.right.includes(place);
+    const head = table.columns.map((name, place) => make("th", { class: right(place) ? "number" : null }, name));
+    const rows = table.rows.map((row) => make("tr", {}, ...row.map((cell, place) => cellElement(cell, right(place)))));
+    return make("table", { id }, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows));
+  }
+
+  // Values over steps: {chart: what it is, low, high, percent, lines: [{name, hue, dashed, points: [[step, value]]}],
+  // band: [[step, low, high]]}
+  function chartElement({ chart, low, high, percent: asPercent, lines, band }, id) {
+    const width = 900;
+    const height = 160;
+    const steps = lines.flatMap((line) => line.points.map(([step]) => step));
+    const [first, last] = [Math.min(...steps), Math.max(...steps)];
+    const x = (step) => (width * (last > first ? (step - first) / (last - first) : 0.5)).toFixed(1);
+    const y = (value) => (height * (1 - (value - low) / (high - low || 1))).toFixed(1);
+    const box = drawing("svg", { viewBox: `-64 -12 ${width + 76} ${height + 34}`, role: "img", "aria-label": chart, ...(id ? { id } : {}) });
+    for (const value of [low, (low + high) / 2, high]) {
+      box.append(drawing("line", { class: "axis", x1: 0, x2: width, y1: y(value), y2: y(value) }));
+      box.append(drawing("text", { x: -8, y: Number(y(value)) + 4, "text-anchor": "end" }, asPercent ? `${(100 * value).toFixed(0)} %` : String(Number(value.toPrecision(4)))));
+    }
+    const edges = (band || []).map(([step, , top]) => `${x(step)},${y(top)}`).concat((band || []).map(([step, bottom]) => `${x(step)},${y(bottom)}`).reverse());
+    if (edges.length > 2) box.append(drawing("polygon", { class: "band", points: edges.join(" ") }));
+    for (const { name, hue, dashed, points } of lines) {
+      const line = drawing("polyline", { class: `line l${hue}${dashed ? " dashed" : ""}`, points: points.map(([step, value]) => `${x(step)},${y(value)}`).join(" ") });
+      line.append(drawing("title", {}, name));
+      box.append(line);
+      if (points.length === 1) box.append(drawing("circle", { r: 3, cx: x(points[0][0]), cy: y(points[0][1]) }));
+    }
+    box.append(drawing("text", { x: 0, y: height + 16 }, `step ${number(first)}`), drawing("text", { x: width, y: height + 16, "text-anchor": "end" }, `step ${number(last)}`));
+    return box;
+  }
+
   // Samples --------------------------------------------------------------------------------------------------------
 
   function card(one) {
@@ -200,15 +251,9 @@ const preview = (() => {
     bar.append(make("span", { class: "push bar-pages" }, turn(page - 1, "← Previous", "previous"), " ", place, " ", turn(page + 1, "Next →", "next")));
   }
 
-  function factList(one) {
-    const list = make("dl", { class: "facts" });
-    const add = (name, value) => list.append(make("div", {}, make("dt", {}, name), make("dd", {}, String(value))));
-    add("dataset", meta.parts[one.part].name);
-    if (one.shard) add("shard", one.shard);
-    add("sample", number(one.index));
-    if (one.size) add("bytes", number(one.size));
-    for (const [name, value] of one.facts) add(name, number(value));
-    return list;
+  function factsOf(one) {
+    const facts = [["dataset", meta.parts[one.part].name], ["shard", one.shard], ["sample", number(one.index)], ["bytes", one.size ? number(one.size) : ""]];
+    return [...facts, ...one.facts.map(([name, value]) => [name, number(value)])].filter(([, value]) => value);
   }
 
   async function showSample(main, which, current) {
@@ -225,7 +270,7 @@ const preview = (() => {
     main.replaceChildren(
       make("div", { class: "bar" }, make("a", { href: `#/samples?page=${Math.floor(which / meta.per_file) + 1}` }, "All samples"), make("span", { class: "push" }, previous, " ", next)),
       make("h2", { id: "key", class: "text" }, one.key),
-      factList(one),
+      factList(factsOf(one)),
     );
     if (one.error) main.append(make("p", { class: "error" }, one.error));
     for (const [name, items] of one.fields) {
@@ -258,25 +303,11 @@ const preview = (() => {
   }
 
   function showOverview(main) {
-    const table = make("table", { id: "shares" });
-    const cells = ["dataset", "samples", "shown here", "share of the draws", ""];
-    table.append(make("thead", {}, make("tr", {}, ...cells.map((name, place) => make("th", { class: place && place < 4 ? "number" : null }, name)))));
-    const body = make("tbody", {});
-    meta.parts.forEach((part, place) => {
-      const meter = make("div", { class: "meter" }, make("div", { class: `s${place % 6}`, grow: part.share }), make("div", { grow: 1 - part.share }));
-      body.append(
-        make(
-          "tr",
-          {},
-          make("td", {}, make("span", { class: `swatch s${place % 6}` }), part.name),
-          make("td", { class: "number" }, number(part.samples)),
-          make("td", { class: "number" }, number(part.shown)),
-          make("td", { class: "number" }, percent(part.share)),
-          make("td", {}, meter),
-        ),
-      );
+    const rows = meta.parts.map((part, place) => {
+      const hue = place % HUES;
+      return [{ text: part.name, hue }, number(part.samples), number(part.shown), percent(part.share), { shares: [[part.share, hue]] }];
     });
-    table.append(body);
+    const table = tableElement({ columns: ["dataset", "samples", "shown here", "share of the draws", ""], right: [1, 2, 3], rows }, "shares");
     main.replaceChildren(make("h2", {}, "Datasets"), make("div", { class: "panel" }, table), make("h2", {}, "Sizes of the samples shown"));
     main.append(make("div", { class: "charts" }, ...meta.histograms.map(histogram)));
     if (meta.errors) main.append(make("p", { class: "error" }, `${number(meta.errors)} samples do not load.`));
@@ -287,46 +318,30 @@ const preview = (() => {
     const facts = [`${number(plan.steps)} steps of ${number(plan.ranks)} ${plan.ranks === 1 ? "rank" : "ranks"}, batch size ${plan.batch_size ?? "none"}: ${number(plan.draws)} samples`];
     if (plan.mixing !== null) facts.push(`mixing ${plan.mixing.toFixed(2)} (1 is a perfect shuffle)`);
     if (plan.first_end !== null) facts.push(`the first epoch of a dataset ends in step ${number(plan.first_end - 1)}`);
-    const table = make("table", { id: "plan" });
-    const cells = ["dataset", "as written", "share at first", "samples drawn", "share drawn", "epochs", "mixing"];
-    table.append(make("thead", {}, make("tr", {}, ...cells.map((name, place) => make("th", { class: place > 1 ? "number" : null }, name)))));
-    const body = make("tbody", {});
-    plan.leaves.forEach((leaf, place) => {
-      const values = [percent(leaf.share), number(leaf.draws), percent(plan.draws ? leaf.draws / plan.draws : 0), leaf.epochs.toFixed(2), leaf.mixing === null ? "–" : leaf.mixing.toFixed(2)];
-      body.append(
-        make(
-          "tr",
-          {},
-          make("td", {}, make("span", { class: `swatch s${place % 6}` }), meta.parts[place].name),
-          make("td", {}, leaf.written || "–"),
-          ...values.map((value) => make("td", { class: "number" }, value)),
-        ),
-      );
-    });
-    table.append(body);
-    return [make("p", {}, facts.join(" · ")), table, ...(plan.schedule.length ? [scheduleChart(plan)] : [])];
+    const rows = plan.leaves.map((leaf, place) => [
+      { text: meta.parts[place].name, hue: place % HUES },
+      leaf.written || "–",
+      ...[percent(leaf.share), number(leaf.draws), percent(plan.draws ? leaf.draws / plan.draws : 0), leaf.epochs.toFixed(2), leaf.mixing === null ? "–" : leaf.mixing.toFixed(2)],
+    ]);
+    const columns = ["dataset", "as written", "share at first", "samples drawn", "share drawn", "epochs", "mixing"];
+    const shown = [make("p", {}, facts.join(" · ")), tableElement({ columns, right: [2, 3, 4, 5, 6], rows }, "plan")];
+    if (!plan.schedule.length) return shown;
+    // The shares of the datasets from step to step, where the weights of the mix move.
+    const lines = meta.parts.map(({ name }, place) => ({ name, hue: place % HUES, points: plan.schedule.map(([step, shares]) => [step, shares[place]]) }));
+    return [...shown, chartElement({ chart: "shares over the run", low: 0, high: 1, percent: true, lines }, "schedule")];
   }
 
-  // The shares of the datasets from step to step, where the weights of the mix move.
-  function scheduleChart(plan) {
-    const width = 900;
-    const height = 160;
-    const last = Math.max(1, plan.steps);
-    const chart = drawing("svg", { viewBox: `0 0 ${width} ${height + 18}`, role: "img", "aria-label": "shares over the run", id: "schedule" });
-    plan.leaves.forEach((_, place) => {
-      const points = plan.schedule.map(([step, shares]) => `${((width * step) / last).toFixed(1)},${(height * (1 - shares[place])).toFixed(1)}`);
-      const line = drawing("polyline", { class: `line l${place % 6}`, points: points.join(" ") });
-      line.append(drawing("title", {}, meta.parts[place].name));
-      chart.append(line);
-    });
-    chart.append(drawing("line", { class: "axis", x1: 0, x2: width, y1: height + 0.5, y2: height + 0.5 }));
-    chart.append(drawing("text", { x: 0, y: height + 14 }, "step 0"), drawing("text", { x: width, y: height + 14, "text-anchor": "end" }, `step ${number(plan.steps)}`));
-    return chart;
+  // The report of a run --------------------------------------------------------------------------------------------
+
+  // A section is [title, blocks]; a block is a text, a table or a chart.
+  function showRun(main) {
+    const element = (block) => (typeof block === "string" ? make("p", { class: "quiet" }, block) : make("div", { class: "panel" }, block.chart ? chartElement(block) : tableElement(block)));
+    main.replaceChildren(factList(meta.run.facts), ...meta.run.sections.flatMap(([title, blocks]) => [make("h2", {}, title), ...blocks.map(element)]));
   }
 
   // Batches --------------------------------------------------------------------------------------------------------
 
-  const series = (dataset) => `s${meta.series.indexOf(dataset) < 0 ? 0 : meta.series.indexOf(dataset) % 6}`;
+  const series = (dataset) => `s${meta.series.indexOf(dataset) < 0 ? 0 : meta.series.indexOf(dataset) % HUES}`;
 
   function legend() {
     const entry = (kind, text, meaning) => make("span", {}, make("span", { class: `token ${kind}` }, text), ` ${meaning}`);
@@ -436,7 +451,8 @@ const preview = (() => {
     }
     delete main.dataset.ready;
     try {
-      if (active === "overview") showOverview(main);
+      if (meta.run) showRun(main);
+      else if (active === "overview") showOverview(main);
       else if (active === "batch") await showBatch(main, Number(which) || 0, current);
       else if (active === "sample") await showSample(main, Number(which) || 0, current);
       else await showSamples(main, new URLSearchParams(query || ""), current);
@@ -453,7 +469,7 @@ const preview = (() => {
     const tabs = document.getElementById("tabs");
     const views = [["batch", "Batches"], ["samples", "Samples"], ["overview", "Overview"]];
     for (const [view, label] of views) {
-      if (view === "batch" && !meta.batches.length) continue;
+      if (meta.run || (view === "batch" && !meta.batches.length)) continue;
       const tab = make("a", { href: `#/${view}` }, label);
       tab.dataset.view = view;
       tabs.append(tab);

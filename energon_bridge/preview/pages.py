@@ -1,4 +1,4 @@
-"""Pages for a browser that open from a folder, without a server.
+"""Pages for a browser that open from a folder, without a server; and the report of a run, the same in one file.
 
     index.html, preview.css, preview.js     the same for every preview
     data/meta.js                            counts, datasets, histograms, the list of batches
@@ -14,6 +14,8 @@ pages allow no scripts but those of the folder. The folder appears as a whole or
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
 import os
@@ -45,6 +47,10 @@ _MARK = 'content="energon preview"'
 _FILES = {"index.html": "page.html", "preview.css": "page.css", "preview.js": "page.js"}
 
 
+Block = str | Mapping[str, Any]
+"""A text, a table or a chart: see `tableElement` and `chartElement` in page.js."""
+_CONTROLS = [*range(9), 11, 12, *range(14, 32), 127, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+_SHOWN = dict.fromkeys(_CONTROLS, "\N{REPLACEMENT CHARACTER}")
 Media = list[tuple[str, bytes | ByteRange]]
 """Files to write: the extension and the bytes of each."""
 
@@ -284,9 +290,45 @@ class _Writer:
     def _write(self, kind: str, number: int | None, value: Any) -> None:
         name = kind if number is None else f"{kind}-{number}"
         # Everything is escaped, so JavaScript sees no line ends and no unpaired surrogates.
-        text = json.dumps(value, separators=(",", ":"), ensure_ascii=True)
-        code = f"preview.take({json.dumps(kind)},{json.dumps(number)},{text});\n"
-        (self._folder / "data" / f"{name}.js").write_text(code, "ascii")
+        (self._folder / "data" / f"{name}.js").write_text(_call(kind, number, json.dumps(value, **_COMPACT)), "ascii")
+
+
+_COMPACT: Any = {"separators": (",", ":")}
+
+
+def _call(kind: str, number: int | None, value: str) -> str:
+    """Return the code that gives a value, as JSON, to the pages."""
+    return f"preview.take({json.dumps(kind)},{json.dumps(number)},{value});\n"
+
+
+def write_run(path: Path, title: str, facts: Mapping[str, object], sections: Mapping[str, Sequence[Block]]) -> None:
+    """Write the report of a run as one HTML file, which appears as a whole or not at all.
+
+    Args:
+        path: The file; its folder is made.
+        title: Title of the page, with the facts below it.
+        facts: Values by name.
+        sections: By their titles; one without blocks is left out.
+    """
+    shown = [(name, blocks) for name, blocks in sections.items() if blocks]
+    run = {"facts": [(name, str(value)) for name, value in facts.items()], "sections": shown}
+    value = {"title": title, "notes": [], "count": 0, "batches": [], "run": run}
+    # No direction mark turns what follows around, and nothing ends the script.
+    text = json.dumps(value, ensure_ascii=False, **_COMPACT).translate(_SHOWN).replace("<", "\\u003c")
+    page, style, script = (files(__package__).joinpath(own).read_text("utf-8") for own in _FILES.values())
+    script += _call("meta", None, text.encode("utf-8", "replace").decode())  # keys need not be valid text
+    for kind, inline in (("style", style), ("script", script)):
+        digest = base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()
+        page = page.replace(f"{kind}-src 'self'", f"{kind}-src 'sha256-{digest}'")
+    head, _, rest = page.partition('<link rel="stylesheet" href="preview.css">')
+    body, _, end = rest.partition('<script src="preview.js"></script>\n<script src="data/meta.js"></script>')
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(f"{head}<style>{style}</style>{body}<script>{script}</script>{end}", "utf-8")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _plan(forecast: Forecast) -> dict[str, Any]:

@@ -256,8 +256,8 @@ class OwnShareLoader(BalancedLoader):
 
     def __init__(self, loader: SavableDataLoader, sharing: Sharing, group: Any) -> None:
         super().__init__(loader, sharing.group // loader.config.dp_size, sharing.window)
-        self._group, self._agreed = group, False
-        loader.share_out(sharing)
+        self._sharing, self._group, self._agreed = sharing, group, False
+        loader.follow(sharing, sharing.settings)
         self._check_place(loader.microbatches)
         self._check_even()
 
@@ -273,11 +273,9 @@ class OwnShareLoader(BalancedLoader):
         """
         if not self._agreed:
             self._compare()
-        before = self.loader.share_end
         batch = self.loader.deliver()
-        end = self.loader.share_end
-        if end is not None and end is not before:
-            *figures, own = end.figures
+        if self.loader.note is not None:  # the last microbatch of a global batch
+            *figures, own = self.loader.note[0]
             self._measured(tuple(figures), own)
         return batch
 
@@ -312,8 +310,8 @@ class OwnShareLoader(BalancedLoader):
     def _compare(self) -> None:
         """Compare the ranks' positions and a hash of the costs of all samples."""
         self._agreed = True
-        sharing = self.loader.sharing
-        if self._group is None or sharing is None:
+        sharing = self._sharing
+        if self._group is None:
             return
         digest = hashlib.blake2b(repr((sharing.group, sharing.window, sharing.settings)).encode(), digest_size=8)
         for table in sharing.tables:

@@ -33,6 +33,7 @@ from energon_bridge.errors import (
 )
 from energon_bridge.format.field_map import FieldMap, describe_fields, parse_access
 from energon_bridge.format.media import HEAD_BYTES, extension_by_head, kind_by_name
+from energon_bridge.rows.turns import medium_by_name
 from energon_bridge.samples import CrudeSample, sample_type_by_name
 from energon_bridge.storage import Store
 
@@ -306,6 +307,12 @@ class located:  # noqa: N801 - used like a function
             raise SourceError(f"{self._where}: {error}") from error
 
 
+def _part_name(column: str, rest: str, bare: bool) -> str:
+    """Return the name of a part; with its column if that alone says that an MP4 is sound."""
+    name = f"{column}.{rest}"
+    return rest if bare and medium_by_name(f"x.{rest}") == medium_by_name(name) else name
+
+
 def lay_out(row: Row, layout: Layout, number: int) -> RowSample:
     """Make a sample of a row; raises SourceError if a column is missing or does not fit."""
     crude = not layout.fields
@@ -317,10 +324,9 @@ def lay_out(row: Row, layout: Layout, number: int) -> RowSample:
             continue
         bare = column in layout.bare
         if isinstance(contents, tuple):
-            prefix = "" if bare else f"{column}."
-            named = [(f"{prefix}{at}.{content.extension}", content) for at, content in enumerate(contents)]
+            named = [(_part_name(column, f"{at}.{one.extension}", bare), one) for at, one in enumerate(contents)]
         else:
-            named = [(contents.extension if bare else f"{column}.{contents.extension}", contents)]
+            named = [(_part_name(column, contents.extension, bare), contents)]
         names[column] = [name for name, _ in named]
         parts += named
     values = row.values
@@ -519,7 +525,7 @@ def is_media_column(name: str) -> bool:
 
 _MEDIA_COLUMNS = frozenset(
     name + ending
-    for name in ("image", "images", "img", "picture", "photo", "video", "videos", "audio", "audios", "sound")
+    for name in ("image", "images", "img", "picture", "photo", "video", "videos", "audio", "audios", "sound", "sounds")
     for ending in ("", "_path", "_file", "_name", "_filename", "_url", "path", "file", "name", "url")
 )
 

@@ -26,7 +26,6 @@ from energon_bridge.rows.turns import (
     CONVERSATIONS,
     Medium,
     check_places,
-    check_sound,
     check_turns,
     find_pair,
     has_preferences,
@@ -43,7 +42,7 @@ from energon_bridge.rows.turns import (
 _MEDIA_KEYS = {
     **dict.fromkeys(("image", "images", "img", "imgs"), "images"),
     **dict.fromkeys(("video", "videos"), "videos"),
-    **dict.fromkeys(("audio", "audios"), "audios"),
+    **dict.fromkeys(("audio", "audios", "sound", "sounds"), "audios"),
 }
 
 
@@ -195,7 +194,7 @@ def _check_no_media(values: Mapping[str, Any]) -> None:
         if holds_media(value) or (isinstance(value, str) and "://" in value and is_media_path(value.partition("?")[0])):
             raise SourceError(
                 f"`{name}` seems to name media ({str(value)[:60]}), but those of a conversation are taken from "
-                "`image`, `images`, `video` and `videos`: call it so."
+                "`image`, `images`, `video`, `videos`, `audio` and `audios`: call it so."
             )
 
 
@@ -220,7 +219,6 @@ def _stored(piece: Any, take: Callable[[str, Any, str], None]) -> Any:
         return {"type": "text", "text": text}
     if kind is None or kind == "text":
         raise SampleError(f"a part of a message is not understood: {str(piece)[:200]}")
-    check_sound(kind == "audio")
     payload = part_payload(piece, kind)
     if payload is not None:
         take(f"{kind}s", _content_of(payload), "messages")
@@ -300,8 +298,8 @@ def _medium(column: str, content: Content) -> Medium:
     medium = medium_by_name(f"{column}.0.{content.extension}")
     if medium is None:
         medium = "image" if kind_by_head(content.read()[:HEAD_BYTES]) == "image" else None
-    if medium is None or (medium == "image" and column in ("video", "videos")):
-        what = "an image" if medium else "not an image or video of a known format"
+    if medium is None or (medium == "image" and _MEDIA_KEYS.get(column, "images") != "images"):
+        what = "an image" if medium else "not an image, video or sound of a known format"
         raise SampleError(f"`{column}`: {getattr(content, 'path', content.extension)} is {what}")
     return medium
 

@@ -376,7 +376,11 @@ def medium_by_name(name: str) -> Medium | None:
 def av_medium_by_name(name: str) -> Medium:
     """Return what the file of a part is, by its name, if it is a video or sound."""
     first, _, rest = name.lower().partition(".")
-    return "audio" if first in ("audio", "audios") or (rest or first).rpartition(".")[2] in _SOUNDS else "video"
+    return (
+        "audio"
+        if first in ("audio", "audios", "sound", "sounds") or (rest or first).rpartition(".")[2] in _SOUNDS
+        else "video"
+    )
 
 
 def part_kind(part: Any) -> Literal["text"] | Medium | None:
@@ -439,12 +443,6 @@ def placed(turns: Sequence[Turn], there: Mapping[Medium, int]) -> list[Turn]:
     return list(turns)
 
 
-def check_sound(has_sound: object) -> None:
-    """Raise SampleError if there is sound, which would be left out in silence."""
-    if has_sound:
-        raise SampleError("has sound, which is not trained on yet (ShardWriter writes it for encoders of your own)")
-
-
 def check_turns(turns: Sequence[Turn]) -> None:
     """Check that turns are understood, and that there is something to learn.
 
@@ -496,11 +494,9 @@ def check_places(turns: Sequence[Turn], there: Mapping[Medium, int]) -> None:
     """Check that media beside turns have places in them; without any, the first question is theirs.
 
     Raises:
-        SampleError: They have not, or there is sound.
+        SampleError: They have not.
     """
-    check_sound(there.get("audio"))
     places = _counted(placed(turns, there))[0]
-    check_sound(places["audio"])
     asks = any(ROLES.get(_role_name(turn) or "") == "user" for turn in turns)
     for kind in MEDIA:
         count, wanted = places[kind], there.get(kind, 0)

@@ -16,9 +16,9 @@ from typing import Any
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.rows.turns import (
     CONVERSATIONS,
+    MEDIA,
     PAIRS,
     Medium,
-    check_sound,
     check_turns,
     read_tools,
     read_turns,
@@ -193,19 +193,19 @@ def _sizes(sample: MultiModalSample | PreparedSample) -> dict[str, int]:
 #
 # In crude datasets that `python -m energon_bridge.training` reads without a custom cooker. A sample has a part `json`
 # (a line of a `.jsonl` file is one) with the turns, in any of the forms that `rows.turns` knows, `system` and `tools`
-# beside them, and its images and videos in one of these places, in the order of their placeholders:
+# beside them, and its images, videos and sounds in one of these places, in the order of their placeholders:
 #
 #     {"image": NAME} or {"images": [NAME, …]}   in the auxiliary store `images` of the dataset, if it has one, else
-#     {"video": NAME} or {"videos": [NAME, …]}   among the sample's own parts; likewise `videos`
-#     nothing of the kind                        all image parts of the sample, `0.jpg`, `1.jpg`, …, `10.jpg`, and all
-#                                                videos
+#     {"video": NAME} or {"videos": [NAME, …]}   among the sample's own parts; likewise `videos`, `audios`
+#     nothing of the kind                        all image parts of the sample, `0.jpg`, `1.jpg`, …, `10.jpg`, all
+#                                                videos, and all sounds, `0.wav` or `audios.0.mp4`
 
 
 def cook_conversation(sample: Mapping[str, Any], **stores: FileStore) -> ChatSample:
     """Make a `ChatSample` from a crude sample.
 
     Raises:
-        SampleError: There are no turns, they are not understood, or a named image or video cannot be found.
+        SampleError: There are no turns, they are not understood, or a named image, video or sound cannot be found.
     """
     content = sample.get("json")
     turns = read_turns(content) if isinstance(content, Mapping) else None
@@ -217,13 +217,13 @@ def cook_conversation(sample: Mapping[str, Any], **stores: FileStore) -> ChatSam
         )
     assert isinstance(content, Mapping)
     check_turns(turns)
-    images, videos, sounds = (_media(kind, sample, content, stores) for kind in ("image", "video", "audio"))
-    check_sound(sounds)
+    images, videos, sounds = (_media(kind, sample, content, stores) for kind in MEDIA)
     return ChatSample(
         **basic_sample_keys(sample),
         messages=turns,
         images=images,
         videos=videos or None,
+        audios=sounds or None,
         tools=read_tools(content),
         system=system_prompt(content),
     )
@@ -242,7 +242,7 @@ def _media(kind: Medium, sample: Mapping[str, Any], content: Any, stores: Mappin
 
 def _found(kind: Medium, name: Any, sample: Mapping[str, Any], stores: Mapping[str, FileStore]) -> Any:
     store = stores.get(f"{kind}s")
-    if store is not None and kind != "audio":
+    if store is not None:
         return store.get(name, sample)
     if name not in sample:
         raise SampleError(

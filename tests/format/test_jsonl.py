@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import fsspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from engine import config_of, deliver, digest, loaders_of, text_dataset
+from engine import config_of, deliver, loaders_of
 from hypothesis import given, strategies as st
 from rival_fixtures import EXPECTED, validation
 
@@ -23,7 +23,6 @@ from energon_bridge import (
     DefaultTaskEncoder,
     TextSample,
     get_loader,
-    get_savable_loader,
     get_train_dataset,
     get_val_dataset,
 )
@@ -252,34 +251,6 @@ class Cooked(DefaultTaskEncoder):
 def trained(source: Any, **kwargs: Any) -> Any:
     settings: dict[str, Any] = {"batch_size": 2, "shuffle_buffer_size": 7, "max_samples_per_sequence": 3}
     return get_train_dataset(source, worker_config=config_of(1, 0), task_encoder=Cooked(), **(settings | kwargs))
-
-
-SOURCES: dict[str, Callable[[Path], Any]] = {
-    "alone": lambda folder: folder / "lines.jsonl",
-    "blend": lambda folder: [(folder / "lines.jsonl", 2), (folder / "texts", 1)],
-    "twice": lambda folder: [(folder / "lines.jsonl", 2), (folder / "lines.jsonl", 1)],
-}
-RESUMES: Sequence[Any] = [((1, 0), 7, (4, 2)), ((4, 1), 3, (3, 0)), ((3, 2), 5, (8, 1))]
-
-
-@pytest.mark.parametrize("name", SOURCES)
-def test_every_topology_gives_the_same_stream_and_resumes(lines: Path, name: str) -> None:
-    text_dataset(lines.parent / "texts", train=[9, 14])
-    dataset = trained(SOURCES[name](lines.parent))
-    whole = deliver(loaders_of(dataset, 1, 0), 72).digests
-    for (ranks, workers), steps, (new_ranks, new_workers) in RESUMES:
-        before = deliver(loaders_of(dataset, ranks, workers), steps, save_at=[steps])
-        loaders = loaders_of(dataset, new_ranks, new_workers, state=before.states[steps])
-        found = before.digests + deliver(loaders, 24 // new_ranks).digests
-        assert found == whole[: len(found)]
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_batches_are_restored_by_their_keys(lines: Path, num_workers: int) -> None:
-    with closing(get_savable_loader(trained(lines), worker_config=config_of(1, num_workers))) as loader:
-        batches = [batch for batch, _ in zip(loader, range(40), strict=False)]
-        assert [digest(loader.restore_sample(batch.__restore_key__)) for batch in batches] == [*map(digest, batches)]
-    assert len({key for batch in batches for key in batch.__key__}) == 40
 
 
 def test_a_state_does_not_go_on_with_more_lines(lines: Path) -> None:

@@ -28,6 +28,7 @@ from energon_bridge import (
     basic_sample_keys,
     cooker,
     get_train_dataset,
+    get_val_dataset,
     register_joiner,
 )
 from energon_bridge.errors import MetadataError
@@ -175,6 +176,10 @@ BATCHED = ("equal", "refuses", "many")
 """Features that need a batch size."""
 
 
+VALIDATED = ("batch_size", "batch_drop_last", "packing_buffer_size", "max_tokens_per_microbatch", "filter")
+"""Settings that validation has too."""
+
+
 @cache
 def encoder_of(base: str, features: tuple[str, ...]) -> DefaultTaskEncoder:
     """Return an encoder with some features that also cooks."""
@@ -210,8 +215,9 @@ class Leg:
 
     Args:
         ranks, workers, threads, prefetch, buffer_bytes: Of the configuration.
+        processes: The workers are processes; elsewhere they are generators of this one.
         steps: Of each rank.
-        peeks: States are saved after each step.
+        peeks: States are saved after each step, and each microbatch is made again by its restore key.
         passing: "list": of the states of all ranks, shuffled; "merged": into one; "parts": into two; "own": each rank
             has its own, where there are as many ranks in the next leg and the stream has no end, else as "list".
         codec: What the state goes through.
@@ -230,6 +236,7 @@ class Leg:
     codec: str
     order: int
     events: tuple[Event, ...] = ()
+    processes: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +249,7 @@ class Chain:
         settings: Of `get_train_dataset`.
         run: Of the worker configuration: what holds for the whole run.
         legs: The topologies, one after the other.
+        validation: The stream is that of validation: every sample in order, in each pass again.
     """
 
     tree: dict[str, Any]
@@ -250,6 +258,7 @@ class Chain:
     settings: dict[str, Any]
     run: dict[str, Any]
     legs: tuple[Leg, ...]
+    validation: bool = False
 
     @property
     def packs(self) -> bool:
@@ -261,12 +270,13 @@ class Chain:
 
     def open(self, data: Path) -> DatasetSpec:
         """Open the mix."""
-        return get_train_dataset(
-            metadataset(data, train=self.tree),
-            worker_config=config_of(1, 0, **self.run),
-            task_encoder=encoder_of(self.base, self.features),
-            **self.settings,
-        )
+        mix = metadataset(data, train=self.tree)
+        common: dict[str, Any] = {"worker_config": config_of(1, 0, **self.run)}
+        common |= {"task_encoder": encoder_of(self.base, self.features)}
+        if self.validation:
+            settings = {name: value for name, value in self.settings.items() if name in VALIDATED}
+            return get_val_dataset(mix, split_part="train", **common, **settings)
+        return get_train_dataset(mix, **common, **self.settings)
 
 
 # Drawing one ---------------------------------------------------------------------------------------------------------
@@ -282,6 +292,8 @@ ABSOLUTE: list[list[Any]] = [[0, 1], [3, 5], [2, "end"], [1, 11], [100, 300]]
 RANKS = [1, 1, 2, 2, 3, 4, 4, 5, 6, 7, 8, 9, 12, 16, 23]
 LANES = [None, None, 1, 2, 3, 4, 6, 10, 24]
 CODECS = ("plain", "json", "pickle", "torch")
+FORKED = range(1, 7)
+"""Worker processes of a leg, where it has any."""
 
 
 def range_of(bounds: list[Any]) -> SubsetRange:
@@ -486,8 +498,14 @@ def drawn_chain(seed: int, number: int) -> Chain:
     changeable = num_leaves(tree) if "blend" in tree and num_leaves(tree) > 1 else 0
     legs = tuple(drawn_legs(rng, run, min(90, 240 // (rows or 1))))
     legs = tuple(with_events(legs, random.Random(f"{seed} {number} events"), changeable, finite))
+    forking = random.Random(f"{seed} {number} processes")
+    legs = tuple(replace(leg, processes=leg.ranks * leg.workers in FORKED and forking.random() < 0.3) for leg in legs)
     filtering = random.Random(f"{seed} {number} filters")
     whole = drawn_filter(filtering, ranges_of(tree, ()), ())
     tree = with_filters(tree, filtering, around=(whole,) if whole else ())
     settings |= {"filter": whole} if whole else {}
-    return Chain(tree=tree, base=base, features=tuple(features), settings=settings, run=run, legs=legs)
+    chain = Chain(tree=tree, base=base, features=tuple(features), settings=settings, run=run, legs=legs)
+    if finite and random.Random(f"{seed} {number} validation").random() < 0.5:
+        legs = tuple(replace(leg, events=()) for leg in legs)  # it leaves out what is banned at once
+        return replace(chain, validation=True, legs=legs)
+    return chain

@@ -18,8 +18,6 @@ from forked import start_forked
 LONG = os.environ.get("ENERGON_LONG_TESTS") == "1"
 """Whether the long modes of the suites were asked for."""
 MORE_MEMORY = 2 << 30
-STACK = 1 << 20
-
 Note = Callable[[str], None]
 
 

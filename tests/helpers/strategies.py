@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from energon_bridge.plan.leaf import LeafOrder
 
 keys = st.integers(0, 2**64 - 1)
-world_sizes = st.integers(1, 9)
 lane_counts = st.sampled_from([1, 2, 3, 5, 8, 24, 48])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from fractions import Fraction
 from itertools import islice
@@ -63,8 +62,10 @@ def opened(data: Path, mix: Any, batch_size: int = 2, **kwargs: Any) -> DatasetS
     return get_train_dataset(mix, batch_size=batch_size, shuffle_buffer_size=4, max_samples_per_sequence=3, **settings)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(
+    ("mix", "ranks"),
+    [("whole", 1), ("fractions", 2), ("a fraction of a sample", 4), ("alone", 1), ("a part of one", 2)],
+)
 def test_an_epoch_has_each_sample_as_often_as_repetitions_say(mix: str, ranks: int, data: Path) -> None:
     repetitions, samples = MIXES[mix]
     spec = opened(data, repeated(data, **repetitions))
@@ -186,7 +187,7 @@ def test_a_report_and_the_trainer_of_transformers_count_the_same_epochs(data: Pa
     found = summary(RunRecorder(), loader)
     assert found is not None
     write_report(tmp_path / "report.html", [found], RunRecorder())
-    assert re.search(r"<(\w+)>epochs</\1><(\w+)>3\.00</\2>", (tmp_path / "report.html").read_text())
+    assert '["epochs","3.00"]' in (tmp_path / "report.html").read_text()
     assert len(Described(spec)) == 66
     loader.close()
 

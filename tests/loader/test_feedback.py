@@ -186,8 +186,7 @@ def policies(mix: Path, name: str) -> Any:
     return {"doremi": DoReMi(reference=reference, step_size=20.0), "own": Counting()}[name]
 
 
-@pytest.mark.parametrize("policy", ["doremi", "own"])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("policy", "packed"), [("doremi", True), ("own", False)])
 def test_a_run_that_stops_anywhere_goes_on_as_if_it_had_not(mix: Path, policy: str, packed: bool) -> None:
     whole = Run(mix, policies(mix, policy), packed=packed)
     expected = [whole.step() for _ in range(STEPS)]

@@ -61,15 +61,6 @@ def test_any_number_of_ranks_delivers_the_microbatches_in_order(data: Path, num_
     assert Ownership(num_lanes, world_size, 0).masked_share == pytest.approx(share)
 
 
-@pytest.mark.parametrize(("num_lanes", "world_size"), RANKS)
-def test_they_go_on_from_the_middle_of_a_round(data: Path, num_lanes: int, world_size: int) -> None:
-    m = 3 * num_lanes // 2 + 1
-    state = deliver(loaders_of(dataset_of(data), 1, 0, num_lanes=num_lanes), m, [m]).states[m]
-    delivered = deliver(loaders_of(dataset_of(data), world_size, 1, state=state), num_lanes // world_size + 2)
-    assert len(delivered.digests) > num_lanes // world_size
-    assert delivered.digests == reference(data, num_lanes)[m : m + len(delivered.digests)]
-
-
 # Who refuses ---------------------------------------------------------------------------------------------------------
 
 REFUSAL = (

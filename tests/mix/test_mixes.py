@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import TensorEncoder, config_of, counts_of, deliver, digest, loaders_of
+from engine import config_of, counts_of, digest, loaders_of
 from mixing import metadataset, mix_data, mixed
 from rival_fixtures import Encoder, rendered
 
@@ -59,18 +59,6 @@ MIXES: dict[str, Any] = {
         },
     ),
 }
-
-
-@pytest.mark.parametrize("mix", MIXES)
-def test_every_topology_gives_the_same_stream_and_resumes(data: Path, mix: str) -> None:
-    dataset = mixed(data, MIXES[mix])
-    expected = deliver(loaders_of(dataset, 1, 0), 160).digests
-    for save, step, resume in RESUMES:
-        start = save[0] * step
-        states = deliver(loaders_of(dataset, *save), step, [step]).states[step]
-        found = deliver(loaders_of(dataset, *resume, state=states), 12).digests
-        assert found == expected[start : start + len(found)]
-        assert len(found) >= 12
 
 
 def share(dataset: DatasetSpec, microbatches: int) -> dict[str, int]:
@@ -171,36 +159,6 @@ def test_validation_of_each_leaf_on_its_own(data: Path) -> None:
         Path(leaf.dataset.path).name: sum(int(b.__valid__.sum()) for b in get_loader(part)) for part, leaf in parts
     }
     assert sizes == {"a": 12, "c": 12}
-
-
-@pytest.mark.parametrize(("saved_on", "resumed_on"), [((1, 0), (1, 0)), ((1, 2), (2, 1)), ((3, 0), (1, 2))])
-@pytest.mark.parametrize("kind", ["concat", "blend"])
-def test_validation_goes_on_in_the_middle_of_several_datasets(
-    data: Path, kind: str, saved_on: tuple[int, int], resumed_on: tuple[int, int]
-) -> None:
-    """Finished datasets are not repeated, whichever of them the state lies in, its ends included."""
-    parts = [{"path": "./c"}, {"path": "./a"}, {"path": "./b"}]  # 12, 12 and 30 samples: batches cross their ends
-    source = metadataset(data, val={kind: parts})
-    dataset = get_val_dataset(
-        source, batch_size=5, worker_config=config_of(1, 0, num_lanes=None), task_encoder=TensorEncoder()
-    )
-    with closing(get_savable_loader(dataset)) as loader:
-        whole = [(digest(batch), [key[:2] for key in batch["__restore_key__"][3]]) for batch in loader]
-    assert len({key for _, keys in whole for key in keys}) == 54
-    for steps in range(-(-11 // saved_on[0])):
-        saving = loaders_of(dataset, *saved_on, num_lanes=None)
-        states = deliver(saving, steps, [steps]).states[steps]
-        delivered = steps * saved_on[0]
-        columns = []
-        for loader in loaders_of(dataset, *resumed_on, num_lanes=None, state=states):
-            columns.append([batch for batch in loader if bool(batch["__valid__"].any())])
-            # A state of the resumed pass is one of the same pass.
-            assert loader.save_state_rank()["microbatches"] >= 11
-            loader.close()
-        rest = {digest(batch): [key[:2] for key in batch["__restore_key__"][3]] for c in columns for batch in c}
-        assert rest == dict(whole[delivered:])
-        before = {key for _, keys in whole[:delivered] for key in keys}
-        assert not before & {key for keys in rest.values() for key in keys}
 
 
 def test_a_blender_needs_no_more_than_a_loader(data: Path) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from engine import NUM_LANES, SkippingEncoder, deliver, loaders_of, numbers_of, text_dataset, train_dataset
+from keyed import CRUDE
 from PIL import Image
 
 from energon_bridge import (
@@ -33,7 +34,7 @@ from energon_bridge.errors import (
 )
 from energon_bridge.format.columns import column_of, read_columns
 from energon_bridge.format.dataset import open_dataset
-from energon_bridge.loader.run_plan import DatasetSpec, plan_run
+from energon_bridge.loader.run_plan import plan_run
 from energon_bridge.prepare import parse_patterns, prepare_dataset
 from energon_bridge.prepare.columns import add_column, content_hash, duplicates, image_size, remove_column
 from energon_bridge.storage import open_store
@@ -183,6 +184,29 @@ def test_sizes_hashes_and_duplicates(tmp_path: Path) -> None:
     assert content_hash({"a": b"12", "b": b""}) != content_hash({"a": b"1", "b": b"2"})
 
 
+def test_the_length_of_sounds_is_that_of_their_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("av")
+    from clips import write_sound, write_video
+
+    wav = write_sound(tmp_path / "a.wav", codec="pcm_s16le", rate=16000, seconds=1.5).read_bytes()
+    mp3 = write_sound(tmp_path / "a.mp3", codec="libmp3lame", rate=44100, seconds=2.25).read_bytes()
+    film = write_video(tmp_path / "a.mp4", options={"x264-params": "log-level=0"}, frames=50, sound="aac").read_bytes()
+    samples = {
+        "one": {"wav": wav},
+        "two": {"0.wav": wav, "1.mp3": mp3, "json": b"{}"},
+        "film": {"mp4": film},
+        "track": {"audios.0.mp4": film, "0.wav": wav},
+        "text": {"txt": b"a"},
+    }
+    (tmp_path / "data").mkdir()
+    write_shard(tmp_path / "data" / "0.tar", samples)
+    prepare_dataset(tmp_path / "data", split=parse_patterns(["train:.*"]), dataset_yaml=CRUDE)
+    monkeypatch.setattr("energon_bridge.av.metadata.AudioReader", None)  # nothing is decoded
+    result = energon("columns", "add", tmp_path / "data", "--sound-seconds", "--num-workers", 1)
+    assert result.exit_code == 0, result.output
+    assert column(tmp_path / "data", "sound_seconds") == pytest.approx([1.5, 3.75, 0, 3.5, 0], abs=0.001)
+
+
 def test_commands_by_a_module_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = text_dataset(tmp_path / "data", train=[5])
     (tmp_path / "counts_of_mine.py").write_text(
@@ -268,24 +292,6 @@ def test_an_epoch_has_what_the_filter_keeps(data: Path, text: str, batch_size: i
         assert [n for batch in loader for n in numbers_of(batch)] == expected_of(text)
 
 
-def check_elastic(dataset: DatasetSpec, *topologies: tuple[int, int, int, int]) -> None:
-    """Compare runs on (ranks, workers) that go on on other (ranks, workers) with one on one rank."""
-    expected = deliver(loaders_of(dataset, 1, 0), 4 * NUM_LANES).digests
-    for ranks, workers, others, other_workers in topologies:
-        first = deliver(loaders_of(dataset, ranks, workers), 36 // ranks, [36 // ranks - 4])
-        assert first.digests == expected[: len(first.digests)]
-        (state,) = first.states.values()
-        at = state[0]["microbatches"]
-        found = deliver(loaders_of(dataset, others, other_workers, state=state), 24 // others).digests
-        assert found == expected[at : at + len(found)]
-
-
-@pytest.mark.parametrize("encoder", ["skipping", "packing", "grouping"])
-def test_filtered_runs_are_elastic(data: Path, encoder: str) -> None:
-    dataset = train_dataset(data, encoder, filter=FILTERS[0])
-    check_elastic(dataset, (2, 2, 4, 0), (3, 1, 1, 2), (4, 0, 3, 1))
-
-
 def test_mixes_are_filtered_by_dataset_and_as_a_whole(data: Path, tmp_path: Path) -> None:
     other = text_dataset(tmp_path / "other", train=[20, 20])
     add_column(other, "number", number)
@@ -313,21 +319,6 @@ def test_mixes_are_filtered_by_dataset_and_as_a_whole(data: Path, tmp_path: Path
     dataset = train_dataset(mix, "skipping")  # type: ignore[arg-type]
     expected = deliver(loaders_of(dataset, 1, 0), 3 * NUM_LANES).digests
     assert deliver(loaders_of(dataset, 3, 1), NUM_LANES).digests == expected
-
-
-@pytest.mark.parametrize("encoder", ["skipping", "packing"])
-def test_filtered_mixes_go_on_on_any_ranks_and_workers(data: Path, tmp_path: Path, encoder: str) -> None:
-    other = text_dataset(tmp_path / "other", train=[20, 20])
-    add_column(other, "number", number)
-    parts = [
-        {"path": str(data), "filter": "language != 'de'", "weight": 3},
-        {"path": str(other), "filter": "number % 3 == 1", "weight": 1},
-        {"path": str(data), "filter": "number > 100", "weight": 1},
-    ]
-    split = {"blend": parts, "filter": "number != 7"}
-    mix = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": split}}
-    dataset = train_dataset(mix, encoder)  # type: ignore[arg-type]
-    check_elastic(dataset, (1, 2, 4, 2), (2, 0, 1, 2), (4, 2, 2, 0))
 
 
 def test_the_data_module_filters_training_and_validation(data: Path) -> None:

@@ -55,18 +55,6 @@ def opened(data: Path, budget: int, ranks: int = 1, workers: int = 0, state: Any
     return loaders_of(spec, ranks, workers, state=state, num_lanes=LANES, buffer_bytes=budget)
 
 
-@pytest.mark.parametrize(("budget", "ranks", "workers"), [(0, 1, 0), (3 * BULK, 2, 1), (60 * BULK, 1, 2)])
-def test_stream_and_states_are_those_of_a_process_with_room_for_all(
-    data: Path, budget: int, ranks: int, workers: int
-) -> None:
-    expected = deliver(opened(data, 1 << 30, ranks, workers), 48 // ranks, [11, 24])
-    found = deliver(opened(data, budget, ranks, workers), 48 // ranks, [11, 24])
-    assert found.digests == expected.digests
-    assert found.states == expected.states, "counters and what waits included"
-    resumed = deliver(opened(data, budget, 3, 0, found.states[11]), 10)
-    assert resumed.digests == deliver(opened(data, 1 << 30, 3, 0, expected.states[11]), 10).digests
-
-
 def waiting(lane: Lane) -> list[Any]:
     packing = lane._packing
     assert packing is not None
@@ -107,8 +95,7 @@ class Grouped(Bulky):
         return len(row.noise), 5
 
 
-@pytest.mark.parametrize("budget", [0, 12 * BULK, 40 * BULK])
-@pytest.mark.parametrize("packing", [None, 20])
+@pytest.mark.parametrize(("packing", "budget"), [(None, 12 * BULK), (20, 0), (20, 40 * BULK)])
 def test_groups_keep_to_the_budget_too(
     data: Path, packing: int | None, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from engine import (
 )
 from forked import run_forked
 
-from energon_bridge import DefaultTaskEncoder, SkipSample, get_val_dataset
+from energon_bridge import SkipSample, get_val_dataset
 from energon_bridge.errors import EmptyDatasetError, SettingMismatchError
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
@@ -60,28 +59,9 @@ class PacksByLength(PackingEncoder):
         return len(sample.noise) // 3, None
 
 
-class Measured(DefaultTaskEncoder):
-    """Has lengths, refuses a sample for its length and another one when it is due."""
-
-    def preencode_sample(self, sample: Any) -> Any:
-        return TensorEncoder().encode_sample(sample)
-
-    def sample_length(self, sample: Any) -> int:
-        if int(sample.__key__) == 7:
-            raise SkipSample
-        return len(sample.noise)
-
-    def postencode_sample(self, sample: Any) -> Any:
-        if int(sample.__key__) == 8:
-            raise SkipSample
-        sample.noise = sample.noise + torch.rand(sample.noise.shape)
-        return sample
-
-
 ENCODERS: dict[str, dict[str, Any]] = {
     "plain": {"task_encoder": ByLength(), "batch_size": None},
     "several": {"task_encoder": GroupingEncoder(), "batch_size": None},
-    "lengths": {"task_encoder": Measured(), "batch_size": 1, "packing_buffer_size": 11, "max_tokens_per_microbatch": 7},
     "packs": {"task_encoder": PacksByLength(), "batch_size": 2, "packing_buffer_size": 11},
 }
 
@@ -91,11 +71,6 @@ def opened(data: Path, kind: str, encoder: str, **kwargs: Any) -> DatasetSpec:
     if kind == "val":
         return get_val_dataset(data, worker_config=config_of(1, 0), **settings)
     return train_dataset(data, repeat=False, **settings)
-
-
-def endless(loader: SavableDataLoader) -> Iterator[Any]:
-    while True:
-        yield from loader
 
 
 def one_pass(spec: DatasetSpec, ranks: int, workers: int = 0, **kwargs: Any) -> list[Any]:
@@ -140,34 +115,6 @@ def test_groups_are_those_of_the_rows_in_order_and_what_is_left_comes_last(data:
         assert [[int(key) for key in batch.__key__] for batch in dropped] == whole
 
 
-@pytest.mark.parametrize("encoder", ENCODERS)
-@pytest.mark.parametrize("kind", ["val", "passes"])
-def test_the_same_batches_on_every_topology_and_after_every_stop(data: Path, kind: str, encoder: str) -> None:
-    spec = opened(data, kind, encoder)
-    (loader,) = loaders_of(spec, 1, 0)
-    passes = [[digest(batch) for batch in loader] for _ in range(2)]
-    assert len(passes[0]) > 8
-    assert (passes[0] == passes[1]) == (kind == "val")
-    for ranks, workers, step, later in ((1, 2, 5, 3), (2, 0, 4, 1), (3, 1, 2, 2), (5, 2, 1, 4)):
-        assert [digest(batch) for batch in one_pass(spec, ranks, workers)] == passes[0]
-        loaders = loaders_of(spec, ranks, workers)
-        streams = [iter(loader) for loader in loaders]
-        head = [digest(next(stream)) for _ in range(step) for stream in streams]
-        states = [loader.save_state_rank() for loader in loaders]
-        resumed = [endless(loader) for loader in loaders_of(spec, later, 0, state=states)]
-        tail: list[str] = []
-        while len(head) + len(tail) < len(passes[0]) + len(passes[1]):
-            tail += [digest(b) for b in [next(stream) for stream in resumed] if not is_masked(b)]
-        assert (head + tail)[: len(passes[0]) + len(passes[1])] == passes[0] + passes[1]
-
-
-@pytest.mark.parametrize("encoder", ENCODERS)
-def test_batches_are_restored_by_their_keys(data: Path, encoder: str) -> None:
-    (loader,) = loaders_of(opened(data, "passes", encoder), 1, 0)
-    for batch in islice(loader, 20):
-        assert digest(loader.restore_sample(batch.__restore_key__)) == digest(batch)
-
-
 def test_rows_of_packs_are_each_delivered_once(data: Path) -> None:
     grouped = one_pass(opened(data, "val", "packs"), 2)
     ungrouped = one_pass(opened(data, "val", "packs", task_encoder=PackingEncoder(), batch_size=1), 1)
@@ -198,7 +145,7 @@ def test_worker_processes_get_each_pass_its_groups(data: Path) -> None:
 
 
 def test_ranks_share_the_work_of_grouping(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("energon_bridge.loader.streams._BLOCK", 7)
+    monkeypatch.setattr("energon_bridge.loader.streams._SECTION", 7)
     spec = opened(data, "val", "packs")
 
     def rank_main(rank: int) -> tuple[list[str], dict[str, int], int]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine import config_of, counts_of, digest, loaders_of, text_dataset
+from engine import config_of, counts_of, loaders_of, text_dataset
 from hypothesis import given, strategies as st
 from multimodal import PixelProcessor, WordTokenizer
 
@@ -20,7 +20,6 @@ from energon_bridge import (
     LengthGrouper,
     MultiModalTaskEncoder,
     Packer,
-    SavableDataLoader,
     SkipSample,
     TextSample,
     get_train_dataset,
@@ -195,28 +194,6 @@ def test_a_pass_has_every_sample_once_and_counts_what_is_left_out(path: Path) ->
         assert all(padded(batch) <= BUDGET for batch in batches)
         counts = [counts_of(loader.save_state_rank()) for loader in loaders]
         assert sum(count["samples"] + count["skipped"] for count in counts) == SAMPLES
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_worker_processes_resume_exactly(path: Path, workers: int) -> None:
-    def stream(count: int, workers: int, state: Any = None) -> tuple[list[str], Any]:
-        (loader,) = loaders_of(opened(path), 1, workers, num_lanes=4, state=state, kind=SavableDataLoader)
-        try:
-            batches = [digest(batch) for batch in islice(loader, count)]
-            return batches, loader.save_state_rank()
-        finally:
-            loader.close()
-
-    whole, _ = stream(120, 0)
-    head, state = stream(53, 2 - workers)
-    tail, _ = stream(67, workers, [state])
-    assert head + tail == whole
-
-
-def test_a_microbatch_is_restored_by_its_key(path: Path) -> None:
-    (loader,) = loaders_of(opened(path), 1, 0, num_lanes=1)
-    for batch in islice(loader, 10):
-        assert digest(loader.restore_sample(batch["__restore_key__"])) == digest(batch)
 
 
 # Encoders and modules ------------------------------------------------------------------------------------------------

@@ -273,16 +273,6 @@ def delivered(spec: DatasetSpec, ranks: int, workers: int = 0) -> list[str]:
     return [digest(batch) for step in zip(*columns, strict=True) for batch in step if not is_masked(batch)]
 
 
-def test_packed_validation_is_the_same_on_every_topology(data: Path) -> None:
-    spec = validation(data)
-    expected = delivered(spec, 1)
-    assert len(expected) >= 4
-    for ranks, workers in ((2, 0), (3, 2), (4, 1), (8, 0)):
-        assert delivered(spec, ranks, workers) == expected
-    (loader,) = loaders_of(spec, 1, 2)
-    assert [digest(batch) for batch in loader] == [digest(batch) for batch in loader] == expected
-
-
 def test_a_packed_pass_has_every_sample_once(data: Path) -> None:
     spec = validation(data, Pairs())
     (loader,) = loaders_of(spec, 1, 0)

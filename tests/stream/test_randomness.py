@@ -75,29 +75,6 @@ def test_every_global_generator_is_keyed(data: Path) -> None:
     assert runs[0] == runs[1]
 
 
-class NoisyBatches(TensorEncoder):
-    """Draws while it makes batches, and while it encodes them."""
-
-    def batch(self, samples: list[Any]) -> Any:
-        batch = super().batch(samples)
-        batch.noise = batch.noise + random.random() + torch.rand(batch.noise.shape)
-        return batch
-
-    def encode_batch(self, batch: Any) -> Any:
-        batch.number = batch.number + np.random.randint(10**6)
-        return batch
-
-
-def test_batches_draw_the_same_on_every_topology(data: Path) -> None:
-    dataset = train_dataset(data, task_encoder=NoisyBatches())
-    expected = deliver(loaders_of(dataset, 1, 0), 72).digests
-    for world_size, num_workers in [(2, 0), (3, 2), (8, 1)]:
-        steps = 24 // world_size
-        first = deliver(loaders_of(dataset, world_size, num_workers), steps, [steps])
-        rest = deliver(loaders_of(dataset, 1, 1, state=first.states[steps]), 48)
-        assert first.digests + rest.digests == expected
-
-
 class Suspended(TensorEncoder):
     """Draws before and after each output; all outputs of a draw are made before another draw begins."""
 

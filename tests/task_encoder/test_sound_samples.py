@@ -14,7 +14,8 @@ import torch
 
 from energon_bridge.av import AVDecoder
 from energon_bridge.errors import DecodeError, SampleError
-from energon_bridge.task_encoder.families.sound import Sound, sound_of, track_of
+from energon_bridge.task_encoder.deferred import decode_deferred
+from energon_bridge.task_encoder.families.sound import DeferredSound, Sound, sound_of, track_of
 
 av = pytest.importorskip("av")
 
@@ -214,9 +215,14 @@ def test_sounds_of_one_decoder_are_decoded_on_many_threads(files: dict[str, byte
     sounds = [sound_of(decoder, rate=16000) for _ in range(8)]
     assert all(sound.alone for sound in sounds)
     alone = sounds[0].get()
+    sample = {"sounds": [DeferredSound(sound=sound) for sound in sounds]}
     with ThreadPoolExecutor(8) as threads:
         for made in threads.map(Sound.get, sounds):
             assert np.array_equal(made, alone)
+        decode_deferred([sample], threads.map)
+    assert all(np.array_equal(made, alone) for made in sample["sounds"])
+    with io.BytesIO(files["a.flac"]) as stream:  # has one position
+        assert not sound_of(AVDecoder(stream), rate=16000).alone
 
 
 def delayed(source: Path, target: Path, seconds: float) -> Path:
@@ -263,3 +269,11 @@ def test_a_video_without_a_track_has_none(tmp_path: Path, files: dict[str, bytes
     assert track_of(torch.zeros(2, 3, 4, 4, dtype=torch.uint8), rate=16000) is None
     with pytest.raises(DecodeError, match="has no audio stream, only video"):
         sound_of(AVDecoder(film), rate=16000)
+
+
+@pytest.mark.parametrize("codec", ["pcm_s16le", "pcm_f32le", "pcm_s24le"])
+def test_of_a_wav_only_the_header_is_read_for_its_length(tmp_path: Path, codec: str) -> None:
+    path = write_sound(tmp_path / "a.wav", codec=codec, seconds=20.0)
+    decoder = AVDecoder.open(path)
+    assert sound_of(decoder, rate=16000).length == 20 * 16000
+    assert decoder.bytes_read < 100_000 < path.stat().st_size / 30

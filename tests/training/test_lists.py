@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from clips import write_video
+from clips import write_sound, write_video
 from conversations import picture_of
 from forked import run_program
 from paths import CONFIGS, REPOSITORY
@@ -21,10 +21,13 @@ from sources import convert, converted, members, refused
 pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
 
-from energon_bridge import WorkerConfig, get_loader, get_val_dataset
-from energon_bridge.errors import SampleError
+from energon_bridge import TaskEncoder, WorkerConfig, get_loader, get_val_dataset
+from energon_bridge.errors import EmptyDatasetError, SampleError
+from energon_bridge.samples import Sample, edataclass
+from energon_bridge.task_encoder.conversation import read_conversation
+from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.training.config_file import load_config
-from energon_bridge.training.encoder import cook_conversation, training_task_encoder
+from energon_bridge.training.encoder import COOKERS, cook_conversation, training_task_encoder
 from energon_bridge.training.presets import ModelBundle, load_model, write_preset
 
 CONFIG = load_config(CONFIGS / "tiny" / "qwen2.5_vl_instruct.yaml", ())
@@ -48,7 +51,8 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
         picture_of(color).resize((32, 32)).save(folder / f"{color}.png")
     (folder / "plain").write_bytes((folder / "red.png").read_bytes())
     write_video(folder / "film.mp4", frames=60)
-    (folder / "film.mp3").write_bytes(b"ID3")
+    write_sound(folder / "a.wav", codec="pcm_s16le", rate=16000, seconds=0.5)
+    write_sound(folder / "b.mp3", codec="libmp3lame", rate=16000, seconds=0.5)
     return folder
 
 
@@ -150,6 +154,106 @@ VIDEOS: dict[str, Any] = {
 }
 
 
+SOUNDS: dict[str, tuple[Any, list[str]]] = {
+    "a part": (asked({"type": "audio", "audio": "a.wav"}, TEXT), ["0.wav"]),
+    "a part with a path": (asked({"type": "audio", "path": "a.wav"}, TEXT), ["0.wav"]),
+    "audio_url": (asked({"type": "audio_url", "audio_url": {"url": "a.wav"}}, TEXT), ["0.wav"]),
+    "input_audio": (asked({"type": "input_audio", "input_audio": {"data": "WAV", "format": "wav"}}, TEXT), ["0.wav"]),
+    "ms-swift": (
+        {"query": "<audio><audio>color?", "response": "red", "audios": ["a.wav", "b.mp3"]},
+        ["0.wav", "1.mp3"],
+    ),
+    "LLaMA-Factory": (
+        {"instruction": "<audio>color?", "input": "", "output": "red", "audios": ["a.wav"]},
+        ["0.wav"],
+    ),
+    "LLaVA": (
+        {
+            "audio": "a.wav",
+            "conversations": [{"from": "human", "value": "<audio>\ncolor?"}, {"from": "gpt", "value": "red"}],
+        },
+        ["0.wav"],
+    ),
+    "no place": ({"sounds": ["a.wav"], "messages": [{"role": "user", "content": "color?"}, RED]}, ["0.wav"]),
+    "a container of videos": (asked({"type": "audio"}, TEXT, audios=["film.mp4"]), ["audios.0.mp4"]),
+    "all kinds": (
+        {
+            "messages": [{"role": "user", "content": "<audio>and<image><video>color?"}, RED],
+            **{"audio": "a.wav", "image": "red.png", "video": "film.mp4"},
+        },
+        ["audios.0.wav", "0.png", "videos.0.mp4"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SOUNDS)
+def test_sounds_of_lists_are_converted_with_their_files(
+    tmp_path: Path, media: Path, bundle: ModelBundle, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    entry, parts = SOUNDS[name]
+    wav = (media / "a.wav").read_bytes()
+    source = listed(tmp_path, json.loads(json.dumps(entry).replace("WAV", base64.b64encode(wav).decode())))
+    result = convert(source, tmp_path / "out", "--media", media, *ALL_TRAIN)
+    assert result.exit_code == 0, result.output
+    assert "Try it with a tiny model" not in result.output  # it takes no sound
+    shard = members(tmp_path / "out")
+    assert {name.partition(".")[2] for name in shard} == {"json", *parts}
+    for part in parts:
+        file = {"wav": "a.wav", "mp3": "b.mp3", "mp4": "film.mp4", "png": "red.png"}[part.rpartition(".")[2]]
+        assert next(data for name, data in shard.items() if name.endswith(part)) == (media / file).read_bytes()
+    dataset = get_val_dataset(
+        tmp_path / "out",
+        split_part="train",
+        batch_size=1,
+        worker_config=WorkerConfig(num_workers=0),
+        task_encoder=Spoken(),
+    )
+    ((content,),) = get_loader(dataset)
+    sounds = [part for part in parts if not part.endswith("png") and not part.startswith("videos")]
+    assert [one.name for one in content.audios] == [f"part {part!r}" for part in sounds]
+    assert [part.kind for part in content.turns[0].parts].count("audio") == len(sounds)
+    assert len(content.videos) == parts.count("videos.0.mp4")
+    with pytest.raises(EmptyDatasetError):
+        learned(tmp_path / "out", bundle)
+    assert "the sample has sound, but the model of this task encoder takes none" in caplog.text
+
+
+def test_sounds_that_are_named_are_parts_or_files_of_a_store() -> None:
+    class Store:
+        def get(self, name: str, sample: Any) -> str:
+            return f"{name} of the store"
+
+    asks = [{"role": "user", "content": "<audio><audio>?"}, RED]
+    sample = {"__key__": "a", "json": {"messages": asks, "audios": ["b.wav", "a.mp3"]}, "a.mp3": "A", "b.wav": "B"}
+    assert cook_conversation(sample).audios == ["B", "A"]
+    stored = cook_conversation(sample, audios=Store())  # type: ignore[arg-type]
+    assert stored.audios == ["b.wav of the store", "a.mp3 of the store"]
+    assert read_conversation(stored).audios == tuple(stored.audios)
+    del sample["b.wav"]
+    with pytest.raises(SampleError, match=r"the audio 'b.wav' is not a part .* no auxiliary store 'audios'"):
+        cook_conversation(sample)
+
+
+class Spoken(TaskEncoder[Any, Any, Any, Any]):
+    """Delivers conversations as they are read."""
+
+    decoder = SampleDecoder()
+    cookers = COOKERS
+
+    def encode_sample(self, sample: Any) -> Any:
+        return Read(__key__=sample.__key__, content=read_conversation(sample))
+
+    def batch(self, samples: Any) -> Any:
+        return [sample.content for sample in samples]
+
+
+@edataclass
+class Read(Sample):
+    """A conversation."""
+
+    content: Any
+
+
 @pytest.mark.parametrize("name", VIDEOS)
 def test_a_video_is_learned(tmp_path: Path, media: Path, bundle: ModelBundle, name: str) -> None:
     out = converted(listed(tmp_path, VIDEOS[name]), tmp_path / "out", "--media", media, *ALL_TRAIN)
@@ -193,11 +297,19 @@ REFUSED: list[tuple[Any, str]] = [
     (asked(TEXT, image_path="red.png"), "`image_path` seems to name media (red.png)"),
     (asked(TEXT, picture="https://host/red.png?size=3"), "`picture` seems to name media (https://host/red.png"),
     (asked({"type": "image"}, TEXT), "the text has 1 image placeholders '<image>' but the sample has 0 images"),
-    (asked(TEXT, audios=["film.mp3"]), "has sound, which is not trained on yet"),
-    (asked({"type": "text", "text": "<audio>?"}, audio="film.mp4"), "has sound, which is not trained on yet"),
-    (asked({"type": "input_audio", "input_audio": {"data": "x", "format": "wav"}}), "has sound, which is not trained"),
-    ({"messages": [{"role": "user", "content": "<audio>What is that sound?"}, RED]}, "has sound"),
-    ({"instruction": "<audio>?", "input": "", "output": "red", "audios": ["film.mp3"]}, "has sound"),
+    (asked({"type": "text", "text": "<audio>?"}, audio="film.mp4"), "a text part contains the placeholder '<audio>'"),
+    (asked({"type": "input_audio", "input_audio": {"data": "x", "format": "wav"}}), "cannot read the data URI"),
+    (asked({"type": "input_audio", "input_audio": {"data": "eHg=", "format": "wav"}}), "bytes of an unknown format"),
+    (
+        {"messages": [{"role": "user", "content": "<audio>What is that sound?"}, RED]},
+        "the text has 1 audio placeholders '<audio>' but the sample has 0 audios",
+    ),
+    (asked(TEXT, audios=["red.png"]), "`audios`: "),
+    (
+        [asked(TEXT, audios=["a.wav"]), asked(TEXT, audios=["gone.wav"])],
+        "No such file or directory. Are paths relative to the folder of --media?",
+    ),
+    (asked(TEXT, audios="https://host/a.wav"), "is a URL"),
     ({"messages": [{"role": "user", "content": "a"}, {"role": "critic", "content": "b"}, RED]}, "the role 'critic' of"),
     ({"messages": [{"role": "user", "content": "a"}]}, "the conversation has no answer to learn"),
     (
