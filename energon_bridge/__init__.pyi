@@ -47,12 +47,12 @@ from .stores import (
     CachePool as CachePool,
     DecodeFileStore as DecodeFileStore,
     FileStore as FileStore,
-    FileStoreCachePool as FileStoreCachePool,
     Lazy as Lazy,
     NoCachePool as NoCachePool,
     PrimaryFileStore as PrimaryFileStore,
     SystemFileStore as SystemFileStore,
 )
+from .stores.file_cache import FileStoreCachePool as FileStoreCachePool
 from .stream.failure_log import (
     quarantine_excludes as quarantine_excludes,
     read_quarantine as read_quarantine,

@@ -7,8 +7,8 @@ who delivers a microbatch and nothing else.
 
 Ownership is fixed when a loader starts. If R divides L, lane l belongs to rank `(l - m0) mod R`, so that rank 0 is
 always the next to deliver; otherwise to rank `l mod R`. A step delivers the next R microbatches of the global sequence.
-If R does not divide L, it stops at the end of each round of L, and ranks without a microbatch deliver a masked one.
-Of the lanes of a rank, in ascending order, lane j belongs to worker `j mod W`.
+If R does not divide L, it stops at the end of each lap, once round the L lanes, and ranks without a microbatch deliver
+a masked one. Of the lanes of a rank, in ascending order, lane j belongs to worker `j mod W`.
 """
 
 from __future__ import annotations
@@ -312,14 +312,14 @@ class Ownership:
 
 def first_microbatch(step: int, *, num_lanes: int, world_size: int) -> int:
     """Return the microbatch of the run at which a step begins, on one number of ranks from the beginning."""
-    rounds, rest = divmod(step, -(-num_lanes // world_size))
-    return rounds * num_lanes + min(rest * world_size, num_lanes)
+    laps, rest = divmod(step, -(-num_lanes // world_size))
+    return laps * num_lanes + min(rest * world_size, num_lanes)
 
 
 def step_of(m: int, *, num_lanes: int, world_size: int) -> int:
     """Return the step in which microbatch m is delivered, on one number of ranks from the beginning."""
-    rounds, place = divmod(m, num_lanes)
-    return rounds * -(-num_lanes // world_size) + place // world_size
+    laps, place = divmod(m, num_lanes)
+    return laps * -(-num_lanes // world_size) + place // world_size
 
 
 def microbatches_before(lane: int, m: int, num_lanes: int) -> int:

@@ -41,7 +41,7 @@ API = {
     "encoders": ("Task encoders", ("task_encoder", "verify")),
     "families": ("Encoders for Hugging Face models", ("task_encoder.families",)),
     "media": ("Video, sound and metadata of media", ("av", "format.media")),
-    "stores": ("Stores and caches", ("stores", "storage.node_cache")),
+    "stores": ("Stores and caches", ("stores", "stores.file_cache", "storage.node_cache")),
     "preparing": ("Writing datasets", ("prepare.shard_writer",)),
     "errors": ("Errors and policies", ("stream.policy", "stream.failure_log", "errors")),
 }

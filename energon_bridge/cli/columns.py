@@ -22,6 +22,7 @@ from energon_bridge.prepare.columns import (
     duplicates,
     image_size,
     remove_column,
+    sound_seconds,
 )
 from energon_bridge.storage import open_store
 
@@ -46,6 +47,7 @@ def command() -> None:
     "--encoder", default=None, metavar="MODULE:ENCODER", help="Count the tokens that this task encoder makes."
 )
 @click.option("--image-size", "size", is_flag=True, help="`width` and `height` of the first image, of its header.")
+@click.option("--sound-seconds", "heard", is_flag=True, help="`sound_seconds` of all sounds, of their headers.")
 @click.option("--hash", "hashed", is_flag=True, help="`hash` of the content: equal for exact duplicates.")
 @click.option("--bytes", "counted", is_flag=True, help="`bytes` of all parts.")
 @click.option("--missing", default=None, help="Value of samples that fail. [default: the first one stops]")
@@ -61,6 +63,7 @@ def add(
     raw: bool,
     encoder: str | None,
     size: bool,
+    heard: bool,
     hashed: bool,
     counted: bool,
     missing: str | None,
@@ -88,13 +91,16 @@ def add(
         chosen.append((name or "tokens", TokenCount(_made(_imported(encoder))), f"tokens of {encoder}", False))
     for flag, of, names, fixed in (
         (size, image_size, "width and height", None),
+        (heard, sound_seconds, "sound_seconds", "sound_seconds"),
         (hashed, content_hash, "hash", "hash"),
         (counted, content_bytes, "bytes", "bytes"),
     ):
         if flag:
             chosen.append((fixed, of, f"{names} of the content", True))
     if len(chosen) != 1:
-        raise ConfigurationError("give exactly one of --of, --encoder, --image-size, --hash and --bytes.")
+        raise ConfigurationError(
+            "give exactly one of --of, --encoder, --image-size, --sound-seconds, --hash and --bytes."
+        )
     column, call, made_of, as_bytes = chosen[0]
     workers = choose_engine(engine, address, num_workers or min(16, available_cores()))
     with shard_progress("Computing", enabled=progress) as advance:

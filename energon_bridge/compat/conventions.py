@@ -93,10 +93,6 @@ class EnergonConventions(Conventions):
 
         return number_of
 
-    def config_of_hooks(self, config: WorkerConfig) -> WorkerConfig:
-        """Return the configuration of the loader."""
-        return config
-
     def attach(self, batch: Any, name: str, value: Any) -> None:
         """Set a meta field; a dict gets no new keys, for programs that call `model(**batch)`."""
         if type(batch) is not dict:

@@ -12,7 +12,7 @@ from enum import Enum
 from importlib.util import find_spec
 from typing import Any, ClassVar, Self
 
-from energon_bridge import av, stores, task_encoder
+from energon_bridge import av, task_encoder
 from energon_bridge.compat.epath import EPath
 from energon_bridge.compat.table import not_provided
 from energon_bridge.errors import ConfigurationError, MetadataError
@@ -21,6 +21,7 @@ from energon_bridge.format.jsonl import open_jsonl
 from energon_bridge.format.nvmeta import INDEX_SQLITE, INFO_JSON, INFO_YAML, META_FOLDER
 from energon_bridge.samples import SourceInfo
 from energon_bridge.samples.base import pin_value
+from energon_bridge.stores import file_cache
 from energon_bridge.stores.cache import Lazy
 
 SYSTEM_EXCEPTIONS = (
@@ -163,7 +164,7 @@ def register_fork_hooks(target: Any) -> None:
 logger = logging.getLogger(__name__)
 
 
-class FileStoreCachePool(stores.FileStoreCachePool):
+class FileStoreCachePool(file_cache.FileStoreCachePool):
     """A cache pool that also takes `method="pickle"`: the values are the same, decoded each time they are got.
 
     The other arguments are those of `energon_bridge.FileStoreCachePool`.

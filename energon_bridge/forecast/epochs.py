@@ -259,7 +259,7 @@ def _why(config: WorkerConfig) -> str:
     return f"a multiple of 24 and of the world size {config.dp_size}"
 
 
-_PARTS, _DRAWS, _WINDOWS = 10, 32, 8
+_PARTS, _DRAWS, _TIMES = 10, 32, 8
 
 
 def mixing(order: LeafOrder, lanes: int) -> float:
@@ -275,9 +275,9 @@ def mixing(order: LeafOrder, lanes: int) -> float:
     ideal = float((1 - (1 - shares) ** _DRAWS).sum())
     distinct = []
     for lane in range(0, order.num_lanes, -(-order.num_lanes // lanes)):
-        rounds, _ = Cursor(order, lane, lambda found: found, 1).at(0, _DRAWS * _WINDOWS)
-        samples = rounds.indices[: _DRAWS * _WINDOWS]
+        rounds, _ = Cursor(order, lane, lambda one: one, 1).at(0, _DRAWS * _TIMES)
+        samples = rounds.indices[: _DRAWS * _TIMES]
         places = samples - order.first_sample if order.kept is None else np.searchsorted(order.kept, samples)
         parts = places * _PARTS // n
-        distinct += [np.unique(window).size for window in parts.reshape(_WINDOWS, _DRAWS)]
+        distinct += [np.unique(drawn).size for drawn in parts.reshape(_TIMES, _DRAWS)]
     return min(1.0, float(np.mean(distinct)) / ideal)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 
@@ -28,24 +28,71 @@ from energon_bridge.loader.bans import (
 )
 from energon_bridge.loader.fits import check_fits, check_lanes, merge
 from energon_bridge.loader.run_plan import RunPlan
-from energon_bridge.loader.shares import Sharing, open_shared
-from energon_bridge.loader.streams import Start, WorkerFacts, listing_of_pass, open_stream
+from energon_bridge.loader.streams import WorkerFacts, listing_of_pass, open_pipeline
 from energon_bridge.mix import parse_weight
 from energon_bridge.plan.bans import Ban, new_keys, with_ban
-from energon_bridge.plan.choose import draws_before
 from energon_bridge.plan.weights import GivenWeights
 from energon_bridge.stream.finite import Listing
 from energon_bridge.stream.lane import Stream
+from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.state import COLUMNS, COUNTERS, LARGEST, BufferedRefs, Counts, LaneBatch, LaneState
 from energon_bridge.stream.watchdog import WatchdogSettings
-from energon_bridge.topology import Ownership, WorkerConfig, first_microbatch, microbatches_before
+from energon_bridge.topology import Ownership, WorkerConfig
 
 logger = logging.getLogger(__name__)
 
 OnMismatch = Literal["refuse", "adapt"]
 
-_EMPTY_PASSES = 100
-"""Passes without a microbatch, one after the other, after which a seek gives up."""
+
+class Mode(Protocol):
+    """How the microbatches of a rank follow one another, and what of the run the rank needs for that.
+
+    Where the rank is stands in its position, `at`; a copy of both goes to each worker.
+    """
+
+    def units(self, at: Position, began: int) -> Iterator[tuple[int, int]]:
+        """Give the units of the rank from here on, each with its worker; a pass was divided at microbatch `began`."""
+        ...
+
+    def stream(self, at: Position, pipeline: Pipeline) -> Stream:
+        """Return what makes the units of one process, of which the pipeline is."""
+        ...
+
+    def is_over(self, at: Position) -> bool:
+        """Whether a pass ends here."""
+        return False
+
+    def is_masked(self, at: Position) -> bool:
+        """Whether the rank has no microbatch in the next step, but a masked one."""
+        return False
+
+    def take(self, at: Position, item: LaneBatch) -> None:
+        """Note in the position what comes with the next microbatch; the position advances after that."""
+        return
+
+    def step(self, at: Position) -> int:
+        """Return the microbatches that the run delivers in a step."""
+        return at.ownership.step_size(at.microbatches)
+
+    def begin(self, microbatches: int) -> int:
+        """Return the microbatch that the lanes in the position are at after so many were delivered."""
+        return microbatches
+
+    def needed_lanes(self, ownership: Ownership, rank: int) -> range:
+        """Return the lanes whose states a rank needs to continue."""
+        return ownership.lanes_of(rank)
+
+    def seek(self, at: Position, step: int) -> None:
+        """Go to the beginning of a step, assuming that no sample before it was skipped."""
+        ...
+
+    def delivered(self, at: Position) -> frozenset[int]:
+        """Return the leaves that the run has delivered samples of, as far as the rank can know; none at the start."""
+        ...
+
+    def first_banned(self, at: Position, from_draw: int | None) -> int:
+        """Return the global draw from which a ban holds, by default the first one that some lane has not delivered."""
+        ...
 
 
 class Position:
@@ -57,14 +104,12 @@ class Position:
         microbatches: Microbatches delivered by the whole run; for a finite stream, in this pass.
         epoch: Completed passes of a finite stream.
         epoch_steps: Delivered steps of the virtual epoch.
-        lanes: The state of each lane after its last delivered microbatch; in a run that is divided before it is
-            loaded, of all its lanes at the beginning of the window.
-        sharing: How the run is divided before it is loaded; None: each rank loads its own lanes.
+        lanes: The state of each lane that the mode needs, after as many microbatches as it says (`Mode.begin`).
+        mode: How the microbatches of the rank follow one another.
     """
 
-    def __init__(self, plan: RunPlan) -> None:
-        self.sharing: Sharing | None = None
-        self.plan = plan
+    def __init__(self, plan: RunPlan, mode: Mode) -> None:
+        self.plan, self.mode = plan, mode
         self.ownership = Ownership(plan.num_lanes, plan.config.dp_size, 0)
         self.microbatches = 0
         self.epoch = 0
@@ -98,34 +143,39 @@ class Position:
             return None
         epoch = self.epoch if self.plan.data.shuffled else 0
         if self._listing is None or self._listing[0] != epoch:
-            self._listing = epoch, *listing_of_pass(self.plan, epoch, self.delivered)
+            self._listing = epoch, *listing_of_pass(self.plan, epoch, self.mode.delivered(self))
         return self._listing[1]
 
     def advance(self) -> None:
         """Move on by one step."""
-        ranks = self.plan.config.dp_size
-        if not self.microbatches and self.listing is not None:
-            assert self._listing is not None
-            self._add(self._listing[2])  # once, though each process that continues the pass lists it again
-        self.microbatches += ranks if self.plan.data.finite else self.ownership.step_size(self.microbatches)
+        self.microbatches += self.mode.step(self)
         self.epoch_steps += self.plan.data.settings.virtual_epoch_length is not None
+
+    def count_listing(self) -> None:
+        """Add the counts of listing the pass: once, though each process that continues the pass lists it again."""
+        if self.listing is not None:
+            assert self._listing is not None
+            self._add(self._listing[2])
 
     def rewind(self) -> None:
         """Go to the beginning of a finite stream or of its next pass."""
         self.epoch += self.plan.data.shuffled
         self.microbatches = self.epoch_steps = 0
 
-    def stream(self, watchdog: WatchdogSettings | None = None, worker: WorkerFacts | None = None) -> Stream:
-        """Return the stream that makes the units of this process from here on."""
-        start = Start(lanes=self.lanes, epoch=self.epoch, listing=self.listing, delivered=self.delivered)
-        if self.sharing is not None:
-            return open_shared(self.plan, self.sharing, start, self.microbatches, watchdog, worker)
-        return open_stream(self.plan, start, watchdog, worker)
+    def follow(self, mode: Mode, settings: Mapping[str, Any]) -> None:
+        """Go on in another mode, from the beginning of the run or from the next state that is restored.
 
-    def share_out(self, sharing: Sharing) -> None:
-        """Share the run out before it is loaded, from its beginning on, or from the next state that is restored."""
-        self.sharing = sharing
-        self.plan = dataclasses.replace(self.plan, recorded=self.plan.recorded | dict(sharing.settings))
+        Args:
+            mode: The mode.
+            settings: What states record of it.
+        """
+        self.mode = mode
+        self.plan = dataclasses.replace(self.plan, recorded=self.plan.recorded | dict(settings))
+
+    def stream(self, watchdog: WatchdogSettings | None = None, worker: WorkerFacts | None = None) -> Stream:
+        """Return what makes the units of this process from here on (see `open_pipeline`)."""
+        delivered = self.mode.delivered(self)
+        return self.mode.stream(self, open_pipeline(self.plan, None, delivered, watchdog, worker))
 
     def copied(self, config: WorkerConfig | None = None) -> Position:
         """Return an independent copy, with another configuration for a worker."""
@@ -143,16 +193,6 @@ class Position:
     def counts(self) -> Sequence[Sequence[int]]:
         """The `COLUMNS` of each leaf on this rank: restored counts plus what it has delivered since."""
         return self._counts
-
-    @property
-    def delivered(self) -> frozenset[int]:
-        """The leaves that the run has delivered samples of, as far as this rank can know; empty at the start."""
-        leaves = range(len(self.plan.leaves))
-        if self.plan.data.finite:
-            # After a run on other ranks, another rank may hold these counts.
-            begins = not (self.microbatches or self.epoch or any(map(any, self._counts)))
-            return frozenset() if begins else frozenset(leaves)
-        return frozenset(leaf for leaf in leaves if any(state.leaf_draws[leaf] for state in self.lanes.values()))
 
     def count(self, item: LaneBatch) -> None:
         """Add the counts of a microbatch."""
@@ -177,39 +217,10 @@ class Position:
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ConfigurationError(f"start_at must be a number of steps of at least 0, got {step!r}")
-        ranks, lanes = self.plan.config.dp_size, self.plan.num_lanes
         virtual = self.plan.data.settings.virtual_epoch_length
         self.epoch_steps = step % virtual if virtual else 0
         self._counts = [[0] * len(COLUMNS) for _ in self.plan.leaves]
-        if self.plan.data.finite:
-            self.epoch = empty = 0
-            while self.plan.data.shuffled and step and step >= (steps := -(-self.end // ranks)):
-                self.epoch, step, empty = self.epoch + 1, step - steps, 0 if steps else empty + 1
-                if empty == _EMPTY_PASSES:
-                    self.epoch = self.microbatches = self.epoch_steps = 0
-                    raise ConfigurationError(
-                        f"start_at: the run has no {step} steps more: {empty} passes in a row have no microbatch. Set "
-                        "batch_drop_last=False, or a smaller batch_size"
-                    )
-            self.microbatches = min(step * ranks, self.end)
-            return
-        self.microbatches = first_microbatch(step, num_lanes=lanes, world_size=ranks)
-        self.ownership = Ownership(lanes, ranks, self.microbatches)
-        begin = self._begin(self.microbatches)
-        self.lanes = {lane: self._unskipped(lane, begin) for lane in self._needed_lanes(self.ownership)}
-
-    def _begin(self, microbatches: int) -> int:
-        """Return the microbatch that the lanes are at after so many were delivered."""
-        return microbatches if self.sharing is None else self.sharing.begin(microbatches)
-
-    def _needed_lanes(self, ownership: Ownership) -> range:
-        """Return the lanes whose states this rank needs to continue."""
-        return range(ownership.num_lanes) if self.sharing is not None else ownership.lanes_of(self.plan.config.dp_rank)
-
-    def _unskipped(self, lane: int, begin: int) -> LaneState:
-        microbatches = microbatches_before(lane, begin, self.plan.num_lanes)
-        draw = microbatches * self.plan.data.rows
-        return LaneState(microbatches, draw, 0, tuple(draws_before(self.plan.blend, lane, draw).tolist()))
+        self.mode.seek(self, step)
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
@@ -226,7 +237,7 @@ class Position:
         states = ((lane, self.lane_state(lane)) for lane in self.own_lanes)
         first = max((s.draw + (s.taken > 0) - 1) * lanes + lane + 1 for lane, s in states)
         if from_draw is None or torch.distributed.is_initialized():
-            first = self._agreed("set_weights", first, max)  # so that all ranks refuse the same draws
+            first = self.agreed("set_weights", first, max)  # so that all ranks refuse the same draws
         start = first if from_draw is None else from_draw
         if start < first:
             raise ConfigurationError(
@@ -240,7 +251,7 @@ class Position:
         self.plan = self.plan.recut(lanes, tuple(sorted([*kept, (start, changed)], key=lambda change: change[0])))
         return start
 
-    def _agreed(self, what: str, own: int, choose: Callable[[list[int]], int]) -> int:
+    def agreed(self, what: str, own: int, choose: Callable[[list[int]], int]) -> int:
         """Return the global draw that all ranks agree on: `choose` picks it from the values of all ranks."""
         if self.plan.data.finite or self.plan.config.dp_size == 1:
             return own
@@ -283,7 +294,7 @@ class Position:
                 "ends"
             )
         leaves = leaves_of_path(data.leaves, path)
-        start = self._first_banned(from_draw)
+        start = self.mode.first_banned(self, from_draw)
         ban = Ban(start=start, keys=tuple(given), dataset=path)
         new = new_keys(self._bans, ban)
         if not new:
@@ -308,31 +319,6 @@ class Position:
         if self._listing is not None and not self.microbatches:  # listed, but nothing of it is delivered
             self._listing, self._ends = None, (-1, 0)
         return start
-
-    def _first_banned(self, from_draw: int | None) -> int:
-        """Return the global draw from which a ban holds; by default the first one not yet delivered.
-
-        Lanes that are ahead have delivered some later draws; those stay delivered.
-        """
-        data, lanes = self.plan.data, self.plan.num_lanes
-        if not data.finite:
-            first = min(self.lane_state(lane).draw * lanes + lane for lane in self.own_lanes)
-            if from_draw is None:
-                return self._agreed("ban", first, min)
-            if 0 < from_draw < first:
-                logger.warning(
-                    "ban: the lanes of this rank have made all draws before global draw %d, so from_draw=%d bans from "
-                    "there on; draws that were made are not taken back",
-                    *(first, from_draw),
-                )
-            return from_draw
-        draws = self.plan.draws_of_pass(self.epoch)
-        if not data.shuffled:  # nothing depends on earlier microbatches, so it may hold from the beginning
-            return draws.first
-        if data.listed:  # the rows of a pass that has begun are fixed
-            return max(from_draw or 0, draws.first + (draws.num_draws if self.microbatches else 0))
-        first = draws.first + min(self.microbatches * data.rows, draws.num_draws)
-        return first if from_draw is None else from_draw
 
     # State -----------------------------------------------------------------------------------------------------------
 
@@ -395,8 +381,8 @@ class Position:
         difference = check_fits(saved, data.kind, self.plan.recorded, self.plan.table, adapt=adapt)
         microbatches, lanes = saved.microbatches, saved.lanes
         ownership = Ownership(num_lanes, config.dp_size, microbatches)
-        if not data.finite:
-            check_lanes(lanes, self._needed_lanes(ownership), self._begin(microbatches), num_lanes)
+        needed = self.mode.needed_lanes(ownership, config.dp_rank)
+        check_lanes(lanes, needed, self.mode.begin(microbatches), num_lanes)
         if config.num_lanes not in (None, num_lanes):
             logger.info("num_lanes=%d comes from the state; the configuration says %s", num_lanes, config.num_lanes)
         if difference:

@@ -150,7 +150,7 @@ class DatasetSpec:
         return self.finite and (self.settings.packing_buffer_size is not None or self.grouped)
 
     def end(self, num_rows: int, world_size: int, num_batches: int | None = None) -> int:
-        """Return the microbatch at which a pass of so many rows (grouped: batches) ends for every rank."""
+        """Return the microbatch at which a pass of so many rows (grouped: batches) ends, after `ceil(end/R)` steps."""
         end = num_microbatches(num_rows, self.rows, drop_last=self.settings.batch_drop_last)
         end = end if num_batches is None else num_batches
         return end if self.settings.limit is None else min(end, self.settings.limit * world_size)

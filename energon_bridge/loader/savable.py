@@ -27,12 +27,12 @@ from energon_bridge.format.parallel import available_cores
 from energon_bridge.loader import document as doc
 from energon_bridge.loader.fits import read_all
 from energon_bridge.loader.metrics import AT_ANY_TIME, AT_END, AT_EPOCH, check_rates, flat_metrics, name_losses
+from energon_bridge.loader.modes import LaneMode, PassMode
 from energon_bridge.loader.pool import WorkerPool
-from energon_bridge.loader.position import OnMismatch, Position, merged_state
+from energon_bridge.loader.position import Mode, OnMismatch, Position, merged_state
 from energon_bridge.loader.run_plan import DATASET_IS_NO_LOADER, DatasetSpec, plan_run
-from energon_bridge.loader.shares import Sharing
 from energon_bridge.loader.streams import open_pipeline
-from energon_bridge.loader.workers import Work, keep_freed_memory, schedule
+from energon_bridge.loader.workers import Work, keep_freed_memory
 from energon_bridge.samples.base import pin_value
 from energon_bridge.samples.showing import counted, described
 from energon_bridge.storage.network import REQUESTS
@@ -42,7 +42,7 @@ from energon_bridge.stream.lane import Production
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.reencode import describe, restore
-from energon_bridge.stream.state import LaneBatch, ShareEnd
+from energon_bridge.stream.state import LaneBatch
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.topology import Ownership, WorkerConfig, check_data_parallel
 
@@ -93,7 +93,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         self.on_mismatch = on_mismatch
         check_data_parallel(config)
         dataset.check_types()
-        self._position = Position(plan_run(dataset, config))
+        self._position = Position(plan_run(dataset, config), PassMode() if dataset.finite else LaneMode())
         workers = config.num_workers
         with warnings.catch_warnings():
             # DataLoader would say of every loader that the machine has fewer cores; `_say_what_is_idle` does, once.
@@ -114,7 +114,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         self._held: deque[LaneBatch] = deque()
         self._last: Any = None
         self._resumed, self._pass = False, 0
-        self.share_end: ShareEnd | None = None
+        self.note: Any = None  # of the microbatch delivered last (`LaneBatch.note`)
         self._seconds = [0.0] * (3 + len(REQUESTS))
         self._steps, self._epoch_length = 0, dataset.epoch_length(config.dp_size)
         # Runs that nobody closes end with the loader or with the process; a worker's copy of the loader is no run.
@@ -128,7 +128,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         position = self._position
         if self.spec.finite:
             in_order = not self.spec.shuffled  # validation starts again, training continues
-            if position.microbatches >= position.end or (in_order and not self._resumed):
+            if position.mode.is_over(position) or (in_order and not self._resumed):
                 position.rewind()
                 # Workers that run on have the listing of the pass that they were started in.
                 listed = self.spec.shuffled and self.spec.listed
@@ -175,45 +175,30 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         position, virtual = self._position, self.spec.settings.virtual_epoch_length
         if virtual is not None and position.epoch_steps >= virtual:
             raise StopIteration
-        if self.spec.finite:
-            if position.microbatches >= position.end:
-                raise StopIteration
-            item = self._pull()
-            while not (item.rows or self.spec.settings.conventions.masks):
-                position.advance()
-                position.count(item)
-                if position.microbatches >= position.end:
-                    self._name_losses(AT_EPOCH)
-                    raise StopIteration
-                item = self._pull()
-        elif position.sharing is not None:
-            item = self._pull()
-            if item.end is not None:
-                position.lanes |= item.end.states
-                self.share_end = item.end
-        else:
-            lane = position.lane()
-            if lane is None:
+        while not (mode := position.mode).is_over(position):
+            if mode.is_masked(position):
                 position.advance()
                 return self._masked()
             item = self._held.popleft() if self._held else self._pull()
-            assert item.state is not None
-            position.lanes[lane] = item.state
-        position.advance()
-        position.count(item)
-        if not position.ownership.even:
-            self._last = item.batch
-        self._steps += 1
-        if self._ends_an_epoch():
-            self._name_losses(AT_EPOCH)
-        return item.batch
+            mode.take(position, item)
+            self.note = item.note
+            position.advance()
+            position.count(item)
+            if not position.ownership.even:
+                self._last = item.batch
+            self._steps += 1
+            if self._ends_an_epoch():
+                self._name_losses(AT_EPOCH)
+            if item.rows or self.spec.settings.conventions.masks:
+                return item.batch
+        raise StopIteration
 
     def _ends_an_epoch(self) -> bool:
         """Whether the pass, the virtual epoch, or the epoch of the data is over with the microbatch just delivered."""
         position, virtual = self._position, self.spec.settings.virtual_epoch_length
         if virtual is not None:
             return position.epoch_steps >= virtual
-        return position.microbatches >= position.end if self.spec.finite else not self._steps % self._epoch_length
+        return position.mode.is_over(position) if self.spec.finite else not self._steps % self._epoch_length
 
     def _pull(self) -> LaneBatch:
         try:
@@ -268,14 +253,9 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         """Microbatches that the whole run has delivered; of a finite stream, in this pass."""
         return self._position.microbatches
 
-    @property
-    def sharing(self) -> Sharing | None:
-        """How the run is divided before it is loaded; None: each rank loads its own lanes."""
-        return self._position.sharing
-
-    def share_out(self, sharing: Sharing) -> None:
-        """Load of each global batch what `sharing` gives this rank; all ranks must do so, before the first batch."""
-        self._position.share_out(sharing)
+    def follow(self, mode: Mode, settings: Mapping[str, Any]) -> None:
+        """Go on in another mode (see `Position.follow`); all ranks must do so, before the first batch."""
+        self._position.follow(mode, settings)
         self._stop()
 
     @property
@@ -312,7 +292,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     def _due(self) -> Iterator[tuple[int, int]]:
         """Give the units of this rank from the delivered position on, each with the number of its worker."""
-        return schedule(self._position, self._began)
+        return self._position.mode.units(self._position, self._began)
 
     def _opened(self) -> Iterator[LaneBatch]:
         """Start making the units from the delivered position on, here or in workers."""

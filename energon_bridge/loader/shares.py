@@ -14,7 +14,8 @@ has the lanes as they were at its beginning, and the number of microbatches deli
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,8 +26,9 @@ from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import JsonlDataset
 from energon_bridge.loader.document import State, sign
 from energon_bridge.loader.fits import check_windows, read_all
+from energon_bridge.loader.modes import LaneMode
+from energon_bridge.loader.position import Position
 from energon_bridge.loader.run_plan import DatasetSpec, RunPlan
-from energon_bridge.loader.streams import Start, WorkerFacts, watched_pipeline
 from energon_bridge.mix.leaves import numbers_of_samples
 from energon_bridge.plan.balance import Integers, assign_microbatches, cut_window, imbalance
 from energon_bridge.plan.choose import Picks, plain_cursors
@@ -34,12 +36,11 @@ from energon_bridge.rng import fold, key_of
 from energon_bridge.stream.picked import PickedLoad
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.planned import PlannedBatch, PlannedLane, PlanRules, SampleTable, make_planned
-from energon_bridge.stream.state import LaneBatch, LaneState, ShareEnd
-from energon_bridge.stream.watchdog import WatchdogSettings
+from energon_bridge.stream.state import LaneBatch, LaneState
 from energon_bridge.task_encoder.costs import ColumnCost
 from energon_bridge.task_encoder.hooks import Hook, hook_of
 from energon_bridge.task_encoder.packing import SAMPLES, Packer
-from energon_bridge.topology import WorkerConfig
+from energon_bridge.topology import Ownership, WorkerConfig
 
 _RESOLUTION = 2.0**30
 _ONE_OF_ONE = (Hook.ENCODE, Hook.PREENCODE, Hook.PACK, Hook.BATCH, Hook.ENCODE_BATCH)
@@ -47,8 +48,8 @@ _ONE_OF_ONE = (Hook.ENCODE, Hook.PREENCODE, Hook.PACK, Hook.BATCH, Hook.ENCODE_B
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sharing:
-    """How the microbatches of a run are divided among ranks before they are loaded.
+class Sharing(LaneMode):
+    """How the microbatches of a run are divided among ranks before they are loaded; each rank plans all lanes.
 
     Attributes:
         group: Microbatches in a global batch.
@@ -74,6 +75,23 @@ class Sharing:
     def begin(self, microbatches: int) -> int:
         """Return the first microbatch of the window that microbatch `microbatches` is in."""
         return microbatches - microbatches % self.span
+
+    def needed_lanes(self, ownership: Ownership, rank: int) -> range:
+        return range(ownership.num_lanes)
+
+    def units(self, at: Position, began: int) -> Iterator[tuple[int, int]]:
+        config = at.plan.config
+        return ((unit, unit % config.processes) for unit in itertools.count(at.microbatches // config.dp_size))
+
+    def stream(self, at: Position, pipeline: Pipeline) -> SharedStreams:
+        return SharedStreams(pipeline, self.batches(at.plan, at.lanes, self.begin(at.microbatches)), at.plan.config)
+
+    def is_masked(self, at: Position) -> bool:
+        return False
+
+    def take(self, at: Position, item: LaneBatch) -> None:
+        if item.note is not None:  # after a window, with the states of lanes
+            at.lanes |= {lane: LaneState.of_plain(state) for lane, state in item.note[1].items()}
 
     def batches(self, plan: RunPlan, lanes: Mapping[int, LaneState], microbatches: int) -> GlobalBatches:
         """Return the global batches of a run from the beginning of a window on (see `GlobalBatches`)."""
@@ -335,7 +353,7 @@ class SharedStreams:
     def __init__(self, pipeline: Pipeline, batches: GlobalBatches, config: WorkerConfig) -> None:
         self.pipeline, self._batches = pipeline, batches
         self._rank, self._ranks, self._workers = config.dp_rank, config.dp_size, config.processes
-        self._planned: dict[int, tuple[PlannedBatch, ShareEnd | None]] = {}
+        self._planned: dict[int, tuple[PlannedBatch, Any]] = {}
         self._loads: dict[int, PickedLoad] = {}
 
     def prepare(self, unit: int, count: int) -> None:
@@ -349,9 +367,9 @@ class SharedStreams:
 
     def _make(self, unit: int) -> LaneBatch:
         load = self._load(unit)
-        planned, end = self._planned[unit]
+        planned, note = self._planned[unit]
         item = make_planned(self.pipeline, planned, load, self._batches.rules)
-        item.end = end
+        item.note = note
         for known in [known for known in self._planned if known <= unit]:
             self._planned.pop(known)
             self._loads.pop(known, None)
@@ -371,30 +389,9 @@ class SharedStreams:
         for shared in self._batches.next_window(states=last % self._workers == worker):
             own = shared.assignment[:, self._rank].tolist()
             for turn, place in enumerate(own):
-                end = None
+                note = None
                 if turn == len(own) - 1:
                     cost = sum([shared.batches[one].cost for one in own]) / self._batches.sharing.unit
-                    end = ShareEnd(figures=(*shared.figures, cost), states=shared.states)
-                self._planned[shared.number * len(own) + turn] = shared.batches[place], end
-
-
-def open_shared(
-    plan: RunPlan,
-    sharing: Sharing,
-    start: Start,
-    microbatches: int,
-    watchdog: WatchdogSettings | None,
-    worker: WorkerFacts | None,
-) -> SharedStreams:
-    """Build the stream of one process of a run with own shares.
-
-    Args:
-        plan: The plan of the run.
-        sharing: How the run is divided.
-        start: The states of the lanes at the beginning of the window.
-        microbatches: Microbatches delivered by the whole run.
-        watchdog, worker: As for `open_stream`.
-    """
-    pipeline = watched_pipeline(plan, start.delivered, watchdog, worker)
-    batches = sharing.batches(plan, start.lanes, sharing.begin(microbatches))
-    return SharedStreams(pipeline, batches, plan.config)
+                    states = {lane: state.plain() for lane, state in shared.states.items()}
+                    note = (*shared.figures, cost), states
+                self._planned[shared.number * len(own) + turn] = shared.batches[place], note

@@ -1,10 +1,10 @@
-"""The streams of one process: lanes of an endless run, or microbatches of a finite pass."""
+"""The pipeline of one process, and the listing of a pass that is packed or grouped."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -21,20 +21,17 @@ from energon_bridge.stream.draws import SAMPLE
 from energon_bridge.stream.finite import (
     WHOLE_PACK,
     DrawnRows,
-    FiniteStream,
     Grouped,
     ListedRow,
     ListedRows,
     Listing,
-    PassRows,
     groups_of,
     packs_of,
 )
 from energon_bridge.stream.grouping import Groups
-from energon_bridge.stream.lane import LaneStreams, Stream
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.settings import StreamSettings
-from energon_bridge.stream.state import BufferedRefs, Counts, LaneState, SampleRef, Stage
+from energon_bridge.stream.state import BufferedRefs, Counts, SampleRef, Stage
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.task_encoder.images import IMAGE_EXTENSIONS
 from energon_bridge.topology import WorkerConfig
@@ -68,41 +65,28 @@ class WorkerFacts:
     careful: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """Where a stream begins.
-
-    Attributes:
-        lanes: States of the lanes of an endless run; lanes that are missing here start at their beginning.
-        epoch: The pass of a finite stream.
-        listing: The rows of a packed or grouped pass.
-        delivered: Leaves that the run has delivered samples of.
-    """
-
-    lanes: Mapping[int, LaneState]
-    epoch: int
-    listing: Listing | None
-    delivered: Collection[int]
-
-
 def open_pipeline(
     plan: RunPlan,
     threads: int | None = None,
     delivered: Collection[int] = (),
+    watchdog: WatchdogSettings | None = None,
     worker: WorkerFacts | None = None,
 ) -> Pipeline:
-    """Build the pipeline of one process.
+    """Build what loads, encodes and batches in one process.
 
     Args:
         plan: The plan of the run.
         threads: Overrides the number of threads in the configuration.
         delivered: Leaves that the run has delivered samples of.
+        watchdog: How long a microbatch may take; None: as long as it likes.
         worker: What a worker process knows about itself; None: this is the training process.
     """
     data, config = plan.data, plan.config
     run = data.settings
     decodes = run.task_encoder.decoder is not None and any(_decodes_media(leaf.dataset) for leaf in data.leaves)
-    if threads is None:
+    if worker is not None and worker.careful:
+        threads = 0
+    elif threads is None:
         threads = config.threads if decodes else 0
         # A single loading thread would only pass the interpreter lock back and forth with the worker's own thread.
         threads = 0 if config.num_workers and threads == 1 else threads
@@ -125,47 +109,11 @@ def open_pipeline(
         barred=frozenset() if worker is None else worker.barred,
         in_worker=worker is not None,
     )
-    return Pipeline(plan.leaves, settings)
-
-
-def open_stream(
-    plan: RunPlan,
-    start: Start,
-    watchdog: WatchdogSettings | None = None,
-    worker: WorkerFacts | None = None,
-) -> Stream:
-    """Build the stream of one process: its lanes, or the microbatches of a pass.
-
-    Args:
-        plan: The plan of the run.
-        start: Where it begins.
-        watchdog: The settings of the watchdog.
-        worker: What a worker process knows about itself; None: this is the training process.
-    """
-    pipeline = watched_pipeline(plan, start.delivered, watchdog, worker)
-    if not plan.data.finite:
-        return LaneStreams(pipeline, plan.blend, start.lanes)
-    order = plan.order_of_pass
-    rows: PassRows
-    if start.listing is not None:
-        rows = ListedRows(pipeline, start.listing)
-    elif order is not None:
-        rows = DrawnRows(pipeline, order.draws, order.sample_number)
-    else:
-        rows = DrawnRows(pipeline, plan.draws_of_pass(start.epoch))
-    return FiniteStream(pipeline, rows, drop_last=plan.data.settings.batch_drop_last, order=order)
-
-
-def watched_pipeline(
-    plan: RunPlan, delivered: Collection[int], watchdog: WatchdogSettings | None, worker: WorkerFacts | None
-) -> Pipeline:
-    """Build what loads, encodes and batches in one process, under the eyes of its watchdog (see `open_stream`)."""
-    threads = 0 if worker is not None and worker.careful else None
-    pipeline = open_pipeline(plan, threads, delivered, worker)
+    pipeline = Pipeline(plan.leaves, settings)
     if watchdog is not None and worker is None:
-        pipeline.watch(watchdog, f"rank {plan.config.dp_rank}")
+        pipeline.watch(watchdog, f"rank {config.dp_rank}")
     elif watchdog is not None and worker is not None:
-        pipeline.watch(watchdog, f"rank {plan.config.dp_rank}, worker {worker.number}", worker.said)
+        pipeline.watch(watchdog, f"rank {config.dp_rank}, worker {worker.number}", worker.said)
     return pipeline
 
 
@@ -182,11 +130,11 @@ def _decodes_media(dataset: PreparedDataset | JoinedDataset) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 # The listing of a finite pass whose encoder packs or groups: all ranks agree on it before the first step.
 #
-# *Packs*: the draws of the pass are cut into blocks of `packing_buffer_size`, whatever the number of ranks. Each rank
-# encodes its share of the blocks and lets the encoder select packs; the lists of references are gathered. With
+# *Packs*: the draws of the pass are cut into sections of `packing_buffer_size`, whatever the number of ranks. Each rank
+# encodes its share of the sections and lets the encoder select packs; the lists of references are gathered. With
 # `max_tokens_per_microbatch` the packs are the microbatches.
 #
-# *Groups*: the rows (samples, or the outputs of each pack) are cut into blocks in the same way; each rank asks the
+# *Groups*: the rows (samples, or the outputs of each pack) are cut into sections in the same way; each rank asks the
 # encoder for the groups of its share, and the answers are gathered. A full group is a microbatch. Rows left at the end
 # of the pass follow as smaller microbatches, groups ordered by their oldest row; `batch_drop_last` drops them. Group
 # keys must be equal after pickling: numbers, strings, tuples of them.
@@ -201,7 +149,7 @@ logger = logging.getLogger(__name__)
 
 _NOTABLE = 0.05
 """Share of the rows of a pass; a warning comes if more are dropped."""
-_BLOCK = 256
+_SECTION = 256
 """Rows that a rank holds in memory at a time while it asks for their groups."""
 
 
@@ -249,7 +197,7 @@ def _packs(
         return BufferedRefs.of((Stage.PACK, pack, 0) for pack in packs_of(pipeline, draws, start, stop, counted))
 
     packs: list[list[SampleRef]] = []
-    for found in _blocks(select, draws.num_draws, buffer, config, counts):
+    for found in _sections(select, draws.num_draws, buffer, config, counts):
         packs += [refs for _, refs, _ in found.entries()]
         if len(packs) >= enough:
             break
@@ -267,7 +215,7 @@ def _groups(pipeline: Pipeline, rows: DrawnRows | ListedRows, plan: RunPlan, eno
 
     groups: Groups[ListedRow] = Groups(plan.data.settings.batch_size)
     batches: list[list[ListedRow]] = []
-    for found in _blocks(ask, rows.count, _BLOCK, plan.config, counts):
+    for found in _sections(ask, rows.count, _SECTION, plan.config, counts):
         batches += [full for full in (groups.add(row, key, size) for row, key, size in found) if full]
         if len(batches) >= enough:
             break
@@ -282,18 +230,18 @@ def _groups(pipeline: Pipeline, rows: DrawnRows | ListedRows, plan: RunPlan, eno
     return Listing(rows=[row for batch in batches for row in batch], ends=ends)
 
 
-def _blocks(
-    make: Callable[[int, int, Counts], T], total: int, block: int, config: WorkerConfig, counts: Counts
+def _sections(
+    make: Callable[[int, int, Counts], T], total: int, section: int, config: WorkerConfig, counts: Counts
 ) -> Iterator[T]:
-    """Yield the result for each block of [0, total), in order; ranks that can reach each other share the work."""
+    """Yield the result for each section of [0, total), in order; ranks that can reach each other share the work."""
     shared = config.dp_size > 1 and torch.distributed.is_initialized()
     ranks, rank = (config.dp_size, config.dp_rank) if shared else (1, 0)
-    for first in range(0, total, block * ranks):
-        start = first + rank * block
+    for first in range(0, total, section * ranks):
+        start = first + rank * section
         own: T | None = None
         if start < total:
             counted = Counts()
-            own = make(start, min(start + block, total), counted)
+            own = make(start, min(start + section, total), counted)
             # If several ranks each make the whole list, only one counts it.
             if shared or config.dp_rank == 0:
                 counts.add(counted)

@@ -1,7 +1,4 @@
-"""What runs in one process of a loader: the units of a rank, in order, each made by a stream.
-
-A *unit* is a lane (of an endless run), the number of a microbatch (of a finite one), or, in a run that is divided
-before it is loaded, that of a microbatch of the rank.
+"""What runs in one process of a loader: the units of a rank, in order, each made by a stream (`modes`).
 
 A worker talks to the training process (`pool`) by a pair of connected sockets that keep messages apart. It is sent
 `CREDIT`, for a microbatch that it may make, and `AGAIN`, to begin the next pass. It sends, pickled, the number of the
@@ -22,7 +19,6 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +35,6 @@ from energon_bridge.rng import key_of
 from energon_bridge.stream.lane import Production
 from energon_bridge.stream.state import LaneBatch
 from energon_bridge.stream.watchdog import WatchdogSettings
-from energon_bridge.topology import lane_units, step_units
 
 CREDIT, AGAIN = b"+", b"p"
 MESSAGE_BYTES = 1 << 16
@@ -69,21 +64,6 @@ def outgoing(item: LaneBatch, outbox: Outbox) -> BatchMessage:
     return outbox.unshared(message)
 
 
-def schedule(position: Position, began: int) -> Iterator[tuple[int, int]]:
-    """Give the units of a rank from a position on, each with the number of its worker.
-
-    `began` is the microbatch of a finite pass at which its units were divided among the workers.
-    """
-    config = position.plan.config
-    ranks, rank, workers = config.dp_size, config.dp_rank, config.processes
-    if position.sharing is not None:
-        return ((unit, unit % workers) for unit in itertools.count(position.microbatches // ranks))
-    if not position.plan.data.finite:
-        return lane_units(position.ownership, rank, position.microbatches, workers)
-    steps, turn = range(position.microbatches, position.end, ranks), (position.microbatches - began) // ranks
-    return ((unit, (number + turn) % workers) for unit, number in step_units(steps, rank, workers))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """What one worker is to do. It is forked with the process, or pickled.
@@ -93,7 +73,7 @@ class Work:
         position: A copy of the delivered position, whose plan says what is loaded.
         ahead: Microbatches that it may make ahead.
         held_back: Units at the beginning that the training process has already (`SavableDataLoader._masked`).
-        began: Microbatch at which the pass was divided (`schedule`).
+        began: Microbatch at which the pass was divided (`Mode.units`).
         barred, careful: As in `WorkerFacts`.
     """
 
@@ -119,7 +99,7 @@ class Work:
             barred=self.barred,
             careful=self.careful,
         )
-        due = itertools.islice(schedule(position, began), held_back, None)
+        due = itertools.islice(position.mode.units(position, began), held_back, None)
         units = (unit for unit, worker in due if worker == self.number)
         stream = position.stream(self.watchdog, facts)
         if arena is not None:

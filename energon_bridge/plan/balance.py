@@ -36,8 +36,8 @@ def assign_microbatches(costs: npt.ArrayLike, ranks: int) -> Integers:
 
     The microbatches are sorted by cost, and R neighbours make a round: no other rounds have a smaller sum of
     largest costs, the time of a step whose rounds synchronise. Within the rounds they are dealt by Karmarkar and
-    Karp's differencing: the two blocks of the widest spread are joined, the largest of one with the smallest of the
-    other, until one block is left. Exchanges within a round then lower the cost of the most loaded rank. Where
+    Karp's differencing: the two divisions of the widest spread are joined, the largest of one with the smallest of the
+    other, until one is left. Exchanges within a round then lower the cost of the most loaded rank. Where
     dealing longest first over all rounds, or no change at all, has a lower step, that is taken, unless its rounds
     were worse than as the microbatches came. If the step is still not even, microbatches of any rounds are
     exchanged, until it is, or no exchange helps; under the same condition. That costs some of the evenness of the
@@ -144,21 +144,21 @@ def _mean(costs: Integers, ranks: int) -> int:
 
 def _differenced(costs: Integers, rounds: Integers) -> Integers:
     """Assign the microbatches of each round, shape (rounds, ranks), to ranks, without changing the rounds."""
-    blocks = []
+    divisions = []
     for number, row in enumerate(rounds):
         sums = costs[row]
-        blocks.append((int(sums.min() - sums.max()), number, sums, row[None]))
-    heapq.heapify(blocks)
-    number = len(blocks)
-    while len(blocks) > 1:
-        _, _, sums, rows = heapq.heappop(blocks)
-        _, _, other_sums, other_rows = heapq.heappop(blocks)
+        divisions.append((int(sums.min() - sums.max()), number, sums, row[None]))
+    heapq.heapify(divisions)
+    number = len(divisions)
+    while len(divisions) > 1:
+        _, _, sums, rows = heapq.heappop(divisions)
+        _, _, other_sums, other_rows = heapq.heappop(divisions)
         down, up = np.argsort(-sums, kind="stable"), np.argsort(other_sums, kind="stable")
         sums = sums[down] + other_sums[up]
         rows = np.concatenate([rows[:, down], other_rows[:, up]])
-        heapq.heappush(blocks, (int(sums.min() - sums.max()), number, sums, rows))
+        heapq.heappush(divisions, (int(sums.min() - sums.max()), number, sums, rows))
         number += 1
-    return _sorted(costs, blocks[0][3])
+    return _sorted(costs, divisions[0][3])
 
 
 def _exchanged(costs: Integers, assignment: Integers) -> Integers:

@@ -59,7 +59,7 @@ from energon_bridge.rng import MASK64, IntArray, UIntArray, below, fold
 
 
 DRAW_STEP = 0x9E3779B97F4A7C15
-_WINDOW, _MOST = 240, 5
+_DRAWS, _MOST = 240, 5
 _CANDIDATES = 256
 _LARGEST_DENOMINATOR = 1 << 20
 _BITS = 48
@@ -75,7 +75,7 @@ def lane_step(num_lanes: int) -> int:
     """
     count = min(num_lanes, _CANDIDATES)
     steps = [(DRAW_STEP + ((i * num_lanes // count) << 64)) // num_lanes for i in range(count)]
-    points: UIntArray = np.outer(np.array(steps, dtype=np.uint64), np.arange(_WINDOW, dtype=np.uint64))
+    points: UIntArray = np.outer(np.array(steps, dtype=np.uint64), np.arange(_DRAWS, dtype=np.uint64))
     misses = np.maximum(_misses(points), (_MOST << _BITS) - _MARGIN).tolist()
     return min(zip(misses, map(_quotients, steps), steps, strict=True))[-1]
 
@@ -156,7 +156,7 @@ class LeafWeights(Protocol):
 
 _MOST_PIECES = 256
 _COUNTED = 16
-"""Up to so many draws per leaf, drawing them is cheaper than counting by arithmetic."""
+"""Draws per leaf up to which drawing them is cheaper than counting by arithmetic."""
 
 
 @dataclass(frozen=True, kw_only=True)

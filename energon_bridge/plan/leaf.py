@@ -19,9 +19,9 @@ Without shuffling, every leaf is dealt in blocks of one microbatch, from its own
 - Lane l has the rank `l' = (key - 1 - l) mod L` in this leaf and owns `floor(((e+1)N + l')/L) - floor((eN + l')/L)`
   consecutive positions of epoch e, stretches laid in the order of l'. Before epoch e it has drawn
   `floor((eN + l')/L)` times, so its draw k lies in epoch `ceil(((k+1)L - l')/N) - 1`.
-- A stretch that touches P slices is worked through in `max(1, P div K)` *windows*, with
-  `K = 4 parallel_shard_iters + ceil(3 shuffle_buffer_size / slice length)` slices each.
-- A window of n samples in k pieces is dealt in `T = max(1, n div max(shuffle_buffer_size, k))` *rounds*. Round t
+- A stretch that touches P slices is worked through in `max(1, P div K)` *stripes*: slices that are read side by side,
+  `K = 4 parallel_shard_iters + ceil(3 shuffle_buffer_size / slice length)` of them.
+- A stripe of n samples in k pieces is dealt in `T = max(1, n div max(shuffle_buffer_size, k))` *rounds*. Round t
   takes from piece j, of n_j samples, the positions `floor((t n_j + f_j)/T)` up to `floor(((t+1) n_j + f_j)/T)`, with
   f_j a key below T. So every slice is read from front to back, one run of consecutive samples a round.
 - The samples of a round are spread: those of piece j, c_j of them, are shuffled by key, and the i-th comes at a keyed
@@ -57,14 +57,14 @@ ORDER_VERSION = 6
 DEFAULT_PARALLEL_SHARD_ITERS = 16
 _SLICES_OF_A_LANE = 64
 _SLICES_PER_ITER = 4
-"""Slices in a window per `parallel_shard_iters`. A default window has all 64 slices of a lane, so that a microbatch of
+"""Slices in a stripe per `parallel_shard_iters`. A default stripe has all 64 slices of a lane, so that a microbatch of
 32 samples comes from 29 of them."""
 _FEWEST_MICROBATCHES = 8
 """Microbatches of a lane per epoch below which slices have one sample; it would otherwise mix several epochs."""
-_SLICES, _WINDOW, _ROUND = 1, 2, 3
+_SLICES, _STRIPE, _ROUND = 1, 2, 3
 _ENDLESS = 1 << 16
 _LARGEST_TABLE = 4096
-"""Permutations of up to so many samples are kept as arrays; longer ones are cheaper to evaluate sample by sample."""
+"""Samples up to which a permutation is kept as an array; a longer one is cheaper to evaluate sample by sample."""
 _TABLES = 1 << 16
 _DEALT = 128
 """Draws of a lane looked up at once, and epochs they may span; both bound the cost of a seek."""
@@ -111,7 +111,7 @@ class LeafOrder:
         shuffle: False keeps the dataset's own order.
         first_sample: Index of the first sample, if the leaf is a part of a dataset.
         kept: Indices of the samples of a filtered leaf, ascending, shape (N,); None: N samples from the first on.
-        epochs_per_shuffle: E, the epochs shuffled as one; -1: so many that their end does not matter.
+        epochs_per_shuffle: E, the epochs shuffled as one; -1: their end does not matter.
     """
 
     num_samples: int
@@ -164,32 +164,32 @@ class LeafOrder:
         return self.rounds_at(lane, draw, 1)
 
     def rounds_at(self, lane: int, draw: int, fewest: int) -> Round:
-        """Return the round that holds a draw of a lane, with so many of those after it that they have `fewest` draws.
+        """Return the round that holds a draw of a lane, with those after it, until there are `fewest` draws.
 
         Together they cost little more than one alone.
         """
         if self.is_dealt:
             return self._dealt_rounds(lane, draw, fewest)
-        parts = [self._window_rounds(lane, draw, fewest)]
+        parts = [self._stripe_rounds(lane, draw, fewest)]
         count = parts[0].indices.size
         while count < fewest:
-            parts.append(self._window_rounds(lane, parts[0].first + count, fewest - count))
+            parts.append(self._stripe_rounds(lane, parts[0].first + count, fewest - count))
             count += parts[-1].indices.size
         if len(parts) == 1:
             return parts[0]
         columns = ([part.indices for part in parts], [part.epochs for part in parts])
         return Round(parts[0].first, *map(np.concatenate, columns))
 
-    def _window_rounds(self, lane: int, draw: int, fewest: int) -> Round:
-        """Return the round that holds a draw, with those after it in its window until there are `fewest` draws."""
+    def _stripe_rounds(self, lane: int, draw: int, fewest: int) -> Round:
+        """Return the round that holds a draw, with those after it in its stripe until there are `fewest` draws."""
         n, lanes, rank = self._line_length, self.num_lanes, self._rank(lane)
         epoch = self.epoch_of(lane, draw)
         first = (epoch * n + rank) // lanes
         share = ((epoch + 1) * n + rank) // lanes - first
         start = _sum_of_floors(rank, (epoch + 1) * n, lanes) - _sum_of_floors(rank, epoch * n, lanes)
-        window = self._window_at(epoch, rank, start, start + share, draw - first)
-        taken, places = window.deal(draw - first - window.before, fewest)
-        return self._round(first + window.before + taken, np.full(places.size, epoch, dtype=np.int64), places)
+        stripe = self._stripe_at(epoch, rank, start, start + share, draw - first)
+        taken, places = stripe.deal(draw - first - stripe.before, fewest)
+        return self._round(first + stripe.before + taken, np.full(places.size, epoch, dtype=np.int64), places)
 
     def _round(self, first: int, lines: IntArray, places: IntArray) -> Round:
         """Return a round of samples, given by epoch line and place among the E copies on it."""
@@ -265,32 +265,32 @@ class LeafOrder:
     def _rank(self, lane: int) -> int:
         return (self.key - 1 - lane) % self.num_lanes
 
-    def _window_at(self, epoch: int, rank: int, start: int, stop: int, draw: int) -> _Window:
-        """Return the window of a draw of the stretch [start, stop) of an epoch line; `draw` counts in the stretch."""
+    def _stripe_at(self, epoch: int, rank: int, start: int, stop: int, draw: int) -> _Stripe:
+        """Return the stripe of a draw of the stretch [start, stop) of an epoch line; `draw` counts in the stretch."""
         line = self._epoch_line(epoch)
         first_slot, last_slot = line.slot_of(start), line.slot_of(stop - 1)
         slots = last_slot - first_slot + 1
-        windows = max(1, slots // self._slices_per_window)
-        number = ((line.slot_of(start + draw) - first_slot + 1) * windows - 1) // slots
-        cached = self._windows.get((epoch, rank, number))
+        stripes = max(1, slots // self._slices_per_stripe)
+        number = ((line.slot_of(start + draw) - first_slot + 1) * stripes - 1) // slots
+        cached = self._stripes.get((epoch, rank, number))
         if cached is None:
-            low, high = first_slot + number * slots // windows, first_slot + (number + 1) * slots // windows
+            low, high = first_slot + number * slots // stripes, first_slot + (number + 1) * slots // stripes
             edges, first_samples = line.slices(low, high)
             inside = np.clip(edges, start, stop)
             base = first_samples + inside[:-1] - edges[:-1]
-            key = fold(self.key, _WINDOW, epoch, rank, number)
-            cached = _Window(int(inside[0]) - start, base, np.diff(inside), self.shuffle_buffer_size, key)
-            if len(self._windows) > 2 * self.num_lanes:
-                self._windows.clear()
-            self._windows[epoch, rank, number] = cached
+            key = fold(self.key, _STRIPE, epoch, rank, number)
+            cached = _Stripe(int(inside[0]) - start, base, np.diff(inside), self.shuffle_buffer_size, key)
+            if len(self._stripes) > 2 * self.num_lanes:
+                self._stripes.clear()
+            self._stripes[epoch, rank, number] = cached
         return cached
 
     @cached_property
-    def _windows(self) -> dict[tuple[int, int, int], _Window]:
+    def _stripes(self) -> dict[tuple[int, int, int], _Stripe]:
         return {}
 
     @cached_property
-    def _slices_per_window(self) -> int:
+    def _slices_per_stripe(self) -> int:
         return _SLICES_PER_ITER * self.parallel_shard_iters + math.ceil(
             3 * self.shuffle_buffer_size / self.slice_length
         )
@@ -334,7 +334,7 @@ def _spread(sizes: IntArray, keys: Sequence[int]) -> IntArray:
     return shuffled_pieces[np.argsort((of_round << 32) + moments, kind="stable")]
 
 
-class _Window:
+class _Stripe:
     """A few slices that are read side by side and dealt out in rounds; `base` and `lengths` have shape (pieces,)."""
 
     __slots__ = ("_base", "_lengths", "_phase", "_total", "before", "key", "rounds")
@@ -346,7 +346,7 @@ class _Window:
         self._phase = below(key, lengths.size, self.rounds)
 
     def deal(self, draw: int, fewest: int) -> tuple[int, IntArray]:
-        """Return the rounds from that of a draw on until there are `fewest` draws, as far as the window has them.
+        """Return the rounds from that of a draw on until there are `fewest` draws, as far as the stripe has them.
 
         Returns the first draw of the first round, and the places of the samples of all.
         """

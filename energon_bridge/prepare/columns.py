@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from energon_bridge.av import AVDecoder
 from energon_bridge.errors import ConfigurationError, EnergonError, MetadataError, SampleError
 from energon_bridge.format.code import fields_of
 from energon_bridge.format.columns import COLUMNS_INDEX, Column, column_path, encode_columns, read_columns, read_numbers
@@ -36,6 +37,7 @@ from energon_bridge.format.tar import parse_sample
 from energon_bridge.prepare.lint import Problem, read_samples
 from energon_bridge.prepare.media import read_image
 from energon_bridge.prepare.staging import Staging
+from energon_bridge.rows.turns import medium_by_name
 from energon_bridge.samples import CrudeSample
 from energon_bridge.storage import LocalStore, Store, open_store
 from energon_bridge.stores.base import follow_links
@@ -143,7 +145,7 @@ def add_column(
             pieces = [
                 by_shard[n] if n in by_shard else np.full(count, missing) for n, (_, count, _) in enumerate(shards)
             ]
-            numbers, texts = _numbers_of(column, pieces)
+            numbers, texts = _numbers(column, pieces)
             file = io.BytesIO()
             np.save(file, numbers, allow_pickle=False)
             staging.add(column_path(column), file.getvalue())
@@ -254,6 +256,12 @@ def image_size(parts: Mapping[str, Any]) -> dict[str, int]:
             image = read_image(data)
             return {"width": image.width, "height": image.height}
     raise ValueError(f"no image among the parts {', '.join(key for key in parts if key != '__key__')}")
+
+
+def sound_seconds(parts: Mapping[str, Any]) -> float:
+    """Return how long a sample's sound files are together, by their headers; for `raw=True`."""
+    sounds = [(part, data) for part, data in parts.items() if part != "__key__" and medium_by_name(part) == "audio"]
+    return sum((AVDecoder(data, name=part).get_audio_duration() or 0.0 for part, data in sounds), 0.0)
 
 
 def content_hash(parts: Mapping[str, Any]) -> int:
@@ -401,7 +409,7 @@ def _array(values: list[Any], column: str) -> np.ndarray:
     raise ConfigurationError(f"column {column!r}: expected numbers or texts, got values of the types {names}.")
 
 
-def _numbers_of(column: str, pieces: list[np.ndarray]) -> tuple[np.ndarray, tuple[str, ...] | None]:
+def _numbers(column: str, pieces: list[np.ndarray]) -> tuple[np.ndarray, tuple[str, ...] | None]:
     """Return the numbers to store, and the texts that they stand for."""
     kinds: set[Literal["text", "number"]] = {"text" if piece.dtype.kind == "U" else "number" for piece in pieces}
     if len(kinds) > 1:

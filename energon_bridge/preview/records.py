@@ -7,14 +7,18 @@ exceeds the decoder's limits) is replaced by its error.
 from __future__ import annotations
 
 import json
+import wave
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from io import BytesIO
 from typing import Any, Literal
 
 from PIL import Image
 
 from energon_bridge.av import AVDecoder
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.format.media import HEAD_BYTES, extension_by_head
+from energon_bridge.rows.turns import own_payload, part_kind
 from energon_bridge.samples.showing import as_image, value_text
 from energon_bridge.storage.ranges import ByteRange
 from energon_bridge.task_encoder.deferred import DeferredImage
@@ -25,6 +29,7 @@ _MOST_TEXT = 20_000
 _MOST_ITEMS = 64
 _MOST_FIELDS = 48
 _MOST_NUMBERS = 16
+_LOWEST_RATE = 1000  # a smaller number beside an array is something else
 _MOST_BYTES = 32 << 20
 """A larger video or sound, in bytes, is named but not shown."""
 _PLAYABLE: dict[str, Literal["video", "audio"]] = {
@@ -169,8 +174,8 @@ def _extent(shape: tuple[int, ...]) -> tuple[int, int]:
 def _items(value: Any, name: str) -> list[Item]:
     if isinstance(value, str):
         return [_text(value)]
-    if isinstance(value, AVDecoder):
-        return [_clip(value)]
+    if (sound := _sound(value)) is not None:
+        return [sound]
     picture = picture_of(value) if not isinstance(value, (list, tuple, Mapping)) else None
     if picture is not None:
         return [picture]
@@ -204,7 +209,11 @@ def _product(shape: Sequence[int]) -> int:
 
 def _is_shown(value: Any) -> bool:
     """Whether an entry of a list is shown by itself: text, and anything that may be a picture."""
-    return isinstance(value, (str, DeferredImage, AVDecoder, Image.Image)) or hasattr(value, "shape")
+    return (
+        isinstance(value, (str, DeferredImage, AVDecoder, Image.Image))
+        or hasattr(value, "shape")
+        or _samples(value) is not None
+    )
 
 
 def _items_of_dict(value: Mapping[Any, Any]) -> list[Item]:
@@ -233,18 +242,20 @@ def _turns(value: Any) -> list[Item]:
     return turns
 
 
-def _content(content: Any) -> list[Text | Picture]:
-    """Return the parts of a turn; an image that comes from another field is its placeholder."""
-    items: list[Text | Picture] = []
+def _content(content: Any) -> list[Text | Picture | Clip]:
+    """Return the parts of a turn; an image or sound that comes from another field is its placeholder."""
+    items: list[Text | Picture | Clip] = []
     for part in content if isinstance(content, (list, tuple)) else [content]:
         if isinstance(part, str):
             items.append(_text(part))
         elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
             items.append(_text(part["text"]))
-        elif isinstance(part, Mapping) and part.get("type") in ("image", "video"):
-            held = part.get(part["type"])
-            picture = None if held is None or isinstance(held, str) else picture_of(held)
-            items.append(picture or Text("text", f"<{part['type']}>"))
+        elif isinstance(part, Mapping) and part.get("type") in ("image", "video", "audio", "input_audio"):
+            held = own_payload(part)
+            if isinstance(held, bytes) and part_kind(part) == "audio":
+                held = AVDecoder(held, name=f"sound.{extension_by_head(held[:HEAD_BYTES])}")
+            shown = None if held is None else picture_of(held) or _sound(held)
+            items.append(shown or Text("text", f"<{part_kind(part)}>"))
         else:
             items.append(_json(part))
     return items
@@ -261,6 +272,35 @@ def _json(value: Any) -> Text:
     except (TypeError, ValueError, RecursionError):  # keys that JSON does not allow, cycles, thousands of levels
         return Text("note", value_text(value))
     return Text("json", _text(text).text)
+
+
+def _sound(value: Any) -> Clip | Text | None:
+    """Return a decoder, or samples with their rate, as a sound or video; None for anything else."""
+    if isinstance(value, AVDecoder):
+        return _clip(value)
+    pair = _samples(value)
+    if pair is None:
+        return None
+    from energon_bridge.task_encoder.families.sound import sound_of  # with transformers
+
+    sound = sound_of(pair, rate=pair[1])
+    file = BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setnchannels(1)
+        out.setsampwidth(2)
+        out.setframerate(sound.rate)
+        out.writeframes((sound.get().clip(-1, 1) * 32767).astype("<i2").tobytes())
+    return _clip(AVDecoder(file.getvalue(), name="samples.wav"))
+
+
+def _samples(value: Any) -> tuple[Any, int] | None:
+    """Return samples and their rate: a pair, or as datasets of Hugging Face have them."""
+    pair = (value.get("array"), value.get("sampling_rate")) if isinstance(value, Mapping) else value
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        return None
+    samples, rate = pair
+    is_sound = type(rate) is int and rate >= _LOWEST_RATE and getattr(samples, "ndim", 0) in (1, 2)
+    return (samples, rate) if is_sound else None
 
 
 def _clip(value: AVDecoder) -> Clip | Text:

@@ -1,6 +1,6 @@
 """Samples and batches in a terminal: texts, conversations, JSON, and pictures.
 
-Pictures are drawn with half blocks in 24-bit colour, which every terminal shows.
+Pictures are drawn with half blocks in 24-bit colour, which every terminal shows, and so are the waves of sounds.
 
 Data cannot control the terminal: control characters are shown by name.
 """
@@ -10,14 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+import numpy as np
 from PIL import Image
 from rich.text import Text as Styled
 
+from energon_bridge.av import AVDecoder
+from energon_bridge.errors import EnergonError
 from energon_bridge.preview.batches import ShownBatch, ShownRow, Token
-from energon_bridge.preview.records import Item, Picture, Record, Turn
+from energon_bridge.preview.records import Clip, Item, Picture, Record, Turn
 from energon_bridge.samples.showing import counted
 
 _HALF = "▀"
+_BLOCKS = (" ", "▄", _HALF, "█")
+_WAVE_LINES = 4
+_MOST_SECONDS = 60
 _MOST_LINES = 40
 _BAR = 60
 _STYLES = {"special": "magenta", "image": "yellow", "text": ""}
@@ -84,6 +90,24 @@ def half_blocks(image: Image.Image, columns: int) -> Iterator[Styled]:
         yield line
 
 
+def waveform(samples: np.ndarray, columns: int) -> Iterator[Styled]:
+    """Yield the lines of a sound `columns` wide: in each, from the lowest to the highest sample."""
+    peak = float(np.abs(samples).max(initial=0)) or 1.0
+    pieces = np.array_split(samples / peak, min(columns, len(samples)) or 1)
+    # In half blocks above and below the middle; silence is a thin line.
+    heights = [
+        (int(np.ceil(_WAVE_LINES * piece.max(initial=0))), int(np.ceil(_WAVE_LINES * -piece.min(initial=0))))
+        for piece in pieces
+    ]
+    heights = [(top, bottom or int(not top)) for top, bottom in heights]
+    for above in range(_WAVE_LINES, -_WAVE_LINES, -2):
+        line = ""
+        for top, bottom in heights:
+            upper, lower = -bottom < above <= top, -bottom < above - 1 <= top
+            line += _BLOCKS[2 * upper + lower]
+        yield Styled(line, "cyan")
+
+
 def _rgb(pixel: object) -> str:
     assert isinstance(pixel, tuple)
     return ",".join(str(value) for value in pixel)
@@ -97,6 +121,8 @@ def _indented(lines: Iterator[Styled]) -> Iterator[Styled]:
 def _item(item: Item, columns: int) -> Iterator[Styled]:
     if isinstance(item, Picture):
         yield from _picture(item, columns)
+    elif isinstance(item, Clip):
+        yield from _clip(item, columns)
     elif isinstance(item, Turn):
         yield Styled(clean(item.role), "bold blue" if item.role == "assistant" else "bold")
         for part in item.items:
@@ -114,6 +140,18 @@ def _picture(picture: Picture, columns: int) -> Iterator[Styled]:
     yield Styled(f"picture {picture.width} x {picture.height}", "dim")
     if columns:
         yield from half_blocks(picture.image, columns)
+
+
+def _clip(clip: Clip, columns: int) -> Iterator[Styled]:
+    yield Styled(clean(clip.text), "dim")
+    if clip.kind == "video" or not columns:
+        return
+    try:
+        clips, _ = AVDecoder(clip.stream).get_audio_clips([(0, _MOST_SECONDS)])
+    except EnergonError as error:  # damaged, or PyAV is not installed
+        yield Styled(clean(str(error)), "red")
+    else:
+        yield from waveform(clips[0].numpy().mean(axis=0), columns)
 
 
 def _bar(row: ShownRow) -> Styled:

@@ -1,4 +1,4 @@
-"""A cache of remote blocks on the node's disk, shared by all processes of the node: each block is fetched once.
+"""A cache on the node's disk, with one quota: remote blocks, which all processes share, and values that one keeps.
 
 `ENERGON_CACHE_DIR` (and `ENERGON_CACHE_BYTES`) turn it on; `use_node_cache` sets both. Files below `<folder>/v2/<2 hex
 digits>/`, each named by a SHA-256:
@@ -7,19 +7,26 @@ digits>/`, each named by a SHA-256:
     <hash>.block    1 MiB of one version of one object (the last one is shorter), then the CRC-32 of each 64 KiB of it
     <name>.claim    a process fetches it: JSON [host, process]. Void if that process is gone, or after 20 seconds
 
-Invariant: the bytes read from a block are those that were fetched. Files are renamed into place, complete; a block with
-the wrong length is ignored, and so is one whose needed pieces fail their checksum. There are no locks: a claim only
-saves work, and two processes that fetch the same block write the same bytes. If the disk refuses a write (it is full,
-say), reads go to the server.
+Values are `<number>.kept` in `<folder>/v2/<host>_<process>_<random>/`, which its process keeps locked. The kernel
+releases the lock of a process that dies, and whoever makes room on its host removes its folder.
+
+Invariant: the bytes read from a block are those that were fetched, and nobody evicts what a living process keeps. Files
+are renamed into place, complete; a block with the wrong length is ignored, and so is one whose needed pieces fail their
+checksum. Blocks have no locks: a claim only saves work, and two processes that fetch the same block write the same
+bytes. If the disk refuses a write (it is full, say), reads go to the server.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
+import logging
 import os
 import re
+import secrets
+import shutil
 import socket
 import threading
 import time
@@ -27,15 +34,21 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from energon_bridge.errors import ConfigurationError
+try:
+    import fcntl
+except ImportError:  # not on Windows, where folders of dead processes stay
+    fcntl = None  # type: ignore[assignment]
+
+from energon_bridge.errors import ConfigurationError, StorageError
 from energon_bridge.storage.helpers import PerProcess
 from energon_bridge.storage.network import MADE
 
 _T = TypeVar("_T")
+_log = logging.getLogger(__name__)
 
 BLOCK = 1 << 20
 PIECE = 64 << 10
@@ -54,6 +67,14 @@ _SHARE = 200
 """A process checks what to delete each time it has written this fraction of the cache's limit."""
 _FREE_SHARE = 20
 """The fraction of the disk that is left free."""
+_LEASED_SHARE = 40
+"""The fraction of what may be kept that all processes together add without looking what the others keep; twice as much
+is set aside for it, because processes come."""
+_LEASED_COUNT = 64
+"""Values are leased by this number, and bytes by blocks; where a lease is less, every addition looks."""
+_LOOKS = 20
+"""A process that found no room looks again after this many times the time that the look took, for each process."""
+_KEPT = ".kept"
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -94,29 +115,29 @@ class NodeCache:
     def versions(self, urls: Sequence[str], ask: Callable[[list[int]], list[Version]]) -> list[Version]:
         """Return the versions at some URLs; `ask` requests those of the given numbers."""
         now = time.monotonic()
-        found: dict[int, Version] = {}
+        known: dict[int, Version] = {}
         for number, url in enumerate(urls):
             until, version = self._known.get(url, (0.0, None))
             if version is not None and until > now:
-                found[number] = version
-        missing = [number for number in range(len(urls)) if number not in found]
+                known[number] = version
+        missing = [number for number in range(len(urls)) if number not in known]
 
         def load(number: int) -> bool:
             version = self._load_version(urls[number])
             if version is not None:
-                found[number] = version
+                known[number] = version
             return version is not None
 
         def make(numbers: list[int]) -> None:
             for number, version in zip(numbers, ask(numbers), strict=True):
-                found[number] = version
+                known[number] = version
                 self._publish(
                     self._id_name(urls[number]), json.dumps([version.url, version.tag, version.size]).encode()
                 )
                 self._know(version, time.time())
 
         self._each(missing, lambda number: self._id_name(urls[number]), load, make)
-        return [found[number] for number in range(len(urls))]
+        return [known[number] for number in range(len(urls))]
 
     def blocks(
         self, wanted: Mapping[Place, Sequence[Span]], fetch: Callable[[list[Place]], list[bytes]]
@@ -128,24 +149,24 @@ class NodeCache:
                 from the disk are undefined.
             fetch: Returns complete blocks.
         """
-        found: dict[Place, memoryview] = {}
+        blocks: dict[Place, memoryview] = {}
         fetched: set[Place] = set()
 
         def load(place: Place) -> bool:
             data = self._load_block(*place, wanted[place])
             if data is not None:
-                found[place] = data
+                blocks[place] = data
             return data is not None
 
         def make(places: list[Place]) -> None:
             for place, data in zip(places, fetch(places), strict=True):
-                found[place] = memoryview(data)
+                blocks[place] = memoryview(data)
                 fetched.add(place)
                 self._put(place, data)
 
         self._each(list(wanted), lambda place: place[0].name(place[1]), load, make)
-        self._count(found, fetched)
-        return found
+        self._count(blocks, fetched)
+        return blocks
 
     def put(self, place: Place, data: bytes) -> None:
         """Store a block that came with the response that named the version, if the disk accepts it."""
@@ -156,10 +177,10 @@ class NodeCache:
         version, block = place
         self._publish(version.name(block), data, _checksums(data))
 
-    def _count(self, found: dict[Place, memoryview], fetched: set[Place]) -> None:
+    def _count(self, blocks: dict[Place, memoryview], fetched: set[Place]) -> None:
         """Update the counters: blocks that this process fetched are misses, the others hits."""
         hits = misses = hit_bytes = miss_bytes = 0
-        for place, data in found.items():
+        for place, data in blocks.items():
             if place in fetched or place in self._first:
                 self._first.discard(place)
                 misses, miss_bytes = misses + 1, miss_bytes + len(data)
@@ -284,8 +305,9 @@ class NodeCache:
         writing = f"{path}.{uuid.uuid4().hex}.writing"
         size = sum(map(len, parts))
         try:
-            if self._written < 0 or self._written + size > (self._limit or _SHARE << 28) // _SHARE:
-                self._make_room(size)
+            due = self._written < 0 or self._written + size > (self._limit or _SHARE << 28) // _SHARE
+            if due and self.make_room(size).left < size:
+                raise OSError("no room")
             self._write(writing, parts, os.O_EXCL)
             os.replace(writing, path)
             self._written += size
@@ -308,12 +330,17 @@ class NodeCache:
 
     # Deleting --------------------------------------------------------------------------------------------------------
 
-    def _make_room(self, size: int) -> None:
-        """Delete the least recently used files, and those that killed processes left."""
+    def make_room(self, size: int) -> _Room:
+        """Delete what killed processes left, and the least recently used blocks, until some more bytes fit."""
         self._written = 0
         os.makedirs(self._folder, exist_ok=True)
-        now, files, used = time.time(), list[tuple[float, int, str]](), 0
+        processes = self._remove_dead()
+        now, files, kept, used = time.time(), list[tuple[float, int, str]](), list[int](), 0
         for path, stat in _files(self._folder):
+            if path.endswith(_KEPT):
+                kept.append(stat.st_size)
+                used += stat.st_size
+                continue
             if not path.endswith((".id", ".block")):
                 if path.endswith((".writing", ".claim")) and now - stat.st_mtime > _LEFT_SECONDS:
                     with contextlib.suppress(OSError):
@@ -325,15 +352,203 @@ class NodeCache:
         most = used + disk.f_bavail * disk.f_frsize - disk.f_blocks * disk.f_frsize // _FREE_SHARE
         if self._limit is not None:
             most = min(most, self._limit - self._limit // 10)
-        if used + size <= most:
-            return
-        for _, bytes_, path in sorted(files):
+        left = most - used
+        for _, bytes_, path in sorted(files) if left < size else ():
             with contextlib.suppress(OSError):
                 os.unlink(path)
-            used -= bytes_
-            if used + size <= most:
-                return
-        raise OSError("no room")
+            left += bytes_
+            if left >= size:
+                break
+        return _Room(left, sum(kept), len(kept), processes)
+
+    # What a process keeps --------------------------------------------------------------------------------------------
+
+    def own_folder(self) -> tuple[str, int]:
+        """Make a folder for this process; return its path, and a descriptor that keeps it locked. Raises OSError."""
+        while True:
+            path = f"{self._folder}/{_prefix()}{os.getpid()}_{secrets.token_hex(8)}"
+            try:
+                os.makedirs(path, 0o700)
+                self._remove_dead(but=path)
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue  # another process removed it, or an empty folder above it
+            with contextlib.suppress(OSError):
+                if _lock(descriptor) and os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                    return path, descriptor
+            os.close(descriptor)
+
+    def _remove_dead(self, but: str = "") -> int:
+        """Remove the folders of dead processes; return the number of living ones."""
+        living = 0
+        for folder in os.scandir(self._folder):
+            if "_" not in folder.name or folder.path == but:
+                continue
+            living += 1
+            if not folder.name.startswith(_prefix()):
+                continue  # not every file system shows the locks of another host
+            with contextlib.suppress(OSError):  # it has gone, or is another user's
+                descriptor = os.open(folder.path, os.O_RDONLY | os.O_CLOEXEC)
+                if _lock(descriptor, without=False):
+                    shutil.rmtree(folder.path, ignore_errors=True)
+                    living -= 1
+                os.close(descriptor)
+        return living
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the lock of the cache, where the file system has locks."""
+        descriptor = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for a fork that has copied the descriptor
+            os.close(descriptor)
+
+
+class _Room(NamedTuple):
+    """Bytes that a cache has room for; bytes and number of the values that processes keep; how many processes."""
+
+    left: int
+    kept_bytes: int
+    kept_count: int
+    processes: int
+
+
+def _prefix() -> str:
+    """Return how the names of folders of this host's processes start."""
+    return f"{re.sub('[^A-Za-z0-9.-]', '-', socket.gethostname())}_"
+
+
+def _lock(descriptor: int, *, without: bool = True) -> bool:
+    """Take the lock of a folder if it is free; return whether it is ours now, or `without` where there are no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return without
+    return True
+
+
+class KeptValues:
+    """The values that this process keeps in a cache until it drops them, in a folder that goes with the process.
+
+    Whoever adds one looks what all processes keep, under the lock of the cache. Where much may be kept, a process adds
+    some without a look; room is set aside for these. `drop` and `close` take no lock: the garbage collector may call
+    them anywhere.
+
+    Args:
+        cache: Where they are kept.
+        max_bytes, max_count: Limits on what all processes keep there.
+        whole: The last process out removes the folder of the cache.
+
+    Attributes:
+        folder: That of this process.
+
+    Raises:
+        StorageError: It cannot be made.
+    """
+
+    def __init__(self, cache: NodeCache, *, max_bytes: int, max_count: int, whole: bool = False) -> None:
+        self._cache, self._whole = cache, whole
+        self._limits = max_bytes, max_count
+        self._most = -1, 0  # until the first look
+        self._leased = self._others = 0, 0
+        self._added, self._seen, self._dropped = (0, 0), (0, 0), (0, 0)
+        self._due = 0.0
+        self._numbers = itertools.count()
+        self._putting = threading.Lock()
+        try:
+            self.folder, descriptor = cache.own_folder()
+        except OSError as error:
+            raise StorageError(f"cannot make a folder for cached files: {error}") from error
+        self._descriptors = [descriptor]
+
+    def may_fit(self, more: int = 0) -> bool:
+        """Whether another value may fit, beside some more: by the last look, or because it is time for the next."""
+        return self._fits(1, 1 + more) or time.monotonic() >= self._due
+
+    def fits(self) -> bool:
+        """Whether another value may fit, after a look if it is time for one."""
+        with self._putting, contextlib.suppress(OSError):
+            if not self._fits(1) and time.monotonic() >= self._due:
+                with self._cache.alone():
+                    self._look(1)
+        return self._fits(1)
+
+    def put(self, data: bytes) -> str | None:
+        """Write a value and return its path; None if there is no room, or the disk refuses it."""
+        size, path = len(data), f"{self.folder}/{next(self._numbers)}{_KEPT}"
+        try:
+            with self._putting:
+                unseen, fits = _sum(self._added, self._seen, -1), self._fits(size)
+                if not self._descriptors or not (fits or time.monotonic() >= self._due):
+                    return None
+                alone = not fits or unseen[0] + size > self._leased[0] or unseen[1] + 1 > self._leased[1]
+                with self._cache.alone() if alone else contextlib.nullcontext():
+                    if alone:
+                        self._look(size)
+                    if not self._fits(size):
+                        return None
+                    with open(path, "xb") as file:
+                        file.truncate(size)  # others count it from now on
+                    self._added = _sum(self._added, (size, 1))
+            with open(path, "r+b") as file:
+                file.write(data)
+        except OSError as error:
+            if self._descriptors:
+                _log.warning("%s: cannot cache a file, so it will be read again: %s", path, error)
+            with self._putting, contextlib.suppress(OSError):
+                os.unlink(path)
+                self._added = _sum(self._added, (size, 1), -1)
+            return None
+        return path
+
+    def drop(self, path: str, size: int) -> None:
+        """Delete a value; not by two threads at once."""
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        self._dropped = _sum(self._dropped, (size, 1))
+
+    def close(self, *, remove: bool = True) -> None:
+        """Delete all values and the folder, but in a forked child, whose parent has them."""
+        with contextlib.suppress(IndexError):
+            descriptor = self._descriptors.pop()
+            if remove:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            os.close(descriptor)
+            with contextlib.suppress(OSError):  # there is more
+                os.rmdir(parent := os.path.dirname(self.folder))
+                if self._whole:
+                    os.rmdir(os.path.dirname(parent))
+
+    def _fits(self, size: int, count: int = 1) -> bool:
+        used = _sum(_sum(self._others, self._added), self._dropped, -1)
+        return used[0] + size <= self._most[0] and used[1] + count <= self._most[1]
+
+    def _look(self, size: int) -> None:
+        """Count what all processes keep, and make room for some bytes (with both locks held)."""
+        began, (max_bytes, max_count) = time.monotonic(), self._limits
+        room = self._cache.make_room(size)
+        own = _sum(self._added, self._dropped, -1)
+        self._seen, self._others = self._added, _sum((room.kept_bytes, room.kept_count), own, -1)
+        share = _LEASED_SHARE * max(1, room.processes)
+        leased = (
+            min(max_bytes, room.left) // share // BLOCK * BLOCK,
+            max_count // share // _LEASED_COUNT * _LEASED_COUNT,
+        )
+        self._leased = leased if min(leased) > 0 else (0, 0)
+        self._most = _sum(self._limits, self._leased, -2 * room.processes) if room.left >= size else (-1, 0)
+        now = time.monotonic()
+        self._due = now + (now - began) * _LOOKS * room.processes
+
+
+def _sum(first: Sequence[int], second: Sequence[int], times: int = 1) -> tuple[int, int]:
+    return first[0] + times * second[0], first[1] + times * second[1]
 
 
 def _checksums(data: bytes) -> bytes:

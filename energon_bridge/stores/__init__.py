@@ -1,7 +1,7 @@
 """Files by key, for cookers: stores over prepared datasets, folders and JSONL files, and caches for files needed later.
 
-`base` has the protocol and the stores; `cache` and `disk_cache` keep files close until the samples that need them are
-delivered.
+`base` has the protocol and the stores; `cache` the lazies, and `file_cache` the pool that keeps their files on a local
+disk until the samples that need them are delivered.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from energon_bridge.stores.base import (
     SystemFileStore,
     WebdatasetFileStore,
 )
-from energon_bridge.stores.cache import CachePool, FileStoreCachePool, Lazy, NoCachePool
+from energon_bridge.stores.cache import CachePool, Lazy, NoCachePool
 
 __all__ = [
     "CachePool",
     "DecodeFileStore",
     "FileStore",
-    "FileStoreCachePool",
     "JsonlFileStore",
     "Lazy",
     "NoCachePool",

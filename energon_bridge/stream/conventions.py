@@ -102,10 +102,6 @@ class Conventions:
         """Return what numbers the draws of a lane for hooks; None: they are not numbered."""
         return None
 
-    def config_of_hooks(self, config: WorkerConfig) -> WorkerConfig | None:
-        """Return the worker configuration that hooks may ask for."""
-        return None
-
     def attach(self, batch: Any, name: str, value: Any) -> None:
         """Set a meta field of a batch."""
         attach(batch, name, value)

@@ -6,7 +6,7 @@ Nothing here depends on who owns the lane or on how far ahead draws are loaded.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from itertools import compress
 from typing import Any, NamedTuple
@@ -283,6 +283,30 @@ class BatchRow:
 def restore_key(pipeline: Pipeline, ref: SampleRef) -> RestoreKey:
     """Return the restore key of a sample."""
     return (pipeline.leaves[ref.leaf].identity, ref.sample, ref.epoch, ref.output)
+
+
+def encode_rows(
+    pipeline: Pipeline, loads: PendingLoads, counts: Counts, numbers: Iterator[int] | None = None
+) -> Iterator[list[BatchRow]]:
+    """Encode the loads of some picks, and give the rows of each; `numbers` are those that hooks see of the picks."""
+    while len(loads):
+        loaded = loads.take()
+        for leaf, sample, key, size in zip(loaded.leaves, loaded.samples, loaded.keys, loaded.sizes, strict=True):
+            counts.of(leaf)[_BYTES] += size
+            if numbers is not None:
+                NUMBER.set(next(numbers))
+            outputs = pipeline.encode(leaf, sample, key, counts)
+            yield [BatchRow((SampleRef(leaf, *each[1:]),), SAMPLE, encoded, 0) for each, encoded in outputs]
+
+
+def batch_rows(pipeline: Pipeline, rows: Sequence[BatchRow], lane: int, number: int, counts: Counts) -> list[Any]:
+    """Return the microbatches of some rows (see `Pipeline.batches`); none of no rows."""
+    if not rows:
+        return []
+    samples = [row.content for row in rows]
+    keys = [row.key(pipeline) for row in rows]
+    leaves = [ref.leaf for row in rows for ref in row.members]
+    return pipeline.batches(samples, keys, leaves, lane, number, counts)
 
 
 def rows_of(encoded: EncodedSamples) -> list[BatchRow]:

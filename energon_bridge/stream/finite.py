@@ -3,8 +3,8 @@
 Microbatch m is rows `[mB, (m+1)B)` of the pass; nothing depends on what was delivered before, so there is no state but
 m and the number of the pass. Rows are draws, or, where the encoder packs or groups, those of a list that all ranks have
 agreed on before the pass (`loader/streams.py`); where it groups, the list says at which row each microbatch ends.
-Every rank makes `ceil(ceil(N/B)/R)` steps. A microbatch beyond the end does not exist: it repeats real rows, with the
-mask all false.
+All ranks make the same number of steps. A microbatch beyond the end does not exist: it repeats real rows, with the mask
+all false.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -19,12 +20,11 @@ import torch
 from energon_bridge.errors import EmptyDatasetError, FatalSampleError
 from energon_bridge.plan.choose import PassDraws, Picks
 from energon_bridge.stream.conventions import PassOrder, attach
-from energon_bridge.stream.draws import SAMPLE, BatchRow, reencode
+from energon_bridge.stream.draws import SAMPLE, BatchRow, batch_rows, encode_rows, reencode
 from energon_bridge.stream.packing import pack_rows, post_encoded, select_packs
 from energon_bridge.stream.picked import PickedLoad
 from energon_bridge.stream.pipeline import PendingLoads, Pipeline
 from energon_bridge.stream.state import COUNTERS, Counts, LaneBatch, SampleRef, as_members
-from energon_bridge.task_encoder.current import NUMBER
 
 _SKIPPED = COUNTERS.index("skipped")
 WHOLE_PACK = -2
@@ -50,12 +50,6 @@ class Listing:
 def num_microbatches(num_rows: int, batch_size: int, *, drop_last: bool) -> int:
     """Return the microbatches of a finite stream, all ranks together."""
     return num_rows // batch_size if drop_last else math.ceil(num_rows / batch_size)
-
-
-def num_steps(num_rows: int, batch_size: int, world_size: int, *, drop_last: bool, limit: int | None) -> int:
-    """Return the steps that every rank makes over a finite stream; `limit` is a number of steps."""
-    steps = math.ceil(num_microbatches(num_rows, batch_size, drop_last=drop_last) / world_size)
-    return steps if limit is None else min(steps, limit)
 
 
 class PassRows(Protocol):
@@ -109,20 +103,8 @@ class DrawnRows:
     def take(self, start: int, stop: int, counts: Counts) -> list[BatchRow]:
         """Return the encoded samples of draws [start, stop)."""
         self.prepare(start, stop)
-        ahead = self._ahead.pop(start)
-        rows: list[BatchRow] = []
-        draw = start - 1
-        while len(ahead):
-            loaded = ahead.take()
-            columns = zip(loaded.leaves, loaded.samples, loaded.keys, loaded.sizes, strict=True)
-            for leaf, sample, key, size in columns:
-                counts.of(leaf)[COUNTERS.index("bytes")] += size
-                draw += 1
-                if self._number_of is not None:
-                    NUMBER.set(self._number_of(draw))
-                for (_, index, epoch, output), encoded in self._pipeline.encode(leaf, sample, key, counts):
-                    rows.append(BatchRow((SampleRef(leaf, index, epoch, output),), SAMPLE, encoded, 0))
-        return rows
+        numbers = None if self._number_of is None else map(self._number_of, range(start, stop))
+        return list(chain.from_iterable(encode_rows(self._pipeline, self._ahead.pop(start), counts, numbers)))
 
 
 class ListedRows:
@@ -260,10 +242,7 @@ class FiniteStream:
         with pipeline.user_code():
             pipeline.begin(-1, number)
             rows = self._rows.take(*self._span(number), counts)
-            samples = [row.content for row in rows]
-            keys = [row.key(pipeline) for row in rows]
-            leaves = [ref.leaf for row in rows for ref in row.members]
-            batches = pipeline.batches(samples, keys, leaves, -1, number, counts) if rows else []
+            batches = batch_rows(pipeline, rows, -1, number, counts)
         if len(batches) > 1:
             raise FatalSampleError(
                 f"{rows[0].key(pipeline)}: batch or encode_batch yields {len(batches)} batches from one; "

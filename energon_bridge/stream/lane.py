@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from energon_bridge.errors import HookTimeoutError
 from energon_bridge.plan.blend import Blend
-from energon_bridge.stream.draws import BatchRow, Draws, reencode, rows_of
+from energon_bridge.stream.draws import BatchRow, Draws, batch_rows, reencode, rows_of
 from energon_bridge.stream.grouping import Grouping
 from energon_bridge.stream.packing import Packing
 from energon_bridge.stream.pipeline import Pipeline
@@ -119,12 +119,7 @@ class Lane:
             if len(batches) > 1:
                 self._batched = rows_of(drawn)
             return
-        if rows:
-            samples = [row.content for row in rows]
-            keys = [row.key(pipeline) for row in rows]
-            leaves = [ref.leaf for row in rows for ref in row.members]
-            batches = pipeline.batches(samples, keys, leaves, self.number, self._microbatches - skip, counts)
-            self._batches.extend(batches[skip:])
+        self._batches.extend(batch_rows(pipeline, rows, self.number, self._microbatches - skip, counts)[skip:])
         self._batched = rows if self._batches else []
         self._batches_taken = skip if self._batches else 0
         for row in rows:

@@ -93,8 +93,8 @@ class Pipeline:
         self._memory: Lender | None = None
         # If rows are packed or grouped, a slab would stay in use until the last of its images is delivered.
         straight = run.packing_buffer_size is None and not own.groups and self.rows > 1
-        self._blocks = SlabPool()
-        self.slabs = self._blocks if straight and getattr(run.task_encoder, "decoder", None) is not None else None
+        self._slab_pool = SlabPool()
+        self.slabs = self._slab_pool if straight and getattr(run.task_encoder, "decoder", None) is not None else None
         self.chunk: int = -(-self.rows // settings.threads) if settings.threads else max(self.rows, _TOGETHER)
 
     # Loading ---------------------------------------------------------------------------------------------------------
@@ -186,12 +186,12 @@ class Pipeline:
     def write_into(self, memory: Lender) -> None:
         """Decode images into, and stack other fields in, the memory of a lender."""
         self._memory = memory
-        self._blocks.lender = memory
+        self._slab_pool.lender = memory
 
     @contextlib.contextmanager
     def lending(self) -> Iterator[None]:
         """Allocate the microbatch that is stacked in this context from the lender's memory."""
-        LENDER.set(self._blocks if self._memory is None else self._memory)
+        LENDER.set(self._slab_pool if self._memory is None else self._memory)
         try:
             yield
         finally:
@@ -269,7 +269,7 @@ class Pipeline:
     @contextlib.contextmanager
     def adopting(self) -> Iterator[None]:
         """Join tensors in this context without a copy, if they are already adjacent."""
-        SLABS.set(self._blocks)
+        SLABS.set(self._slab_pool)
         try:
             yield
         finally:
@@ -373,7 +373,7 @@ class Pipeline:
             self.steps.now.hook, self.steps.now.sample = Hook.DECODE_DEFERRED, None
             # On an error the members are decoded one by one later, so that only the broken one is lost.
             with contextlib.suppress(SampleError):
-                decode_deferred(samples, map if self._pool is None else self._pool.map, self._blocks.lend)
+                decode_deferred(samples, map if self._pool is None else self._pool.map, self._slab_pool.lend)
 
     def flush_reports(self) -> None:
         """Flush failure reports that no later microbatch will carry."""
@@ -385,10 +385,9 @@ class Pipeline:
         """Set up the hook context and restore the global generators afterwards; a no-op without user hooks."""
         if not (restoring or self.own.present):
             return contextlib.nullcontext()
-        settings = self.settings
-        put_back = restoring or not settings.config.num_workers  # a worker's generators are its own
-        config = self.conventions.config_of_hooks(settings.config)
-        return running_hooks(settings.run.cache_pool, self.steps.tally, put_back=put_back, config=config)
+        run, config = self.settings.run, self.settings.config
+        put_back = restoring or not config.num_workers  # a worker's generators are its own
+        return running_hooks(run.cache_pool, self.steps.tally, put_back=put_back, config=config)
 
 
 def first_sample(key: tuple[Any, ...]) -> RestoreKey:

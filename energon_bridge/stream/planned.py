@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import compress, pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -22,22 +22,20 @@ from energon_bridge.plan.blend import Blend
 from energon_bridge.plan.choose import Chooser, Cursors, UnbannedDraws
 from energon_bridge.plan.leaf import Round
 from energon_bridge.rng import IntArray
-from energon_bridge.stream.draws import SAMPLE, BatchRow
+from energon_bridge.stream.draws import BatchRow, batch_rows, encode_rows
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.pack_buffer import EMPTY_SELECTIONS, PackBuffer, first_target
 from energon_bridge.stream.packing import pack_rows
 from energon_bridge.stream.picked import PickedLoad
-from energon_bridge.stream.pipeline import PendingLoads, Pipeline
+from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.state import (
     COUNTERS,
     NOTHING_HELD,
     Counts,
     LaneBatch,
     LaneState,
-    SampleRef,
     Stage,
 )
-from energon_bridge.stream.values import FailedSample
 from energon_bridge.task_encoder.hooks import Hook
 from energon_bridge.task_encoder.packing import Packer
 
@@ -239,20 +237,11 @@ def make_planned(pipeline: Pipeline, planned: PlannedBatch, load: PickedLoad, ru
     counts.add(planned.lost)
     with pipeline.user_code():
         pipeline.begin(planned.lane, planned.number)
-        samples, keys = _encoded(pipeline, planned, load.start(as_slab=True), counts)
-        leaves: list[int] = planned.members[:, 0].tolist()
-        if planned.ends is None:
-            there = [sample is not None for sample in samples]
-            if not all(there):
-                keys, leaves = list(compress(keys, there)), list(compress(leaves, there))
-                samples = list(compress(samples, there))
-        else:
-            rows = _packed(pipeline, planned, samples, rules, counts)
-            samples, keys = [row.content for row in rows], [row.key(pipeline) for row in rows]
-            leaves = [ref.leaf for row in rows for ref in row.members]
-        batches = []
-        if samples:
-            batches = pipeline.batches(samples, keys, leaves, planned.lane, planned.number, counts)
+        draws = list(encode_rows(pipeline, load.start(as_slab=True), counts))
+        if (several := max(map(len, draws))) > 1:
+            raise _several(pipeline, Hook.ENCODE, f"{several} samples from one")
+        rows = list(chain(*draws)) if planned.ends is None else _packed(pipeline, planned, draws, rules, counts)
+        batches = batch_rows(pipeline, rows, planned.lane, planned.number, counts)
     if len(batches) > 1:
         raise _several(pipeline, Hook.ENCODE_BATCH, f"{len(batches)} batches from one")
     if not batches:
@@ -266,60 +255,28 @@ def make_planned(pipeline: Pipeline, planned: PlannedBatch, load: PickedLoad, ru
     return LaneBatch(batches[0], pipeline.rows, None, counts)
 
 
-def _encoded(
-    pipeline: Pipeline, planned: PlannedBatch, loads: PendingLoads, counts: Counts
-) -> tuple[list[Any], list[tuple[Any, ...]]]:
-    """Return the encoded samples (None for those left out) and the restore keys of all."""
-    encodes = pipeline.own.encodes
-    samples: list[Any] = []
-    keys: list[tuple[Any, ...]] = []
-    leaves: list[int] = planned.members[:, 0].tolist()
-    while len(loads):
-        loaded = loads.take()
-        for key, sample, size in zip(loaded.keys, loaded.samples, loaded.sizes, strict=True):
-            leaf = leaves[len(samples)]
-            counts.of(leaf)[_BYTES] += size
-            if encodes or type(sample) is FailedSample:
-                outputs = pipeline.encode(leaf, sample, key, counts)
-                if len(outputs) > 1:
-                    raise _several(pipeline, Hook.ENCODE, f"{len(outputs)} samples from one")
-                sample = outputs[0][1] if outputs else None
-            else:
-                pipeline.steps.worked(pipeline.own.first, (leaf,))
-            samples.append(sample)
-            keys.append(key)
-    return samples, keys
-
-
 def _packed(
-    pipeline: Pipeline, planned: PlannedBatch, samples: Sequence[Any], rules: PlanRules, counts: Counts
+    pipeline: Pipeline, planned: PlannedBatch, draws: Sequence[list[BatchRow]], rules: PlanRules, counts: Counts
 ) -> list[BatchRow]:
     """Return the packs of encoded samples, without those that fail."""
     assert planned.ends is not None
-    there = [number for number, sample in enumerate(samples) if sample is not None]
-    _check_sizes(pipeline, planned, samples, there, rules)
+    _check_sizes(pipeline, planned, draws, rules)
     packs: list[BatchRow] = []
     for first, end in pairwise([0, *planned.ends]):
-        members = [
-            BatchRow((SampleRef(*reference),), SAMPLE, content, 0)
-            for reference, content in zip(planned.members[first:end].tolist(), samples[first:end], strict=True)
-            if content is not None
-        ]
-        made = pack_rows(pipeline, members, counts)
+        made = pack_rows(pipeline, list(chain(*draws[first:end])), counts)
         if len(made) > 1:
             raise _several(pipeline, Hook.PACK, f"{len(made)} rows from one pack")
         packs += made
     return packs
 
 
-def _check_sizes(
-    pipeline: Pipeline, planned: PlannedBatch, samples: Sequence[Any], there: list[int], rules: PlanRules
-) -> None:
+def _check_sizes(pipeline: Pipeline, planned: PlannedBatch, draws: Sequence[list[BatchRow]], rules: PlanRules) -> None:
     """Raise if the sizes of encoded samples differ from the planned ones."""
     packer = rules.packer
     assert packer is not None
+    there = [number for number, rows in enumerate(draws) if rows]
     planned_sizes = rules.looked_up(planned.members[there], "sizes")
-    sizes = packer.sizes([samples[number] for number in there])
+    sizes = packer.sizes([draws[number][0].content for number in there])
     if not len(wrong := np.argwhere(sizes != planned_sizes)):
         return
     place, limit = wrong[0].tolist()

@@ -161,10 +161,10 @@ class LeafReader:
             (runs.tolist(), (name, starts[runs].tolist(), lengths[runs].tolist()))
             for name, runs in self._by_shard(shards[firsts], large[firsts])
         ]
-        for runs, (_, run_starts, run_lengths), blocks in self._blocks(wanted):
+        for runs, (_, run_starts, run_lengths), contents in self._contents(wanted):
             total += sum(run_lengths)
-            for run, start, block in zip(runs, run_starts, blocks, strict=True):
-                data = memoryview(block)
+            for run, start, content in zip(runs, run_starts, contents, strict=True):
+                data = memoryview(content)
                 low, high = edge_list[run], edge_list[run + 1]
                 if high - low == 1:
                     out[places[low]] = data
@@ -181,11 +181,11 @@ class LeafReader:
             self.bytes_read += total
         return out
 
-    def _blocks(self, wanted: list[tuple[list[int], Ranges]]) -> Iterator[tuple[list[int], Ranges, Sequence[bytes]]]:
+    def _contents(self, wanted: list[tuple[list[int], Ranges]]) -> Iterator[tuple[list[int], Ranges, Sequence[bytes]]]:
         """Read the ranges of each shard, all at once if storage answers slowly."""
         if self._far is not None:
-            blocks = self._far.read_all([ranges for _, ranges in wanted])
-            return ((*one, of_shard) for one, of_shard in zip(wanted, blocks, strict=True))
+            contents = self._far.read_all([ranges for _, ranges in wanted])
+            return ((*one, of_shard) for one, of_shard in zip(wanted, contents, strict=True))
         return ((runs, ranges, self.dataset.store.read_ranges(*ranges)) for runs, ranges in wanted)
 
     def _read_indices(self, shards: IntArray) -> None:

@@ -210,19 +210,6 @@ class Counts(dict[int, list[int]]):
             self[leaf] = [a + b for a, b in zip(self.of(leaf), counted, strict=True)]
 
 
-@dataclass(frozen=True, slots=True)
-class ShareEnd:
-    """What comes with the last microbatch that a rank runs of a global batch that was divided before.
-
-    Attributes:
-        figures: How even the global batch is, and what this rank runs of it costs (`loader.shares.SharedBatch`).
-        states: The lanes after its window, if it is the last global batch of one.
-    """
-
-    figures: tuple[float, ...]
-    states: dict[int, LaneState]
-
-
 @dataclass(slots=True)
 class LaneBatch:
     """A microbatch with the state of its lane after it.
@@ -235,7 +222,7 @@ class LaneBatch:
         reports: Failures on the way to it.
         seconds: Time that its process spent on it: in all, waiting for samples to be read and decoded, and in `batch`
             and `encode_batch`; then, if servers were asked, the counters of `network.REQUESTS`.
-        end: The end of a rank's share of a global batch, if it was divided before it was loaded; else None.
+        note: What else its mode sends along, of plain values.
     """
 
     batch: Any
@@ -244,22 +231,16 @@ class LaneBatch:
     counts: Counts
     reports: tuple[Report, ...] = ()
     seconds: tuple[float, ...] = (0.0, 0.0, 0.0)
-    end: ShareEnd | None = None
+    note: Any = None
 
     def plain(self) -> tuple[Any, ...]:
         """Return everything as nested tuples, which cross to the training process faster than records."""
         state = None if self.state is None else self.state.plain()
-        values = self.batch, self.rows, state, dict(self.counts), self.reports, self.seconds
-        if self.end is None:
-            return values
-        return *values, self.end.figures, {lane: each.plain() for lane, each in self.end.states.items()}
+        return self.batch, self.rows, state, dict(self.counts), self.reports, self.seconds, self.note
 
     @classmethod
     def of_plain(cls, values: tuple[Any, ...]) -> LaneBatch:
         """Rebuild what `plain` wrote."""
-        batch, rows, state, counts, reports, seconds, *ends = values
-        end = None
-        if ends:
-            end = ShareEnd(ends[0], {lane: LaneState.of_plain(each) for lane, each in ends[1].items()})
+        batch, rows, state, counts, reports, seconds, note = values
         lane = None if state is None else LaneState.of_plain(state)
-        return cls(batch, rows, lane, Counts(counts), reports, seconds, end)
+        return cls(batch, rows, lane, Counts(counts), reports, seconds, note)

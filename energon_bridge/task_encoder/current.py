@@ -33,7 +33,7 @@ LAST: ContextVar[bool] = ContextVar("energon_bridge_last_buffer", default=False)
 FAILED: ContextVar[tuple[Any, tuple[SourceInfo, ...]]] = ContextVar("energon_bridge_failed", default=(None, ()))
 """While the policy decides about a failure: the argument of the hook, and where its samples come from."""
 CONFIG: ContextVar[Any] = ContextVar("energon_bridge_config", default=None)
-"""As a drop-in: the worker configuration of the loader whose hooks run."""
+"""The worker configuration of the loader whose hooks run."""
 TALLY: ContextVar[Counter[str]] = ContextVar("energon_bridge_tally")
 """Counts of `count_over_long` since the engine last took them."""
 

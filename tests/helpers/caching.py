@@ -43,4 +43,4 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def files_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("energon_cache_*/*") if path.is_file())
+    return sorted(folder.rglob("*.kept"))

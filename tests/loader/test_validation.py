@@ -29,7 +29,6 @@ from engine import (
 from energon_bridge import DefaultTaskEncoder, SavableDataLoader, SkipSample, get_savable_loader, get_val_dataset
 from energon_bridge.errors import ConfigurationError, EmptyDatasetError
 from energon_bridge.loader.run_plan import DatasetSpec
-from energon_bridge.stream.finite import num_steps
 from energon_bridge.topology import step_units
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
@@ -115,12 +114,13 @@ def check_pass(steps: list[list[Any]], num_samples: int, rows: int, world_size: 
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_every_microbatch_is_one_unit_of_one_rank_and_worker(rows: int) -> None:
+def test_every_microbatch_is_one_unit_of_one_rank_and_worker(data: Path, rows: int) -> None:
     """For all N up to 200, R up to 8, W up to 4: in order, and shared out evenly."""
+    dataset = dataset_of(data, batch_size=rows)
     for microbatches in sorted({math.ceil(n / rows) for n in range(1, MOST + 1)}):
         for world_size in RANKS:
             n = min(microbatches * rows, MOST)
-            steps = num_steps(n, rows, world_size, drop_last=False, limit=None)
+            steps = steps_of(dataset, n, world_size)
             assert steps == math.ceil(microbatches / world_size)
             firsts = range(0, steps * world_size, world_size)
             for num_workers in range(1, 5):
@@ -134,13 +134,16 @@ def test_every_microbatch_is_one_unit_of_one_rank_and_worker(rows: int) -> None:
                 assert [unit for step in zip(*met, strict=True) for unit in step] == list(range(steps * world_size))
 
 
-def test_steps_with_limit_and_without_the_last_batch() -> None:
-    for n, rows, ranks in itertools.product(range(1, MOST + 1), ROWS, RANKS):
-        for drop_last, microbatches in ((False, math.ceil(n / rows)), (True, n // rows)):
-            steps = math.ceil(microbatches / ranks)
-            assert num_steps(n, rows, ranks, drop_last=drop_last, limit=None) == steps
-            for limit in (1, 3, 1000):
-                assert num_steps(n, rows, ranks, drop_last=drop_last, limit=limit) == min(limit, steps)
+def test_steps_with_limit_and_without_the_last_batch(data: Path) -> None:
+    for rows, drop_last, limit in itertools.product(ROWS, (False, True), (None, 1, 3, 1000)):
+        dataset = dataset_of(data, batch_size=rows, batch_drop_last=drop_last, limit=limit)
+        for n, ranks in itertools.product(range(1, MOST + 1), RANKS):
+            steps = math.ceil((n // rows if drop_last else math.ceil(n / rows)) / ranks)
+            assert steps_of(dataset, n, ranks) == (steps if limit is None else min(limit, steps))
+
+
+def steps_of(dataset: DatasetSpec, num_samples: int, world_size: int) -> int:
+    return math.ceil(dataset.end(num_samples, world_size) / world_size)
 
 
 # Loaders -------------------------------------------------------------------------------------------------------------

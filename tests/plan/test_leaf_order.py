@@ -54,18 +54,18 @@ def by_the_book(order: LeafOrder, lane: int, epoch: int) -> list[int]:
         [index for _, index in piece]
         for _, piece in itertools.groupby(line[start : start + share[rank]], key=lambda entry: entry[0])
     ]
-    per_window = 4 * order.parallel_shard_iters + -(-3 * order.shuffle_buffer_size // length)
-    windows = int(max(1, len(pieces) // per_window))
+    per_stripe = 4 * order.parallel_shard_iters + -(-3 * order.shuffle_buffer_size // length)
+    stripes = int(max(1, len(pieces) // per_stripe))
     drawn: list[int] = []
-    for number in range(windows if pieces else 0):
-        window = pieces[number * len(pieces) // windows : (number + 1) * len(pieces) // windows]
-        rounds = max(1, sum(map(len, window)) // max(order.shuffle_buffer_size, len(window)))
+    for number in range(stripes if pieces else 0):
+        stripe = pieces[number * len(pieces) // stripes : (number + 1) * len(pieces) // stripes]
+        rounds = max(1, sum(map(len, stripe)) // max(order.shuffle_buffer_size, len(stripe)))
         key = fold(order.key, 2, epoch, rank, number)
-        phases = below(key, len(window), rounds).tolist()
+        phases = below(key, len(stripe), rounds).tolist()
         for t in range(rounds):
             parts = [
                 piece[(t * len(piece) + phase) // rounds : ((t + 1) * len(piece) + phase) // rounds]
-                for piece, phase in zip(window, phases, strict=True)
+                for piece, phase in zip(stripe, phases, strict=True)
             ]
             drawn += spread_by_the_book(parts, fold(key, 3, t))
     return drawn

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from engine import NUM_LANES, SkippingEncoder, deliver, loaders_of, numbers_of, text_dataset, train_dataset
+from keyed import CRUDE
 from PIL import Image
 
 from energon_bridge import (
@@ -181,6 +182,29 @@ def test_sizes_hashes_and_duplicates(tmp_path: Path) -> None:
     assert not (root / ".nv-meta/columns/hash.npy").exists()
     assert image_size({"__key__": "a", "0.PNG": jpg((3, 4), "red")}) == {"width": 3, "height": 4}
     assert content_hash({"a": b"12", "b": b""}) != content_hash({"a": b"1", "b": b"2"})
+
+
+def test_the_length_of_sounds_is_that_of_their_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("av")
+    from clips import write_sound, write_video
+
+    wav = write_sound(tmp_path / "a.wav", codec="pcm_s16le", rate=16000, seconds=1.5).read_bytes()
+    mp3 = write_sound(tmp_path / "a.mp3", codec="libmp3lame", rate=44100, seconds=2.25).read_bytes()
+    film = write_video(tmp_path / "a.mp4", options={"x264-params": "log-level=0"}, frames=50, sound="aac").read_bytes()
+    samples = {
+        "one": {"wav": wav},
+        "two": {"0.wav": wav, "1.mp3": mp3, "json": b"{}"},
+        "film": {"mp4": film},
+        "track": {"audios.0.mp4": film, "0.wav": wav},
+        "text": {"txt": b"a"},
+    }
+    (tmp_path / "data").mkdir()
+    write_shard(tmp_path / "data" / "0.tar", samples)
+    prepare_dataset(tmp_path / "data", split=parse_patterns(["train:.*"]), dataset_yaml=CRUDE)
+    monkeypatch.setattr("energon_bridge.av.metadata.AudioReader", None)  # nothing is decoded
+    result = energon("columns", "add", tmp_path / "data", "--sound-seconds", "--num-workers", 1)
+    assert result.exit_code == 0, result.output
+    assert column(tmp_path / "data", "sound_seconds") == pytest.approx([1.5, 3.75, 0, 3.5, 0], abs=0.001)
 
 
 def test_commands_by_a_module_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

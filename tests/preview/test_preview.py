@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import http.client
 import json
@@ -14,6 +15,7 @@ from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import previews
 import pytest
 import torch
@@ -25,13 +27,14 @@ from paths import CONFIGS, REPOSITORY
 from PIL import Image
 
 from energon_bridge import get_savable_loader, get_train_dataset, get_val_dataset
+from energon_bridge.av import AVDecoder
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.loader.fits import merge
 from energon_bridge.preview.batches import delivered, shown
 from energon_bridge.preview.pages import histogram, write_pages
-from energon_bridge.preview.records import Picture, Record, Text, Turn, items_of
+from energon_bridge.preview.records import Clip, Picture, Record, Text, Turn, fields_of, items_of
 from energon_bridge.preview.sources import SampleSource, shared_out
-from energon_bridge.preview.terminal import half_blocks, lines_of, lines_of_batch
+from energon_bridge.preview.terminal import half_blocks, lines_of, lines_of_batch, waveform
 from energon_bridge.testing import create_captioning_test_dataset
 
 CONFIG = CONFIGS / "packed.yaml"
@@ -192,6 +195,59 @@ def test_images_are_shown_small(captions: Path) -> None:
     (array,) = items_of(torch.rand(3, 40, 20))
     assert isinstance(array, Picture)
     assert (array.width, array.height) == (20, 40)
+
+
+def test_sounds_are_players_and_waves(tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    from clips import write_sound, write_video
+
+    wav = write_sound(tmp_path / "a.wav", codec="pcm_s16le", rate=16000, seconds=1.0).read_bytes()
+    film = write_video(tmp_path / "film.mp4", options={"x264-params": "log-level=0"}, frames=5).read_bytes()
+    ramp = np.concatenate([np.zeros(800), np.linspace(0, 1, 800)]).astype(np.float32)
+    part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(wav).decode(), "format": "wav"}}
+    turns = [{"role": "user", "content": ["What?", part, {"type": "audio"}, {"type": "audio", "audio": (ramp, 16000)}]}]
+    sample = {
+        "wav": AVDecoder(wav, name="wav"),
+        "film": AVDecoder(film, name="film.mp4"),
+        "pair": (ramp, 8000),
+        "sounds": [{"array": ramp, "sampling_rate": 8000}],
+        "other": (np.zeros((3, 4)), 7),
+        "bad": AVDecoder(wav[:20], name="bad.wav"),
+        "turns": turns,
+        "picture": [{"role": "user", "content": [{"type": "image", "image": b"bytes"}]}],
+    }
+    shown = dict(fields_of(sample))
+    for name in ("wav", "pair", "sounds"):
+        (clip,) = shown[name]
+        assert isinstance(clip, Clip)
+        assert (clip.kind, clip.suffix) == ("audio", "wav")
+    (turn,) = shown["turns"]
+    assert isinstance(turn, Turn)
+    assert [type(item) for item in turn.items] == [Text, Clip, Text, Clip]
+    assert isinstance(turn.items[1], Clip)
+    assert turn.items[1].stream == wav
+    assert turn.items[2] == Text("text", "<audio>")
+    assert shown["picture"] == (Turn("user", (Text("text", "<image>"),)),)
+    (pair,) = shown["pair"]
+    assert isinstance(pair, Clip)
+    assert AVDecoder(pair.stream).get_audio().audio_clips[0][0].numpy() == pytest.approx(ramp, abs=1e-4)  # type: ignore[index]
+    assert not any(isinstance(item, Clip) for item in shown["other"])
+    record = Record(
+        dataset="d", key="k", shard="", index=0, fields=[(name, shown[name]) for name in ("pair", "film", "bad")]
+    )
+    lines = [line.plain for line in lines_of(record, columns=8)]
+    wave = lines[lines.index("pair") + 2 : lines.index("film")]
+    assert wave == ["        ▄█", "      ▄███", "  ▀▀▀▀    ", "          "]
+    assert not any("▄" in line for line in lines[lines.index("film") :])
+    assert any("DecodeError" in line for line in lines[lines.index("bad") :])
+    named = [line.plain for line in lines_of(record, columns=0)]
+    assert not any("█" in line for line in named)
+
+
+def test_a_wave_goes_from_the_lowest_to_the_highest_sample() -> None:
+    heard = np.concatenate([np.zeros(4), np.full(4, 0.25), np.full(4, -0.5), [0.5, -0.5, 0, 0]])
+    assert [line.plain for line in waveform(heard, 4)] == ["   █", " █ █", "▀ ██", "  ██"]
+    assert [line.plain for line in waveform(heard[:0], 4)] == [" ", " ", "▀", " "]
 
 
 # Steps ---------------------------------------------------------------------------------------------------------------

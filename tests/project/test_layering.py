@@ -66,7 +66,7 @@ ROOMS = {
     "trainers": "integrations replica plan.balance stream.planned loader.shares",
     "cloud": """
         storage.answers storage.buckets storage.fsspec_store storage.http storage.node_cache storage.remote
-        stores.disk_cache
+        stores.file_cache
     """,
     "tools": """
         rows forecast preview verify cli testing prepare.columns prepare.convert prepare.duplicates prepare.engines
@@ -77,20 +77,14 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 29_700,
+    "core": 29_550,
     "models": 8_400,
     "trainers": 6_550,
-    "cloud": 3_000,
+    "cloud": 3_200,
     "tools": 13_200,
     "drop-in": 3_300,
     "training": 4_400,
 }
-# Imports of the core from other rooms that are still there: the list may only shrink.
-CROSSINGS = """
-loader.position -> loader.shares
-loader.savable -> loader.shares
-stores.cache -> stores.disk_cache
-"""
 MAX_LINES = 1000  # of one file: the budgets keep rooms small, this keeps a file one idea
 RUN_AS_COMMAND = 'if __name__ == "__main__":\n    sys.exit(main())\n'
 
@@ -246,9 +240,7 @@ def test_imports_point_down():
 
 
 def test_the_core_imports_no_other_room():
-    listed = CROSSINGS.strip().splitlines()
-    assert listed == sorted(set(listed))
-    assert crossings(REPOSITORY) == listed, "new ones must go; those that are gone leave the list"
+    assert crossings(REPOSITORY) == []
 
 
 def test_rooms_name_what_exists():

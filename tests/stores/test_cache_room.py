@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from caching import Slow, wait_for
 
-from energon_bridge import FileStoreCachePool
-from energon_bridge.stores import disk_cache as room_module
-from energon_bridge.stores.disk_cache import SharedQuota
+from energon_bridge import FileStoreCachePool, use_node_cache
+from energon_bridge.storage import node_cache
+from energon_bridge.storage.node_cache import KeptValues, NodeCache, Version
 
 CONTEXT = multiprocessing.get_context("fork")
 SECONDS = 20.0
@@ -24,7 +24,7 @@ SECONDS = 20.0
 def kept_below(folder: Path) -> list[int]:
     """Return the sizes of all files that are kept; one may go while they are counted."""
     sizes = []
-    for path in folder.glob("energon_cache_*/*"):
+    for path in folder.rglob("*.kept"):
         try:
             sizes.append(path.stat().st_size)
         except FileNotFoundError:
@@ -58,7 +58,7 @@ class Child:
 
 
 def _child(pipe: Any, parent: Path, act: Callable[..., Any], limits: dict[str, int]) -> None:
-    room = SharedQuota(str(parent), **limits)
+    room = KeptValues(NodeCache(str(parent / "room"), None), **limits, whole=True)
     try:
         while arguments := pipe.recv():
             pipe.send(act(room, *arguments))
@@ -80,8 +80,14 @@ def children(tmp_path: Path) -> Iterator[Callable[..., Child]]:
     assert list(tmp_path.iterdir()) == []  # the last one out leaves nothing behind
 
 
-def take(room: SharedQuota, size: int) -> bool:
-    return room.take(size)
+def take(room: KeptValues, size: int) -> bool:
+    return room.put(bytes(size)) is not None
+
+
+def drop(room: KeptValues) -> None:
+    """Drop all values of this process."""
+    for path in Path(room.folder).iterdir():
+        room.drop(str(path), path.stat().st_size)
 
 
 def test_a_limit_is_that_of_all_processes(children: Callable[..., Child]) -> None:
@@ -99,25 +105,19 @@ def test_a_number_of_files_is_that_of_all_processes(children: Callable[..., Chil
     assert sum(child.do(1) for _ in range(3) for child in some) == 5
 
 
-def churn(room: SharedQuota, seed: int) -> int:
-    """Write and delete files as room allows; return the most bytes that were there at a time, of all processes."""
-    generator, files, most = random.Random(seed), [], 0
-    for number in range(150):
+def churn(room: KeptValues, seed: int) -> int:
+    """Keep and drop values as room allows; return the most bytes that were there at a time, of all processes."""
+    generator, values, most = random.Random(seed), [], 0
+    for _ in range(150):
         size = generator.randrange(1, 400)
-        if generator.random() < 0.6 and room.take(size):
-            files.append(Path(room.folder.path, str(number)))
-            files[-1].write_bytes(bytes(size))
-        elif files:
-            gone = files.pop(generator.randrange(len(files)))
-            size = gone.stat().st_size
-            gone.unlink()
-            room.give_back(size)
-        with room._exclusively():  # else a file that goes and one that comes could both be seen
-            most = max(most, sum(kept_below(Path(room.folder.path).parent)))
-    for path in files:
-        size = path.stat().st_size
-        path.unlink()
-        room.give_back(size)
+        if generator.random() < 0.6 and (path := room.put(bytes(size))):
+            values.append((path, size))
+        elif values:
+            room.drop(*values.pop(generator.randrange(len(values))))
+        with room._cache.alone():  # else a value that goes and one that comes could both be seen
+            most = max(most, sum(kept_below(Path(room.folder).parent)))
+    for value in values:
+        room.drop(*value)
     return most
 
 
@@ -131,6 +131,27 @@ def test_processes_that_come_and_go_side_by_side_never_exceed_it(children: Calla
     assert last.do(1000)  # everything was given back
 
 
+def fill(room: KeptValues, size: int) -> tuple[int, int]:
+    """Keep values until there is no room; return how many, and how often it was looked."""
+    looks, look = [], room._look
+    room._look = lambda size: looks.append(size) or look(size)  # type: ignore[method-assign,func-returns-value]
+    count = 0
+    while room.put(bytes(size)):
+        count += 1
+    return count, len(looks)
+
+
+def test_where_much_may_be_kept_few_look(children: Callable[..., Child], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the limit is that of all processes all the same."""
+    monkeypatch.setattr(node_cache, "_LEASED_COUNT", 1)
+    some = [children(fill, max_count=2000, max_bytes=10**9) for _ in range(4)]
+    for child in some:
+        child.pipe.send((1,))
+    counts, looks = zip(*(child.pipe.recv() for child in some), strict=True)
+    assert 1900 <= sum(counts) <= 2000
+    assert sum(looks) < 500
+
+
 def test_the_room_of_a_killed_process_comes_back(children: Callable[..., Child]) -> None:
     living, dying = children(take), children(take)
     assert dying.do(900)
@@ -141,29 +162,30 @@ def test_the_room_of_a_killed_process_comes_back(children: Callable[..., Child])
     assert not living.do(1)
 
 
-def take_and_die(room: SharedQuota, size: int) -> None:
-    """Be killed between the two writes of a change."""
-    write = os.pwrite
+def put_and_die(room: KeptValues, size: int) -> None:
+    """Be killed before the value is written, when its room is taken."""
+    opened = open
 
-    def last_write(*arguments: Any) -> None:
-        write(*arguments)
-        os.kill(os.getpid(), signal.SIGKILL)
+    def last_open(path: str, mode: str) -> Any:
+        if mode == "r+b":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return opened(path, mode)
 
-    room_module.os.pwrite = last_write
-    room.take(size)
+    node_cache.open = last_open  # type: ignore[attr-defined]
+    room.put(bytes(size))
 
 
 def test_a_kill_in_the_middle_of_a_change_is_made_good(children: Callable[..., Child]) -> None:
-    living, dying = children(take), children(take_and_die)
+    living, dying = children(take), children(put_and_die)
     assert living.do(100)
     dying.pipe.send((300,))
     dying.process.join(SECONDS)
     assert dying.process.exitcode == -signal.SIGKILL
     another = children(take)
     assert not another.do(901)
-    assert another.do(900)
+    wait_for(lambda: another.do(900))
     another.end()
-    assert living.do(900)
+    wait_for(lambda: living.do(900))
 
 
 def test_pools_of_several_processes_share_their_limit(tmp_path: Path) -> None:
@@ -191,37 +213,107 @@ def test_pools_of_several_processes_share_their_limit(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def room_in(folder: Path) -> KeptValues:
+    return KeptValues(NodeCache(str(folder / "room"), None), max_bytes=1000, max_count=10, whole=True)
+
+
 def test_what_is_closed_gives_no_room_and_touches_no_file(tmp_path: Path) -> None:
-    room = SharedQuota(str(tmp_path), max_bytes=1000, max_count=10)
-    assert room.take(10)
+    room = room_in(tmp_path)
+    path = room.put(bytes(10))
+    assert path
     room.close()
-    assert not room.take(10)
-    room.give_back(10)
+    assert room.put(bytes(10)) is None
+    room.drop(path, 10)
     room.close()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_pool_that_is_collected_in_the_middle_of_a_change_goes_after_it(tmp_path: Path) -> None:
-    room = SharedQuota(str(tmp_path), max_bytes=1000, max_count=10)
-    change = room._change
+def test_a_pool_that_is_collected_in_the_middle_of_a_change_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    room = room_in(tmp_path)
+    look = room._look
 
-    def closing(*arguments: int) -> None:
+    def closing(size: int) -> None:
+        look(size)
         room.close()  # as the garbage collector may do anywhere
-        change(*arguments)
 
-    room._change = closing  # type: ignore[method-assign]
-    assert room.take(10)
+    monkeypatch.setattr(room, "_look", closing)
+    assert room.put(bytes(10)) is None
     assert list(tmp_path.iterdir()) == []
-    assert not room.take(10)
+    assert caplog.text == ""
 
 
-def test_without_locks_each_process_counts_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room_module, "can_lock", lambda descriptor: False)
-    rooms = [SharedQuota(str(tmp_path), max_bytes=1000, max_count=10) for _ in range(2)]
-    assert [room.take(900) for room in rooms] == [True, True]
-    assert not rooms[0].take(200)
-    rooms[0].give_back(900)
-    assert rooms[0].take(1000)
+def test_without_locks_there_are_the_limits_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But the folders of dead processes stay."""
+
+    def refused(*arguments: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(node_cache.fcntl, "flock", refused)
+    rooms = [room_in(tmp_path) for _ in range(2)]
+    path = rooms[0].put(bytes(900))
+    assert path
+    assert not rooms[1].put(bytes(200))
+    rooms[0].drop(path, 900)
+    wait_for(lambda: rooms[1].put(bytes(1000)) is not None)
     for room in rooms:
         room.close()
     assert list(tmp_path.iterdir()) == []
+
+
+# One quota for all ------------------------------------------------------------------------------------------------
+
+
+def publish(cache: NodeCache, number: int) -> None:
+    cache.put((Version("https://example.org/a", "tag", 100 * node_cache.BLOCK), number), bytes(100_000))
+
+
+def blocks_in(folder: Path) -> int:
+    return len(list(folder.rglob("*.block")))
+
+
+def test_blocks_make_room_for_what_is_kept(tmp_path: Path) -> None:
+    cache = NodeCache(str(tmp_path), 1_000_000)
+    for number in range(8):
+        publish(cache, number)
+    room = KeptValues(cache, max_bytes=10**9, max_count=10**6)
+    paths = [room.put(bytes(200_000)) for _ in range(4)]
+    assert all(paths)
+    assert blocks_in(tmp_path) == 0
+    assert room.put(bytes(200_000)) is None, "the quota of the cache is that of what is kept, too"
+    for number in range(8):
+        publish(cache, number)
+    assert sum(kept_below(tmp_path)) == 800_000, "what a living process keeps was evicted"
+    assert blocks_in(tmp_path) == 0
+    room.close()
+    again = NodeCache(str(tmp_path), 1_000_000)
+    for number in range(8):
+        publish(again, number)
+    assert blocks_in(tmp_path) == 8
+
+
+def test_a_pool_without_a_folder_keeps_files_in_the_cache_of_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ENERGON_CACHE_DIR", "ENERGON_CACHE_BYTES"):
+        monkeypatch.setenv(name, "")
+    use_node_cache(tmp_path / "node", 1000)
+    pool, store = FileStoreCachePool(), Slow()
+    lazies = [pool.get_lazy(store, str(number)) for number in range(12)]
+    wait_for(lambda: len(kept_below(tmp_path / "node")) == 9)  # a tenth of the quota is left free
+    assert [lazy.get() for lazy in lazies] == [store.content(str(number)) for number in range(12)]
+    assert len(kept_below(tmp_path / "node")) == 9
+    pool.close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may give a folder away")
+def test_a_folder_of_somebody_else_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / f"energon_cache_{os.getuid()}"
+    folder.mkdir()
+    (folder / "theirs").touch()
+    os.chown(folder, 65534, 65534)
+    pool, store = FileStoreCachePool(parent_cache_dir=tmp_path), Slow()
+    assert pool.get_lazy(store, "a").get() == store.content("a")
+    assert [path.name for path in folder.iterdir()] == ["theirs"]
+    assert "belongs to somebody else" in caplog.text

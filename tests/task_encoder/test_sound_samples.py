@@ -14,7 +14,8 @@ import torch
 
 from energon_bridge.av import AVDecoder
 from energon_bridge.errors import DecodeError, SampleError
-from energon_bridge.task_encoder.families.sound import Sound, sound_of, track_of
+from energon_bridge.task_encoder.deferred import decode_deferred
+from energon_bridge.task_encoder.families.sound import DeferredSound, Sound, sound_of, track_of
 
 av = pytest.importorskip("av")
 
@@ -214,9 +215,14 @@ def test_sounds_of_one_decoder_are_decoded_on_many_threads(files: dict[str, byte
     sounds = [sound_of(decoder, rate=16000) for _ in range(8)]
     assert all(sound.alone for sound in sounds)
     alone = sounds[0].get()
+    sample = {"sounds": [DeferredSound(sound=sound) for sound in sounds]}
     with ThreadPoolExecutor(8) as threads:
         for made in threads.map(Sound.get, sounds):
             assert np.array_equal(made, alone)
+        decode_deferred([sample], threads.map)
+    assert all(np.array_equal(made, alone) for made in sample["sounds"])
+    with io.BytesIO(files["a.flac"]) as stream:  # has one position
+        assert not sound_of(AVDecoder(stream), rate=16000).alone
 
 
 def delayed(source: Path, target: Path, seconds: float) -> Path:

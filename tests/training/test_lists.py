@@ -218,6 +218,22 @@ def test_sounds_of_lists_are_converted_with_their_files(
     assert "the sample has sound, but the model of this task encoder takes none" in caplog.text
 
 
+def test_sounds_that_are_named_are_parts_or_files_of_a_store() -> None:
+    class Store:
+        def get(self, name: str, sample: Any) -> str:
+            return f"{name} of the store"
+
+    asks = [{"role": "user", "content": "<audio><audio>?"}, RED]
+    sample = {"__key__": "a", "json": {"messages": asks, "audios": ["b.wav", "a.mp3"]}, "a.mp3": "A", "b.wav": "B"}
+    assert cook_conversation(sample).audios == ["B", "A"]
+    stored = cook_conversation(sample, audios=Store())  # type: ignore[arg-type]
+    assert stored.audios == ["b.wav of the store", "a.mp3 of the store"]
+    assert read_conversation(stored).audios == tuple(stored.audios)
+    del sample["b.wav"]
+    with pytest.raises(SampleError, match=r"the audio 'b.wav' is not a part .* no auxiliary store 'audios'"):
+        cook_conversation(sample)
+
+
 class Spoken(TaskEncoder[Any, Any, Any, Any]):
     """Delivers conversations as they are read."""
 

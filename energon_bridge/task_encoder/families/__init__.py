@@ -1,8 +1,9 @@
 """Encoders for families of Hugging Face models: from conversations to the model's inputs.
 
 `rendering` applies the chat template to conversations, finds the learned text and makes tokens.
-`vision` has the interface of a family, `llava` and `qwen` are families, `video` chooses the frames of videos;
-`registry` finds the family of a model. `encoder` is the task encoder for all of them, with its settings.
+`vision` has the interface of a family, `llava` and `qwen` are families; `video` chooses the frames of videos, `sound`
+makes sounds one channel at a model's rate. `registry` finds the family of a model. `encoder` is the task encoder for
+all of them, with its settings.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from energon_bridge.av import AVDecoder
 from energon_bridge.av.sound import as_floats, resample
 from energon_bridge.errors import DecodeError, SampleError
 from energon_bridge.storage.ranges import ByteRange
+from energon_bridge.task_encoder.deferred import Deferred
 
 _INEXACT_SECONDS = 0.2
 """How far the length of a sound may be from what its headers tell: by the padding of a codec, and what it cuts off."""
@@ -89,7 +90,19 @@ class Sound:
                 f"{decoder.name} has {more}{min(len(samples), most) / self.own_rate:.2f} s of sound, but its headers "
                 f"tell {planned / self.own_rate:.2f} s: encode it again, or leave the sample out"
             )
-        return np.concatenate([np.zeros(self.lead, np.float32), _fitted(samples, planned)])
+        samples = _fitted(samples, planned)
+        return np.pad(samples, (self.lead, 0)) if self.lead else samples
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeferredSound(Deferred):
+    """A sound in a list of a sample's field, decoded on the threads of the engine; its `sound.alone` must be true."""
+
+    sound: Sound
+
+    def decoded(self, memory: np.ndarray | None = None) -> np.ndarray:
+        """Return the samples. Raises DecodeError."""
+        return self.sound.get()
 
 
 def sound_of(value: Any, *, rate: int) -> Sound:
@@ -178,9 +191,11 @@ def _samples(value: Any) -> np.ndarray:
 def _mono(samples: np.ndarray) -> np.ndarray:
     """Return the mean of channels (channels, samples), float32."""
     floats = as_floats(samples)
-    return floats if floats.ndim == 1 else floats.mean(axis=0, dtype=np.float32)
+    if floats.ndim == 1 or len(floats) == 1:
+        return floats.reshape(-1)
+    return floats.mean(axis=0, dtype=np.float32)
 
 
 def _fitted(samples: np.ndarray, length: int) -> np.ndarray:
     """Return samples cut, or padded with silence, to a length."""
-    return np.pad(samples[:length], (0, max(0, length - len(samples))))
+    return samples[:length] if len(samples) >= length else np.pad(samples, (0, length - len(samples)))
