@@ -308,19 +308,19 @@ class EnergonMultiModalDataModule(_Base):
         if self.val_dataloader_object is None:
             self.val_dataloader_object = self.val_dataloaders() if self.validate_each_dataset else self._finite("val")
             self._opened_sizes["val"] = self.micro_batch_size
-        found = self.val_dataloader_object
-        for dataloader in found if isinstance(found, list) else [found]:
+        loaders = self.val_dataloader_object
+        for dataloader in loaders if isinstance(loaders, list) else [loaders]:
             dataloader.cycle = self._lightning() is None
-        return found
+        return loaders
 
     def val_dataloaders(self) -> list[EnergonDataloader]:
         """Return a new validation iterator for each dataset of the mix, in order: for a loss per dataset."""
-        found: list[DatasetSpec] = []
+        specs: list[DatasetSpec] = []
 
         def opened() -> list[str]:
             arguments = self._val_arguments(self._build_worker_config(self.num_val_workers, "val"))
-            found.extend(spec for spec, _ in get_val_datasets(self.path, **arguments))
-            datasets = [spec.leaves[0].dataset for spec in found]
+            specs.extend(spec for spec, _ in get_val_datasets(self.path, **arguments))
+            datasets = [spec.leaves[0].dataset for spec in specs]
             return dataset_names([one.path for one in datasets], [one.split_part for one in datasets])
 
         if self.replica is None:
@@ -329,7 +329,7 @@ class EnergonMultiModalDataModule(_Base):
             self.validation_names = load("loading", "replica").Exchange(self.replica).answer(opened)
         return [
             EnergonDataloader(
-                open_loader(lambda n=n: get_savable_loader(found[n], **self._loader_options("val")), self.replica)
+                open_loader(lambda n=n: get_savable_loader(specs[n], **self._loader_options("val")), self.replica)
             )
             for n in range(len(self.validation_names))
         ]
@@ -472,8 +472,8 @@ class EnergonMultiModalDataModule(_Base):
         setattr(self, f"{split}_dataloader_object", None)
 
     def _close(self, split: str) -> None:
-        found = getattr(self, f"{split}_dataloader_object")
-        for dataloader in found if isinstance(found, list) else [found]:
+        loaders = getattr(self, f"{split}_dataloader_object")
+        for dataloader in loaders if isinstance(loaders, list) else [loaders]:
             if dataloader is not None:
                 dataloader.close()
 

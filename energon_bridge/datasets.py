@@ -90,7 +90,7 @@ def get_train_dataset(
             stream, whose microbatches are all full.
         packing_buffer_size: Encoded samples of a lane from which `select_samples_to_pack` selects packs, which
             `batch_size` then counts; None: nothing is packed.
-        max_tokens_per_microbatch: Make microbatches of as many samples of similar length as fit into so many tokens,
+        max_tokens_per_microbatch: Make microbatches of as many samples of similar length as fit into this number,
             padding included, by the encoder's `sample_length`. They are selected from `packing_buffer_size` samples of
             a lane (default 256), and `batch_size`, 1 or None, counts microbatches.
         shuffle_buffer_size: About how many samples of a lane are mixed at a time (default 100); None, 0 or 1: the

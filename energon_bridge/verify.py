@@ -409,10 +409,10 @@ def fields_of(batch: Any) -> dict[str, Field]:
     return dict(_walk("", batch))
 
 
-def differing(expected: Mapping[str, Field], found: Mapping[str, Field]) -> list[str]:
+def differing(expected: Mapping[str, Field], delivered: Mapping[str, Field]) -> list[str]:
     """Return the paths of fields that differ or that only one side has, in the order of the expected batch."""
-    paths = dict.fromkeys([*expected, *found])
-    return [path for path in paths if _digest(expected.get(path)) != _digest(found.get(path))]
+    paths = dict.fromkeys([*expected, *delivered])
+    return [path for path in paths if _digest(expected.get(path)) != _digest(delivered.get(path))]
 
 
 def _digest(field: Field | None) -> bytes | None:

@@ -103,7 +103,7 @@ def command(
     checked = 0
     total = sum(dataset.num_samples - len(dataset.excluded) for dataset in datasets)
     if share is not None:
-        total = sum(_share_of(dataset, share) for dataset in datasets)
+        total = sum(_task_share(dataset, share) for dataset in datasets)
     for dataset in datasets:
         with shard_progress(f"Checking {dataset.split_part or path}", enabled=progress) as advance:
             for number, report in enumerate(lint_dataset(dataset, num_workers=workers, task=share), start=1):
@@ -124,7 +124,7 @@ def command(
         sys.exit(1)
 
 
-def _share_of(dataset: PreparedDataset, task: Task) -> int:
+def _task_share(dataset: PreparedDataset, task: Task) -> int:
     """Return the number of samples in the shards of a task that are not excluded."""
     shards = task.of(range(len(dataset.shard_names)))
     names = {dataset.shard_names[shard] for shard in shards}

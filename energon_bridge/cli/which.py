@@ -98,28 +98,28 @@ def command(
             yield None, name_microbatch(run, microbatch)
             return
         by_step = name_steps(run, steps) if run.sharing is None else name_shared_steps(run, steps, run.sharing)
-        for number, found in zip(steps, by_step, strict=True):
-            yield from ((number, one) for one in found if rank is None or one.rank == rank)
+        for number, some in zip(steps, by_step, strict=True):
+            yield from ((number, one) for one in some if rank is None or one.rank == rank)
 
     if out is not None:
         rows = _write(out, ({"step": number} | values for number, one in named() for values in _flat(_plain(one, row))))
         click.echo(f"{count_of(rows, 'sample')} in {out}")
-        found = []
+        chosen = []
     else:
-        found = list(named())
-    ends = [one.microbatch for _, one in found if one.microbatch is not None]
+        chosen = list(named())
+    ends = [one.microbatch for _, one in chosen if one.microbatch is not None]
     if out is not None and microbatch is None:
         lanes, ranks = run.num_lanes, run.world_size
         turns = (steps[0] * run.per_step, (steps[-1] + 1) * run.per_step - 1)
         ends = [first_microbatch(turn, num_lanes=lanes, world_size=ranks) for turn in turns]
     # Answers before and after a state rest on different assumptions.
     notes[:0] = dict.fromkeys(assumption(run, m) for m in ((min(ends), max(ends)) if ends else (microbatch or 0,)))
-    microbatches = [({"step": number} if until is not None else {}) | _plain(one, row) for number, one in found]
+    microbatches = [({"step": number} if until is not None else {}) | _plain(one, row) for number, one in chosen]
     if as_json and out is None:
         print_json({"step": step, "assumption": notes[0], "microbatches": microbatches})
         return
     if out is None:
-        _print(microbatches, masked=sorted({one.rank for _, one in found if one.microbatch is None}))
+        _print(microbatches, masked=sorted({one.rank for _, one in chosen if one.microbatch is None}))
     for note in notes:
         click.echo(note)
 

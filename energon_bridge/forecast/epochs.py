@@ -275,7 +275,7 @@ def mixing(order: LeafOrder, lanes: int) -> float:
     ideal = float((1 - (1 - shares) ** _DRAWS).sum())
     distinct = []
     for lane in range(0, order.num_lanes, -(-order.num_lanes // lanes)):
-        rounds, _ = Cursor(order, lane, lambda found: found, 1).at(0, _DRAWS * _TIMES)
+        rounds, _ = Cursor(order, lane, lambda one: one, 1).at(0, _DRAWS * _TIMES)
         samples = rounds.indices[: _DRAWS * _TIMES]
         places = samples - order.first_sample if order.kept is None else np.searchsorted(order.kept, samples)
         parts = places * _PARTS // n

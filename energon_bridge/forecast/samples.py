@@ -56,7 +56,7 @@ class KeyNames:
         try:
             if dataset.path not in self._indices:
                 self._indices[dataset.path] = None
-                self._indices[dataset.path] = _index_of(dataset)
+                self._indices[dataset.path] = _key_index(dataset)
             known = self._indices[dataset.path]
             if known is None:
                 return None
@@ -71,7 +71,7 @@ class KeyNames:
             return None
 
 
-def _index_of(dataset: PreparedDataset) -> tuple[KeyIndex, dict[str, int]] | None:
+def _key_index(dataset: PreparedDataset) -> tuple[KeyIndex, dict[str, int]] | None:
     """Return a dataset's key index and the numbers of its shards in it."""
     store = dataset.store
     if dataset.key_format is not None or not isinstance(store, LocalStore):

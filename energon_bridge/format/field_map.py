@@ -123,7 +123,7 @@ def check_kinds(field_map: FieldMap, sample_type: type, *, where: str) -> None:
     for name, (part, kind) in wrong.items():
         declared = fields[name].type
         shown = declared if isinstance(declared, str) else getattr(declared, "__name__", str(declared))
-        others = [other for other, (_, found) in wrong.items() if found not in _refused(declared) and other != name]
+        others = [other for other, (_, held) in wrong.items() if held not in _refused(declared) and other != name]
         if others:
             remedy = f"Are `{name}` and `{others[0]}` exchanged?"
         else:

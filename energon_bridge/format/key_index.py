@@ -65,7 +65,7 @@ def key_index_version(store: Store) -> list[str | int]:
     """
     rel = meta_path(INDEX_SQLITE)
     try:
-        return [_uuid_of(store), store.size(rel)]
+        return [_uuid(store), store.size(rel)]
     except ShardMissingError as error:
         raise _missing(store) from error
 
@@ -77,7 +77,7 @@ def _missing(store: Store) -> KeyIndexError:
     )
 
 
-def _uuid_of(store: Store) -> str:
+def _uuid(store: Store) -> str:
     rel = meta_path(INDEX_UUID)
     return store.read(rel).decode(errors="replace").strip() if store.exists(rel) else ""
 
@@ -477,7 +477,7 @@ class KeyIndexWriter:
             row = self._connection.execute(query, (key, shard)).fetchone()
             if row is not None or key in seen:
                 other = self._shards[row[0]] if row is not None else self._shards[shard]
-                there, here = self._parts_of(key), scan.parts_of(scan.keys.index(key))
+                there, here = self._part_names(key), scan.parts_of(scan.keys.index(key))
                 if row is not None and there and there.isdisjoint(here):
                     return other_parts(other, key, there, self._shards[shard], here)
                 return DuplicateKeyError(
@@ -488,7 +488,7 @@ class KeyIndexWriter:
             seen.add(key)
         return DuplicateKeyError(f"a sample key of {self._shards[shard]!r} occurs twice in the dataset.")
 
-    def _parts_of(self, key: str) -> set[str]:
+    def _part_names(self, key: str) -> set[str]:
         """Return the names of the parts of the earlier sample with a key."""
         query = "SELECT part_name FROM sample_parts JOIN samples USING (tar_file_id, sample_index) WHERE sample_key = ?"
         names: set[str] = set()

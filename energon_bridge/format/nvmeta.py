@@ -308,13 +308,13 @@ def read_splits(store: Store, split_config: str = DEFAULT_SPLIT_CONFIG) -> Split
     expect_keys(config, allowed=("split_parts", "exclude"), required=("split_parts",), where=where)
     parts = expect_mapping(config["split_parts"], where=where, field="split_parts")
     return Splits(
-        parts={name: _shards_of(value, where=where, field=f"split_parts.{name}") for name, value in parts.items()},
-        exclude=_shards_of(config.get("exclude"), where=where, field="exclude"),
+        parts={name: _shards(value, where=where, field=f"split_parts.{name}") for name, value in parts.items()},
+        exclude=_shards(config.get("exclude"), where=where, field="exclude"),
         where=where,
     )
 
 
-def _shards_of(value: object, *, where: str, field: str) -> list[str]:
+def _shards(value: object, *, where: str, field: str) -> list[str]:
     if value is None:  # `val:` without a value is an empty list
         return []
     try:

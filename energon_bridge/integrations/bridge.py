@@ -73,7 +73,7 @@ class EnergonDatasetConfig:
         shuffle_buffer_size: Samples among which the order is shuffled.
         max_samples_per_sequence: Maximum samples per slice, the unit of shuffled reading; None: no limit.
         packing_buffer_size: Samples from which packs are selected; None: nothing is packed.
-        max_tokens_per_microbatch: Make microbatches of as many samples as fit into so many tokens, padding included;
+        max_tokens_per_microbatch: Make microbatches of as many samples as fit into this number, padding included;
             batch sizes then count microbatches. None: of `micro_batch_size` samples.
         balance: `global_batch`: the data-parallel ranks exchange the microbatches of each global batch, so that all
             have the same work; needs `global_batch_size`. `none`: each runs what it loads.

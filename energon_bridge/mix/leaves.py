@@ -171,7 +171,7 @@ def kept_samples(
     Raises ConfigurationError for a wrong expression or column, MetadataError for a column of other shards or a dataset
     that can have none, and EmptyDatasetError if nothing is kept.
     """
-    columns, hint = _columns_of(dataset, text, start, stop, where=where, use="filtered")
+    columns, hint = _leaf_columns(dataset, text, start, stop, where=where, use="filtered")
     try:
         kept = evaluate(text, columns, num_samples=stop - start)
     except ConfigurationError as error:
@@ -188,14 +188,14 @@ def numbers_of_samples(dataset: PreparedDataset | JoinedDataset, text: str, *, w
     Raises ConfigurationError for a wrong expression or column, MetadataError for a column of other shards or a dataset
     that can have none.
     """
-    columns, hint = _columns_of(dataset, text, 0, dataset.num_samples, where=where, use="balanced by them")
+    columns, hint = _leaf_columns(dataset, text, 0, dataset.num_samples, where=where, use="balanced by them")
     try:
         return evaluate_number(text, columns, num_samples=dataset.num_samples)
     except ConfigurationError as error:
         raise ConfigurationError(f"{dataset.path}: {error}{hint}") from error
 
 
-def _columns_of(
+def _leaf_columns(
     dataset: PreparedDataset | JoinedDataset, text: str, start: int, stop: int, *, where: str, use: str
 ) -> tuple[dict[str, np.ndarray], str]:
     """Return the columns that an expression names, of the samples in [start, stop), and a hint if there are none."""

@@ -309,9 +309,9 @@ def _read_item(value: Any, *, field: str, scope: Scope, extra: str | None = None
     if len(structures) != 1:
         allowed = frozenset().union(*_STRUCTURE_KEYS.values(), extras)
         expect_keys(item, allowed=allowed, where=scope.where, field=field)  # a misspelt key is named first
-        found = " and ".join(f"`{key}`" for key in structures) or "none of them"
+        given = " and ".join(f"`{key}`" for key in structures) or "none of them"
         names = ", ".join(f"`{key}`" for key in _STRUCTURE_KEYS)
-        raise MetadataError(f"{scope.where}, field `{field}`: expected one of {names}, found {found}.")
+        raise MetadataError(f"{scope.where}, field `{field}`: expected one of {names}, found {given}.")
     structure = structures[0]
     required = ("joiner",) if structure == "join" else ()
     allowed = _STRUCTURE_KEYS[structure] | extras

@@ -226,7 +226,7 @@ class MixIndex:
         """Write the file if this start has found new entries."""
         if not self._changed or len(self._entries) < MIN_DATASETS:
             return
-        head = _line({"format": FORMAT, "version": VERSION, "checksum": _hash_of(self._payload())}) + b"\n"
+        head = _line({"format": FORMAT, "version": VERSION, "checksum": _digest(self._payload())}) + b"\n"
         for folder in self._folders:
             try:
                 _write(folder, self._name, itertools.chain((head,), self._payload()))
@@ -281,10 +281,10 @@ def _line(value: Any) -> bytes:
 
 
 def _hash(data: bytes) -> str:
-    return _hash_of((data,))
+    return _digest((data,))
 
 
-def _hash_of(pieces: Iterable[bytes]) -> str:
+def _digest(pieces: Iterable[bytes]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for piece in pieces:
         digest.update(piece)
@@ -341,7 +341,7 @@ class DatasetOpener:
 
         Errors are those of `open_dataset`, `open_jsonl` and `ForeignFormat.open`.
         """
-        place = _place_of(ref)
+        place = _place(ref)
         dataset = self._opened.get(place)
         if dataset is None:
             if ref.is_jsonl:
@@ -374,7 +374,7 @@ class DatasetOpener:
         """
         if self.trust_remote_code:
             return
-        far = {_place_of(ref): ref for ref in refs if "://" in ref.path and as_far(open_store(ref.path)) is not None}
+        far = {_place(ref): ref for ref in refs if "://" in ref.path and as_far(open_store(ref.path)) is not None}
         if len(far) < 2:
             return
         self._index.look_up(far)
@@ -429,6 +429,6 @@ class DatasetOpener:
         )
 
 
-def _place_of(ref: LeafRef) -> Place:
+def _place(ref: LeafRef) -> Place:
     config, split = ref.dataset_config or DEFAULT_DATASET_CONFIG, ref.split_config or DEFAULT_SPLIT_CONFIG
     return ref.path, ref.split_part, config, split

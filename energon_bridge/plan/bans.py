@@ -57,14 +57,14 @@ def with_ban(bans: Sequence[Ban], ban: Ban) -> tuple[Ban, ...]:
 
     The order in which bans were given leaves no trace.
     """
-    found: list[Ban] = []
+    merged: list[Ban] = []
     for one in sorted([*bans, ban], key=lambda one: (one.start, one.dataset)):
-        keys = new_keys(found, one)
-        if keys and found and (found[-1].start, found[-1].dataset) == (one.start, one.dataset):
-            found[-1] = replace(found[-1], keys=tuple(sorted({*found[-1].keys, *keys})))
+        keys = new_keys(merged, one)
+        if keys and merged and (merged[-1].start, merged[-1].dataset) == (one.start, one.dataset):
+            merged[-1] = replace(merged[-1], keys=tuple(sorted({*merged[-1].keys, *keys})))
         elif keys:
-            found.append(replace(one, keys=tuple(sorted(keys))))
-    return tuple(found)
+            merged.append(replace(one, keys=tuple(sorted(keys))))
+    return tuple(merged)
 
 
 def with_samples(banned: LeafBans | None, samples: IntArray, start: int) -> LeafBans | None:

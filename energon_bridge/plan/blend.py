@@ -156,7 +156,7 @@ class LeafWeights(Protocol):
 
 _MOST_PIECES = 256
 _COUNTED = 16
-"""Up to so many draws per leaf, drawing them is cheaper than counting by arithmetic."""
+"""Draws per leaf up to which drawing them is cheaper than counting by arithmetic."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -117,13 +117,13 @@ class Cursor(Generic[R]):
 
         If they must be looked up, `wanted` draws are, as far as that costs little more.
         """
-        found = self.current
-        if found is None or not 0 <= draw - found.first < found.indices.size:
+        rounds = self.current
+        if rounds is None or not 0 <= draw - rounds.first < rounds.indices.size:
             upcoming, self.upcoming = self.upcoming, None
             if upcoming is None or upcoming.first != draw:
-                upcoming = self._rounds(draw, wanted if found is None else max(wanted, self._together))
-            found = self.current = upcoming
-        return found, draw - found.first
+                upcoming = self._rounds(draw, wanted if rounds is None else max(wanted, self._together))
+            rounds = self.current = upcoming
+        return rounds, draw - rounds.first
 
     def following(self) -> R:
         """Return the rounds after the current ones, for reading ahead."""
@@ -165,7 +165,7 @@ class Cursors(Generic[R]):
         cursor = self._cursors.get((lane, leaf))
         if cursor is None:
             hold, order = self._hold, self.leaves[leaf].order
-            cursor = Cursor(order, lane, lambda found: hold(leaf, found), self._together(order))
+            cursor = Cursor(order, lane, lambda rounds: hold(leaf, rounds), self._together(order))
             self._cursors[lane, leaf] = cursor
             if len(self._cursors) > self._most:
                 self._cursors.popitem(last=False)[1].drop()
@@ -176,7 +176,7 @@ class Cursors(Generic[R]):
 
 def plain_cursors(leaves: Sequence[OrderedLeaf], *, together: int = 1, most: int = _OPEN_ROUNDS) -> Cursors[Round]:
     """Return cursors that keep the rounds and nothing else."""
-    return Cursors(leaves, lambda _, found: found, together=lambda _: together, most=most)
+    return Cursors(leaves, lambda _, rounds: rounds, together=lambda _: together, most=most)
 
 
 class Chooser(Generic[R]):

@@ -64,7 +64,7 @@ _FEWEST_MICROBATCHES = 8
 _SLICES, _STRIPE, _ROUND = 1, 2, 3
 _ENDLESS = 1 << 16
 _LARGEST_TABLE = 4096
-"""Permutations of up to so many samples are kept as arrays; longer ones are cheaper to evaluate sample by sample."""
+"""Samples up to which a permutation is kept as an array; a longer one is cheaper to evaluate sample by sample."""
 _TABLES = 1 << 16
 _DEALT = 128
 """Draws of a lane looked up at once, and epochs they may span; both bound the cost of a seek."""
@@ -111,7 +111,7 @@ class LeafOrder:
         shuffle: False keeps the dataset's own order.
         first_sample: Index of the first sample, if the leaf is a part of a dataset.
         kept: Indices of the samples of a filtered leaf, ascending, shape (N,); None: N samples from the first on.
-        epochs_per_shuffle: E, the epochs shuffled as one; -1: so many that their end does not matter.
+        epochs_per_shuffle: E, the epochs shuffled as one; -1: their end does not matter.
     """
 
     num_samples: int
@@ -164,7 +164,7 @@ class LeafOrder:
         return self.rounds_at(lane, draw, 1)
 
     def rounds_at(self, lane: int, draw: int, fewest: int) -> Round:
-        """Return the round that holds a draw of a lane, with so many of those after it that they have `fewest` draws.
+        """Return the round that holds a draw of a lane, with those after it, until there are `fewest` draws.
 
         Together they cost little more than one alone.
         """

@@ -145,7 +145,7 @@ def add_column(
             pieces = [
                 by_shard[n] if n in by_shard else np.full(count, missing) for n, (_, count, _) in enumerate(shards)
             ]
-            numbers, texts = _numbers_of(column, pieces)
+            numbers, texts = _numbers(column, pieces)
             file = io.BytesIO()
             np.save(file, numbers, allow_pickle=False)
             staging.add(column_path(column), file.getvalue())
@@ -409,7 +409,7 @@ def _array(values: list[Any], column: str) -> np.ndarray:
     raise ConfigurationError(f"column {column!r}: expected numbers or texts, got values of the types {names}.")
 
 
-def _numbers_of(column: str, pieces: list[np.ndarray]) -> tuple[np.ndarray, tuple[str, ...] | None]:
+def _numbers(column: str, pieces: list[np.ndarray]) -> tuple[np.ndarray, tuple[str, ...] | None]:
     """Return the numbers to store, and the texts that they stand for."""
     kinds: set[Literal["text", "number"]] = {"text" if piece.dtype.kind == "U" else "number" for piece in pieces}
     if len(kinds) > 1:

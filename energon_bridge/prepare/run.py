@@ -67,7 +67,7 @@ _MANY = 64
 _LARGE_BYTES = 256 << 20
 """A key index of this size is not copied to add some shards: that would take a second."""
 _PART_ADDED = 8
-"""Of so many shards, one more is added in place; more than that would keep readers waiting."""
+"""One shard in this number is added in place at most; more would keep readers waiting."""
 
 _logger = logging.getLogger(__name__)
 

@@ -208,7 +208,7 @@ class FolderSource:
             label = name.split("/")[self._depth]
             values = {"label": self._classes[label], "label_name": label}
         elif self._has_texts:
-            text = self._text_of(name)
+            text = self._caption_name(name)
             kind = "json" if self._found[text] == "json" else "txt"
             files["json" if kind == "json" else "caption"] = TextRef(f"{self._root}/{text}", kind)
         key = stem.replace(".", "_")
@@ -216,7 +216,7 @@ class FolderSource:
             key += f"-{extension}-{number}"
         return Row(where=path, values=values, files=dict(files), key=key)
 
-    def _text_of(self, name: str) -> str:
+    def _caption_name(self, name: str) -> str:
         """Return the caption of a file: its own in the same Unicode form, else that in another; raises SourceError."""
         stem = os.path.splitext(name)[0]
         beside = self._texts.get(stem_of(name), [])
@@ -455,7 +455,7 @@ class MixSource:
         for split in [part for part in SPLIT_ORDER if part in (named or ())]:
             mix = load_mix(path, split_part=split)
             leaves = open_leaves(mix, DatasetOpener(), shuffle_epochs=None)
-            samples = [self._samples_of(leaf) for leaf in leaves]
+            samples = [self._leaf_samples(leaf) for leaf in leaves]
             self._parts += samples
             counts.append((split, sum(numbers.size for _, numbers in samples)))
         self.split_parts = tuple(counts)
@@ -501,7 +501,7 @@ class MixSource:
             return Layout(sample_type="CrudeSample")
         return Layout(sample_type=first.sample_type.__name__, fields=first.field_map.fields)
 
-    def _samples_of(self, leaf: OpenLeaf) -> tuple[PreparedDataset, np.ndarray]:
+    def _leaf_samples(self, leaf: OpenLeaf) -> tuple[PreparedDataset, np.ndarray]:
         """Return the dataset of a leaf and the numbers of the leaf's samples, without excluded ones."""
         dataset = leaf.dataset
         if type(dataset) is not PreparedDataset:

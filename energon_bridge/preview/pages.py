@@ -197,7 +197,7 @@ class _Writer:
             self._sizes.setdefault(name, array("q")).extend(sizes)
         facts = record.facts
         if "row" in facts:
-            self._places[_place_of(facts)] = self.count
+            self._places[_position(facts)] = self.count
         self.count += 1
         if len(self._page) == _PER_FILE:
             self._flush_page()
@@ -349,7 +349,7 @@ def _plan(forecast: Forecast) -> dict[str, Any]:
     }
 
 
-def _place_of(facts: Mapping[str, int]) -> tuple[int | None, ...]:
+def _position(facts: Mapping[str, int]) -> tuple[int | None, ...]:
     """Return the position of a sample in a run: step, rank, microbatch, row, and index in the row."""
     return (*(facts.get(name) for name in ("step", "rank", "microbatch", "row")), facts.get("in row", 0))
 

@@ -98,7 +98,7 @@ def make_balance(
         data_group: The data-parallel group of this process, if it is none of these.
         replica: From `make_replica`, if one rank of each replica loads. These ranks balance.
         timeout_seconds: How long a rank waits for another; default: that of torch.distributed, 30 minutes.
-        window: Cut the microbatches of so many global batches into as many new ones with about equal microbatches, for
+        window: Cut the microbatches of this many global batches into as many new ones of about equal microbatches, for
             ranks that run one microbatch of each global batch. This changes the samples of a global batch; a run keeps
             its window.
         own_share: False: ranks exchange microbatches even if a `ColumnCost` would let each load its own share. True:
@@ -125,11 +125,11 @@ def make_balance(
     world = range(dist.get_world_size())
     ranks = tuple(world if group is None else dist.get_process_group_ranks(group))
     loads = replica is None or replica.is_source
-    found = gathered((int(loads), *ranks))
+    entries = gathered((int(loads), *ranks))
     timeout = None if timeout_seconds is None else datetime.timedelta(seconds=timeout_seconds)
     own = None
-    for members in sorted({entry[1:] for entry in found if entry[0]}):
-        if not all(found[member][0] for member in members):
+    for members in sorted({entry[1:] for entry in entries if entry[0]}):
+        if not all(entries[member][0] for member in members):
             raise ConfigurationError(
                 f"balance: some of the data-parallel ranks {list(members)} get their data by broadcast, so "
                 "microbatches cannot be exchanged before: let every rank load (replica_loading='every_rank')"
@@ -332,12 +332,12 @@ class ExchangingLoader(BalancedLoader):
                 "the same state on all of them, and take the same number of microbatches on each"
             )
         # Of turn r, rank k has loaded microbatch r R + k.
-        found = table[:, 2:].T.ravel()
-        groups = np.arange(len(found)).reshape(self._window, -1)
-        before = [imbalance(found[group], self._came) for group in groups]
+        all_costs = table[:, 2:].T.ravel()
+        groups = np.arange(len(all_costs)).reshape(self._window, -1)
+        before = [imbalance(all_costs[group], self._came) for group in groups]
         if self._window > 1:
-            groups = cut_window(found, groups.shape[1], fold(self._key, share.number))
-        parts = [group[assign_microbatches(found[group], peers.size)] for group in groups]
+            groups = cut_window(all_costs, groups.shape[1], fold(self._key, share.number))
+        parts = [group[assign_microbatches(all_costs[group], peers.size)] for group in groups]
         moves = [
             Move(number=number, source=number % peers.size, target=target)
             for row in np.concatenate(parts).tolist()
@@ -347,9 +347,9 @@ class ExchangingLoader(BalancedLoader):
         own = {number * peers.size + peers.rank: batch for number, batch in enumerate(share.batches)}
         own |= self._sent_and_received(share, moves, own) if moves else {}
         for part, came in zip(parts, before, strict=True):
-            after, moved = imbalance(found, part), np.count_nonzero(part % peers.size != np.arange(peers.size))
+            after, moved = imbalance(all_costs, part), np.count_nonzero(part % peers.size != np.arange(peers.size))
             figures = (came.step, after.step, came.round, after.round, float(moved) / part.size)
-            self._measured(figures, float(found[part[:, peers.rank]].sum()))
+            self._measured(figures, float(all_costs[part[:, peers.rank]].sum()))
         return [own[number] for part in parts for number in part[:, peers.rank].tolist()]
 
     @property

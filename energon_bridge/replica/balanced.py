@@ -195,12 +195,12 @@ class BalancedLoader(ABC):
             microbatches that another rank would have run. `balance_own_share` is 1 if each rank loads what it runs, 0
             if ranks exchange loaded microbatches.
         """
-        found = self.loader.metrics()
+        figures = self.loader.metrics()
         counted = flat_metrics(self.counters())
-        found |= {name: value for name, value in counted.items() if not name.endswith(_NOT_COUNTED)}
+        figures |= {name: value for name, value in counted.items() if not name.endswith(_NOT_COUNTED)}
         count = max(1, self._global_batches)
-        found |= {f"balance_{name}": total / count for name, total in zip(_FIGURES, self._sums, strict=True)}
-        return found | {"balance_cost": self._own_cost, "balance_own_share": float(isinstance(self, OwnShareLoader))}
+        figures |= {f"balance_{name}": total / count for name, total in zip(_FIGURES, self._sums, strict=True)}
+        return figures | {"balance_cost": self._own_cost, "balance_own_share": float(isinstance(self, OwnShareLoader))}
 
     def restore_sample(self, restore_key: tuple[Any, ...]) -> Any:
         """Return the batch or sample with a `__restore_key__`, encoded again: the identical one."""
@@ -291,9 +291,9 @@ class OwnShareLoader(BalancedLoader):
         saved = read_all(state if isinstance(state, (list, tuple)) else [state])
         self._check_place(saved.microbatches)
         if len(saved.lanes) < saved.num_lanes and self._group is not None:
-            found: list[Any] = [None] * self.config.dp_size
-            dist.all_gather_object(found, write(saved), group=self._group)
-            state = found
+            states: list[Any] = [None] * self.config.dp_size
+            dist.all_gather_object(states, write(saved), group=self._group)
+            state = states
         self.loader.restore_state_rank(state, **kwargs)
         self._check_even()
         self._agreed = False
@@ -318,15 +318,15 @@ class OwnShareLoader(BalancedLoader):
             for column in (table.added, table.padded, table.sizes):
                 digest.update(b"-" if column is None else np.ascontiguousarray(column).data)
         own = (self.loader.microbatches, digest.hexdigest())
-        found: list[Any] = [None] * self.config.dp_size
-        dist.all_gather_object(found, own, group=self._group)
-        if len({place for place, _ in found}) > 1:
+        places: list[Any] = [None] * self.config.dp_size
+        dist.all_gather_object(places, own, group=self._group)
+        if len({place for place, _ in places}) > 1:
             raise StepMismatchError(
                 "the data-parallel ranks are at different microbatches of the run "
-                f"({', '.join(str(place) for place, _ in found)}): restore the same state on all of them, and take "
+                f"({', '.join(str(place) for place, _ in places)}): restore the same state on all of them, and take "
                 "the same number of microbatches on each"
             )
-        other = next((rank for rank, (_, hashed) in enumerate(found) if hashed != found[0][1]), None)
+        other = next((rank for rank, (_, hashed) in enumerate(places) if hashed != places[0][1]), None)
         if other is not None:
             raise BalanceError(
                 f"data-parallel ranks 0 and {other} read different columns or have different costs, so they would "

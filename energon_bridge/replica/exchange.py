@@ -119,7 +119,7 @@ def read(text: bytes, take: Callable[[int], Tensor], device: torch.device) -> An
 
     Args:
         text: The text.
-        take: Returns the next flat tensor, of so many bytes.
+        take: Returns the next flat tensor, given its bytes.
         device: Where the tensors are.
     """
     table, node = json.loads(text)

@@ -241,7 +241,7 @@ def open_saved(path: Path, media: Path | None) -> ArrowSource:
 
 def open_remote(where: str, root: str, files: Mapping[str, Stamp]) -> ArrowSource:
     """Open parquet files by names below a URL, with their stamps; only the rows requested are read."""
-    named = [(_split_of(PurePosixPath(name)), name) for name in sorted(files)]
+    named = [(_split_part(PurePosixPath(name)), name) for name in sorted(files)]
     is_split = len(named) > 1 and all(part is not None for part, _ in named)
     if is_split:
         named.sort(key=lambda item: (SPLIT_ORDER.index(item[0] or ""), item[1]))
@@ -260,7 +260,7 @@ def parquet_files(path: Path) -> list[tuple[str, Path]]:
 
 def parts_of(names: Iterable[PurePath]) -> list[tuple[str, PurePath]]:
     """Return split part (empty without splits) and name of files, in their order."""
-    named = [(_split_of(name), name) for name in sorted(names)]
+    named = [(_split_part(name), name) for name in sorted(names)]
     if len(named) == 1 or any(part is None for part, _ in named):
         return [("", name) for _, name in named]
     return sorted(((part or "", name) for part, name in named), key=lambda item: (SPLIT_ORDER.index(item[0]), item[1]))
@@ -298,7 +298,7 @@ def saved_names(store: Store) -> list[tuple[str, str]]:
     return files
 
 
-def _split_of(path: PurePath) -> str | None:
+def _split_part(path: PurePath) -> str | None:
     for name in reversed(path.parts):
         match = _SPLIT.match(name)
         if match is not None:

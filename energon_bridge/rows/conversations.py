@@ -221,11 +221,11 @@ def _stored(piece: Any, take: Callable[[str, Any, str], None]) -> Any:
         raise SampleError(f"a part of a message is not understood: {str(piece)[:200]}")
     payload = part_payload(piece, kind)
     if payload is not None:
-        take(f"{kind}s", _content_of(payload), "messages")
+        take(f"{kind}s", _content(payload), "messages")
     return {"type": kind, **({} if piece.get("index") is None else {"index": piece["index"]})}
 
 
-def _content_of(payload: Any) -> Any:
+def _content(payload: Any) -> Any:
     """Return the path, bytes or data URI in what a part has of a file. Raises SampleError."""
     if not isinstance(payload, Mapping) or "bytes" in payload or payload.get("path") is not None:
         return payload

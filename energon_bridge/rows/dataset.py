@@ -167,7 +167,7 @@ def open_tables(
         check_media_meant(first_rows(source), f"take the rows without them: {meant}")
         layout = source.propose()
     check_layout(layout)
-    columns = _columns_of(groups)
+    columns = _column_names(groups)
     for access in layout.fields.values():
         column = access.partition("[")[0]
         if column not in {*columns, *_labelled(next(filter(None, groups)))}:
@@ -283,7 +283,7 @@ def _said(store: Store, name: str) -> tuple[Layout | None, dict[str, Any]]:
     return Layout(sample_type=kind.__name__, fields=fields), config.subflavors
 
 
-def _columns_of(files: Sequence[Sequence[Group]]) -> tuple[str, ...]:
+def _column_names(files: Sequence[Sequence[Group]]) -> tuple[str, ...]:
     """Return the columns of files by their groups, which all must have the same."""
     filled = [groups for groups in files if groups]
     first = filled[0][0]
@@ -349,11 +349,11 @@ class TableRows:
         for place, index in enumerate(indices.tolist()):
             shard = int(np.searchsorted(self._ends, index, side="right"))
             local = index - int(self._ends[shard] - self._dataset.shard_counts[shard])
-            _, firsts = self._groups_of(shard)
+            _, firsts = self._shard_groups(shard)
             number = bisect_right(firsts, local) - 1
             wanted.setdefault((shard, number), []).append((place, local - firsts[number]))
         for (shard, number), rows in wanted.items():
-            group = self._groups_of(shard)[0][number]
+            group = self._shard_groups(shard)[0][number]
             batches = _read(group, self._dataset.wanted, len(rows))
             for place, at in rows:
                 first, columns = batches[bisect_right(batches, at, key=_first) - 1]
@@ -372,7 +372,7 @@ class TableRows:
             return error
         return ForeignRow(sample.key, {name: memoryview(data) for name, data in parts}, fields)
 
-    def _groups_of(self, shard: int) -> tuple[list[Group], list[int]]:
+    def _shard_groups(self, shard: int) -> tuple[list[Group], list[int]]:
         with self._lock:
             known = self._groups.get(shard)
             if known is None:

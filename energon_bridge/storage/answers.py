@@ -128,7 +128,7 @@ def _route_to(scheme: str, place: str) -> Route:
 
 
 def allow_silence(connection: http.client.HTTPConnection, seconds: float) -> None:
-    """Have reads and writes of an open connection fail with TimeoutError after so many seconds without a byte.
+    """Have reads and writes of an open connection fail with TimeoutError after some seconds without a byte.
 
     By the kernel if possible: Python's own time-outs cost a poll(2) for each read, and forbid to read all of a body by
     one call.

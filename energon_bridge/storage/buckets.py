@@ -139,8 +139,8 @@ class S3Bucket:
         while True:
             with self._lock:
                 page = self._s3().list_objects_v2(Bucket=self._bucket, Prefix=prefix, **more, **token)
-            for found in page.get("Contents", ()):
-                yield found["Key"], found["Size"], found.get("ETag", "")
+            for entry in page.get("Contents", ()):
+                yield entry["Key"], entry["Size"], entry.get("ETag", "")
                 left -= 1
             if left <= 0 or not page.get("IsTruncated"):
                 return
@@ -224,8 +224,8 @@ class GcsBucket:
     def list(self, prefix: str, most: int | None = None) -> Iterator[Listed]:
         """Yield objects."""
         with self._lock:
-            found = list(self._gcs().list_blobs(self._bucket, prefix=prefix, max_results=most))
-        yield from ((blob.name, blob.size, blob.etag or "") for blob in found)
+            blobs = list(self._gcs().list_blobs(self._bucket, prefix=prefix, max_results=most))
+        yield from ((blob.name, blob.size, blob.etag or "") for blob in blobs)
 
     def put(self, key: str, data: bytes) -> None:
         """Write an object."""
@@ -310,8 +310,8 @@ class AzureBucket:
             pages = self._container_client().list_blobs(
                 name_starts_with=prefix, include=["metadata"], results_per_page=most and most + 20
             )
-            found = list(itertools.islice((blob for blob in pages if not _is_folder(blob)), most))
-        yield from ((blob.name, blob.size, blob.etag or "") for blob in found)
+            blobs = list(itertools.islice((blob for blob in pages if not _is_folder(blob)), most))
+        yield from ((blob.name, blob.size, blob.etag or "") for blob in blobs)
 
     def put(self, key: str, data: bytes) -> None:
         """Write an object."""
@@ -435,17 +435,17 @@ _FAMILIES = {"s3": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abf
 _SECRETS = ("AccountKey=", "SharedAccessSignature=")
 
 
-def settings_of(protocol: str) -> tuple[str | None, ...]:
+def store_settings(protocol: str) -> tuple[str | None, ...]:
     """Return the environment's settings of servers and credentials; a bucket object belongs to one set of them."""
     return tuple(map(os.environ.get, _SETTINGS.get(_FAMILIES.get(protocol, ""), ())))
 
 
-def server_of(protocol: str) -> str:
+def server_address(protocol: str) -> str:
     """Return the server that the environment sets for a protocol, without secrets; "" for the provider's own.
 
     The same name on another server or account is another bucket.
     """
-    said = settings_of(protocol)
+    said = store_settings(protocol)
     match _FAMILIES.get(protocol):
         case "s3":
             return said[0] or said[1] or (f"profile {said[4]}" if said[4] else "")  # a profile may set an endpoint

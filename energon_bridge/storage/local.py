@@ -45,10 +45,10 @@ class _OpenFile:
     def __init__(self, path: str, inside: str | None = None) -> None:
         self.descriptor = -1  # __del__ also runs when the next line raises
         self.descriptor = os.open(path, _OPEN)
-        found = os.fstat(self.descriptor)
-        self.size, self.time = found.st_size, found.st_mtime_ns
-        if not stat.S_ISREG(found.st_mode):
-            kind = "a directory" if stat.S_ISDIR(found.st_mode) else "a pipe, a device or a socket"
+        status = os.fstat(self.descriptor)
+        self.size, self.time = status.st_size, status.st_mtime_ns
+        if not stat.S_ISREG(status.st_mode):
+            kind = "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe, a device or a socket"
             raise OSError(errno.EINVAL, f"{kind}, not a file")
         if _NONBLOCK:
             os.set_blocking(self.descriptor, True)
@@ -163,8 +163,8 @@ class LocalStore:
         """Raise DatasetNotFoundError unless the root is a folder."""
         if not os.path.isdir(self.root):
             missing = "no such file" if self.root.endswith(_FILES) else "no such folder"
-            found = "is a file, not a folder" if os.path.exists(self.root) else missing
-            raise DatasetNotFoundError(f"{self.root}: {found}. Check the path.")
+            mistake = "is a file, not a folder" if os.path.exists(self.root) else missing
+            raise DatasetNotFoundError(f"{self.root}: {mistake}. Check the path.")
 
     def size(self, rel: str) -> int:
         """Return the size of `rel` in bytes."""
@@ -265,7 +265,7 @@ class LocalStore:
     def list(self, suffix: str | tuple[str, ...] = "") -> list[tuple[str, int]]:
         """List (name, bytes) of all files below the root whose name ends with `suffix` (or one of them), sorted."""
         self.check_root()
-        found: list[tuple[str, int]] = []
+        files: list[tuple[str, int]] = []
         visited: set[tuple[int, int]] = set()
         for folder, subfolders, names in os.walk(self.root, followlinks=True):
             status = os.stat(folder)
@@ -277,9 +277,9 @@ class LocalStore:
             prefix = "" if relative == "." else relative + "/"
             for name in names:
                 if name.endswith(suffix):
-                    found.append((prefix + name, self.size(prefix + name)))
-        found.sort()
-        return found
+                    files.append((prefix + name, self.size(prefix + name)))
+        files.sort()
+        return files
 
     def write(self, rel: str, data: bytes) -> None:
         """Write `rel` as a whole: readers see the old content or the new, never a part."""

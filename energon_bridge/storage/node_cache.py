@@ -115,29 +115,29 @@ class NodeCache:
     def versions(self, urls: Sequence[str], ask: Callable[[list[int]], list[Version]]) -> list[Version]:
         """Return the versions at some URLs; `ask` requests those of the given numbers."""
         now = time.monotonic()
-        found: dict[int, Version] = {}
+        known: dict[int, Version] = {}
         for number, url in enumerate(urls):
             until, version = self._known.get(url, (0.0, None))
             if version is not None and until > now:
-                found[number] = version
-        missing = [number for number in range(len(urls)) if number not in found]
+                known[number] = version
+        missing = [number for number in range(len(urls)) if number not in known]
 
         def load(number: int) -> bool:
             version = self._load_version(urls[number])
             if version is not None:
-                found[number] = version
+                known[number] = version
             return version is not None
 
         def make(numbers: list[int]) -> None:
             for number, version in zip(numbers, ask(numbers), strict=True):
-                found[number] = version
+                known[number] = version
                 self._publish(
                     self._id_name(urls[number]), json.dumps([version.url, version.tag, version.size]).encode()
                 )
                 self._know(version, time.time())
 
         self._each(missing, lambda number: self._id_name(urls[number]), load, make)
-        return [found[number] for number in range(len(urls))]
+        return [known[number] for number in range(len(urls))]
 
     def blocks(
         self, wanted: Mapping[Place, Sequence[Span]], fetch: Callable[[list[Place]], list[bytes]]
@@ -149,24 +149,24 @@ class NodeCache:
                 from the disk are undefined.
             fetch: Returns complete blocks.
         """
-        found: dict[Place, memoryview] = {}
+        blocks: dict[Place, memoryview] = {}
         fetched: set[Place] = set()
 
         def load(place: Place) -> bool:
             data = self._load_block(*place, wanted[place])
             if data is not None:
-                found[place] = data
+                blocks[place] = data
             return data is not None
 
         def make(places: list[Place]) -> None:
             for place, data in zip(places, fetch(places), strict=True):
-                found[place] = memoryview(data)
+                blocks[place] = memoryview(data)
                 fetched.add(place)
                 self._put(place, data)
 
         self._each(list(wanted), lambda place: place[0].name(place[1]), load, make)
-        self._count(found, fetched)
-        return found
+        self._count(blocks, fetched)
+        return blocks
 
     def put(self, place: Place, data: bytes) -> None:
         """Store a block that came with the response that named the version, if the disk accepts it."""
@@ -177,10 +177,10 @@ class NodeCache:
         version, block = place
         self._publish(version.name(block), data, _checksums(data))
 
-    def _count(self, found: dict[Place, memoryview], fetched: set[Place]) -> None:
+    def _count(self, blocks: dict[Place, memoryview], fetched: set[Place]) -> None:
         """Update the counters: blocks that this process fetched are misses, the others hits."""
         hits = misses = hit_bytes = miss_bytes = 0
-        for place, data in found.items():
+        for place, data in blocks.items():
             if place in fetched or place in self._first:
                 self._first.discard(place)
                 misses, miss_bytes = misses + 1, miss_bytes + len(data)

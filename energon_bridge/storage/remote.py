@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from energon_bridge.errors import DatasetNotFoundError, EnergonError, ShardMissingError, StorageError
 from energon_bridge.storage.base import short_read
-from energon_bridge.storage.buckets import BUCKETS, Bucket, HttpBucket, server_of, settings_of
+from energon_bridge.storage.buckets import BUCKETS, Bucket, HttpBucket, server_address, store_settings
 from energon_bridge.storage.helpers import PerProcess
 from energon_bridge.storage.http import Body, Client, GaveUp, Piece, Refused, TooShort, WholeFile, shared_client
 from energon_bridge.storage.node_cache import BLOCK, Place, Span, Version, node_cache
@@ -72,7 +72,7 @@ class RemoteStore:
                 if any(True for _ in bucket.list(self._prefix, 1)):
                     return
             except Exception as error:
-                status = _answer_of(error)[0]
+                status = _provider_answer(error)[0]
                 if status in (403, 405):
                     return  # readable does not imply listable; nginx also answers so for folders
                 if status not in (404, 410) or not isinstance(error, Refused):
@@ -91,8 +91,8 @@ class RemoteStore:
     def sizes(self, rels: Sequence[str]) -> list[int]:
         """Return the sizes of several files in bytes; raises what `size` raises."""
         if self._cache is not None:
-            found = zip(rels, self._versions(rels), strict=True)
-            return [version.size if version.tag else self._size(rel) for rel, version in found]
+            versions = zip(rels, self._versions(rels), strict=True)
+            return [version.size if version.tag else self._size(rel) for rel, version in versions]
         if len(rels) >= _LISTED and not isinstance(self._place()[1], HttpBucket):
             with contextlib.suppress(StorageError):
                 known = dict(self.list())
@@ -113,9 +113,9 @@ class RemoteStore:
         """Read all of `rel`."""
         if self._cache is not None:
             (version,) = self._versions([rel], BLOCK)
-            found = self._read_cached([(rel, (0,), (version.size,))]) if version.tag else None
-            if found is not None:
-                return bytes(found[0][0])
+            cached = self._read_cached([(rel, (0,), (version.size,))]) if version.tag else None
+            if cached is not None:
+                return bytes(cached[0][0])
         with self._naming(rel):
             (first,) = self._fetch([self._piece(rel, 0, _PIECE, upto=True)])
             total = _total(first)
@@ -136,16 +136,16 @@ class RemoteStore:
 
     def read_all(self, wanted: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> list[list[bytes]]:
         """Read ranges of several files at once: for each file its name, offsets and lengths."""
-        found = None if self._cache is None else self._read_cached(wanted)
-        return self._read_all(wanted) if found is None else found
+        cached = None if self._cache is None else self._read_cached(wanted)
+        return self._read_all(wanted) if cached is None else cached
 
     def _read_all(self, wanted: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> list[list[bytes]]:
         spans = [merged(offsets, lengths) for _, offsets, lengths in wanted]
         bucket = self._place()[1]
         pieces = [
             Piece(bucket, self._prefix + rel, start, min(_PIECE, high - start), False)
-            for (rel, _, _), found in zip(wanted, spans, strict=True)
-            for low, high, _ in found
+            for (rel, _, _), here in zip(wanted, spans, strict=True)
+            for low, high, _ in here
             for start in range(low, high, _PIECE)
         ]
         try:
@@ -158,9 +158,9 @@ class RemoteStore:
             ((rel, offsets, lengths),) = wanted
             self._raise(rel, offsets, lengths, error)
         out = []
-        for (rel, offsets, lengths), found in zip(wanted, spans, strict=True):
+        for (rel, offsets, lengths), here in zip(wanted, spans, strict=True):
             blocks: list[Any] = [b""] * len(offsets)
-            for low, high, members in found:
+            for low, high, members in here:
                 parts = [next(bodies) for _ in range(low, high, _PIECE)]
                 if len(parts) == 1 and len(members) == 1:
                     blocks[members[0]] = parts[0].data
@@ -180,7 +180,7 @@ class RemoteStore:
 
     def _cached_url(self, rel: str) -> str:
         """Return the URL that names a file in the cache, with its server if the environment sets one."""
-        server = server_of(self._protocol)
+        server = server_address(self._protocol)
         return f"{server} {self.url(rel)}" if server else self.url(rel)
 
     def _versions(self, rels: Sequence[str], first: int = 1) -> list[Version]:
@@ -197,13 +197,13 @@ class RemoteStore:
                 if refused.status not in (404, 410):
                     raise
                 return [Version(urls[numbers[0]], "", -1)]
-            found: _Versions = []
+            versions: _Versions = []
             for number, body in zip(numbers, bodies, strict=True):
                 version = Version(urls[number], body.version if body.total else "", _total(body))
-                found.append(version)
+                versions.append(version)
                 if version.tag and body.got == version.length(0):
                     cache.put((version, 0), bytes(body.data))
-            return found
+            return versions
 
         with self._naming(rels[0] if len(rels) == 1 else ""):
             return cache.versions(urls, ask)
@@ -255,14 +255,14 @@ class RemoteStore:
                 for run in runs
             ]
         )
-        found: _Bytes = []
+        contents: _Bytes = []
         for run, body in zip(runs, bodies, strict=True):
             version = run[0][0]
             if body.version != version.tag or body.total not in (None, version.size):
                 raise _Changed(version.url)
             data, low = memoryview(body.data), run[0][1]
-            found.extend(bytes(data[(n - low) * BLOCK : (n - low) * BLOCK + version.length(n)]) for _, n in run)
-        return found
+            contents.extend(bytes(data[(n - low) * BLOCK : (n - low) * BLOCK + version.length(n)]) for _, n in run)
+        return contents
 
     # Listing and writing ---------------------------------------------------------------------------------------------
 
@@ -270,10 +270,10 @@ class RemoteStore:
         """List (name, bytes) of all files below the root whose name ends with `suffix` (or one of them), sorted."""
         start = len(self._prefix)
         with self._naming(""):
-            found = [(key[start:], size) for key, size, _ in self._place()[1].list(self._prefix)]
-        if not found:
+            files = [(key[start:], size) for key, size, _ in self._place()[1].list(self._prefix)]
+        if not files:
             self.check_root()
-        return sorted((name, size) for name, size in found if name.endswith(suffix) and not name.endswith("/"))
+        return sorted((name, size) for name, size in files if name.endswith(suffix) and not name.endswith("/"))
 
     def versions(self, most: int) -> dict[str, tuple[int, str]] | None:
         """Return bytes and ETag of all files below the root by one listing, None if there are more than `most`.
@@ -282,11 +282,11 @@ class RemoteStore:
         """
         start, bucket = len(self._prefix), self._place()[1]
         try:
-            found = {key[start:]: (size, tag) for key, size, tag in bucket.list(self._prefix, most + 1)}
+            files = {key[start:]: (size, tag) for key, size, tag in bucket.list(self._prefix, most + 1)}
         except Exception as error:
             _log.info("%s cannot be listed: %s", self.root, error)
             return None
-        return found if len(found) <= most and all(tag for _, tag in found.values()) else None
+        return files if len(files) <= most and all(tag for _, tag in files.values()) else None
 
     def write(self, rel: str, data: bytes) -> None:
         """Write `rel` as a whole: readers see the old content or the new, never a part."""
@@ -309,7 +309,7 @@ class RemoteStore:
     # Asking ----------------------------------------------------------------------------------------------------------
 
     def _place(self) -> tuple[Client, Bucket]:
-        here, settings = self._here(), settings_of(self._protocol)
+        here, settings = self._here(), store_settings(self._protocol)
         place = here.get(settings)
         if place is None:
             here.clear()
@@ -369,7 +369,7 @@ class RemoteStore:
                 "network are up."
             ) from error
         except Exception as error:
-            status, code, said = _answer_of(error)
+            status, code, said = _provider_answer(error)
             bucket = self._place()[1].name
             if status in (404, 410) and code in _NO_BUCKET:
                 raise DatasetNotFoundError(
@@ -400,7 +400,7 @@ _WRONG_CREDENTIALS = {
 _WRONG_REGION = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "PermanentRedirect"}
 
 
-def _answer_of(error: Exception) -> tuple[int, str, str]:
+def _provider_answer(error: Exception) -> tuple[int, str, str]:
     """Return status, code and message of a provider's response, from whichever library."""
     if isinstance(error, Refused):
         return error.status, error.code, str(error)

@@ -133,8 +133,8 @@ class DecodeFileStore(FileStore):
     def __getitem__(self, key: str) -> tuple[Any, SourceInfo]:
         """Return the value of a file and its source; video and sound are not read yet."""
         keeps = getattr(self._decoder, "keeps_unread", None)
-        if keeps is not None and keeps(self.full_key(key)) and (found := self.locate(key)) is not None:
-            return self._decoder.decode(self.full_key(key), found[0]), found[1]
+        if keeps is not None and keeps(self.full_key(key)) and (located := self.locate(key)) is not None:
+            return self._decoder.decode(self.full_key(key), located[0]), located[1]
         return super().__getitem__(key)
 
     def decode(self, key: str, data: bytes) -> Any:
@@ -520,8 +520,8 @@ class WebdatasetFileStore(FileStore):
         _, shard, place = self._find(key)
         if place.is_sample:
             return None
-        found = ByteRange(store=self._store, rel=shard, offset=place.offset, size=place.size)
-        return found, SourceInfo(self._store.root, key, shard, (key,))
+        content = ByteRange(store=self._store, rel=shard, offset=place.offset, size=place.size)
+        return content, SourceInfo(self._store.root, key, shard, (key,))
 
     def _find(self, key: str) -> tuple[tuple[str, str], str, PartLocation]:
         """Return the names of a sample and its part, its shard, and where it is."""
@@ -561,8 +561,8 @@ def follow_links(path: str | os.PathLike[str]) -> Follow:
 
     def follow(member: Member) -> ByteRange:
         with contextlib.suppress(FileNotInStoreError):
-            if (found := opened().locate(member.name)) is not None:
-                return found[0]
+            if (located := opened().locate(member.name)) is not None:
+                return located[0]
         raise CorruptShardError(
             f"{path}: {member.name!r} is a hard link to {member.target!r}, and the key index does not have it. Write "
             f"the index again: energon prepare --tar-index-only {path}"

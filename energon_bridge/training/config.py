@@ -142,7 +142,7 @@ class DataConfig:
             1: global batches stay as they are.
         packing_buffer_size: Samples per lane from which packs are chosen; null: no packing. Applies to training and
             validation.
-        max_tokens_per_microbatch: Make microbatches of as many samples of similar length as fit into so many tokens,
+        max_tokens_per_microbatch: Make microbatches of as many samples of similar length as fit into this number,
             padding included, instead of a fixed number; chosen from `packing_buffer_size` samples (null: 256). Batch
             sizes then count microbatches, and `micro_batch_size` must be 1. null: no.
         packing_max_samples: Maximum samples per pack; null: as many as fit into `seq_length`.

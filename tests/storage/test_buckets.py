@@ -24,7 +24,7 @@ from energon_bridge.errors import DatasetNotFoundError, ShardMissingError, Short
 from energon_bridge.mix import opener
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
 from energon_bridge.storage import open_store
-from energon_bridge.storage.buckets import server_of
+from energon_bridge.storage.buckets import server_address
 from energon_bridge.storage.network import MADE
 from energon_bridge.stores import SystemFileStore
 from energon_bridge.testing import write_shard
@@ -204,8 +204,8 @@ def test_changed_credentials_sign_the_next_request(
 def test_where_a_bucket_lies_is_told_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "BlobEndpoint=http://here/acc;AccountName=acc;AccountKey=secret;SharedAccessSignature=secret"
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", text)
-    assert server_of("abfss") == "BlobEndpoint=http://here/acc;AccountName=acc"
+    assert server_address("abfss") == "BlobEndpoint=http://here/acc;AccountName=acc"
     monkeypatch.delenv("AZURE_STORAGE_CONNECTION_STRING")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "other")
-    assert server_of("az") == "other"
-    assert server_of("https") == ""
+    assert server_address("az") == "other"
+    assert server_address("https") == ""
