@@ -35,6 +35,7 @@ from energon_bridge.task_encoder.families import (
     ChatSample,
     ChatTemplateTaskEncoder,
     Family,
+    ProcessorFamily,
     QwenFamily,
 )
 from energon_bridge.task_encoder.families.vision import PreparedSample
@@ -96,6 +97,12 @@ def training_task_encoder(config: DataConfig, bundle: ModelBundle) -> MultiModal
     """
     template = chat_template(config.chat_template)
     family = bundle.family
+    if isinstance(family, ProcessorFamily) and template is None and bundle.tokenizer.chat_template is None:
+        raise ConfigurationError(
+            f"models of type {bundle.model.config.model_type!r} are trained with a chat template, and their processor "
+            f"has none: set data.chat_template to a file that writes {family.image_token or family.audio_token!r} for "
+            "each image, or to one of the templates by name"
+        )
     if family is not None and (template is not None or getattr(bundle.tokenizer, "chat_template", None) is not None):
         return _chat_encoder(config, bundle, family, template)
     for name in ("chat_template", *_CHAT_ONLY):
@@ -133,7 +140,7 @@ def chat_template(name: str | None) -> str | None:
 
 
 def _chat_encoder(
-    config: DataConfig, bundle: ModelBundle, family: Family, template: str | None
+    config: DataConfig, bundle: ModelBundle, family: Family | ProcessorFamily, template: str | None
 ) -> ChatTemplateTaskEncoder:
     if config.shuffle_images and bundle.image_tokens is None:
         raise ConfigurationError(
@@ -157,7 +164,7 @@ def _chat_encoder(
     return encoder
 
 
-def _bounded(family: Family, config: DataConfig) -> Family:
+def _bounded(family: Family | ProcessorFamily, config: DataConfig) -> Family | ProcessorFamily:
     """Return a family with the configured bounds for its images, and for the frames of its videos."""
     if config.min_pixels is None and config.max_pixels is None:
         return family

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.task_encoder.families import QWEN_VL_TEMPLATE, Family
+from energon_bridge.task_encoder.families import QWEN_VL_TEMPLATE, Family, ProcessorFamily
 from energon_bridge.task_encoder.families.registry import load_pretrained
 from energon_bridge.task_encoder.layout import ImageToken, MultiModalSampleConfig
 from energon_bridge.training.config import ModelConfig
@@ -245,8 +245,8 @@ PRESETS: Mapping[str, Writer] = MappingProxyType(
 
 _IMAGE = "<image>"
 
-CHAT_FAMILIES = frozenset({"llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
-"""Models, by the `model_type` of their configuration, for which conversations can be rendered by a chat template."""
+PLAIN = frozenset({"llava_next"})
+"""Models, by the `model_type` of their configuration, that are trained on plain sequences of images and text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,7 +254,8 @@ class ModelBundle:
     """A model with what turns samples into its inputs.
 
     `image_token_id` is the placeholder of an image, `image_tokens` times per image; None if that
-    depends on the image. `family` says what a model of a known family makes of images and videos; None for others.
+    depends on the image. `image_processor` is the whole processor where the model is encoded by it. `family` says what
+    the model makes of images, videos and sounds.
     """
 
     model: Any
@@ -262,7 +263,7 @@ class ModelBundle:
     image_processor: Any
     image_token_id: int
     image_tokens: int | None
-    family: Family | None = None
+    family: Family | ProcessorFamily | None = None
 
     @property
     def sample_config(self) -> MultiModalSampleConfig:
@@ -314,7 +315,7 @@ def load_model(
         ConfigurationError: Something cannot be loaded; says what to do without a connection.
     """
     import torch
-    from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+    from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
     if _is_path(name_or_path) and not Path(name_or_path).exists():
         raise ConfigurationError(
@@ -325,17 +326,18 @@ def load_model(
     options = {"dtype": torch.float32, "attn_implementation": attn_implementation}
     try:
         config = AutoConfig.from_pretrained(name_or_path)
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
-        image_processor = AutoImageProcessor.from_pretrained(name_or_path, backend="pil")
-        family = None
-        if config.model_type in CHAT_FAMILIES:
+        family, image_processor = None, None
+        if config.model_type in PLAIN:
+            tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+        else:
             # The template of the processor knows images; that of the tokenizer may be the language model's.
             pretrained = load_pretrained(name_or_path)
-            family, tokenizer.chat_template = pretrained.family, pretrained.chat_template or tokenizer.chat_template
-        if init == "random":
-            model = AutoModelForImageTextToText.from_config(config, **options)
-        else:
-            model = AutoModelForImageTextToText.from_pretrained(name_or_path, **options)
+            tokenizer, family = pretrained.tokenizer, pretrained.family
+            tokenizer.chat_template = pretrained.chat_template or tokenizer.chat_template
+            image_processor = family.processor if isinstance(family, ProcessorFamily) else None
+        if image_processor is None:
+            image_processor = AutoImageProcessor.from_pretrained(name_or_path, backend="pil")
+        model = _model(name_or_path, config, init, options)
     except ImportError as error:
         raise ConfigurationError(
             f"cannot load model {name_or_path!r} (model.attn_implementation={attn_implementation}): {error}"
@@ -355,6 +357,17 @@ def load_model(
         image_tokens=image_tokens_per_image or _image_tokens(config),
         family=family,
     )
+
+
+def _model(name_or_path: str, config: Any, init: str, options: Mapping[str, Any]) -> Any:
+    """Return the model of a configuration that reads text with images, or with any media. Raises ValueError."""
+    import transformers
+
+    kinds = [transformers.AutoModelForImageTextToText, getattr(transformers, "AutoModelForMultimodalLM", None)]
+    kind = next((one for one in kinds if one is not None and type(config) in one._model_mapping), kinds[0])
+    if init == "random":
+        return kind.from_config(config, **options)
+    return kind.from_pretrained(name_or_path, **options)
 
 
 def _is_path(name: str) -> bool:
@@ -383,7 +396,8 @@ def export_model(bundle: ModelBundle, folder: Path) -> None:
 def _image_token_id(config: Any, tokenizer: Any) -> int:
     ids = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
     known = next((token_id for token_id in ids if token_id is not None), None)
-    return int(tokenizer.convert_tokens_to_ids(_IMAGE) if known is None else known)
+    known = tokenizer.convert_tokens_to_ids(_IMAGE) if known is None else known
+    return -200 if known is None else int(known)
 
 
 def _image_tokens(config: Any) -> int | None:

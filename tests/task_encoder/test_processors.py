@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from paths import REPOSITORY
 from processors import called, conversation, expands, processor_classes, template_of, tiny_processor
 from torch import Tensor
 from transformers.models.auto.processing_auto import processor_class_from_name
@@ -28,7 +29,7 @@ SHORT = {
 }
 
 
-def classes() -> list[str]:
+def classes(*, all_of_them: bool = LONG) -> list[str]:
     found = []
     for name in processor_classes():
         try:
@@ -36,7 +37,7 @@ def classes() -> list[str]:
             kind.get_attributes()
         except ImportError:
             continue
-        if expands(kind) and (LONG or name in SHORT):
+        if expands(kind) and (all_of_them or name in SHORT):
             found.append(name)
     return found
 
@@ -49,6 +50,12 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
     return torch.equal(ours[box], theirs[box]) and all(
         int(values.count_nonzero()) == int(values[box].count_nonzero()) for values in (ours, theirs)
     )
+
+
+def test_every_processor_stands_in_the_table() -> None:
+    page = (REPOSITORY / "docs" / "reference" / "models.md").read_text("utf-8")
+    missing = [name for name in classes(all_of_them=True) if f"| {name} |" not in page]
+    assert not missing, "run scripts/models.py in an environment with torchvision"
 
 
 @pytest.mark.filterwarnings("ignore")

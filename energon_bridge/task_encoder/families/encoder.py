@@ -36,7 +36,7 @@ from energon_bridge.task_encoder.families.rendering import (
     placeholder_ids,
     tokenize_segments,
 )
-from energon_bridge.task_encoder.families.sound import Sound, sound_of
+from energon_bridge.task_encoder.families.sound import DeferredSound, Sound, sound_of
 from energon_bridge.task_encoder.families.video import decoded, video_of
 from energon_bridge.task_encoder.families.vision import Family, Plan, PreparedSample, VideoFrames, positions_of
 from energon_bridge.task_encoder.images import Alpha
@@ -223,10 +223,13 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         *,
         packer: Packer[PreparedSample] | None = None,
     ) -> Self:
-        """Return the encoder for a model in a folder or on the hub, with its tokenizer and Pillow image processor.
+        """Return the encoder for a model in a folder or on the hub.
+
+        Models of the LLaVA and Qwen-VL families get native pixels, with their Pillow image processor; all others are
+        encoded by their own processor.
 
         Raises:
-            ConfigurationError: A part cannot be loaded, or the model's family is unknown.
+            ConfigurationError: A part cannot be loaded, or the model's processor does not read media among turns.
         """
         loaded = load_pretrained(name_or_path)
         return cls(loaded.tokenizer, loaded.family, _with_template(config, loaded.chat_template), packer=packer)
@@ -286,7 +289,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             try:
                 videos = [_made(video) for video in sample.videos]
                 if isinstance(family, ProcessorFamily):
-                    visual = family.processed(sample, images, videos, [sound.get() for sound in sample.sounds])
+                    visual = family.processed(sample, images, videos, [_heard(sound) for sound in sample.sounds])
                 else:  # images, then videos; each in order
                     visual = family.process(images, videos, sorted(sample.plans, key=lambda plan: plan.kind))
             except SampleError as error:
@@ -400,7 +403,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             plans=tuple(kept),
             images=images[: counts["image"]],
             videos=self._deferred_videos(videos[: counts["video"]]),
-            sounds=sounds[: counts["audio"]],
+            sounds=[DeferredSound(sound=one) if one.alone else one for one in sounds[: counts["audio"]]],
             answer=content.first_answer,
             text=_text_with(segments, len(kept)) if isinstance(self.family, ProcessorFamily) else "",
             adds_special=adds_special,
@@ -532,6 +535,14 @@ def _text_with(segments: Sequence[Segment], media: int) -> str:
 
 def _has_types(family: Any) -> bool:
     return isinstance(family, ProcessorFamily)
+
+
+def _heard(sound: Any) -> np.ndarray:
+    """Return the samples of a sound, decoded on the engine's threads or here."""
+    samples: np.ndarray = (
+        sound.decoded() if isinstance(sound, Deferred) else sound.get() if isinstance(sound, Sound) else sound
+    )
+    return samples
 
 
 def _made(video: Any) -> Any:

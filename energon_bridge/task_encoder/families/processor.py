@@ -55,6 +55,7 @@ _DROPPED = frozenset(
     }
 )
 """What the batch has by itself, or no model takes."""
+_NONE = "takes none"
 _TICKS = 1000  # a second, in the numbers of frames that stand for their times
 _MOST_TEXTS = 1 << 16
 
@@ -126,6 +127,8 @@ class ProcessorFamily:
 
     def __post_init__(self) -> None:
         name = type(self.processor).__name__
+        if getattr(self.processor, "tokenizer", None) is None:
+            raise ConfigurationError(f"{name} has no tokenizer, so it writes no text for media")
         if reason := _REFUSED.get(name):
             raise ConfigurationError(f"{name} cannot be used for training on conversations: {reason}")
         if self.pixels not in (None, "processor") or self.pixels_dtype == "uint8":
@@ -140,7 +143,7 @@ class ProcessorFamily:
                 self.refused[kind] = reason
                 continue
             if _placeholder(self.processor, kind) is None or self._part(kind) is None:
-                self.refused[kind] = f"{name} takes none"
+                self.refused[kind] = f"{name} {_NONE}"
                 continue
             try:
                 self.writings[kind] = self._learned(kind)
@@ -148,8 +151,9 @@ class ProcessorFamily:
                 self.refused[kind] = f"{name} could not take a blank one: {type(error).__name__}: {error}"
         self._check_values()
         if not self.writings:
-            reasons = "; ".join(f"{kind}: {reason}" for kind, reason in self.refused.items())
-            raise ConfigurationError(f"{name} writes no tokens for media that could be planned. {reasons}")
+            known = {kind: self.refused[kind] for kind in _ARGUMENTS if not self.refused[kind].endswith(_NONE)}
+            reasons = "; ".join(f"{kind}: {reason}" for kind, reason in (known or self.refused).items())
+            raise ConfigurationError(f"{name} takes no media that could be planned: {reasons}")
         if self.model_config is not None:
             object.__setattr__(self, "rope", rope_index(self.model_config))
 
@@ -529,6 +533,8 @@ def rope_index(model_config: Any) -> Callable[..., Any] | None:
     """Return a model's own function for positions on three axes, which needs its configuration only; None: one axis."""
     from transformers import AutoModel
     from transformers.models.auto import modeling_auto
+
+    model_config = getattr(model_config, "thinker_config", model_config)  # the part of omni models that reads
 
     for mapping in (
         AutoModel._model_mapping,

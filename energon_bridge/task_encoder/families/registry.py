@@ -1,4 +1,7 @@
-"""Find the family of a model of transformers from its configuration, and load its parts."""
+"""Find the family of a model of transformers from its configuration, and load its parts.
+
+Models of a known type have a family that makes their pixels natively; any other trains through its own processor.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,13 @@ from typing import Any
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.task_encoder.families.llava import FixedTokenFamily, llava_family, llava_next_family
+from energon_bridge.task_encoder.families.processor import ProcessorFamily
 from energon_bridge.task_encoder.families.qwen import QWEN_MODELS, QwenFamily, qwen_family
 from energon_bridge.task_encoder.families.vision import Family
 
 _LLAVAS = {"llava": llava_family, "llava_next": llava_next_family}
+NATIVE = (*_LLAVAS, *QWEN_MODELS)
+"""The types of models that have a family with native pixels."""
 # Outputs of a vision tower beyond its patches; towers not listed have a class token.
 _CLASS_TOKENS = {"siglip_vision_model": 0, "siglip2_vision_model": 0}
 
@@ -55,7 +61,8 @@ def family_of(
             image_token=tokenizer.convert_ids_to_tokens(token_id),
         )
     raise ConfigurationError(
-        f"there is no family for models of type {kind!r}; known: {', '.join((*_LLAVAS, *QWEN_MODELS))}. Pass a "
+        f"there is no native family for models of type {kind!r}; known: {', '.join(NATIVE)}. Use "
+        "ChatTemplateTaskEncoder.from_pretrained or for_processor, which call the model's own processor, or pass a "
         "FixedTokenFamily, or your own family, to ChatTemplateTaskEncoder"
     )
 
@@ -89,7 +96,7 @@ class Pretrained:
     """A tokenizer, the family of its model, and the processor's chat template, if it has one."""
 
     tokenizer: Any
-    family: Family
+    family: Family | ProcessorFamily
     chat_template: str | None
 
 
@@ -97,14 +104,23 @@ def load_pretrained(name_or_path: str | Path) -> Pretrained:
     """Load the parts of a model that an encoder needs.
 
     Raises:
-        ConfigurationError: A part cannot be loaded, or the model's family is unknown.
+        ConfigurationError: A part cannot be loaded, or the model's processor does not read media among turns.
     """
-    from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+    from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
     try:
         model_config = AutoConfig.from_pretrained(name_or_path)
+        if model_config.model_type not in NATIVE:
+            processor = AutoProcessor.from_pretrained(name_or_path)
+            return Pretrained(
+                tokenizer=getattr(processor, "tokenizer", None),
+                family=ProcessorFamily(processor=processor, model_config=model_config),
+                chat_template=getattr(processor, "chat_template", None),
+            )
         tokenizer = AutoTokenizer.from_pretrained(name_or_path)
         image_processor = AutoImageProcessor.from_pretrained(name_or_path, backend="pil")
+    except ImportError as error:
+        raise ConfigurationError(f"the processor of {str(name_or_path)!r} needs a package: {error}") from error
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"cannot load the tokenizer and image processor of {str(name_or_path)!r}: {error}\nWithout a connection to "

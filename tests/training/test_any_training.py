@@ -1,0 +1,121 @@
+"""The training program on models that are encoded by their own processor: images, and sounds."""
+
+from __future__ import annotations
+
+import json
+import signal
+import wave
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from forked import start_forked
+from paths import CONFIGS
+from PIL import Image
+
+pytest.importorskip("lightning.pytorch")
+pytest.importorskip("transformers")
+
+from processors import template_of, tiny_model, tiny_model_config, tiny_processor
+from run_outputs import read_losses
+from sources import converted
+
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.training import run as training
+from energon_bridge.training.config import RunConfig
+from energon_bridge.training.config_file import load_config
+from energon_bridge.training.module import VisionLanguageModule
+
+MODELS = {"gemma3": ("Gemma3Processor", "images", 640), "qwen2_audio": ("Qwen2AudioProcessor", "audios", 200)}
+STEPS = 6
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model_type(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def model(model_type: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(model_type)
+    processor = tiny_processor(MODELS[model_type][0])
+    processor.chat_template = template_of(processor)
+    processor.save_pretrained(folder)
+    tiny_model(tiny_model_config(model_type, processor)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(model_type: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A list of conversations with media in files, converted."""
+    folder = tmp_path_factory.mktemp("list")
+    field = MODELS[model_type][1]
+    rows = []
+    for number in range(16):
+        name = f"{number}.{'png' if field == 'images' else 'wav'}"
+        answer = ("red", "green", "blue")[number % 3]
+        if field == "images":
+            Image.new("RGB", (60 + number, 50), answer).save(folder / name)
+        else:
+            with wave.open(str(folder / name), "wb") as out:
+                out.setparams((1, 2, 16000, 0, "NONE", ""))
+                tone = np.sin(np.arange(4000 + 100 * number) * (number % 3 + 1) / 5)
+                out.writeframes((tone * 9000).astype("<i2").tobytes())
+        question = {"role": "user", "content": f"<{field.removesuffix('s')}> which?"}
+        rows.append({"messages": [question, {"role": "assistant", "content": answer}], field: [name]})
+    (folder / "list.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return converted(folder / "list.jsonl", folder / "data", "--split-ratio", "3,1,0")
+
+
+def configuration(model_type: str, model: Path, data: Path, run_dir: Path) -> RunConfig:
+    values = yaml.safe_load((CONFIGS / "smoke.yaml").read_text())
+    values["model"] = {"init": "random"}  # the rest is in the model's folder
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "smoke.yaml").write_text(yaml.safe_dump(values))
+    settings = [f"data.path={data}", f"run_dir={run_dir}", f"train.max_steps={STEPS}", "train.log_interval=1"]
+    settings += [f"model.name_or_path={model}", f"data.seq_length={MODELS[model_type][2]}", "validation.generate=false"]
+    return load_config(run_dir / "smoke.yaml", settings)
+
+
+def train_until(config: RunConfig, last: int) -> None:
+    """Train, and die in the middle of a step."""
+    original = VisionLanguageModule.training_step
+    steps = iter(range(1000))
+
+    def training_step(self: VisionLanguageModule, batch: object, batch_idx: int) -> object:
+        if next(steps) >= last:
+            signal.raise_signal(signal.SIGKILL)
+        return original(self, batch, batch_idx)
+
+    VisionLanguageModule.training_step = training_step  # type: ignore[method-assign,assignment]
+    training.run(config)
+
+
+def test_killed_and_resumed_training_gives_the_same_losses(
+    model_type: str, model: Path, data: Path, tmp_path: Path
+) -> None:
+    whole = configuration(model_type, model, data, tmp_path / "whole")
+    training.run(whole)
+    killed = configuration(model_type, model, data, tmp_path / "killed")
+    child = start_forked(partial(train_until, killed, 9))  # two microbatches are a step, each second step is saved
+    assert child.result() == (False, f"no result, exit status {-signal.SIGKILL}")
+    training.run(killed, resume=True)
+    losses = [read_losses(tmp_path / name / "metrics.jsonl") for name in ("whole", "killed")]
+    assert losses[0] == losses[1]
+    assert sorted(losses[0]) == list(range(1, STEPS + 1))
+    assert losses[0][STEPS] < losses[0][1]
+
+
+def test_a_processor_without_a_chat_template_is_named(model_type: str, model: Path, data: Path, tmp_path: Path) -> None:
+    template = model / "chat_template.jinja"
+    text = template.read_text()
+    template.unlink()
+    try:
+        with pytest.raises(ConfigurationError, match=r"processor has none: set data\.chat_template"):
+            training.run(configuration(model_type, model, data, tmp_path))
+    finally:
+        template.write_text(text)
