@@ -88,8 +88,7 @@ def by_replica(results: list[tuple[int, Any]]) -> dict[int, Any]:
     return replicas
 
 
-@pytest.mark.parametrize("collection", [True, False], ids=["pg_collection", "parallel_state"])
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(("collection", "num_workers"), [(True, 1), (False, 0)])
 def test_a_replica_has_one_stream_and_replicas_share_the_data_out(
     dataset: Path, tmp_path: Path, collection: bool, num_workers: int
 ) -> None:

@@ -133,14 +133,14 @@ def global_batches(results: list[Any]) -> list[list[tuple[str, str]]]:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("way", "before", "after"),
     [
-        ({"tp": 2, "pp": 2}, {"world": 4}),
-        ({"tp": 2, "cp": 2}, {"tp": 2, "pp": 2, "world": 4}),
+        ("all", {"tp": 2, "cp": 2}, {"tp": 2, "pp": 2, "world": 4}),
+        ("tp0_pp_edges", {"tp": 2, "pp": 2}, {"world": 4}),
+        ("broadcast", {"tp": 2, "cp": 2}, {"tp": 2, "pp": 2, "world": 4}),
+        ("broadcast", {"tp": 2, "pp": 2}, {"world": 4}),
     ],
-    ids=["tp2 pp2 dp2 to dp4", "tp2 cp2 dp2 to tp2 pp2 dp1"],
 )
-@pytest.mark.parametrize("way", ["all", "tp0_pp_edges", "broadcast"])
 def test_runs_go_on_with_other_groups(
     before: dict[str, int], after: dict[str, int], way: str, dataset: Path, tmp_path: Path
 ) -> None:
