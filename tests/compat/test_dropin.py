@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,17 +104,21 @@ def run_with_ours(program: str, *arguments: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def run_with_rival(rival_python: str) -> Program:
-    """Return a function that runs a program with megatron-energon itself."""
+def run_with_rival(rival_python: str) -> Iterator[Program]:
+    """Yield a function that runs a program with megatron-energon itself."""
+    command = [rival_python, "-W", "ignore", str(HELPERS / "rival_run.py")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
 
-    def run(program: str, *arguments: Any) -> Any:
-        runner = str(HELPERS / "rival_run.py")
-        command = [rival_python, "-W", "ignore", runner, str(PROGRAMS / program), *map(str, arguments)]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=240)
-        assert result.returncode == 0, result.stderr[-4000:]
-        return json.loads(result.stdout.splitlines()[-1])
+        def run(program: str, *arguments: Any) -> Any:
+            print(json.dumps([str(PROGRAMS / program), *map(str, arguments)]), file=server.stdin, flush=True)
+            code, output, errors = json.loads(server.stdout.readline())
+            assert code == 0, errors[-4000:]
+            return json.loads(output.splitlines()[-1])
 
-    return run
+        yield run
+        server.stdin.close()
 
 
 def check_provider(run: Program, data: Path, states: Path) -> dict[str, Any]:

@@ -1,20 +1,57 @@
-"""Run a program by an interpreter with megatron-energon: `python rival_run.py PROGRAM ARGUMENTS...`.
+"""Run programs by an interpreter with megatron-energon: `python rival_run.py PROGRAM ARGUMENTS...`.
 
-The process ends without the interpreter's own end, where that package (7.4.1) may hang: an unfinished iterator waits
+Without arguments it reads them, a JSON list a line, runs each program in a fork that need not import the package again,
+and answers with a line: the exit code, the output and the errors.
+
+A process ends without the interpreter's own end, where that package (7.4.1) may hang: an unfinished iterator waits
 for a lock of the watchdog, whose thread is gone by then.
 """
 
+import json
 import multiprocessing
 import os
 import runpy
 import sys
+import tempfile
+import traceback
 
-if __name__ == "__main__":
-    sys.argv = sys.argv[1:]
-    sys.path[0] = os.path.dirname(sys.argv[0])
-    runpy.run_path(sys.argv[0], run_name="__main__")
+
+def run(arguments):
+    """Run a program, and end this process."""
+    code = 0
+    try:
+        sys.argv = arguments
+        sys.path[0] = os.path.dirname(sys.argv[0])
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except BaseException:
+        traceback.print_exc()
+        code = 1
     for child in multiprocessing.active_children():
         child.terminate()
         child.join()
     sys.stdout.flush()
-    os._exit(0)
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def serve():
+    """Run the programs that come by standard input."""
+    import megatron.energon  # noqa: F401
+
+    for line in sys.stdin:
+        with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+            process = os.fork()
+            if not process:
+                os.dup2(output.fileno(), 1)
+                os.dup2(errors.fileno(), 2)
+                run(json.loads(line))
+            code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+            output.seek(0)
+            errors.seek(0)
+            print(json.dumps([code, output.read(), errors.read()]), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        run(sys.argv[1:])
+    serve()

@@ -60,7 +60,7 @@ class Sized(TensorEncoder):
 
 
 def sized_dataset(folder: Path, kind: str, *, bad: Sequence[int] = (), wrong: int = -1, **kwargs: Any) -> DatasetSpec:
-    """Open one of `plain`, `mix`, `packed`, `packed mix` and `filtered`."""
+    """Open one of `plain`, `mix`, `packed` and `packed mix`."""
     source: Any = folder / "a"
     if "mix" in kind:
         source = metadataset(
@@ -70,7 +70,6 @@ def sized_dataset(folder: Path, kind: str, *, bad: Sequence[int] = (), wrong: in
     settings |= {"parallel_shard_iters": 3, "task_encoder": Sized(bad, wrong)}
     settings |= {"worker_config": config_of(1, 0, microbatches_per_global_batch=G, num_lanes=LANES)}
     settings |= {"packing_buffer_size": 12} if "packed" in kind else {}
-    settings |= {"filter": "size != 4"} if kind == "filtered" else {}
     return get_train_dataset(source, **(settings | kwargs))
 
 

@@ -184,8 +184,10 @@ def yields_nothing(self: Any, argument: Any) -> Iterator[Any]:
     yield None
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("hook", ["encode_sample", "preencode_sample", "postencode_sample", "batch", "encode_batch"])
+@pytest.mark.parametrize(
+    ("hook", "workers"),
+    [("encode_sample", 2), ("preencode_sample", 0), ("postencode_sample", 0), ("batch", 0), ("encode_batch", 2)],
+)
 def test_a_hook_without_return_stops_the_run(hook: str, workers: int, data: Path) -> None:
     wanted = "the batch" if "batch" in hook else "the sample"
     with pytest.raises(
@@ -387,8 +389,7 @@ NAMES = {"select_samples_to_pack": "selections", "pack_selected_samples": "packs
 HOOKS = ["encode_sample", "preencode_sample", "postencode_sample", "batch_group_criterion", *NAMES]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(("hook", "workers"), [*((hook, 0) for hook in HOOKS), ("encode_sample", 2), ("batch", 2)])
 def test_five_equal_failures_at_first_stop_the_run(hook: str, workers: int, data: Path) -> None:
     kind = PackingEncoder if "pack" in hook else DefaultTaskEncoder
     loader = loader_of(data, with_hook(hook, refuse, kind), workers, handler=lambda error: True)
@@ -464,6 +465,7 @@ class Marked(DefaultTaskEncoder):
     ("encoder", "policy", "failures"),
     [
         (Marked(), ErrorPolicy(), 30),
+        (Marked(), ErrorPolicy(tolerance=5), 5),
         (type("Of", (DefaultTaskEncoder,), {"encode_sample": refuse, "__default_failure_tolerance__": 12})(), None, 12),
         (with_hook("encode_sample", refuse), ErrorPolicy(tolerance=100), 100),
         (with_hook("encode_sample", refuse), ErrorPolicy(tolerance=3), 3),

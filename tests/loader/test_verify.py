@@ -124,85 +124,36 @@ def test_states_resume_on_other_ranks_and_workers(data: Path) -> None:
 # Bad encoders --------------------------------------------------------------------------------------------------------
 
 
-class Encoder(TensorEncoder):
-    """Adds a field to each sample."""
+class Extra(TensorEncoder):
+    """Adds a field to each sample: a function of its key and of how many samples the encoder has seen."""
 
-    def value(self, sample: Any) -> Any:
-        raise NotImplementedError
+    def __init__(self, value: Callable[[str, int], Any]) -> None:
+        super().__init__()
+        self.value, self.count = value, 0
 
     def encode_sample(self, sample: Any) -> Any:
-        return {**sample_dict(super().encode_sample(sample)), "extra": self.value(sample)}
-
-
-def sample_dict(sample: Any) -> dict[str, Any]:
-    return {name: sample[name] for name in ("__key__", "__restore_key__", "text", "number", "noise")}
-
-
-class HiddenCounter(Encoder):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def value(self, sample: Any) -> int:
         self.count += 1
-        return self.count
+        encoded = super().encode_sample(sample)
+        fields = {name: encoded[name] for name in ("__key__", "__restore_key__", "text", "number", "noise")}
+        return fields | {"extra": self.value(sample.__key__, self.count)}
 
 
-class OsRandom(Encoder):
-    def value(self, sample: Any) -> bytes:
-        return os.urandom(4)
+BEFORE, OUTSIDE = "depends on what was encoded before", "randomness outside the global generators"
+CHANGING: dict[str, tuple[Callable[[str, int], Any], str]] = {
+    "a hidden counter": (lambda key, count: count, BEFORE),
+    "randomness of the system": (lambda key, count: os.urandom(4), OUTSIDE),
+    "a generator of its own": (lambda key, count: np.random.default_rng().random(2), OUTSIDE),
+    "the clock": (lambda key, count: time.perf_counter_ns(), "or the time"),
+    "the sign of a zero": (lambda key, count: torch.tensor([-0.0 if count > 3 else 0.0]), BEFORE),
+    "something deep inside": (lambda key, count: [key, {"a": (1, frozenset({"x", str(count // 5)}))}], BEFORE),
+}
 
 
-class OwnGenerator(Encoder):
-    def value(self, sample: Any) -> Any:
-        return np.random.default_rng().random(2)
-
-
-class Clock(Encoder):
-    def value(self, sample: Any) -> float:
-        time.sleep(0.0001)
-        return time.time()
-
-
-class OneBit(Encoder):
-    """A zero whose sign depends on how many samples came before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def value(self, sample: Any) -> Any:
-        self.count += 1
-        return torch.tensor([-0.0 if self.count > 3 else 0.0])
-
-
-class Inner(Encoder):
-    """Something deep inside a nested value changes once the encoder has seen five samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def value(self, sample: Any) -> Any:
-        self.count += 1
-        return [sample.__key__, {"a": (1, frozenset({"x", str(self.count // 5)}))}]
-
-
-@pytest.mark.parametrize(
-    ("encoder", "cause"),
-    [
-        (HiddenCounter, "depends on what was encoded before"),
-        (OsRandom, "randomness outside the global generators"),
-        (OwnGenerator, "randomness outside the global generators"),
-        (Clock, "or the time"),
-        (OneBit, "depends on what was encoded before"),
-        (Inner, "depends on what was encoded before"),
-    ],
-)
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_field_that_changes_is_named(data: Path, encoder: type[Encoder], cause: str, num_workers: int) -> None:
+@pytest.mark.parametrize(("name", "num_workers"), [*((name, 0) for name in CHANGING), ("a hidden counter", 2)])
+def test_a_field_that_changes_is_named(data: Path, name: str, num_workers: int) -> None:
+    value, cause = CHANGING[name]
     with pytest.raises(ResumeMismatchError, match=cause) as raised:
-        verify_resume(maker(data, encoder, num_workers=num_workers), 8)
+        verify_resume(maker(data, lambda: Extra(value), num_workers=num_workers), 8)
     text = str(raised.value)
     assert "differs in 'extra':\n" in text, "this field and no other"
     assert text.startswith("verify_resume: after a resume at microbatch 1, microbatch ")
@@ -248,12 +199,7 @@ def test_other_samples_are_named(data: Path) -> None:
 
 def test_a_field_that_changes_only_after_a_second_resume_is_caught(data: Path) -> None:
     made = []
-
-    class Third(Encoder):
-        def value(self, sample: Any) -> int:
-            return int(len(made) >= 3)
-
-    make = maker(data, Third)
+    make = maker(data, lambda: Extra(lambda key, count: int(len(made) >= 3)))
 
     def counting() -> Any:
         made.append(1)
@@ -305,13 +251,8 @@ class Opaque:
     """Has no bytes to compare."""
 
 
-class OpaqueEncoder(Encoder):
-    def value(self, sample: Any) -> Any:
-        return [sample.__key__, Opaque()]
-
-
 def test_what_cannot_be_compared_is_named(data: Path, caplog: pytest.LogCaptureFixture) -> None:
-    report = verify_resume(maker(data, OpaqueEncoder), 6)
+    report = verify_resume(maker(data, lambda: Extra(lambda key, count: [key, Opaque()])), 6)
     assert report.not_compared == {"extra": ("test_verify.Opaque",)}
     assert [r.getMessage() for r in caplog.records if r.name == "energon_bridge.verify"] == [
         "verify_resume: cannot compare extra (test_verify.Opaque), which have no bytes of their own"

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -47,23 +48,19 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Dying ---------------------------------------------------------------------------------------------------------------
 
 
-def test_twenty_kills_do_not_change_the_stream(data: Path, caplog: pytest.LogCaptureFixture) -> None:
-    dataset = train_dataset(data, "skipping")
-    expected = deliver(loaders_of(dataset, 1, 0), 200).digests
+def test_kills_are_told_and_do_not_change_the_stream(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    expected = deliver(loaders_of(train_dataset(data, "skipping"), 1, 0), 60).digests
     choose = random.Random(4)
-    kills = sorted(choose.sample(range(1, 190), 20))
     with closing(loader_of(data, 3, SkippingEncoder(), prefetch_factor=2)) as loader:
         found: list[str] = []
-        for batch in loader:
+        for batch in islice(loader, 60):
             found.append(digest(batch))
-            if len(found) in kills:
+            if len(found) % 12 == 5:
                 os.kill(choose.choice(worker_pids()), signal.SIGKILL)
-            if len(found) == len(expected):
-                break
-        assert found == expected
+    assert found == expected
     messages = [record.message for record in caplog.records if "killed by signal 9" in record.message]
     # One killed with all that it had to deliver delivered may be replaced together with the next.
-    assert 10 <= len(messages) <= 20
+    assert 3 <= len(messages) <= 5
     assert all("no sample is lost" in message for message in messages)
 
 
@@ -81,31 +78,6 @@ def test_kills_do_not_change_batches_that_cross_as_memory_files(data: Path, monk
                 time.sleep(choose.random() * 0.003)
                 os.kill(choose.choice(worker_pids()), signal.SIGKILL)
     assert found == expected
-
-
-def test_killing_all_workers_at_once_does_not_change_the_stream(data: Path) -> None:
-    expected = deliver(loaders_of(train_dataset(data), 1, 0), 60).digests
-    with closing(loader_of(data, 2)) as loader:
-        batches = iter(loader)
-        found = []
-        for number in range(60):
-            if number in (1, 2, 30):
-                for pid in worker_pids():
-                    os.kill(pid, signal.SIGKILL)
-            found.append(digest(next(batches)))
-        assert found == expected
-
-
-def test_a_state_saved_after_a_kill_is_the_delivered_one(data: Path) -> None:
-    expected = deliver(loaders_of(train_dataset(data), 1, 0), 60).digests
-    with closing(loader_of(data, 2)) as loader:
-        batches = iter(loader)
-        for _ in range(17):
-            next(batches)
-        os.kill(worker_pids()[0], signal.SIGKILL)
-        state = loader.save_state_rank()
-        assert digest(next(batches)) == expected[17]
-    assert deliver(loaders_of(train_dataset(data), 1, 0, state=state), 43).digests == expected[17:]
 
 
 @pytest.mark.parametrize("persistent", [False, True])

@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 from two_lanes import EPOCHS, KEY, KEYS, NUM_TRAIN, SHARD, counts, lanes, loader_of, write_dataset
 
-from energon_bridge import DefaultTaskEncoder, SkipSample, WorkerConfig, get_savable_loader, get_val_dataset
+from energon_bridge import (
+    DefaultTaskEncoder,
+    ErrorPolicy,
+    SkipSample,
+    WorkerConfig,
+    get_savable_loader,
+    get_val_dataset,
+)
 from energon_bridge.errors import EmptyDatasetError, FatalSampleError
 from energon_bridge.loader.document import read_lanes
 from energon_bridge.loader.savable import SavableDataLoader
@@ -60,10 +67,15 @@ class Awkward(Exception):  # noqa: N818 - what users do
         self.pipe.close()
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("encoder", [Failing, FailingGenerator])
 @pytest.mark.parametrize(
-    ("error", "counter"), [(ValueError, "errors"), (KeyError, "errors"), (Awkward, "errors"), (SkipSample, "skipped")]
+    ("error", "counter", "encoder", "num_workers"),
+    [
+        (ValueError, "errors", Failing, 2),
+        (KeyError, "errors", FailingGenerator, 0),
+        (Awkward, "errors", Failing, 2),
+        (SkipSample, "skipped", Failing, 0),
+        (SkipSample, "skipped", FailingGenerator, 2),
+    ],
 )
 def test_a_hook_that_fails_costs_its_sample_and_nothing_else(
     error: type[Exception], counter: str, encoder: type[Failing], num_workers: int, dataset: Path
@@ -78,9 +90,12 @@ def test_a_hook_that_fails_costs_its_sample_and_nothing_else(
     loader.close()
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(
-    "error", [NameError, ImportError, MemoryError, RecursionError, SystemError, FatalSampleError, StopIteration]
+    ("error", "num_workers"),
+    [
+        *((error, 0) for error in (NameError, ImportError, MemoryError, RecursionError, SystemError)),
+        *((error, workers) for error in (FatalSampleError, StopIteration) for workers in (0, 2)),
+    ],
 )
 def test_errors_that_are_no_fault_of_the_data_are_fatal(
     error: type[Exception], num_workers: int, dataset: Path
@@ -116,9 +131,15 @@ class FailingBatch(DefaultTaskEncoder):
             raise self.error("as the test wants it")
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("hook", ["batch", "encode_batch"])
-@pytest.mark.parametrize(("error", "counter"), [(ValueError, "errors"), (SkipSample, "skipped")])
+@pytest.mark.parametrize(
+    ("error", "counter", "hook", "num_workers"),
+    [
+        (ValueError, "errors", "batch", 0),
+        (ValueError, "errors", "encode_batch", 2),
+        (SkipSample, "skipped", "batch", 2),
+        (SkipSample, "skipped", "encode_batch", 0),
+    ],
+)
 def test_a_hook_that_fails_on_a_batch_costs_its_samples_and_nothing_else(
     error: type[Exception], counter: str, hook: str, num_workers: int, dataset: Path
 ) -> None:
@@ -153,59 +174,30 @@ def test_a_batch_that_fails_is_logged_with_its_samples(dataset: Path, caplog: py
 # Too much is bad -----------------------------------------------------------------------------------------------------
 
 
-class Intolerant(Failing):
-    __default_failure_tolerance__ = 3
-
-
 LETTERS = str.maketrans("0123456789", "abcdefghij")
 
 
 class Complaining(DefaultTaskEncoder):
-    """Refuses all samples, or microbatches, each with a text of its own."""
-
-    def __init__(self, hook: str) -> None:
-        super().__init__()
-        self.hook = hook
-
-    def encode_sample(self, sample: Any) -> Any:
-        if self.hook == "encode_sample":
-            raise ValueError(f"not {sample.__key__.translate(LETTERS)}")
-        return sample
-
-    def batch(self, samples: list[Any]) -> Any:
-        if self.hook == "batch":
-            raise ValueError(f"not {samples[0].__key__.translate(LETTERS)}")
-        return super().batch(samples)
+    """Refuses all microbatches, each with a text of its own."""
 
     def encode_batch(self, batch: Any) -> Any:
         raise ValueError(f"not {batch.__key__[0].translate(LETTERS)}")
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_hundred_failures_in_a_row_stop_the_run(num_workers: int, dataset: Path) -> None:
-    loader = loader_of(dataset, num_workers, task_encoder=Complaining("encode_sample"))
-    with pytest.raises(FatalSampleError, match=r"100 samples failed in a row, the last one .*ValueError: not train-a"):
+def test_a_hundred_different_failures_in_a_row_stop_the_run(num_workers: int, dataset: Path) -> None:
+    loader = loader_of(dataset, num_workers, batch_size=2, task_encoder=Complaining())
+    with pytest.raises(FatalSampleError, match=r"100 microbatches failed in a row, the last one .*: not train-a"):
         next(iter(loader))
     loader.close()
 
 
-@pytest.mark.parametrize("hook", ["batch", "encode_batch"])
-def test_a_hundred_failed_batches_in_a_row_stop_the_run(hook: str, dataset: Path) -> None:
-    loader = loader_of(dataset, batch_size=2, task_encoder=Complaining(hook))
-    with pytest.raises(FatalSampleError, match=r"100 microbatches failed in a row, the last one .*: not train-a"):
-        next(iter(loader))
-
-
 def test_failures_that_are_not_in_a_row_do_not_add_up(dataset: Path) -> None:
-    loader = loader_of(dataset, batch_size=4, task_encoder=Intolerant(ValueError, KEY))
+    encoder = Failing(ValueError, KEY)
+    loader = loader_of(dataset, batch_size=4, task_encoder=encoder, error_policy=ErrorPolicy(tolerance=3))
     for _ in islice(loader, 10 * NUM_TRAIN // 4):
         pass
     assert counts(loader.save_state_rank())["errors"] >= 9
-
-
-def test_the_tolerance_is_the_encoders(dataset: Path) -> None:
-    with pytest.raises(FatalSampleError, match="3 samples failed in a row"):
-        next(iter(loader_of(dataset, task_encoder=Intolerant(ValueError, *KEYS))))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -20,7 +20,6 @@ from energon_bridge import (
     TextSample,
     quarantine_excludes,
     read_quarantine,
-    stateless,
 )
 from energon_bridge.errors import ConfigurationError, ErrorRateError, FatalSampleError, StorageError
 from energon_bridge.loader.savable import SavableDataLoader
@@ -151,24 +150,6 @@ def test_a_handler_and_a_policy_that_decides_are_refused(data: Path) -> None:
 
 
 # Failures in a row ---------------------------------------------------------------------------------------------------
-
-
-class Tolerant(Failing):
-    @stateless(failure_tolerance=7)
-    def encode_sample(self, sample: TextSample) -> Any:
-        return super().encode_sample(sample)
-
-
-@pytest.mark.parametrize(
-    ("encoder", "policy", "failures"),
-    [(Tolerant, ErrorPolicy(), 7), (Tolerant, ErrorPolicy(tolerance=5), 5), (Failing, ErrorPolicy(tolerance=100), 100)],
-)
-def test_the_tolerance_is_that_of_the_policy_or_hook_or_encoder(
-    encoder: type[Failing], policy: ErrorPolicy, failures: int, data: Path
-) -> None:
-    loader = loader_of(data, encoder(every=1), error_policy=policy)
-    with pytest.raises(FatalSampleError, match=rf"^encode_sample: {failures} samples failed in a row"):
-        next(iter(loader))
 
 
 class BadHook(PackingEncoder):
