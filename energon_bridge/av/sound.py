@@ -238,7 +238,12 @@ def resample(samples: np.ndarray, rate: int, to: int) -> np.ndarray:
     frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(samples.T).reshape(1, -1), format="flt", layout=layout)
     frame.sample_rate = rate
     resampler = av.AudioResampler(format="flt", layout=layout, rate=to)
-    made = [out.to_ndarray() for out in (*resampler.resample(frame), *resampler.resample(None))]
+    try:
+        made = [out.to_ndarray() for out in (*resampler.resample(frame), *resampler.resample(None))]
+    except av.FFmpegError as error:  # of an absurd rate in a damaged header
+        raise DecodeError(
+            f"cannot resample from {rate} to {to} samples a second: {error}. Is the file damaged?"
+        ) from error
     if not made:
         raise DecodeError(
             f"a clip of {samples.shape[1]} samples is too short to resample it from {rate} to {to} a second: take a "

@@ -34,7 +34,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -306,7 +306,7 @@ class NodeCache:
         size = sum(map(len, parts))
         try:
             due = self._written < 0 or self._written + size > (self._limit or _SHARE << 28) // _SHARE
-            if due and self.make_room(size).left < size:
+            if due and self.make_room(size) < size:
                 raise OSError("no room")
             self._write(writing, parts, os.O_EXCL)
             os.replace(writing, path)
@@ -330,15 +330,17 @@ class NodeCache:
 
     # Deleting --------------------------------------------------------------------------------------------------------
 
-    def make_room(self, size: int) -> _Room:
-        """Delete what killed processes left, and the least recently used blocks, until some more bytes fit."""
+    def make_room(self, size: int) -> int:
+        """Delete what killed processes left, and the least recently used blocks, until some more bytes fit.
+
+        Return the bytes that there is room for.
+        """
         self._written = 0
         os.makedirs(self._folder, exist_ok=True)
-        processes = self._remove_dead()
-        now, files, kept, used = time.time(), list[tuple[float, int, str]](), list[int](), 0
+        self._remove_dead()
+        now, files, used = time.time(), list[tuple[float, int, str]](), 0
         for path, stat in _files(self._folder):
             if path.endswith(_KEPT):
-                kept.append(stat.st_size)
                 used += stat.st_size
                 continue
             if not path.endswith((".id", ".block")):
@@ -359,7 +361,7 @@ class NodeCache:
             left += bytes_
             if left >= size:
                 break
-        return _Room(left, sum(kept), len(kept), processes)
+        return left
 
     # What a process keeps --------------------------------------------------------------------------------------------
 
@@ -395,6 +397,12 @@ class NodeCache:
                 os.close(descriptor)
         return living
 
+    def kept(self) -> tuple[int, int, int]:
+        """Return bytes and number of the values that processes keep, and how many processes there are."""
+        living = self._remove_dead()
+        sizes = [stat.st_size for path, stat in _files(self._folder, "_") if path.endswith(_KEPT)]
+        return sum(sizes), len(sizes), living
+
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Hold the lock of the cache, where the file system has locks."""
@@ -407,15 +415,6 @@ class NodeCache:
             with contextlib.suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for a fork that has copied the descriptor
             os.close(descriptor)
-
-
-class _Room(NamedTuple):
-    """Bytes that a cache has room for; bytes and number of the values that processes keep; how many processes."""
-
-    left: int
-    kept_bytes: int
-    kept_count: int
-    processes: int
 
 
 def _prefix() -> str:
@@ -476,8 +475,8 @@ class KeptValues:
         """Whether another value may fit, after a look if it is time for one."""
         with self._putting, contextlib.suppress(OSError):
             if not self._fits(1) and time.monotonic() >= self._due:
-                with self._cache.alone():
-                    self._look(1)
+                with self._looking(1):
+                    pass
         return self._fits(1)
 
     def put(self, data: bytes) -> str | None:
@@ -489,14 +488,12 @@ class KeptValues:
                 if not self._descriptors or not (fits or time.monotonic() >= self._due):
                     return None
                 alone = not fits or unseen[0] + size > self._leased[0] or unseen[1] + 1 > self._leased[1]
-                with self._cache.alone() if alone else contextlib.nullcontext():
-                    if alone:
-                        self._look(size)
+                with self._looking(size) if alone else contextlib.nullcontext():
                     if not self._fits(size):
                         return None
                     with open(path, "xb") as file:
+                        self._added = _sum(self._added, (size, 1))
                         file.truncate(size)  # others count it from now on
-                    self._added = _sum(self._added, (size, 1))
             with open(path, "r+b") as file:
                 file.write(data)
         except OSError as error:
@@ -530,21 +527,22 @@ class KeptValues:
         used = _sum(_sum(self._others, self._added), self._dropped, -1)
         return used[0] + size <= self._most[0] and used[1] + count <= self._most[1]
 
-    def _look(self, size: int) -> None:
-        """Count what all processes keep, and make room for some bytes (with both locks held)."""
+    @contextlib.contextmanager
+    def _looking(self, size: int) -> Iterator[None]:
+        """Make room for some bytes, count what all processes keep, and let none of them add to it in the block."""
         began, (max_bytes, max_count) = time.monotonic(), self._limits
-        room = self._cache.make_room(size)
-        own = _sum(self._added, self._dropped, -1)
-        self._seen, self._others = self._added, _sum((room.kept_bytes, room.kept_count), own, -1)
-        share = _LEASED_SHARE * max(1, room.processes)
-        leased = (
-            min(max_bytes, room.left) // share // BLOCK * BLOCK,
-            max_count // share // _LEASED_COUNT * _LEASED_COUNT,
-        )
-        self._leased = leased if min(leased) > 0 else (0, 0)
-        self._most = _sum(self._limits, self._leased, -2 * room.processes) if room.left >= size else (-1, 0)
-        now = time.monotonic()
-        self._due = now + (now - began) * _LOOKS * room.processes
+        left = self._cache.make_room(size)
+        with self._cache.alone():
+            kept_bytes, kept_count, processes = self._cache.kept()
+            own = _sum(self._added, self._dropped, -1)
+            self._seen, self._others = self._added, _sum((kept_bytes, kept_count), own, -1)
+            share = _LEASED_SHARE * max(1, processes)
+            leased = min(max_bytes, left) // share // BLOCK * BLOCK, max_count // share // _LEASED_COUNT * _LEASED_COUNT
+            self._leased = leased if min(leased) > 0 else (0, 0)
+            self._most = _sum(self._limits, self._leased, -2 * processes) if left >= size else (-1, 0)
+            now = time.monotonic()
+            self._due = now + (now - began) * _LOOKS * processes
+            yield
 
 
 def _sum(first: Sequence[int], second: Sequence[int], times: int = 1) -> tuple[int, int]:
@@ -564,8 +562,8 @@ def _read_piece(descriptor: int, block: memoryview, number: int, sums: bytes) ->
     return got == len(piece) and zlib.crc32(piece).to_bytes(4, "little") == sums[4 * number : 4 * number + 4]
 
 
-def _files(folder: str) -> Iterator[tuple[str, os.stat_result]]:
-    for part in os.scandir(folder):
+def _files(folder: str, mark: str = "") -> Iterator[tuple[str, os.stat_result]]:
+    for part in (part for part in os.scandir(folder) if mark in part.name):
         with contextlib.suppress(OSError):  # it may disappear meanwhile
             for entry in os.scandir(part.path):
                 with contextlib.suppress(FileNotFoundError):

@@ -359,7 +359,6 @@ class KeptFiles:
         ):
             entry = self._waiting.popleft()
             if entry.references and entry.state is _State.WAITING:
-                entry.state = _State.RUNNING
                 self._running += 1
                 self._threads.submit(self._fetch, entry)
 
@@ -368,22 +367,25 @@ class KeptFiles:
     def _fetch(self, entry: KeptFile) -> None:
         """Read a file from its store and keep it (on a thread of the pool)."""
         assert entry.store is not None
-        fits = kept = False
+        fits = False
         try:
-            fits = self._closed or self.values.fits()
-            if fits and not self._closed:
+            fits = self.values.fits()  # which may take some time: whoever needs the file meanwhile reads it
+            with self._changed:
+                begins = fits and not self._closed and entry.references > 0 and entry.state is _State.WAITING
+                if begins:
+                    entry.state = _State.RUNNING
+            if begins:
                 data, entry.source = entry.store.read(entry.name)
-                kept = self._write(entry, data)
+                self._write(entry, data)
         except Exception as error:  # the reader meets the same error and can handle it
             _log.debug("%s: cannot read %s ahead: %s", entry.store.get_path(), entry.name, error)
         finally:
             with self._changed:
                 self._running -= 1
-                if not fits:
-                    entry.state = _State.WAITING
-                    self._waiting.appendleft(entry)
-                elif not kept:
+                if entry.state is _State.RUNNING:
                     entry.state = _State.DIRECT
+                elif entry.state is _State.WAITING and not fits:
+                    self._waiting.appendleft(entry)
                 self._start()
                 self._changed.notify_all()
             if self._closed and not self._running:

@@ -31,7 +31,7 @@ IGNORED_LABEL = -100
 
 Inputs = dict[str, Any]
 
-_TOKEN_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "mm_token_type_ids")
+_TOKEN_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "mm_token_type_ids", "token_type_ids")
 """Arguments with a value per token, in their last dimension."""
 
 
@@ -75,6 +75,8 @@ def model_inputs(batch: Any, model: Any = None, *, labels: bool = True) -> Input
     if "position_ids" in inputs:
         inputs.pop("second_per_grid_ts", None)  # a model only makes positions of it
     types = batch.mm_token_type_ids
+    if model is not None and types is not None and _takes(model, "token_type_ids"):
+        inputs["token_type_ids"] = types  # as models of the Gemma family call them
     if model is not None and (types is None or not _takes(model, "mm_token_type_ids")):
         types = token_types(batch.tokens, model)
     if types is not None:
@@ -107,7 +109,7 @@ def sequence_inputs(batch: Any, *, mrope: bool = False) -> Inputs:
 
 
 def visual_inputs(batch: Any, model: Any = None) -> dict[str, Tensor]:
-    """Return the images and videos of a batch, pixels as floats of the model's type."""
+    """Return the images, videos and sounds of a batch, pixels and features as floats of the model's type."""
     batch = normalise_on_device(batch)
     inputs = dict(batch.visual_inputs)
     if batch.pixel_values is not None:
@@ -116,7 +118,8 @@ def visual_inputs(batch: Any, model: Any = None) -> dict[str, Tensor]:
         inputs.pop("second_per_grid_ts", None)
     dtype = getattr(unwrapped(model), "dtype", None)
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
-        inputs |= {name: values.to(dtype) for name, values in inputs.items() if name.startswith("pixel_values")}
+        dense = {name: values for name, values in inputs.items() if values.is_floating_point() and values.ndim > 1}
+        inputs |= {name: values.to(dtype) for name, values in dense.items()}
     return inputs
 
 
@@ -211,8 +214,8 @@ def _check_positions(batch: Any, inputs: Inputs, *, mrope: bool, known: bool) ->
 def _with_labels(batch: Any, inputs: Inputs) -> Inputs:
     """Add the labels, moved to the tokens that they are; the batch has them one place before.
 
-    Its sequences end before their last token, which is a label only. Where a row as long as the batch learns it, all
-    rows get one more place (not attended to; in packs a sample of its own), so that it is learned here too.
+    Its sequences end before their last token, which is a label only. Rows get it back where it is learned; where a row
+    as long as the batch learns it, all rows get one more place for it (in packs a sample of its own).
     """
     learned = torch.where(loss_weights(batch) > 0, batch.labels, IGNORED_LABEL)
     last = learned[:, -1]
@@ -223,6 +226,10 @@ def _with_labels(batch: Any, inputs: Inputs) -> Inputs:
         inputs["input_ids"][:, -1] = last.max()  # a token that is learned stands for no image
     inputs["labels"] = torch.full_like(inputs["input_ids"], IGNORED_LABEL)
     inputs["labels"][:, 1:] = learned[:, : inputs["input_ids"].shape[1] - 1]
+    if "attention_mask" in inputs:  # by which some models choose what they learn
+        last_tokens = (inputs["labels"] != IGNORED_LABEL) & (inputs["attention_mask"] == 0)
+        inputs["input_ids"] = torch.where(last_tokens, inputs["labels"], inputs["input_ids"])
+        inputs["attention_mask"] = inputs["attention_mask"] | last_tokens.to(inputs["attention_mask"])
     return inputs
 
 

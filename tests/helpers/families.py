@@ -22,6 +22,7 @@ from energon_bridge.task_encoder.families import (
 
 FAMILIES = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 QWENS = FAMILIES[1:]
+QWEN_KIN = ("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")  # with the processor of Qwen3-VL
 PINPOINTS = [[16, 32], [32, 16], [32, 32]]
 
 _QWEN_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|im_start|>", "<|im_end|>"]
@@ -37,7 +38,7 @@ def tokenizer_of(family: str) -> Any:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    qwen = family in QWENS
+    qwen = family.startswith("qwen")
     special = ["<pad>", "<s>", "</s>", *(_QWEN_TOKENS if qwen else ["<image>"])]
     trainer = trainers.BpeTrainer(
         vocab_size=340,
@@ -106,7 +107,24 @@ def model_config_of(family: str, tokenizer: Any) -> Any:
     vision |= {"hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 64, "deepstack_visual_indexes": [0]}
     vision |= {"num_position_embeddings": 64}
     text["head_dim"] = 16
-    return transformers.Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
+    if family.endswith("moe"):
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        text |= {"shared_expert_intermediate_size": 32} if family == "qwen3_5_moe" else {}
+    if family.startswith("qwen3_5"):
+        vision.pop("deepstack_visual_indexes")
+        rope |= {"partial_rotary_factor": 1.0, "mrope_interleaved": True}
+        text |= {f"linear_{name}": 2 for name in ("num_key_heads", "num_value_heads")}
+        text |= {
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "layer_types": ["linear_attention", "full_attention"],
+        }
+    kind = {"qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VLMoe", "qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[
+        family
+    ]
+    return getattr(transformers, f"{kind}Config")(
+        text_config=text, vision_config=vision, tie_word_embeddings=False, **ids
+    )
 
 
 def model_of(config: Any, seed: int = 0) -> Any:
@@ -120,7 +138,7 @@ def encoder_of(family: str, config: ChatConfig | None = None, **settings: Any) -
     tokenizer = tokenizer_of(family)
     known = family_of(model_config_of(family, tokenizer), tokenizer, image_processor_of(family, **settings))
     if isinstance(known, QwenFamily):
-        known = replace(known, video_min_pixels=64, video_max_pixels=24 * 24 * (8 if family == "qwen3_vl" else 1))
+        known = replace(known, video_min_pixels=64, video_max_pixels=24 * 24 * (8 if family.startswith("qwen3") else 1))
     return ChatTemplateTaskEncoder(tokenizer, known, config)
 
 

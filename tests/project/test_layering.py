@@ -78,8 +78,8 @@ ROOMS = {
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
     "core": 29_550,
-    "models": 8_400,
-    "trainers": 6_550,
+    "models": 9_400,
+    "trainers": 6_510,
     "cloud": 3_200,
     "tools": 13_200,
     "drop-in": 3_300,

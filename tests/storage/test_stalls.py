@@ -200,18 +200,18 @@ def test_no_deadline_needs_no_thread(tmp_path: Path, hang: Any) -> None:
 def test_helpers_are_used_again_and_end(tmp_path: Path, hang: Any) -> None:
     (tmp_path / "x").write_bytes(b"0123456789")
     hang()
-    before = threading.active_count()
+    before = {*threading.enumerate()}
     store = LocalStore(tmp_path, files=OpenFiles(stalls=Stalls(5.0)))
     for _ in range(50):
         store.read_range("x", 2, 4)
-    assert threading.active_count() == before + 1
+    assert len({*threading.enumerate()} - before) == 1
     assert start_forked(partial(store.read_range, "x", 2, 4)).result() == (True, b"2345")
     assert pickle.loads(pickle.dumps(store)).read_range("x", 0, 1) == b"0"
+    helpers = {*threading.enumerate()} - before
     del store
-    deadline = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() == before
+    for helper in helpers:
+        helper.join(5)
+    assert not any(helper.is_alive() for helper in helpers)
 
 
 def test_what_is_in_memory_is_read_at_once(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from energon_bridge import (
     SourceInfo,
 )
 from energon_bridge.errors import ConfigurationError, LoaderError
+from energon_bridge.storage.node_cache import NodeCache
 from energon_bridge.stores.file_cache import from_bytes, to_bytes
 
 
@@ -98,6 +99,28 @@ def test_what_is_got_before_its_turn_is_read_at_once(tmp_path: Path) -> None:
     store.gate.set()
     thread.join()
     assert (got, running.get()) == ([store.content("b")], store.content("a"))
+    pool.close()
+
+
+def test_a_look_for_room_holds_up_nobody_who_needs_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looking, go_on = threading.Event(), threading.Event()
+    room = NodeCache.make_room
+
+    def slow(self: NodeCache, size: int) -> int:
+        looking.set()
+        go_on.wait(30)
+        return room(self, size)
+
+    monkeypatch.setattr(NodeCache, "make_room", slow)
+    pool, store = FileStoreCachePool(parent_cache_dir=tmp_path, num_workers=1), Slow()
+    lazy, other = pool.get_lazy(store, "a"), pool.get_lazy(store, "b")
+    assert looking.wait(30)
+    assert lazy.get() == store.content("a")
+    assert not go_on.is_set()
+    go_on.set()
+    wait_for(lambda: len(files_in(tmp_path)) == 1)  # b: a was got meanwhile
+    assert other.get() == store.content("b")
+    assert store.reads == ["a", "b"]
     pool.close()
 
 

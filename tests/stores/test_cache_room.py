@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import random
@@ -133,8 +134,8 @@ def test_processes_that_come_and_go_side_by_side_never_exceed_it(children: Calla
 
 def fill(room: KeptValues, size: int) -> tuple[int, int]:
     """Keep values until there is no room; return how many, and how often it was looked."""
-    looks, look = [], room._look
-    room._look = lambda size: looks.append(size) or look(size)  # type: ignore[method-assign,func-returns-value]
+    looks, look = [], room._looking
+    room._looking = lambda size: looks.append(size) or look(size)  # type: ignore[method-assign,func-returns-value]
     count = 0
     while room.put(bytes(size)):
         count += 1
@@ -232,13 +233,15 @@ def test_a_pool_that_is_collected_in_the_middle_of_a_change_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     room = room_in(tmp_path)
-    look = room._look
+    look = room._looking
 
-    def closing(size: int) -> None:
-        look(size)
-        room.close()  # as the garbage collector may do anywhere
+    @contextlib.contextmanager
+    def closing(size: int) -> Iterator[None]:
+        with look(size):
+            room.close()  # as the garbage collector may do anywhere
+            yield
 
-    monkeypatch.setattr(room, "_look", closing)
+    monkeypatch.setattr(room, "_looking", closing)
     assert room.put(bytes(10)) is None
     assert list(tmp_path.iterdir()) == []
     assert caplog.text == ""

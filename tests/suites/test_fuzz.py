@@ -30,9 +30,11 @@ from hostile import LONG, Note, damaged_bytes, limited, seed_of
 from PIL import Image
 
 from energon_bridge import ErrorPolicy, SampleDecoder, get_loader, get_train_dataset
+from energon_bridge.av import AVDecoder
 from energon_bridge.errors import DecodeError, EnergonError
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
 from energon_bridge.stores import WebdatasetFileStore
+from energon_bridge.task_encoder.families.sound import sound_of, track_of
 from energon_bridge.testing import write_shard
 
 SAMPLES = 12
@@ -198,5 +200,18 @@ def test_damaged_parts_are_decoding_errors(corpus: dict[str, bytes]) -> None:
         data = damaged_bytes(corpus[name], chance)
         say(f"{name}: {data[:200]!r}")
         chance.choice(decoders).decode(name, data)
+
+    assert fuzzed(one_round, DecodeError, seed, rounds, seconds=3600 if LONG else 60, memory=4 << 30) == []
+
+
+def test_damaged_sounds_have_the_planned_length_or_are_decoding_errors(corpus: dict[str, bytes]) -> None:
+    seed, rounds = seed_of("fuzz of sounds"), 1_000_000 if LONG else 500
+
+    def one_round(chance: random.Random, say: Callable[[str], None]) -> None:
+        name = chance.choice(["wav", "flac", "mp3", "mp4"])
+        data = damaged_bytes(corpus[name], chance)
+        say(f"{name}: {data[:200]!r}")
+        sound = track_of(AVDecoder(data), rate=16000) if name == "mp4" else sound_of(data, rate=16000)
+        assert sound is None or sound.get().shape == (sound.length,)
 
     assert fuzzed(one_round, DecodeError, seed, rounds, seconds=3600 if LONG else 60, memory=4 << 30) == []

@@ -181,6 +181,14 @@ def test_a_file_that_is_cut_off_is_refused_with_both_lengths(files: dict[str, by
             sound.get()
 
 
+def test_an_absurd_rate_is_refused(files: dict[str, bytes]) -> None:
+    wav = files["a.wav"]
+    for rate in (0, 4_000_000_000):
+        damaged = wav[:24] + rate.to_bytes(4, "little") + wav[28:]
+        with pytest.raises(DecodeError):
+            sound_of(damaged, rate=16000).get()
+
+
 def test_headers_that_tell_too_little_are_refused(tmp_path: Path, files: dict[str, bytes]) -> None:
     data = files["a.mp3"]
     at = next(data.index(name) for name in (b"Xing", b"Info") if name in data)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from energon_bridge.task_encoder.conversation import ChatSample
 from energon_bridge.task_encoder.families.encoder import ChatConfig, ChatTemplateTaskEncoder
 from energon_bridge.task_encoder.families.llava import FixedTokenFamily, TiledFamily, llava_family, llava_next_family
+from energon_bridge.task_encoder.families.processor import ProcessorFamily
 from energon_bridge.task_encoder.families.qwen import QwenFamily, qwen_family
 from energon_bridge.task_encoder.families.registry import family_of
 from energon_bridge.task_encoder.families.rendering import CHATML_TEMPLATE, LLAVA_TEMPLATE, QWEN_VL_TEMPLATE
@@ -27,6 +28,7 @@ __all__ = [
     "FixedTokenFamily",
     "Plan",
     "PreparedSample",
+    "ProcessorFamily",
     "QwenFamily",
     "TiledFamily",
     "VideoFrames",

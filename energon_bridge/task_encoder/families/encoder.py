@@ -24,6 +24,7 @@ from energon_bridge.task_encoder.conversation import Conversation, Document, in_
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.deferred import Deferred, DeferredImage
 from energon_bridge.task_encoder.families.llava import FixedTokenFamily, TiledFamily
+from energon_bridge.task_encoder.families.processor import ProcessorFamily
 from energon_bridge.task_encoder.families.qwen import QwenFamily
 from energon_bridge.task_encoder.families.registry import family_of, load_pretrained
 from energon_bridge.task_encoder.families.rendering import (
@@ -35,6 +36,7 @@ from energon_bridge.task_encoder.families.rendering import (
     placeholder_ids,
     tokenize_segments,
 )
+from energon_bridge.task_encoder.families.sound import Sound, sound_of
 from energon_bridge.task_encoder.families.video import decoded, video_of
 from energon_bridge.task_encoder.families.vision import Family, Plan, PreparedSample, VideoFrames, positions_of
 from energon_bridge.task_encoder.images import Alpha
@@ -148,7 +150,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
     Args:
         tokenizer: Of the transformers interface, with a chat template unless the configuration has one.
         family: How the model takes images and videos: `family_of(model.config, tokenizer, image_processor)`, a
-            QwenFamily, a FixedTokenFamily or your own. None: the model takes texts only.
+            QwenFamily, a FixedTokenFamily, a ProcessorFamily or your own. None: the model takes texts only.
         config: How to render, mask, limit and pad conversations.
         packer: How to pack `PreparedSample`s; its `over_long` decides about samples too long for a pack. None: by best
             fit into `seq_length` tokens, if packing is on.
@@ -165,7 +167,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
     def __init__(
         self,
         tokenizer: Any,
-        family: Family | None,
+        family: Family | ProcessorFamily | None,
         config: ChatConfig | None = None,
         *,
         packer: Packer[PreparedSample] | None = None,
@@ -187,6 +189,8 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         )
         self._placeholders = placeholder_ids(tokenizer, family)
         self._bos = bos_to_add(tokenizer, self.config.add_bos)
+        if isinstance(family, ProcessorFamily) and family.adds_bos:
+            self._bos = tokenizer.bos_token_id
         self._row_length = self.config.seq_length + -self.config.seq_length % self.config.pad_to_multiple_of
         self._admits = packer is not None  # without a packer, no sample is longer than seq_length
         self.packer = packer or Packer(limits={"tokens": self._row_length}, size_of=self.padded_length)
@@ -225,10 +229,31 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             ConfigurationError: A part cannot be loaded, or the model's family is unknown.
         """
         loaded = load_pretrained(name_or_path)
-        config = config or ChatConfig()
-        if config.chat_template is None and loaded.chat_template is not None:
-            config = replace(config, chat_template=loaded.chat_template)
-        return cls(loaded.tokenizer, loaded.family, config, packer=packer)
+        return cls(loaded.tokenizer, loaded.family, _with_template(config, loaded.chat_template), packer=packer)
+
+    @classmethod
+    def for_processor(
+        cls,
+        processor: Any,
+        config: ChatConfig | None = None,
+        *,
+        model_config: Any = None,
+        packer: Packer[PreparedSample] | None = None,
+    ) -> Self:
+        """Return the encoder for a processor of transformers, which is called for each sample.
+
+        Args:
+            processor: Takes text with images, videos or sound.
+            config: How to render, mask, limit and pad conversations.
+            model_config: The model's configuration; models with positions on three axes need it for packs.
+            packer: As of the class.
+
+        Raises:
+            ConfigurationError: The processor does not read media among the turns of a conversation.
+        """
+        family = ProcessorFamily(processor=processor, model_config=model_config)
+        template = getattr(processor, "chat_template", None)
+        return cls(processor.tokenizer, family, _with_template(config, template), packer=packer)
 
     def register_encoder(self, sample_type: type, encoder: SampleEncoder) -> None:
         """Encode samples of a type and its subclasses with a function of the sample and a configuration.
@@ -256,14 +281,20 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         """Process the images and videos of a sample. Raises SampleError if their sizes differ from the plans."""
         images = [image.decoded() if isinstance(image, DeferredImage) else image for image in sample.images]
         visual: dict[str, Tensor] = {}
-        if sample.plans and self.family is not None:
-            ordered = sorted(sample.plans, key=lambda plan: plan.kind)  # images, then videos; each in order
+        family = self.family
+        if sample.plans and family is not None:
             try:
                 videos = [_made(video) for video in sample.videos]
-                visual = self.family.process(images, videos, ordered)
+                if isinstance(family, ProcessorFamily):
+                    visual = family.processed(sample, images, videos, [sound.get() for sound in sample.sounds])
+                else:  # images, then videos; each in order
+                    visual = family.process(images, videos, sorted(sample.plans, key=lambda plan: plan.kind))
             except SampleError as error:
                 raise type(error)(f"sample {sample_key(sample)!r}: {error}") from error
-        positions = positions_of(sample, self.family)
+        if isinstance(family, ProcessorFamily):
+            positions = family.positions(sample.tokens, sample.mm_token_type_ids, visual) if sample.plans else None
+        else:
+            positions = positions_of(sample, family)
         return MultiModalSample.derive_from(
             sample,
             tokens=sample.tokens,
@@ -272,7 +303,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             visual=visual,
             answer=sample.answer,
             num_images=len(images),
-            mm_token_type_ids=None if positions is None else sample.mm_token_type_ids,
+            mm_token_type_ids=sample.mm_token_type_ids if positions is not None or _has_types(family) else None,
             mrope_position_ids=positions,
         )
 
@@ -333,20 +364,33 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             raise type(error)(f"sample {sample_key(sample)!r}: {error}") from error
 
     def _planned_sample(self, sample: Any) -> PreparedSample:
-        content = read_sample(sample, self._encoders, self._sample_config, place_images=self.config.place_images)
+        content = read_sample(
+            sample,
+            self._encoders,
+            self._sample_config,
+            place_images=self.config.place_images,
+            takes_sound=isinstance(self.family, ProcessorFamily) and self.family.audio_token is not None,
+        )
         segments = self._rendered(content)
         videos = self._videos(content.videos) if isinstance(content, Conversation) else []
+        sounds = self._sounds(content.audios) if isinstance(content, Conversation) else []
         images = self._deferred(content.images)
-        plans = self._planned(segments, images, videos)
+        plans = self._planned(segments, images, videos, sounds)
         stretches = tokenize_segments(segments, plans, self.tokenizer, self._placeholders)
         if self._bos is not None and not (stretches and stretches[0].tokens[:1] == [self._bos]):
             stretches.insert(0, Stretch(tokens=[self._bos], learned=[False], types=[0]))
+            adds_special = not (isinstance(self.family, ProcessorFamily) and self.family.adds_bos)
+        else:
+            adds_special = False
         sequence = Sequencer(longest=self.config.seq_length)
         types, kept = self._fill(sequence, self._limited(stretches))
         finished = sequence.finish(self.config.ignore_index)
         if finished is None:
             raise SampleError(self._nothing_learned(plans, kept))
         tokens, labels, loss_mask = finished
+        if isinstance(self.family, ProcessorFamily):
+            types = self.family.token_types(sequence.tokens, types)
+        counts = Counter(plan.kind for plan in kept)
         return PreparedSample.derive_from(
             sample,
             tokens=tokens,
@@ -354,9 +398,12 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             loss_mask=loss_mask,
             mm_token_type_ids=torch.from_numpy(np.array(types[: len(tokens)], np.int64)),
             plans=tuple(kept),
-            images=images[: sum(plan.kind == "image" for plan in kept)],
-            videos=self._deferred_videos(videos[: sum(plan.kind == "video" for plan in kept)]),
+            images=images[: counts["image"]],
+            videos=self._deferred_videos(videos[: counts["video"]]),
+            sounds=sounds[: counts["audio"]],
             answer=content.first_answer,
+            text=_text_with(segments, len(kept)) if isinstance(self.family, ProcessorFamily) else "",
+            adds_special=adds_special,
         )
 
     def _rendered(self, content: Conversation | Document) -> list[Segment]:
@@ -370,18 +417,29 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         least, most = config.min_num_frames, config.max_num_frames
         return [video_of(value, fps=config.video_fps, least=least, most=most) for value in values]
 
-    def _planned(self, segments: Sequence[Segment], images: Sequence[Any], videos: Sequence[Any]) -> list[Plan]:
-        """Return the plans of images and videos in the order of their placeholders."""
-        if (images or videos) and self.family is None:
-            raise SampleError("the sample has images or videos, but the encoder has no family for them: pass family=…")
-        if self.family is None:
+    def _sounds(self, values: Sequence[Any]) -> list[Sound]:
+        """Return the sounds at the rate of the model."""
+        if not isinstance(self.family, ProcessorFamily):
             return []
+        return [sound_of(value, rate=self.family.sampling_rate) for value in values]
+
+    def _planned(
+        self, segments: Sequence[Segment], images: Sequence[Any], videos: Sequence[Any], sounds: Sequence[Sound]
+    ) -> list[Plan]:
+        """Return the plans of images, videos and sounds in the order of their placeholders."""
+        family = self.family
+        if (images or videos) and family is None:
+            raise SampleError("the sample has images or videos, but the encoder has no family for them: pass family=…")
+        if family is None:
+            return []
+        alone = {"alone": len(images) == 1} if isinstance(family, ProcessorFamily) else {}
         plans = {
-            "image": [self.family.plan_image(*size_of(image)) for image in images],
-            "video": [self.family.plan_video(video) for video in videos],
+            "image": [family.plan_image(*size_of(image), **alone) for image in images],
+            "video": [family.plan_video(video) for video in videos],
+            "audio": [family.plan_sound(sound.length) for sound in sounds if isinstance(family, ProcessorFamily)],
         }
         ordered = [plans[s.media].pop(0) for s in segments if s.media is not None and plans[s.media]]
-        return [*ordered, *plans["image"], *plans["video"]]
+        return [*ordered, *plans["image"], *plans["video"], *plans["audio"]]
 
     def _deferred(self, images: Sequence[Any]) -> list[Any]:
         """Return images whose undecoded ones become pixels on the decode threads.
@@ -458,6 +516,22 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
 
 _FAMILIES = (FixedTokenFamily, TiledFamily, QwenFamily)
 _POSTENCODE = ChatTemplateTaskEncoder.postencode_sample
+
+
+def _with_template(config: ChatConfig | None, template: Any) -> ChatConfig:
+    """Return a configuration with the chat template of a processor, unless it has its own."""
+    config = config or ChatConfig()
+    return replace(config, chat_template=template) if config.chat_template is None and template is not None else config
+
+
+def _text_with(segments: Sequence[Segment], media: int) -> str:
+    """Return the text of a sample up to the first medium after so many."""
+    places = [number for number, segment in enumerate(segments) if segment.media is not None]
+    return "".join(segment.text for segment in segments[: places[media] if media < len(places) else None])
+
+
+def _has_types(family: Any) -> bool:
+    return isinstance(family, ProcessorFamily)
 
 
 def _made(video: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images and videos as patches, at their own resolution.
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: images and videos as patches, at their own resolution.
 
 An image is scaled so that both sides are multiples of `patch_size * merge_size` and its area lies between bounds
 (`smart_resize`); a video likewise, by frame, in Qwen3-VL over all of its frames together. `merge_size`^2 patches are
@@ -282,7 +282,7 @@ def qwen_family(
     video_max_pixels: int | None = None,
     tokens_per_second: float | None = None,
 ) -> QwenFamily:
-    """Return the family of `qwen2_vl`, `qwen2_5_vl` or `qwen3_vl` models.
+    """Return the family of models of a type in `QWEN_MODELS`, as `qwen2_vl` or `qwen3_5_moe`.
 
     Bounds of None come from the image processor, and for videos from the family in transformers.
 
@@ -304,15 +304,16 @@ def qwen_family(
     return replace(family, **settings)
 
 
+_QWEN3 = {"video_timestamps": True, "video_min_pixels": 128 * 32 * 32, "video_max_pixels": 768 * 32 * 32}
+
 QWEN_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "qwen2_vl": {},
         "qwen2_5_vl": {"tokens_per_second": 4.0},
-        "qwen3_vl": {
-            "video_timestamps": True,
-            "video_min_pixels": 128 * 32 * 32,
-            "video_max_pixels": 768 * 32 * 32,
-        },
+        "qwen3_vl": _QWEN3,
+        "qwen3_vl_moe": _QWEN3,
+        "qwen3_5": _QWEN3,
+        "qwen3_5_moe": _QWEN3,
     }
 )
 """The families by the `model_type` of transformers, with their differences."""

@@ -31,7 +31,14 @@ from energon_bridge.task_encoder.conversation import (
     split_places,
     template_keys,
 )
-from energon_bridge.task_encoder.families.vision import IMAGE_TYPE, TEXT_TYPE, VIDEO_TYPE, Family, Plan
+from energon_bridge.task_encoder.families.vision import (
+    AUDIO_TYPE,
+    IMAGE_TYPE,
+    TEXT_TYPE,
+    VIDEO_TYPE,
+    Plan,
+    PlanningFamily,
+)
 from energon_bridge.task_encoder.templates import BEFORE_ALL, PROBE, ChatTemplate, Span, template_source
 from energon_bridge.task_encoder.texts import is_fast, tokenize, tokens_with_offsets
 
@@ -94,7 +101,7 @@ class ChatRenderer:
 
     plain: ChatTemplate
     with_tools: ChatTemplate
-    family: Family | None
+    family: PlanningFamily | None
     learn: Literal["all", "last"] = "all"
     outlines: dict[Any, Outline | None] = field(default_factory=dict, init=False, repr=False, compare=False)
     named: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
@@ -139,7 +146,7 @@ class ChatRenderer:
         if "ends" in self.named:
             return
         self.named.add("ends")
-        own = (None, *placeholder_tokens(self.family))
+        own = (None, *placeholder_tokens(self.family).values())
         special = tuple(token for token in getattr(self.plain.tokenizer, "all_special_tokens", ()) if token not in own)
         end = spans[-1].end if spans else 0
         behind = next((token for token in special if text.startswith(token, end)), None)
@@ -243,7 +250,7 @@ def _is_shaped(content: Conversation, template: ChatTemplate) -> bool:
 
 def make_renderer(
     tokenizer: Any,
-    family: Family | None,
+    family: PlanningFamily | None,
     *,
     template: str | None,
     learn: Literal["all", "last"],
@@ -266,12 +273,14 @@ def make_renderer(
     return ChatRenderer(plain=made, with_tools=with_tools, family=family, learn=learn)
 
 
-def placeholder_tokens(family: Family | None) -> tuple[str | None, ...]:
-    """Return the placeholder tokens of images and videos."""
-    return () if family is None else (family.image_token, family.video_token)
+def placeholder_tokens(family: PlanningFamily | None) -> dict[Kind, str | None]:
+    """Return the placeholder tokens of images, videos and sounds."""
+    if family is None:
+        return {}
+    return {"image": family.image_token, "video": family.video_token, "audio": getattr(family, "audio_token", None)}
 
 
-def document_segments(document: Document, family: Family | None, *, eos: str) -> list[Segment]:
+def document_segments(document: Document, family: PlanningFamily | None, *, eos: str) -> list[Segment]:
     """Return the text of a document unchanged, with `<image>` for images in prompts, and its end learned.
 
     Raises:
@@ -290,14 +299,13 @@ def document_segments(document: Document, family: Family | None, *, eos: str) ->
     return [*segments, Segment(eos, learned=True)]
 
 
-def split_at(text: str, spans: Sequence[Span], family: Family | None, *, marked: bool = False) -> list[Segment]:
+def split_at(text: str, spans: Sequence[Span], family: PlanningFamily | None, *, marked: bool = False) -> list[Segment]:
     """Split a text at the borders of learned text, by marks or not, and at the placeholders of images and videos."""
     places: dict[int, tuple[int, Kind]] = {}
-    if family is not None:
-        for kind, token in (("image", family.image_token), ("video", family.video_token)):
-            if token:
-                whole = "|".join(re.escape(form) for form in (media_text(family, kind), token))  # type: ignore[arg-type]
-                places |= {match.start(): (match.end(), kind) for match in re.finditer(whole, text)}  # type: ignore[misc]
+    for kind, token in placeholder_tokens(family).items():
+        if token:
+            whole = "|".join(re.escape(form) for form in (media_text(family, kind), token))
+            places |= {match.start(): (match.end(), kind) for match in re.finditer(whole, text)}
     segments: list[Segment] = []
     position = 0
     for start, (end, kind) in sorted(places.items()):
@@ -307,11 +315,11 @@ def split_at(text: str, spans: Sequence[Span], family: Family | None, *, marked:
     return segments + _stretch(text, position, len(text), spans, marked)
 
 
-def media_text(family: Family | None, kind: Kind) -> str:
-    """Return the text for an image or video if no template writes it. Raises SampleError if there are none."""
-    text = "" if family is None else family.image_text if kind == "image" else family.video_text
+def media_text(family: PlanningFamily | None, kind: Kind) -> str:
+    """Return the text for an image, video or sound if no template writes it. Raises SampleError if there are none."""
+    text: str = getattr(family, f"{kind}_text", "")
     if not text:
-        raise SampleError(f"the sample has {kind}s, but the model's family does not support them")
+        raise SampleError(f"the sample has {_MANY[kind]}, but the model's family does not support them")
     return text
 
 
@@ -336,7 +344,8 @@ def _stretch(text: str, start: int, end: int, spans: Sequence[Span], marked: boo
 # offsets (those that are not fast) tokenise segment by segment. Marked text is learned to the last of its characters.
 
 
-_TYPES = {"image": IMAGE_TYPE, "video": VIDEO_TYPE}
+_TYPES = {"image": IMAGE_TYPE, "video": VIDEO_TYPE, "audio": AUDIO_TYPE}
+_MANY = {"image": "images", "video": "videos", "audio": "sounds"}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -393,14 +402,11 @@ def up_to_last_learned(stretches: Sequence[Stretch]) -> list[Stretch]:
     return [*stretches[:last], cut]
 
 
-def placeholder_ids(tokenizer: Any, family: Family | None) -> Mapping[str, int]:
+def placeholder_ids(tokenizer: Any, family: PlanningFamily | None) -> Mapping[str, int]:
     """Return the placeholder tokens of images and videos. Raises ConfigurationError if the tokenizer lacks them."""
-    if family is None:
-        return {}
-    tokens = {"image": family.image_token, "video": family.video_token}
     ids: dict[str, int] = {}
-    for kind, token in tokens.items():
-        if token is None:
+    for kind, token in placeholder_tokens(family).items():
+        if not token:
             continue
         token_id = tokenizer.convert_tokens_to_ids(token)
         if token_id is None or token_id == getattr(tokenizer, "unk_token_id", None):
@@ -471,7 +477,9 @@ def _expand(stretch: Stretch, placeholders: Mapping[str, int]) -> None:
             raise SampleError(f"a text of the sample contains the token reserved for a {kinds[0]}")
         stretch.types = [TEXT_TYPE] * len(stretch.tokens)
         return
-    token, kind = placeholders[stretch.plan.kind], _TYPES[stretch.plan.kind]
+    token, kind = stretch.plan.token_id, _TYPES[stretch.plan.kind]
+    if token is None:
+        token = placeholders[stretch.plan.kind]
     if stretch.tokens.count(token) != len(stretch.plan.runs):
         raise SampleError(
             f"{stretch.plan.text!r} has {stretch.tokens.count(token)} placeholder tokens {token} after tokenizing, "

@@ -156,8 +156,12 @@ def track_of(video: Any, *, rate: int) -> Sound | None:
     with video:
         if not video.has_audio_stream():
             return None
-        shown, _ = video.get_time_range(video=True, audio=False)
+        shown, last = video.get_time_range(video=True, audio=False)
         begin, end = video.get_time_range(video=False, audio=True)
+        if begin > last:
+            raise DecodeError(
+                f"{video.name} has sound from {begin:g} s on, but its video ends at {last:g} s: is it damaged?"
+            )
         return _in_file(video, begin, end, rate, shown) if end > shown else None
 
 

@@ -18,22 +18,23 @@ from energon_bridge.samples import Sample, edataclass
 from energon_bridge.task_encoder.conversation import Kind
 from energon_bridge.task_encoder.sequences import Grid, mrope_positions
 
-TEXT_TYPE, IMAGE_TYPE, VIDEO_TYPE = 0, 1, 2
+TEXT_TYPE, IMAGE_TYPE, VIDEO_TYPE, AUDIO_TYPE = 0, 1, 2, 3
 """Values of `mm_token_type_ids`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """The tokens of an image or video in the sequence.
+    """The tokens of an image, video or sound in the sequence.
 
     Attributes:
-        kind: `image` or `video`.
+        kind: `image`, `video` or `audio`.
         placeholder: The token in the chat template.
-        text: The text that replaces it; contains the placeholder once for each of `runs`.
-        runs: The number of tokens that each of these placeholders becomes.
+        text: The text that replaces it; contains the placeholder, or the token of `token_id`, once for each of `runs`.
+        runs: The number of tokens that each of these becomes.
         grid: Patches along time, height and width; None for families without a grid.
         second_per_grid: Seconds from one temporal patch of a video to the next.
         wrapped: Whether to keep the text that the template writes around the placeholder.
+        token_id: The token that is repeated; None: the placeholder's.
     """
 
     kind: Kind
@@ -43,6 +44,7 @@ class Plan:
     grid: tuple[int, int, int] | None = None
     second_per_grid: float = 1.0
     wrapped: bool = True
+    token_id: int | None = None
 
     def written(self, text: str) -> str:
         """Return the text of the template with the placeholder replaced."""
@@ -69,12 +71,11 @@ class VideoFrames:
     timestamps: tuple[float, ...] | None = None
 
 
-class Family(Protocol):
-    """The interface of a family of vision-language models.
+class PlanningFamily(Protocol):
+    """What a family says before anything is decoded.
 
     The chat template writes `image_token` or `video_token` once for each image or video (None: not supported); the
-    encoder writes `image_text` and `video_text` in texts without a template. `merge_size` is 0 for families with
-    positions on one axis; otherwise `mrope` positions are made.
+    encoder writes `image_text` and `video_text` in texts without a template.
     """
 
     @property
@@ -85,10 +86,6 @@ class Family(Protocol):
     def image_text(self) -> str: ...
     @property
     def video_text(self) -> str: ...
-    @property
-    def merge_size(self) -> int: ...
-    @property
-    def tokens_per_second(self) -> float: ...
     def plan_image(self, width: int, height: int) -> Plan:
         """Return the plan of an image of this size in pixels."""
         ...
@@ -97,6 +94,17 @@ class Family(Protocol):
         """Return the plan of a video."""
         ...
 
+
+class Family(PlanningFamily, Protocol):
+    """The interface of a family of vision-language models that makes its pixels itself.
+
+    `merge_size` is 0 for families with positions on one axis; otherwise `mrope` positions are made.
+    """
+
+    @property
+    def merge_size(self) -> int: ...
+    @property
+    def tokens_per_second(self) -> float: ...
     def process(self, images: Sequence[Any], videos: Sequence[VideoFrames], plans: Sequence[Plan]) -> dict[str, Tensor]:
         """Return the model's visual inputs for decoded images and videos; `plans` are theirs, images first."""
         ...
@@ -125,7 +133,9 @@ def check_tokens(processed: Sequence[int], plans: Sequence[Plan]) -> None:
 class PreparedSample(Sample):
     """A tokenised sample whose images are not processed yet, with the tensors of MultiModalSample.
 
-    `plans` belong to the images and videos in `images` and `videos`, in the order of their placeholders.
+    `plans` belong to the images, videos and sounds in `images`, `videos` and `sounds`, in the order of their
+    placeholders. `text` is the sample as the chat template writes it, up to the first medium that was cut off, and
+    `adds_special` says whether the tokenizer adds its begin token: both for families that call a whole processor.
     """
 
     tokens: Tensor
@@ -136,10 +146,13 @@ class PreparedSample(Sample):
     images: list[Any]
     videos: list[Any]
     answer: str
+    sounds: list[Any] = field(default_factory=list)
+    text: str = ""
+    adds_special: bool = False
 
     @property
     def visual_tokens(self) -> int:
-        """Number of image and video tokens."""
+        """Number of image, video and sound tokens."""
         return sum(plan.tokens for plan in self.plans)
 
 

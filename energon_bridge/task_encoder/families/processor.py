@@ -1,0 +1,639 @@
+"""Any processor of transformers that takes text with images, videos or sound.
+
+A sample is planned from the sizes of its media alone: the text that the processor writes for a medium depends on its
+size only. Before a sample is delivered, the processor itself is called with its text and media, and what it returns is
+what the model gets. Its tokens must be the planned ones, or the sample is refused: nothing differs in silence.
+
+What is written for a medium is learned when the family is made, from blank media of several sizes. Where the processor
+counts tokens by itself (`_get_num_multimodal_tokens`) and writes one run of them, with the same text around it for all
+of these sizes, the count of a size gives its text. Where a function in `_SHAPES` says on what the text depends, one
+blank medium for each value gives it. Else a blank medium of each size does, once in a process: correct, but as
+expensive as a real one, so a data set of many sizes takes up to twice the CPU. `ProcessorFamily.counts` says which.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import re
+from bisect import bisect_left, insort
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from energon_bridge.errors import ConfigurationError, SampleError
+from energon_bridge.task_encoder.conversation import Kind
+from energon_bridge.task_encoder.families.video import frames_shape
+from energon_bridge.task_encoder.families.vision import Plan, PreparedSample, VideoFrames
+from energon_bridge.task_encoder.pixels import PixelDtype, Profile
+
+Size = tuple[int, ...]
+"""Of an image its height and width, of a sound its number of samples."""
+
+_ARGUMENTS: Mapping[Kind, str] = {"image": "images", "video": "videos", "audio": "audio"}
+_PARTS: Mapping[Kind, tuple[str, ...]] = {
+    "image": ("image_processor",),
+    "video": ("video_processor",),
+    "audio": ("feature_extractor", "audio_processor"),
+}
+_PROBES: Mapping[Kind, Sequence[Size]] = {
+    "image": ((480, 640), (640, 480), (224, 224), (300, 901), (1003, 777)),
+    "video": ((8, 96, 128), (5, 128, 96), (16, 70, 200)),
+    "audio": ((16000,), (24001,), (50333,), (1600,), (5 * 16000 + 79,)),
+}
+_DROPPED = frozenset(
+    {
+        *("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"),
+        *("text_replacement_offsets", "video_metadata"),
+    }
+)
+"""What the batch has by itself, or no model takes."""
+_TICKS = 1000  # a second, in the numbers of frames that stand for their times
+_MOST_TEXTS = 1 << 16
+
+
+@dataclass(kw_only=True, slots=True)
+class Writing:
+    """What a processor writes for media of one kind.
+
+    Attributes:
+        how: From what the text of a medium follows: nothing but its kind (`constant`), a `count` of tokens, the `grid`
+            of a video, the `shape` that its size leads to, or its `size`.
+        counted: With `count`, gives the number of tokens of a size, up to a factor and a constant.
+        around: With `count`, the text before the run of tokens, the token, the text after it, and the two numbers.
+        texts: The texts that are known, by what they follow from.
+        lengths: The lengths of the sounds whose texts are known, sorted.
+    """
+
+    how: str = "size"
+    counted: Callable[[Size], int] | None = None
+    around: tuple[str, str, str, int, int] = ("", "", "", 1, 0)
+    texts: dict[Any, str] = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=list)
+
+    def between(self, length: int) -> str | None:
+        """Return the text for a sound if a shorter and a longer one have the same: tokens do not become fewer."""
+        place = bisect_left(self.lengths, length)
+        near = [self.texts.get((one,)) for one in self.lengths[max(place - 1, 0) : place + 1]]
+        return near[0] if len(near) == 2 and near[0] == near[1] else None
+
+    def of(self, count: int) -> str:
+        """Return the text for a count."""
+        before, token, after, factor, more = self.around
+        return before + token * (count // factor + more) + after
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessorFamily:
+    """A model whose processor of transformers is called for each sample.
+
+    Examples:
+        >>> processor = AutoProcessor.from_pretrained("google/gemma-3-4b-it")  # doctest: +SKIP
+        >>> encoder = ChatTemplateTaskEncoder.for_processor(processor)  # doctest: +SKIP
+
+    Args:
+        processor: A processor of transformers 5.20 or later, that writes tokens for media.
+        model_config: The model's configuration. It is needed for packs of models with positions on three axes.
+        options: Further arguments of each call of the processor.
+        pixels: Only `processor`, or None.
+        pixels_dtype: Type of pixels and features: `bfloat16`, `float16`, or `float32`, which leaves the processor's.
+
+    Attributes:
+        counts: For each kind of media, from what its tokens are planned: `count`, `shape` or `size`.
+        refused: For each other kind, why the family does not take it.
+
+    Raises:
+        ConfigurationError: The processor takes no media, or none that can be planned; the message has its reason.
+    """
+
+    processor: Any
+    model_config: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    pixels: Profile | None = None
+    pixels_dtype: PixelDtype = "float32"
+    writings: dict[Kind, Writing] = field(init=False, repr=False, compare=False, default_factory=dict)
+    refused: dict[Kind, str] = field(init=False, repr=False, compare=False, default_factory=dict)
+    rope: Callable[..., Any] | None = field(init=False, repr=False, compare=False, default=None)
+    nested: bool = field(init=False, repr=False, compare=False, default=True)
+    adds_bos: bool = field(init=False, repr=False, compare=False, default=False)
+
+    def __post_init__(self) -> None:
+        name = type(self.processor).__name__
+        if reason := _REFUSED.get(name):
+            raise ConfigurationError(f"{name} cannot be used for training on conversations: {reason}")
+        if self.pixels not in (None, "processor") or self.pixels_dtype == "uint8":
+            raise ConfigurationError(
+                f"the pixels of {name} are what it returns itself: leave out pixels, and choose pixels_dtype float32, "
+                "bfloat16 or float16"
+            )
+        if self._part("image") is not None:
+            object.__setattr__(self, "nested", self._takes_nested())
+        for kind in _ARGUMENTS:
+            if reason := _REFUSED_MEDIA.get((name, kind)):
+                self.refused[kind] = reason
+                continue
+            if _placeholder(self.processor, kind) is None or self._part(kind) is None:
+                self.refused[kind] = f"{name} takes none"
+                continue
+            try:
+                self.writings[kind] = self._learned(kind)
+            except Exception as error:  # whatever a processor raises
+                self.refused[kind] = f"{name} could not take a blank one: {type(error).__name__}: {error}"
+        self._check_values()
+        if not self.writings:
+            reasons = "; ".join(f"{kind}: {reason}" for kind, reason in self.refused.items())
+            raise ConfigurationError(f"{name} writes no tokens for media that could be planned. {reasons}")
+        if self.model_config is not None:
+            object.__setattr__(self, "rope", rope_index(self.model_config))
+
+    @property
+    def counts(self) -> dict[str, str]:
+        """Return from what the tokens of each kind of media are planned."""
+        return {kind: writing.how for kind, writing in self.writings.items()}
+
+    @property
+    def image_processor(self) -> Any:
+        """The processor's image processor, if it has one."""
+        return getattr(self.processor, "image_processor", None)
+
+    @property
+    def image_token(self) -> str:
+        """What stands for an image in the chat template."""
+        return str(_placeholder(self.processor, "image") or "")
+
+    @property
+    def video_token(self) -> str | None:
+        """What stands for a video."""
+        return self.processor.video_token if "video" in self.writings else None
+
+    @property
+    def audio_token(self) -> str | None:
+        """What stands for a sound."""
+        return self.processor.audio_token if "audio" in self.writings else None
+
+    @property
+    def image_text(self) -> str:
+        """The text for an image if no template writes it."""
+        return self._place("image") if "image" in self.writings else ""
+
+    @property
+    def video_text(self) -> str:
+        """The text for a video if no template writes it."""
+        return self.video_token or ""
+
+    @property
+    def audio_text(self) -> str:
+        """The text for a sound if no template writes it."""
+        return self.audio_token or ""
+
+    @property
+    def sampling_rate(self) -> int:
+        """Samples a second of the sounds that the processor takes."""
+        return int(self._part("audio").sampling_rate)
+
+    # Plans ------------------------------------------------------------------------------------------------------------
+
+    def plan_image(self, width: int, height: int, *, alone: bool = True) -> Plan:
+        """Return the plan of an image, the sample's only one or not."""
+        if not alone and type(self.processor).__name__ in _SEVERAL_ALIKE and "image" in self.writings:
+            texts = self.writings["image"].texts
+            if "several" not in texts:
+                texts["several"] = self._written("image", (height, width), count=2)
+            return self._plan("image", texts["several"])
+        return self._plan("image", self._text("image", (height, width)))
+
+    def plan_sound(self, length: int) -> Plan:
+        """Return the plan of a sound of so many samples."""
+        return self._plan("audio", self._text("audio", (length,)))
+
+    def plan_video(self, video: VideoFrames) -> Plan:
+        """Return the plan of a video."""
+        count, height, width = frames_shape(video.frames)
+        return self._plan("video", self._text("video", (count, height, width), _times(video, count)))
+
+    def _plan(self, kind: Kind, text: str) -> Plan:
+        tokenizer = self.processor.tokenizer
+        special = [token for token in tokenizer.added_tokens_encoder if token in text]
+        token = max(special, key=lambda one: (text.count(one), len(one)), default="")
+        runs = re.findall(f"(?:{re.escape(token)})+", text) if token else []
+        return Plan(
+            kind=kind,
+            placeholder=str(_placeholder(self.processor, kind)),
+            text=re.sub(f"(?:{re.escape(token)})+", lambda run: token, text) if token else text,
+            runs=tuple(len(run) // len(token) for run in runs),
+            token_id=tokenizer.added_tokens_encoder[token] if token else None,
+        )
+
+    def _text(self, kind: Kind, size: Size, times: Sequence[float] | None = None) -> str:
+        """Return what the processor writes for a medium of a size. Raises SampleError if it takes none."""
+        writing = self.writings.get(kind)
+        if writing is None:
+            raise SampleError(f"the sample has a medium of kind {kind}, but {self.refused[kind]}")
+        key: Any = size
+        if writing.how == "constant":
+            key = None
+        elif writing.how == "shape":
+            key = _SHAPES[type(self.processor).__name__](self.processor, *size)
+        elif times is not None and writing.how != "count":
+            key = (size, tuple(times))
+        if key not in writing.texts:
+            if len(writing.texts) >= _MOST_TEXTS:
+                writing.texts.clear()
+                writing.lengths.clear()
+            try:
+                writing.texts[key] = self._made_text(kind, writing, size, times)
+            except Exception as error:
+                what = f"{kind} of size {size}: {type(error).__name__}: {error}"
+                raise SampleError(f"{type(self.processor).__name__} cannot take the {what}") from error
+        return writing.texts[key]
+
+    def _made_text(self, kind: Kind, writing: Writing, size: Size, times: Sequence[float] | None) -> str:
+        if writing.counted is not None:
+            return writing.of(writing.counted(size))
+        if writing.how == "grid":
+            return self._from_grid(size, times or ())
+        if kind == "audio":
+            text = writing.between(size[0])
+            insort(writing.lengths, size[0])
+            return self._written(kind, size) if text is None else text
+        return self._written(kind, size, times)
+
+    def _learned(self, kind: Kind) -> Writing:
+        """Learn from blank media what the processor writes."""
+        if not _reads(getattr(self.processor, f"replace_{kind}_token")):
+            return Writing(how="constant", texts={None: getattr(self.processor, f"replace_{kind}_token")({}, 0)})
+        sizes = _PROBES[kind]
+        times = [[number / 2 for number in range(size[0])] if kind == "video" else None for size in sizes]
+        texts = [self._written(kind, size, of_size) for size, of_size in zip(sizes, times, strict=True)]
+        for counted in self._counters(kind):
+            if (around := self._around(kind, counted, sizes, texts)) is not None:
+                return Writing(how="count", counted=counted, around=around)
+        if kind == "image" and (shape := _SHAPES.get(type(self.processor).__name__)) is not None:
+            shapes = [shape(self.processor, *size) for size in sizes]
+            return Writing(how="shape", texts=dict(zip(shapes, texts, strict=True)))
+        if kind == "video" and all(map(self._is_from_grid, sizes, times, texts)):
+            return Writing(how="grid")
+        if kind == "video":
+            return Writing()
+        return Writing(
+            texts=dict(zip(sizes, texts, strict=True)), lengths=sorted(size[0] for size in sizes if kind == "audio")
+        )
+
+    def _counters(self, kind: Kind) -> Sequence[Callable[[Size], int]]:
+        """Return the counts that the processor can give from a size: its own, or that of its image processor."""
+        own = partial(_count_tokens, self.processor, kind)
+        return (own, partial(_count_patches, self.processor)) if kind == "image" else (own,)
+
+    def _around(
+        self, kind: Kind, counted: Callable[[Size], int], sizes: Sequence[Size], texts: Sequence[str]
+    ) -> tuple[str, str, str, int, int] | None:
+        """Return the text around the tokens, if a count says all that differs between some sizes."""
+        plans = [self._plan(kind, text) for text in texts]
+        first = plans[0]
+        if first.token_id is None or any((plan.text, len(plan.runs)) != (first.text, 1) for plan in plans):
+            return None
+        try:
+            counts = [counted(size) for size in sizes]
+        except Exception:  # there is no such count, or not for this kind
+            return None
+        factor = max(1, round(counts[0] / first.tokens))
+        more = {plan.tokens - count // factor for plan, count in zip(plans, counts, strict=True)}
+        token = self.processor.tokenizer.convert_ids_to_tokens(first.token_id)
+        before, _, after = first.text.partition(token)
+        return (before, token, after, factor, more.pop()) if len(more) == 1 else None
+
+    def _takes_nested(self) -> bool:
+        """Return whether the images of a sample go in a list of their own, as all processors but few take them."""
+        blank = Image.new("RGB", (224, 224))
+        try:
+            self._called(self._place("image"), images=[blank])
+        except Exception:
+            return False
+        return True
+
+    def _check_values(self) -> None:
+        """Learn what the processor puts before a text, and refuse kinds of media with values that no batch has."""
+        bos = self.processor.tokenizer.bos_token_id
+        for kind in list(self.writings):
+            outs = [dict(self._blank(kind, _PROBES[kind][0], before=text)) for text in ("a ", "a few words more ")]
+            tokens = [out["input_ids"][0] for out in outs]
+            if bos is not None and int(tokens[0][0]) == bos:
+                object.__setattr__(self, "adds_bos", True)
+            made = [{key: value for key, value in out.items() if key not in _DROPPED} for out in outs]
+            if unfit := _unfit(made, [len(of_text) for of_text in tokens]):
+                del self.writings[kind]
+                self.refused[kind] = f"{type(self.processor).__name__} returns {unfit}"
+
+    def _from_grid(self, size: Size, times: Sequence[float]) -> str:
+        """Return what the processor writes for a video whose frames are patches on a grid."""
+        processor = self.processor
+        merge = int(processor.video_processor.merge_size)
+        steps = -(-size[0] // int(processor.video_processor.temporal_patch_size))
+        counted = processor._get_num_multimodal_tokens(video_sizes=[list(size)])
+        per_step = int(counted["num_video_tokens"][0]) // steps
+        from transformers.video_utils import VideoMetadata
+
+        made = {
+            "video_grid_thw": torch.tensor([[steps, merge, per_step * merge]]),
+            "video_metadata": [VideoMetadata(**_metadata(size, times, None))],
+        }
+        return str(processor.replace_video_token(made, 0))
+
+    def _is_from_grid(self, size: Size, times: Sequence[float] | None, text: str) -> bool:
+        try:
+            return self._from_grid(size, times or ()) == text
+        except Exception:  # the processor has no grids
+            return False
+
+    def _written(self, kind: Kind, size: Size, times: Sequence[float] | None = None, count: int = 1) -> str:
+        """Return what the processor writes for a blank medium, the first of so many."""
+        places: list[Mapping[str, Any]] = []
+        watched = copy(self.processor)
+
+        def replace(*args: Any, **kwargs: Any) -> Any:
+            text, offsets = type(watched).get_text_with_replacements(watched, *args, **kwargs)
+            places.extend(offsets[0])
+            return text, offsets
+
+        watched.get_text_with_replacements = replace
+        self._blank(kind, size, times, processor=watched, count=count)
+        if len(places) != count:
+            raise SampleError(f"it wrote {len(places)} texts for {count}")
+        return str(places[0]["replacement"])
+
+    def _blank(
+        self,
+        kind: Kind,
+        size: Size,
+        times: Sequence[float] | None = None,
+        *,
+        before: str = "",
+        processor: Any = None,
+        count: int = 1,
+    ) -> Mapping[str, Any]:
+        """Return what the processor makes of blank media after a text."""
+        blank: Any
+        if kind == "image":
+            blank = Image.new("RGB", (size[1], size[0]))
+        elif kind == "audio":
+            blank = np.zeros(size, np.float32)
+        else:
+            frames = torch.zeros(size[0], 3, *size[1:], dtype=torch.uint8)
+            blank = VideoFrames(frames=frames, timestamps=tuple(times or [number / 2 for number in range(size[0])]))
+        text = before + self._place(kind) * count
+        media: dict[str, Any] = {_ARGUMENTS[kind]: [blank] * count}
+        return self._called(text, processor=processor, **media)
+
+    def _place(self, kind: Kind) -> str:
+        """Return the text that stands for a medium."""
+        before, after = _WRAPPED.get(type(self.processor).__name__, ("", ""))
+        around = (str(getattr(self.processor, name)) if name else "" for name in (before, after))
+        return str(_placeholder(self.processor, kind)).join(around)
+
+    # Values -----------------------------------------------------------------------------------------------------------
+
+    def processed(
+        self, sample: PreparedSample, images: Sequence[Any], videos: Sequence[VideoFrames], sounds: Sequence[np.ndarray]
+    ) -> dict[str, Tensor]:
+        """Return what the processor makes of a sample's media.
+
+        Raises:
+            SampleError: The processor cannot take them, or its tokens are not the planned ones.
+        """
+        name = type(self.processor).__name__
+        try:
+            out = dict(
+                self._called(sample.text, images=images, videos=videos, audio=sounds, special=sample.adds_special)
+            )
+        except Exception as error:
+            raise SampleError(f"{name} cannot take the sample: {type(error).__name__}: {error}") from error
+        tokens = out["input_ids"][0]
+        count = len(sample.tokens)
+        if not torch.equal(tokens[:count], sample.tokens):
+            same = int((tokens[:count] != sample.tokens[: len(tokens)]).int().argmax()) if len(tokens) >= count else 0
+            raise SampleError(
+                f"{name} makes other tokens of the sample than were planned, from token {same} on, "
+                f"{tokens[same : same + 8].tolist()} instead of {sample.tokens[same : same + 8].tolist()}: do not "
+                "change the processor after making the encoder, nor the images while decoding"
+            )
+        visual = {key: value for key, value in out.items() if key not in _DROPPED}
+        if unfit := _unfit([visual], [0]):
+            raise SampleError(f"{name} returns {unfit}")
+        if self.pixels_dtype == "float32":  # the default: what the processor itself makes
+            return visual
+        dtype = getattr(torch, self.pixels_dtype)
+        return {key: value.to(dtype) if _is_dense(value) else value for key, value in visual.items()}
+
+    def token_types(self, tokens: Sequence[int], planned: Sequence[int]) -> list[int]:
+        """Return the type of each token: 0 text, 1 image, 2 video, 3 sound; the processor's own, where it needs no more
+        than tokens.
+        """
+        create = self.processor.create_mm_token_type_ids
+        if len(inspect.signature(create).parameters) > 1:
+            return list(planned)
+        types: list[int] = create([list(tokens)])[0]
+        return types
+
+    def positions(self, tokens: Tensor, types: Tensor, visual: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the model's own positions on three axes, int64 (3, tokens); None if it has one axis."""
+        if self.rope is None:
+            return None
+        given = {"input_ids": tokens[None], "attention_mask": torch.ones_like(tokens)[None], **visual}
+        given["mm_token_type_ids"] = types[None]
+        if "video_second_per_grid" in visual:
+            given["second_per_grids"] = visual["video_second_per_grid"]
+        if "feature_attention_mask" in visual:
+            given["audio_seqlens"] = visual["feature_attention_mask"].sum(-1)
+        takes = inspect.signature(self.rope).parameters
+        try:
+            positions = torch.as_tensor(self.rope(**{name: value for name, value in given.items() if name in takes})[0])
+        except Exception as error:
+            raise SampleError(f"the model has no positions for the sample: {type(error).__name__}: {error}") from error
+        return positions[:, 0].long() if len(positions) == 3 else None
+
+    def _called(
+        self,
+        text: str,
+        *,
+        images: Sequence[Any] = (),
+        videos: Sequence[VideoFrames] = (),
+        audio: Sequence[np.ndarray] = (),
+        special: bool = False,
+        processor: Any = None,
+    ) -> Mapping[str, Any]:
+        """Call the processor, or a copy of it."""
+        arguments: dict[str, Any] = {"add_special_tokens": special, **self.options}
+        if images:
+            arguments["images"] = [list(images)] if self.nested else list(images)
+        if audio:
+            arguments["audio"] = list(audio)
+            arguments["audio_kwargs"] = {"sampling_rate": self.sampling_rate, **arguments.pop("audio_kwargs", {})}
+        if videos:
+            arguments["videos"] = [_frames(video) for video in videos]
+            arguments["videos_kwargs"] = {
+                **arguments.pop("videos_kwargs", {}),
+                "do_sample_frames": False,
+                "video_metadata": [_metadata_of(video) for video in videos],
+                "return_metadata": True,
+            }
+        out: Mapping[str, Any] = (processor or self.processor)(text=[text], return_tensors="pt", **arguments)
+        return out
+
+    def _part(self, kind: Kind) -> Any:
+        return next((part for name in _PARTS[kind] if (part := getattr(self.processor, name, None)) is not None), None)
+
+
+def _times(video: VideoFrames, count: int) -> list[float]:
+    """Return the times of frames, at 24 a second if nothing says them, as the processors do."""
+    times = list(video.timestamps or [number / (video.fps or 24) for number in range(count)])
+    if len(times) != count:
+        raise SampleError(f"a video has {count} frames but {len(times)} timestamps")
+    return times
+
+
+def _metadata_of(video: VideoFrames) -> dict[str, Any]:
+    size = frames_shape(video.frames)
+    return _metadata(size, _times(video, size[0]), video.fps)
+
+
+def _metadata(size: Size, times: Sequence[float], rate: float | None) -> dict[str, Any]:
+    """Return what a processor knows of a video: numbers of frames that stand for its times."""
+    count, height, width = size
+    rate = rate or ((count - 1) / (times[-1] - times[0]) if count > 1 and times[-1] > times[0] else 24.0)
+    return {
+        "fps": _TICKS,
+        "frames_indices": [round(time * _TICKS) for time in times],
+        "total_num_frames": round(count * _TICKS / rate),
+        "duration": count / rate,
+        "height": height,
+        "width": width,
+    }
+
+
+def _frames(video: VideoFrames) -> Any:
+    frames = video.frames
+    return frames if isinstance(frames, Tensor) else [np.asarray(frame) for frame in frames]
+
+
+# Positions ------------------------------------------------------------------------------------------------------------
+
+
+def rope_index(model_config: Any) -> Callable[..., Any] | None:
+    """Return a model's own function for positions on three axes, which needs its configuration only; None: one axis."""
+    from transformers import AutoModel
+    from transformers.models.auto import modeling_auto
+
+    for mapping in (
+        AutoModel._model_mapping,
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    ):
+        kind = mapping.get(type(model_config), None)
+        if kind is not None and hasattr(kind, "get_rope_index"):
+            bare = object.__new__(kind)
+            torch.nn.Module.__init__(bare)
+            bare.__dict__["config"] = model_config
+            if (vision := getattr(model_config, "vision_config", None)) is not None:
+                bare.__dict__["spatial_merge_size"] = getattr(vision, "spatial_merge_size", None)
+            function: Callable[..., Any] = bare.get_rope_index
+            return function
+    return None
+
+
+# Processors that need a word ------------------------------------------------------------------------------------------
+
+
+def _placeholder(processor: Any, kind: Kind) -> str | None:
+    """Return what stands for a medium in the texts of a processor."""
+    of_template: str | None = getattr(processor, f"{kind}_placeholder_token", None)
+    return of_template or getattr(processor, f"{kind}_token", None)
+
+
+def _unfit(made: Sequence[Mapping[str, Any]], tokens: Sequence[int]) -> str | None:
+    """Return what cannot be part of a batch, of the values of a processor for texts of so many tokens."""
+    for key, value in made[0].items():
+        if not isinstance(value, Tensor):
+            return f"{key!r} as {type(value).__name__}, which cannot be joined in a batch"
+        if all(of_text[key].shape[:2] == (1, count) for of_text, count in zip(made, tokens, strict=True)):
+            return f"a value for each token, {key!r}, which a batch does not have"
+    return None
+
+
+def _is_dense(value: Tensor) -> bool:
+    return value.is_floating_point() and value.ndim > 1
+
+
+def _reads(replace: Callable[..., Any]) -> bool:
+    """Return whether a function that writes the text of a medium looks at the medium at all."""
+    code = inspect.unwrap(replace).__code__
+    return any(step.argval == code.co_varnames[1] for step in dis.get_instructions(code) if "LOAD" in step.opname)
+
+
+def _count_tokens(processor: Any, kind: Kind, size: Size) -> int:
+    name = {"image": "image_sizes", "video": "video_sizes", "audio": "audio_lengths"}[kind]
+    counted = processor._get_num_multimodal_tokens(**{name: [size[0] if kind == "audio" else list(size)]})
+    return int(counted[f"num_{kind}_tokens"][0])
+
+
+def _count_patches(processor: Any, size: Size) -> int:
+    patches = _patches(processor, *size)
+    return int(patches[0] if isinstance(patches, tuple) else patches)
+
+
+def _settings(processor: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = processor._merge_kwargs(tokenizer_init_kwargs={})["images_kwargs"]
+    return settings
+
+
+def _patches(processor: Any, height: int, width: int) -> Any:
+    return processor.image_processor.get_number_of_image_patches(height, width, _settings(processor))
+
+
+def _tiles(processor: Any, height: int, width: int) -> Any:
+    return processor.image_processor.get_tile_grid(height, width, _settings(processor))
+
+
+_SHAPES: Mapping[str, Callable[..., Any]] = {
+    "AyaVisionProcessor": _patches,
+    "Cohere2VisionProcessor": _patches,
+    "GraniteDoclingProcessor": _tiles,
+    "Idefics3Processor": _patches,
+    "SmolVLMProcessor": _patches,
+}
+"""On what the text of an image depends, for processors whose tokens are in several runs."""
+
+_WRAPPED: Mapping[str, tuple[str, str]] = {"HunYuanVLProcessor": ("image_start_token", "image_end_token")}
+"""Attributes with the text that a processor wants around the token of an image."""
+
+_SEVERAL_ALIKE = frozenset({"LlavaOnevisionProcessor"})
+"""Processors that write one text for images of any size, where a sample has several."""
+
+_RETRIEVAL = "its model compares texts with images, and takes one of the two at a time"
+_JOINED = "its pixels are joined along their width, and images are numbered in the text, so samples cannot be joined"
+_REFUSED: Mapping[str, str] = {
+    "ColModernVBertProcessor": _RETRIEVAL,
+    "ColPaliProcessor": _RETRIEVAL,
+    "ColQwen2Processor": _RETRIEVAL,
+    "Florence2Processor": "its text is a task, not a conversation",
+    "FuyuProcessor": "it puts the image before the text and writes the end of the prompt by itself",
+    "GlmImageProcessor": "its model makes images, of a size that the processor adds to the text",
+    "MiniCPMOcrProcessor": _JOINED,
+    "MiniCPMV4_6Processor": _JOINED,
+    "MiniCPMV4_7Processor": _JOINED,
+    "PaliGemmaProcessor": "it puts images before all text, and takes the answer as a suffix",
+    "PocketTTSProcessor": "its model speaks: the sound is a voice, and its prompts come from the processor alone",
+    "ShieldGemma2Processor": "its model judges images, by a template of its own",
+}
+"""Processors that do not read media among the turns of a conversation, with the reason."""
+
+_REFUSED_MEDIA: Mapping[tuple[str, Kind], str] = {
+    ("VideoLlama3Processor", "video"): "how many tokens a video takes depends on what its frames show",
+}
+"""Kinds of media whose tokens do not follow from a size, with the reason."""

@@ -1,0 +1,322 @@
+"""Tiny processors of transformers, one of each class, built offline: its own parts with their defaults and a tokenizer
+that has the special tokens which the class asks for.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import itertools
+import random
+import re
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
+from transformers.processing_utils import ProcessorMixin
+from transformers.utils import is_torchvision_available
+
+from energon_bridge.task_encoder.families import ChatSample, VideoFrames
+
+TEXTS = (
+    "A question about the picture and what can be seen or heard in it.",
+    "The answer names three things: a red square, a blue circle and a green line.",
+    "user assistant system <|im_start|> <|im_end|> 0123456789 row col seconds image video audio",
+)
+_NO_TOKENS = ("convert", "add", "unk", "eos_", "bos_", "pad_", "sep_", "cls_", "mask_")
+_VISION = {"patch_size": 14, "vision_feature_select_strategy": "full"}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "Granite4VisionProcessor": _VISION,
+    "LlavaNextProcessor": _VISION,
+    "LlavaNextVideoProcessor": _VISION,
+    "LlavaOnevisionProcessor": {"num_image_tokens": 729, "vision_feature_select_strategy": "full"},
+    "LlavaProcessor": _VISION,
+    "PerceptionLMProcessor": {"patch_size": 14},
+    "AyaVisionProcessor": {"patch_size": 32, "img_size": 384},
+    "InternVLProcessor": {"image_seq_length": 64},
+    "PixtralProcessor": {"spatial_merge_size": 2},
+}
+"""Arguments without which a processor takes no image, or not as its model does."""
+PARTS: dict[str, dict[str, str]] = {
+    "ColModernVBertProcessor": {"image_processor": "Idefics3ImageProcessor"},
+    "MusicFlamingoProcessor": {"feature_extractor": "WhisperFeatureExtractor"},
+    "NemotronH_Omni_Reasoning_V3Processor": {"feature_extractor": "ParakeetFeatureExtractor"},
+}
+"""Parts that the mappings of transformers do not name."""
+ATTRIBUTES: dict[str, dict[str, Any]] = {
+    "PaliGemmaProcessor": {"image_processor.image_seq_length": 16},
+    "Qwen3OmniMoeProcessor": {"image_processor.patch_size": 16, "video_processor.patch_size": 16},
+    "Qwen3VLProcessor": {"image_processor.patch_size": 16},
+}
+"""Attributes of parts that the defaults leave out, or that the models of a class need."""
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+MODELS: dict[str, dict[str, Any]] = {
+    "aya_vision": {"vision_config.patch_size": 16, "vision_config.image_size": 384},
+    "gemma3": {"vision_config.image_size": 224, "vision_config.patch_size": 14},
+    "idefics3": {"vision_config.patch_size": 14, "vision_config.image_size": 364},
+    "glm4v": {"text_config.rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}},
+    "internvl": {"vision_config.patch_size": [24, 24], "vision_config.image_size": [384, 384]},
+    "mistral3": {"vision_config.patch_size": 16},
+    "paddleocr_vl": {"text_config.rope_parameters": _MROPE},
+    "qwen2_audio": {"audio_config.num_mel_bins": 80},
+    "qwen2_vl": {"text_config.rope_parameters": _MROPE},
+    "qwen2_5_vl": {"text_config.rope_parameters": _MROPE},
+    "qwen2_5_omni_thinker": {"text_config.rope_parameters": _MROPE, "audio_config.num_mel_bins": 80},
+    "qwen3_omni_moe_thinker": {"text_config.rope_parameters": _MROPE, "audio_config.num_mel_bins": 80},
+}
+"""Settings of models that fit the defaults of their processors."""
+REPLACING = ("replace_image_token", "replace_video_token", "replace_audio_token")
+
+
+@functools.cache
+def processor_classes() -> dict[str, tuple[str, ...]]:
+    """Return the names of all processors that take text with media, each with the types of its models."""
+    classes: dict[str, tuple[str, ...]] = {}
+    for model_type, name in PROCESSOR_MAPPING_NAMES.items():
+        classes[name] = (*classes.get(name, ()), model_type)
+    return dict(sorted(classes.items()))
+
+
+def expands(kind: type) -> bool:
+    """Return whether a processor writes tokens for media, as models do that read media among text."""
+    return any(getattr(kind, name, None) is not getattr(ProcessorMixin, name) for name in REPLACING)
+
+
+def tiny_tokenizer(kind: type) -> PreTrainedTokenizerFast:
+    """Return a byte-level tokenizer with the special tokens in the source of a processor."""
+    source = "".join(inspect.getsource(inspect.getmodule(base)) for base in kind.__mro__[:2] if _is_own(base))
+    asked = re.findall(r"tokenizer(?:\.|, [\"'])(\w+_token)(?:_id)?\b", source)
+    names = sorted({name for name in asked if not name.startswith(_NO_TOKENS)})
+    written = set(re.findall(r"[\"'](<[^<>\s\"'{}]+>|\[[A-Z_]+\]|\|[A-Z]+\|)[\"']", source))
+    written |= set(re.findall(r"[A-Z]+_TOKEN = [\"'](\S+)[\"']", source))
+    tokens = sorted(written | {f"<row_{row}_col_{column}>" for row in range(1, 9) for column in range(1, 9)})
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    special = ["<s>", "</s>", "<pad>", "<unk>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(TEXTS, trainer)
+    constants = dict(re.findall(r"self\.(\w+_token) = [\"'](\S+)[\"']", source))
+    own = {name: constants.get(name, f"<|{name.removesuffix('_token')}|>") for name in names}
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        extra_special_tokens=own,
+    )
+    made.add_special_tokens({"additional_special_tokens": tokens}, replace_extra_special_tokens=False)
+    for name in names:  # as tokenizers of the hub have them
+        setattr(made, f"{name}_id", made.convert_tokens_to_ids(own[name]))
+    return made
+
+
+def tiny_processor(name: str) -> ProcessorMixin:
+    """Return a processor with small or default parts."""
+    kind = processor_class_from_name(name)
+    arguments: dict[str, Any] = {}
+    for attribute in kind.get_attributes():
+        if attribute.endswith("tokenizer"):
+            arguments[attribute] = tiny_tokenizer(kind)
+            continue
+        part = PARTS.get(name, {}).get(attribute)
+        of_model = processor_classes()[name][0]
+        arguments[attribute] = getattr(transformers, part)() if part else tiny_part(of_model, attribute)
+    for place, value in ATTRIBUTES.get(name, {}).items():
+        attribute, _, field = place.partition(".")
+        setattr(arguments[attribute], field, value)
+    return kind(**arguments, **SETTINGS.get(name, {}))
+
+
+def tiny_part(model_type: str, attribute: str) -> Any:
+    """Return an image, video or sound processor with the defaults of its class."""
+    mapping, names = {
+        "image_processor": ("image_processing_auto", "IMAGE_PROCESSOR_MAPPING_NAMES"),
+        "video_processor": ("video_processing_auto", "VIDEO_PROCESSOR_MAPPING_NAMES"),
+        "feature_extractor": ("feature_extraction_auto", "FEATURE_EXTRACTOR_MAPPING_NAMES"),
+        "audio_processor": ("feature_extraction_auto", "FEATURE_EXTRACTOR_MAPPING_NAMES"),
+    }[attribute]
+    module = importlib.import_module(f"transformers.models.auto.{mapping}")
+    found = getattr(module, names)[model_type]
+    if isinstance(found, dict):
+        found = (is_torchvision_available() and found.get("torchvision")) or found.get("pil")
+    if found is None:
+        raise ImportError(f"the {attribute} of {model_type} needs torchvision")
+    return getattr(transformers, found)()
+
+
+def _is_own(base: type) -> bool:
+    return base.__module__.startswith("transformers.models")
+
+
+_SMALL = {
+    **dict.fromkeys(("hidden_size", "d_model", "embed_dim", "out_hidden_size", "output_dim", "projection_dim"), 32),
+    **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "mlp_dim"), 64),
+    **dict.fromkeys(("num_hidden_layers", "encoder_layers", "decoder_layers", "depth", "num_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads"), 2),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "num_experts_per_tok"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **{"head_dim": 16, "num_experts": 4, "n_window": 50},
+}
+
+
+def tiny_model_config(model_type: str, processor: ProcessorMixin) -> Any:
+    """Return a small configuration of a model, with the tokens of a processor."""
+    config = _shrunk(transformers.AutoConfig.for_model(model_type), len(processor.tokenizer))
+    for place, value in MODELS.get(model_type, {}).items():
+        part, _, name = place.rpartition(".")
+        setattr(getattr(config, part) if part else config, name, value)
+    for name in list(vars(config)):
+        one = next((one for one in _TOKENS if name in (f"{one}_token_id", f"{one}_token_index")), None)
+        holders = [(processor.tokenizer, f"{one}_token_id"), (processor, f"{one}_token_id"), (processor, f"{one}_id")]
+        known = [token for holder, attribute in holders if (token := getattr(holder, attribute, None)) is not None]
+        if one is not None and known:
+            setattr(config, name, known[0])
+    if model_type.endswith("thinker"):
+        for ours, theirs in (
+            ("vision_start", "vision_bos"),
+            ("vision_end", "vision_eos"),
+            ("audio_start", "audio_bos"),
+        ):
+            setattr(config, f"{ours}_token_id", getattr(processor.tokenizer, f"{theirs}_token_id"))
+    return config
+
+
+def tiny_model(config: Any, seed: int = 0) -> Any:
+    """Return a model in which positions and neighbours matter."""
+    torch.manual_seed(seed)
+    for auto in (transformers.AutoModelForImageTextToText, transformers.AutoModelForMultimodalLM):
+        try:
+            model = auto.from_config(config).eval()
+        except ValueError:
+            continue
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.data.mul_(2)
+        return model
+    raise ValueError(f"no model of {type(config).__name__}")
+
+
+_TOKENS = (
+    *("image", "video", "audio", "vision_start", "vision_end", "audio_start", "audio_end", "boi", "eoi"),
+    *("image_start", "image_end", "video_start", "video_end"),
+)
+
+
+def _shrunk(config: Any, words: int) -> Any:
+    for name, value in list(vars(config).items()):
+        if isinstance(value, transformers.PretrainedConfig):
+            _shrunk(value, words)
+        elif name in _SMALL and isinstance(value, int):
+            setattr(config, name, _SMALL[name])
+        elif name == "vocab_size":
+            config.vocab_size = words
+        elif name == "layer_types" and value:
+            config.layer_types = (
+                value[:2] if len(set(value)) == 1 else [value[0], next(v for v in value if v != value[0])]
+            )
+        elif isinstance(value, dict) and "mrope_section" in value:
+            setattr(config, name, {**value, "mrope_section": [2, 3, 3]})
+        elif name in ("fullatt_block_indexes", "deepstack_visual_indexes"):
+            setattr(config, name, [1] if name.startswith("full") else [0])
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if getattr(config, name, None) is not None:
+            setattr(config, name, 0)
+    return config
+
+
+TEMPLATE = (
+    "{%- for message in messages -%}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{%- if message.content is string -%}{{ message.content }}{%- else -%}{%- for part in message.content -%}"
+    "{%- if part.type == 'image' -%}{{ IMAGE }}{%- elif part.type == 'video' -%}{{ VIDEO }}"
+    "{%- elif part.type == 'audio' -%}{{ AUDIO }}{%- else -%}{{ part.text }}{%- endif -%}"
+    "{%- endfor -%}{%- endif -%}{{ '<|im_end|>\n' }}{%- endfor -%}"
+)
+ONE_VIDEO = {"SmolVLMProcessor"}  # it writes the frames of the longest of a call, so a second one is refused
+MANY = {"image": "images", "video": "videos", "audio": "audios"}
+
+
+def place(processor: Any, kind: str) -> str:
+    """Return the text that a chat template writes for a medium."""
+    name = type(processor).__name__
+    token = getattr(processor, f"{kind}_placeholder_token", None) or getattr(processor, f"{kind}_token", None) or ""
+    if kind == "video" and name.startswith("Glm"):
+        return f"<|begin_of_video|>{token}<|end_of_video|>"
+    return f"<|image_start|>{token}<|image_end|>" if name == "HunYuanVLProcessor" else token
+
+
+def template_of(processor: Any) -> str:
+    template = TEMPLATE
+    for kind in MANY:
+        template = template.replace(kind.upper(), repr(place(processor, kind)))
+    return template
+
+
+def medium(kind: str, rng: np.random.Generator, processor: Any) -> Any:
+    if kind == "audio":
+        part = getattr(processor, "feature_extractor", None) or processor.audio_processor
+        return rng.standard_normal(int(rng.integers(8000, 40000))).astype(np.float32) / 10, int(part.sampling_rate)
+    height, width = (int(side) for side in rng.integers(60, 400, 2))
+    if kind == "video":
+        frames = torch.from_numpy(rng.integers(0, 256, (int(rng.integers(4, 9)), 3, height // 2, width // 2), np.uint8))
+        return VideoFrames(frames=frames, fps=2.0)
+    return Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8))
+
+
+def conversation(number: int, kinds: list[str], processor: Any) -> tuple[ChatSample, str]:
+    """Return a random conversation, and its text as the template writes it."""
+    draw = random.Random(number)
+    rng = np.random.default_rng(number)
+    media: dict[str, list[Any]] = {kind: [] for kind in kinds}
+    turns, text = [], ""
+    if draw.random() < 0.3:
+        turns.append({"role": "system", "content": "Be short."})
+        text += "<|im_start|>system\nBe short.<|im_end|>\n"
+    for turn in range(draw.choice((1, 2))):
+        question = written = f"question {turn}"
+        for kind in draw.choices(kinds, k=draw.choice((0, 1, 1, 2)) if turn or number % 3 else 1):
+            if kind == "video" and media[kind] and type(processor).__name__ in ONE_VIDEO:
+                continue
+            media[kind].append(medium(kind, rng, processor))
+            question += f" <{kind}> and"
+            written += f" {place(processor, kind)} and"
+        turns += [{"role": "user", "content": question}, {"role": "assistant", "content": f"answer {turn}"}]
+        text += f"<|im_start|>user\n{written}<|im_end|>\n<|im_start|>assistant\nanswer {turn}<|im_end|>\n"
+    sample = ChatSample(
+        __key__=str(number), messages=turns, **{MANY[kind]: values or None for kind, values in media.items()}
+    )
+    return sample, text
+
+
+def called(processor: Any, texts: list[str], samples: list[ChatSample]) -> dict[str, Any]:
+    """Return what the processor makes of some samples by itself."""
+    given: dict[str, Any] = {}
+    images = [list(sample.images or ()) for sample in samples]
+    if any(images):
+        flat = type(processor).__name__ == "GotOcr2Processor"
+        given["images"] = list(itertools.chain(*images)) if flat else images
+    videos = [video for sample in samples for video in sample.videos or ()]
+    if videos:
+        given["videos"] = [video.frames for video in videos]
+        metadata = [
+            {"fps": 2.0, "frames_indices": list(range(n)), "total_num_frames": n, "duration": n / 2}
+            for n in (len(video.frames) for video in videos)
+        ]
+        given["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": metadata, "return_metadata": True}
+    sounds = [sound for sample in samples for sound, _ in sample.audios or ()]
+    if sounds:
+        given["audio"] = sounds
+    padding = {"padding": True} if len(texts) > 1 else {}
+    return dict(processor(text=texts, add_special_tokens=False, return_tensors="pt", **padding, **given))

@@ -1,0 +1,85 @@
+"""Tiny models of every kind on what their processors' encoders make: the loss is that of each sample alone."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from processors import called, conversation, template_of, tiny_model, tiny_model_config, tiny_processor
+
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.task_encoder import check_packing, model_inputs
+from energon_bridge.task_encoder.families import ChatConfig, ChatTemplateTaskEncoder
+
+MODELS = {
+    "gemma3": "Gemma3Processor",
+    "internvl": "InternVLProcessor",
+    "idefics3": "Idefics3Processor",
+    "llava_onevision": "LlavaOnevisionProcessor",
+    "paddleocr_vl": "PaddleOCRVLProcessor",
+    "qwen2_5_omni_thinker": "Qwen2_5OmniProcessor",
+    "qwen3_omni_moe_thinker": "Qwen3OmniMoeProcessor",
+    "qwen2_audio": "Qwen2AudioProcessor",
+    "qwen2_vl": "Qwen2VLProcessor",
+    "qwen2_5_vl": "Qwen2_5_VLProcessor",
+    "qwen3_vl": "Qwen3VLProcessor",
+    "qwen3_vl_moe": "Qwen3VLProcessor",
+    "qwen3_5": "Qwen3VLProcessor",
+    "mistral3": "PixtralProcessor",
+    "glm4v": "Glm4vProcessor",
+    "aya_vision": "AyaVisionProcessor",
+}
+
+LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
+SHORT = ("gemma3", "paddleocr_vl", "qwen2_audio", "qwen3_vl")
+
+
+@cache
+def made(model_type: str) -> tuple[Any, Any, ChatTemplateTaskEncoder]:
+    processor = tiny_processor(MODELS[model_type])
+    model = tiny_model(tiny_model_config(model_type, processor))
+    config = ChatConfig(chat_template=template_of(processor), seq_length=60_000, over_long="raise")
+    return processor, model, ChatTemplateTaskEncoder.for_processor(processor, config, model_config=model.config)
+
+
+@torch.no_grad()
+def alone(model: Any, processor: Any, text: str, sample: Any, encoded: Any) -> tuple[float, int]:
+    """Return the model's own loss on what its own processor makes of a sample, summed over the learned tokens."""
+    inputs = called(processor, [text], [sample])
+    inputs.pop("video_metadata", None)
+    tokens = inputs["input_ids"]
+    labels = torch.full_like(tokens, -100)
+    labels[0, 1 : len(encoded.labels) + 1] = torch.where(encoded.loss_mask > 0, encoded.labels, -100)
+    count = int((labels != -100).sum())
+    return float(model(**inputs, labels=labels).loss) * count, count
+
+
+@torch.no_grad()
+def summed(model: Any, inputs: dict[str, Any]) -> tuple[float, int]:
+    count = int((inputs["labels"][:, 1:] != -100).sum())
+    return float(model(**inputs).loss) * count, count
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", MODELS if LONG else SHORT)
+def test_losses_are_those_of_each_sample_alone(model_type: str) -> None:
+    try:
+        processor, model, encoder = made(model_type)
+    except ImportError as error:
+        pytest.skip(str(error))
+    kinds = list(encoder.family.counts)
+    numbers = (1, 2, 3, 4) if model_type == "glm4v" else (0, 1, 3, 4)  # it takes no image beside a video
+    talks = [conversation(number, kinds, processor) for number in numbers]
+    samples = [encoder.encode(sample) for sample, _ in talks]
+    wanted = [alone(model, processor, text, sample, one) for (sample, text), one in zip(talks, samples, strict=True)]
+    loss, count = (sum(values) for values in zip(*wanted, strict=True))
+    assert summed(model, model_inputs(encoder.batch(samples), model)) == (pytest.approx(loss, rel=1e-4), count)
+    try:
+        check_packing(model)
+    except ConfigurationError:
+        pytest.skip("packs are refused")
+    packs = [encoder.pack_selected_samples(samples[:3]), encoder.pack_selected_samples(samples[3:])]
+    assert summed(model, model_inputs(encoder.batch(packs), model)) == (pytest.approx(loss, rel=1e-4), count)
