@@ -52,6 +52,19 @@ def run_forked(count: int, function: Callable[[int], Any]) -> list[Any]:
     return [value for _, value in results]
 
 
+def on_gloo(ranks: int, function: Callable[[int], Any]) -> list[Any]:
+    """Call `function(rank)` in processes that are the ranks of a gloo group, and return what they returned, by rank."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def start(rank: int) -> Any:
+            import torch.distributed as dist
+
+            dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+            return function(rank)
+
+        return run_forked(ranks, start)
+
+
 class Forked:
     """One forked process."""
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from forked import run_forked
+from forked import on_gloo
 from megatron.core import parallel_state
 from rank_states import rank_file, write_rank_file
 
@@ -23,15 +22,11 @@ from energon_bridge import (
 from energon_bridge.replica.structure import encode
 from energon_bridge.task_encoder.base import DefaultTaskEncoder
 
-_numbers = itertools.count()
 
-
-def on_ranks(folder: Path, world: int, function: Callable[[int], Any], **parallel: int) -> list[Any]:
+def on_ranks(world: int, function: Callable[[int], Any], **parallel: int) -> list[Any]:
     """Call a function on some gloo ranks with megatron's groups; `tp`, `cp` and `pp` say which."""
-    rendezvous = folder / f"rendezvous {next(_numbers)}"
 
     def start(rank: int) -> Any:
-        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.get("tp", 1),
             context_parallel_size=parallel.get("cp", 1),
@@ -42,7 +37,7 @@ def on_ranks(folder: Path, world: int, function: Callable[[int], Any], **paralle
         dist.barrier()
         return result
 
-    return run_forked(world, start)
+    return on_gloo(world, start)
 
 
 def place() -> dict[str, int]:

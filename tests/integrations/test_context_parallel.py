@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,7 +49,7 @@ def packed(rows: list[list[int]], multiple: int = 1) -> MultiModalBatch:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_slices_are_those_of_megatron(size: int, tmp_path: Path) -> None:
+def test_slices_are_those_of_megatron(size: int) -> None:
     utils = pytest.importorskip("megatron.core.utils")
     from megatron.core import parallel_state
     from replicas import on_ranks
@@ -79,7 +78,7 @@ def test_slices_are_those_of_megatron(size: int, tmp_path: Path) -> None:
         for name, value in theirs.items():
             assert ours[name] is None if value is None else torch.equal(ours[name], value)
 
-    on_ranks(tmp_path, size, compare, cp=size)
+    on_ranks(size, compare, cp=size)
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(1, 5))
@@ -388,7 +387,7 @@ def test_what_cannot_be_cut_is_refused(batch: Any, text: str) -> None:
         slice_for_context_parallel(batch, rank=0, size=2)
 
 
-def test_a_rank_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"rank 2 is not in range\(2\)"):
         slice_for_context_parallel(packed([[4]]), rank=2, size=2)
     with pytest.raises(ConfigurationError, match="cannot be padded"):

@@ -68,8 +68,7 @@ def uninterrupted(dataset: Path) -> list[str]:
 # Stopping and going on -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("stop", [1, 4, EPOCH, EPOCH + 1])
+@pytest.mark.parametrize(("stop", "num_workers"), [(1, 2), (4, 0), (EPOCH, 0), (EPOCH, 2), (EPOCH + 1, 2)])
 def test_one_process_goes_on_exactly(
     stop: int, num_workers: int, dataset: Path, tmp_path: Path, uninterrupted: list[str]
 ) -> None:

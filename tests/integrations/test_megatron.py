@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from forked import run_forked
+from forked import on_gloo
 
 pytest.importorskip("megatron.core")
 
@@ -32,19 +32,17 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return create_captioning_test_dataset(tmp_path_factory.mktemp("captioning"), num_train=48, num_val=0)
 
 
-def on_ranks(tmp_path: Path, function: Callable[[int], Any], **parallel: Any) -> list[Any]:
+def on_ranks(function: Callable[[int], Any], **parallel: Any) -> list[Any]:
     """Call a function on eight ranks, where megatron's groups are made if sizes for them are given."""
-    rendezvous = tmp_path / f"rendezvous {sorted(parallel.items())}"
 
     def start(rank: int) -> Any:
-        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD)
         if parallel:
             parallel_state.initialize_model_parallel(**parallel)
         result = function(rank)
         dist.barrier()
         return result
 
-    return run_forked(WORLD, start)
+    return on_gloo(WORLD, start)
 
 
 def module(dataset: Path, **kwargs: Any) -> EnergonMultiModalDataModule:
@@ -67,12 +65,12 @@ def keys(batches: Any, count: int) -> list[str]:
 # Which group ---------------------------------------------------------------------------------------------------------
 
 
-def test_without_megatron_every_process_is_a_data_parallel_rank(dataset: Path, tmp_path: Path) -> None:
+def test_without_megatron_every_process_is_a_data_parallel_rank(dataset: Path) -> None:
     def load(rank: int) -> Any:
         data = module(dataset)
         return rank_and_size(data), keys(data.train_dataloader(), 3)
 
-    results = on_ranks(tmp_path, load)
+    results = on_ranks(load)
     assert [found for found, _ in results] == [(rank, WORLD) for rank in range(WORLD)]
     epoch = [key for _, microbatches in results for key in ",".join(microbatches).split(",")]
     assert sorted(epoch) == [f"train-{number:05d}" for number in range(48)]
@@ -90,7 +88,7 @@ def test_without_megatron_every_process_is_a_data_parallel_rank(dataset: Path, t
     ids=["tp2 cp2", "tp2 pp2", "cp2", "dp first", "tp8"],
 )
 def test_the_rank_is_that_of_the_pure_data_parallel_group(
-    parallel: dict[str, Any], expected: list[tuple[int, int]], dataset: Path, tmp_path: Path
+    parallel: dict[str, Any], expected: list[tuple[int, int]], dataset: Path
 ) -> None:
     def load(rank: int) -> Any:
         whole = ProcessGroupCollection.use_mpu_process_groups()
@@ -98,24 +96,24 @@ def test_the_rank_is_that_of_the_pure_data_parallel_group(
         collections = [whole, without, ProcessGroupCollection(), ProcessGroupCollection(dp=whole.dp), None]
         return [rank_and_size(module(dataset, pg_collection=groups)) for groups in collections]
 
-    results = on_ranks(tmp_path, load, **parallel)
+    results = on_ranks(load, **parallel)
     assert all(len(set(of_one)) == 1 for of_one in results)
     assert [of_one[0] for of_one in results] == expected * (WORLD // len(expected))
 
 
-def test_a_collection_goes_before_the_global_groups(dataset: Path, tmp_path: Path) -> None:
+def test_a_collection_goes_before_the_global_groups(dataset: Path) -> None:
     def load(rank: int) -> Any:
         pairs = [dist.new_group([first, first + 1]) for first in range(0, WORLD, 2)]
         return rank_and_size(module(dataset, pg_collection=ProcessGroupCollection(dp=pairs[rank // 2])))
 
-    results = on_ranks(tmp_path, load, tensor_model_parallel_size=2)
+    results = on_ranks(load, tensor_model_parallel_size=2)
     assert results == [(rank % 2, 2) for rank in range(WORLD)]
 
 
 # Loaders on some ranks only, and other groups after a restart --------------------------------------------------------
 
 
-def test_the_first_and_the_last_stage_load_alike_and_save_alike(dataset: Path, tmp_path: Path) -> None:
+def test_the_first_and_the_last_stage_load_alike_and_save_alike(dataset: Path) -> None:
     """Re-enact the multimodal example: loaders on tensor rank 0 of the first and the last pipeline stage only."""
 
     def load(rank: int) -> Any:
@@ -125,7 +123,7 @@ def test_the_first_and_the_last_stage_load_alike_and_save_alike(dataset: Path, t
         seen = keys(iterator, 5)
         return parallel_state.get_data_parallel_rank(), seen, iterator.iterable.save_state()
 
-    results = on_ranks(tmp_path, load, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    results = on_ranks(load, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     assert [result is None for result in results] == [False, True] * 4
     first, last = results[:4:2], results[4::2]
     assert first == last
@@ -165,8 +163,8 @@ def test_a_run_comes_back_on_another_data_parallel_size(
         return dp, keys(train, 16 // size)
 
     uninterrupted = keys(module(dataset).train_dataloader(), 32)
-    assert in_turn(on_ranks(tmp_path, save, **before)) == uninterrupted[:16]
-    assert in_turn(on_ranks(tmp_path, restore, **after)) == uninterrupted[16:]
+    assert in_turn(on_ranks(save, **before)) == uninterrupted[:16]
+    assert in_turn(on_ranks(restore, **after)) == uninterrupted[16:]
 
 
 def in_turn(results: list[tuple[int, list[str]]]) -> list[str]:

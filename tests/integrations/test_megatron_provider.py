@@ -133,31 +133,31 @@ def global_batches(results: list[Any]) -> list[list[tuple[str, str]]]:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("way", "before", "after"),
     [
-        ({"tp": 2, "pp": 2}, {"world": 4}),
-        ({"tp": 2, "cp": 2}, {"tp": 2, "pp": 2, "world": 4}),
+        ("all", {"tp": 2, "cp": 2}, {"tp": 2, "pp": 2, "world": 4}),
+        ("tp0_pp_edges", {"tp": 2, "pp": 2}, {"world": 4}),
+        ("broadcast", {"tp": 2, "cp": 2}, {"tp": 2, "pp": 2, "world": 4}),
+        ("broadcast", {"tp": 2, "pp": 2}, {"world": 4}),
     ],
-    ids=["tp2 pp2 dp2 to dp4", "tp2 cp2 dp2 to tp2 pp2 dp1"],
 )
-@pytest.mark.parametrize("way", ["all", "tp0_pp_edges", "broadcast"])
 def test_runs_go_on_with_other_groups(
     before: dict[str, int], after: dict[str, int], way: str, dataset: Path, tmp_path: Path
 ) -> None:
     kwargs: dict[str, Any] = {"replica_loading": "one_rank"} if way == "broadcast" else {"loader_ranks": way}
     save = tmp_path / "data"
-    whole = on_ranks(tmp_path, 1, lambda rank: train(dataset, tmp_path / "alone", steps=6))
-    first = on_ranks(tmp_path, 8, lambda rank: train(dataset, save, steps=3, **kwargs), **before)
+    whole = on_ranks(1, lambda rank: train(dataset, tmp_path / "alone", steps=6))
+    first = on_ranks(8, lambda rank: train(dataset, save, steps=3, **kwargs), **before)
     after = dict(after)
     world = after.pop("world")
-    second = on_ranks(tmp_path, world, lambda rank: train(dataset, save, steps=3, iteration=3, **kwargs), **after)
+    second = on_ranks(world, lambda rank: train(dataset, save, steps=3, iteration=3, **kwargs), **after)
     assert global_batches(first) + global_batches(second) == global_batches(whole)
     # Validation begins at its beginning in both.
     evaluated = [results[0][2] for results in (first, second)]
     assert evaluated[0][0][0].split(",")[0] == evaluated[1][0][0].split(",")[0] == "val-00000"
 
 
-def test_who_gets_an_iterator(dataset: Path, tmp_path: Path) -> None:
+def test_who_gets_an_iterator(dataset: Path) -> None:
     def roles(rank: int) -> Any:
         provider = train_valid_test_dataloaders_provider(
             lambda: module(dataset), loader_ranks="tp0_pp_edges", arguments=lambda: None
@@ -166,7 +166,7 @@ def test_who_gets_an_iterator(dataset: Path, tmp_path: Path) -> None:
         assert test is None
         return place()["tp"], place()["pp"], train is not None, valid is not None
 
-    results = on_ranks(tmp_path, 6, roles, tp=2, pp=3)
+    results = on_ranks(6, roles, tp=2, pp=3)
     assert all(train == valid == (tp == 0 and pp != 1) for tp, pp, train, valid in results)
 
 
@@ -190,7 +190,7 @@ def test_model_chunks_share_a_stream(dataset: Path, tmp_path: Path) -> None:
         assert digests(loop.valid[0], 2) == digests(loop.valid[1], 2)
         return seen[0] == seen[1], seen[0]
 
-    results = on_ranks(tmp_path, 4, run, pp=2, vp=2, tp=2)
+    results = on_ranks(4, run, pp=2, vp=2, tp=2)
     assert all(result == results[0] for result in results)
     assert results[0][0]
 
@@ -221,7 +221,7 @@ def test_an_iterator_for_each_validation_set(replica_loading: str, dataset: Path
         flavors = [next(one).__subflavors__[0] for one in wrapped(valid)]
         return lengths, flavors, provider((1, 0, 0))[1]
 
-    results = on_ranks(tmp_path, 2, run, tp=2)
+    results = on_ranks(2, run, tp=2)
     assert results == [([4, 4], [{"part": 0}, {"part": 1}], None)] * 2
 
 
@@ -245,9 +245,9 @@ def test_runs_without_files_go_on_by_arithmetic(dataset: Path, tmp_path: Path) -
         )
         return place()["dp"], [Loop(provider, arguments).iteration()], []
 
-    whole = on_ranks(tmp_path, 1, lambda rank: train(dataset, tmp_path / "alone", steps=4))
+    whole = on_ranks(1, lambda rank: train(dataset, tmp_path / "alone", steps=4))
     for world in (1, 2):
-        assert global_batches(on_ranks(tmp_path, world, lambda rank: run(3))) == global_batches(whole)[3:]
+        assert global_batches(on_ranks(world, lambda rank: run(3))) == global_batches(whole)[3:]
 
 
 def test_saving_with_virtual_stages_is_refused(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

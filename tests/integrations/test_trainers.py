@@ -62,8 +62,10 @@ def keys(batches: Any, count: int) -> list[list[str]]:
     return [batch.__key__ for batch in islice(batches, count)]
 
 
-@pytest.mark.parametrize("kind", ["plain", "grouped", "workers", "dataloader"])
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "asynchronous"),
+    [("plain", True), ("grouped", False), ("workers", True), ("workers", False), ("dataloader", False)],
+)
 @pytest.mark.filterwarnings("ignore")  # of torch's, on one process
 def test_distributed_checkpoint_goes_on_exactly(dataset: Path, tmp_path: Path, kind: str, asynchronous: bool) -> None:
     """An asynchronous checkpoint is that of the call, although the loader goes on before it is written."""

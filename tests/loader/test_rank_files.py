@@ -101,7 +101,7 @@ def read_together(files: Path) -> tuple[Any, list[str]]:
 def test_ranks_share_the_reading(dataset: Path, tmp_path: Path) -> None:
     files = tmp_path / "data"
     save_files(dataset, files, 4, 1)
-    found = on_ranks(tmp_path, 3, lambda rank: read_together(files))
+    found = on_ranks(3, lambda rank: read_together(files))
     alone = read_rank_files(files, 1)
     assert [states for states, _ in found] == [alone] * 3
     assert [opened for _, opened in found] == [
@@ -113,7 +113,7 @@ def test_ranks_share_the_reading(dataset: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [None, RuntimeError("out of memory")], ids=["damaged file", "anything"])
 def test_what_fails_on_one_rank_is_raised_on_all(
-    error: Exception | None, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception | None, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if error is None:
         truncate(files)
@@ -128,14 +128,14 @@ def test_what_fails_on_one_rank_is_raised_on_all(
 
         monkeypatch.setattr(rank_files, "_read", fail)
         expected = "StateFormatError: rank 1 of 3 failed to read its files: RuntimeError.*out of memory"
-    for found, _ in on_ranks(tmp_path, 3, lambda rank: read_together(files)):
+    for found, _ in on_ranks(3, lambda rank: read_together(files)):
         assert re.match(expected, found)
 
 
-def test_files_that_only_the_first_rank_sees_yet_are_read(dataset: Path, files: Path, tmp_path: Path) -> None:
+def test_files_that_only_the_first_rank_sees_yet_are_read(dataset: Path, files: Path) -> None:
     def read(rank: int) -> Any:
         if rank:
             rank_files._files = lambda folder: pytest.fail("only the first rank lists the folder")
         return read_together(files)[0]
 
-    assert on_ranks(tmp_path, 2, read) == [read_rank_files(files, 1)] * 2
+    assert on_ranks(2, read) == [read_rank_files(files, 1)] * 2

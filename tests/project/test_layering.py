@@ -79,7 +79,7 @@ ROOMS = {
 BUDGETS = {
     "core": 29_550,
     "models": 9_400,
-    "trainers": 6_550,
+    "trainers": 6_510,
     "cloud": 3_200,
     "tools": 13_200,
     "drop-in": 3_300,

@@ -5,16 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 from engine import config_of, digest, text_dataset
-from forked import run_forked
+from forked import on_gloo
 from mixing import metadataset
 from multimodal import PixelProcessor, WordTokenizer
 from workers import worker_pids
@@ -32,7 +30,6 @@ from energon_bridge.task_encoder import Document, MultiModalTaskEncoder, Piece
 
 G, STEPS, SEQ_LENGTH = 8, 4, 64
 COST = BatchCost(tokens=1.0, attention=0.2)
-_numbers = itertools.count()
 
 
 class Encoder(MultiModalTaskEncoder):
@@ -55,17 +52,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text_dataset(folder / "a", train=[40, 40])
     text_dataset(folder / "b", train=[30, 30])
     return folder
-
-
-def on_ranks(folder: Path, ranks: int, function: Callable[[int], Any]) -> list[Any]:
-    """Call a function on some gloo ranks."""
-    rendezvous = folder / f"rendezvous {next(_numbers)}"
-
-    def start(rank: int) -> Any:
-        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
-        return function(rank)
-
-    return run_forked(ranks, start)
 
 
 def open_data(
@@ -114,7 +100,7 @@ def unbalanced(data: Path) -> dict[str, list[list[Any]]]:
     ("kind", "ranks", "workers"), [("plain", 1, 0), ("plain", 4, 0), ("mix", 2, 2), ("packed", 2, 0), ("packed", 4, 0)]
 )
 def test_the_sets_are_those_without_balance_and_the_loads_even(
-    kind: str, ranks: int, workers: int, data: Path, tmp_path: Path, unbalanced: dict[str, Any]
+    kind: str, ranks: int, workers: int, data: Path, unbalanced: dict[str, Any]
 ) -> None:
     def run(rank: int) -> Any:
         loader = open_data(data, ranks, rank, workers=workers, kind=kind)
@@ -123,7 +109,7 @@ def test_the_sets_are_those_without_balance_and_the_loads_even(
         loader.close()
         return found, numbers
 
-    results = on_ranks(tmp_path, ranks, run)
+    results = on_gloo(ranks, run)
     found = [batches for batches, _ in results]
     assert global_batches(found, ranks) == unbalanced[kind][:STEPS]
     if ranks == 1:
@@ -146,7 +132,7 @@ def test_the_sets_are_those_without_balance_and_the_loads_even(
     ("kind", "ranks", "later", "workers"), [("packed", 2, 2, 0), ("plain", 2, 4, 2), ("packed", 2, 1, 0)]
 )
 def test_a_resume_goes_on_with_the_same_sets(
-    kind: str, ranks: int, later: int, workers: int, data: Path, tmp_path: Path, unbalanced: dict[str, Any]
+    kind: str, ranks: int, later: int, workers: int, data: Path, unbalanced: dict[str, Any]
 ) -> None:
     def begin(rank: int) -> Any:
         loader = open_data(data, ranks, rank, kind=kind, workers=workers)
@@ -154,7 +140,7 @@ def test_a_resume_goes_on_with_the_same_sets(
         own, whole = loader.save_state(), loader.state_dict()
         return own, whole, take(loader, 2, ranks), loader.close()
 
-    first = on_ranks(tmp_path, ranks, begin)
+    first = on_gloo(ranks, begin)
     states, whole = [own for own, *_ in first], first[0][1]
     assert whole["microbatches"] == 2 * G
 
@@ -168,16 +154,14 @@ def test_a_resume_goes_on_with_the_same_sets(
         loader.load_state_dict(whole)
         return again, take(loader, 2, later), loader.close()
 
-    resumed = on_ranks(tmp_path, later, resume)
+    resumed = on_gloo(later, resume)
     for part in (0, 1):
         assert global_batches([entry[part] for entry in resumed], later) == unbalanced[kind][2:4]
     if later == ranks:  # then the assignment is the same, too
         assert [entry[0] for entry in resumed] == [entry[2] for entry in first]
 
 
-def test_a_run_goes_on_over_any_numbers_of_ranks_and_lost_workers(
-    data: Path, tmp_path: Path, unbalanced: dict[str, Any]
-) -> None:
+def test_a_run_goes_on_over_any_numbers_of_ranks_and_lost_workers(data: Path, unbalanced: dict[str, Any]) -> None:
     """A mix on 4, 1, 2 and 2 ranks, with and without balance; the workers of the last ones are killed."""
 
     def stop(rank: int, ranks: int, workers: int, balance: bool, steps: int, state: Any) -> Any:
@@ -194,14 +178,14 @@ def test_a_run_goes_on_over_any_numbers_of_ranks_and_lost_workers(
     found: list[Any] = []
     for ranks, workers, balance, steps in [(4, 0, True, 2), (1, 0, True, 1), (2, 0, False, 1), (2, 1, True, 3)]:
         arguments = {"ranks": ranks, "workers": workers, "balance": balance, "steps": steps, "state": state}
-        results = on_ranks(tmp_path, ranks, partial(stop, **arguments))
+        results = on_gloo(ranks, partial(stop, **arguments))
         found += global_batches([batches for batches, *_ in results], ranks)
         state = results[0][1]
         assert all(restarts > 0 for _, _, restarts, _ in results) == (workers > 0)
     assert found == unbalanced["mix"][:7]
 
 
-def test_windows_are_the_same_on_any_ranks(data: Path, tmp_path: Path, unbalanced: dict[str, Any]) -> None:
+def test_windows_are_the_same_on_any_ranks(data: Path, unbalanced: dict[str, Any]) -> None:
     """Global batches are cut anew, two at a time; a state within a window goes on on other ranks, and names K."""
 
     def run(rank: int, ranks: int, steps: int, state: Any) -> Any:
@@ -233,7 +217,7 @@ def test_windows_are_the_same_on_any_ranks(data: Path, tmp_path: Path, unbalance
         assert cut == came
     state, delivered = None, []
     for ranks, steps in ((4, 3), (2, 3), (4, 2)):
-        results = on_ranks(tmp_path, ranks, partial(run, ranks=ranks, steps=steps, state=state))
+        results = on_gloo(ranks, partial(run, ranks=ranks, steps=steps, state=state))
         delivered += global_batches([found for found, *_ in results], ranks)
         state = results[0][1]
         numbers = results[0][2]
@@ -242,7 +226,7 @@ def test_windows_are_the_same_on_any_ranks(data: Path, tmp_path: Path, unbalance
     assert delivered == reference
 
 
-def test_weights_change_as_without_balance(data: Path, tmp_path: Path) -> None:
+def test_weights_change_as_without_balance(data: Path) -> None:
     """What was loaded ahead under the old weights is loaded again; a resume knows the new ones."""
 
     def run(rank: int, ranks: int, balance: bool) -> Any:
@@ -255,13 +239,13 @@ def test_weights_change_as_without_balance(data: Path, tmp_path: Path) -> None:
         return found, take(loader, 2, ranks), draw, loader.close()
 
     ((reference, again, draw, _),) = [run(0, 1, False)]
-    results = on_ranks(tmp_path, 2, partial(run, ranks=2, balance=True))
+    results = on_gloo(2, partial(run, ranks=2, balance=True))
     assert {result[2] for result in results} == {draw}
     assert global_batches([found for found, *_ in results], 2) == global_batches([reference], 1)
     assert global_batches([found for _, found, *_ in results], 2) == global_batches([again], 1)
 
 
-def test_bans_as_without_balance(data: Path, tmp_path: Path) -> None:
+def test_bans_as_without_balance(data: Path) -> None:
     """What was loaded ahead has banned samples, and is loaded again; the ranks agree on the draw."""
 
     def run(rank: int, ranks: int, balance: bool) -> Any:
@@ -276,14 +260,14 @@ def test_bans_as_without_balance(data: Path, tmp_path: Path) -> None:
         return found, take(loader, 2, ranks), draw, loader.metrics()["banned"], loader.close()
 
     ((reference, again, draw, banned, _),) = [run(0, 1, False)]
-    results = on_ranks(tmp_path, 2, partial(run, ranks=2, balance=True))
+    results = on_gloo(2, partial(run, ranks=2, balance=True))
     assert {result[2] for result in results} == {draw}
     assert sum(result[3] for result in results) == banned > 0
     assert global_batches([found for found, *_ in results], 2) == global_batches([reference], 1)
     assert global_batches([found for _, found, *_ in results], 2) == global_batches([again], 1)
 
 
-def test_a_state_without_balance_goes_on_with_it(data: Path, tmp_path: Path, unbalanced: dict[str, Any]) -> None:
+def test_a_state_without_balance_goes_on_with_it(data: Path, unbalanced: dict[str, Any]) -> None:
     plain = open_data(data, 1, 0, balance=False)
     take(plain, 1, 1)
     aligned = plain.save_state()
@@ -298,11 +282,11 @@ def test_a_state_without_balance_goes_on_with_it(data: Path, tmp_path: Path, unb
         loader.restore_state(aligned)
         return take(loader, 2, 2), loader.close()
 
-    results = on_ranks(tmp_path, 2, run)
+    results = on_gloo(2, run)
     assert global_batches([found for found, _ in results], 2) == unbalanced["plain"][1:3]
 
 
-def test_there_is_no_state_within_a_global_batch(data: Path, tmp_path: Path) -> None:
+def test_there_is_no_state_within_a_global_batch(data: Path) -> None:
     def run(rank: int) -> Any:
         loader = open_data(data, 2, rank)
         next(loader)
@@ -317,11 +301,11 @@ def test_there_is_no_state_within_a_global_batch(data: Path, tmp_path: Path) -> 
         loader.close()
         return state["microbatches"]
 
-    assert on_ranks(tmp_path, 2, run) == [G, G]
+    assert on_gloo(2, run) == [G, G]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_rank_that_cannot_load_is_named_on_all_of_them(workers: int, data: Path, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_load_is_named_on_all_of_them(workers: int, data: Path) -> None:
     """What was exchanged before is still delivered, and the state says so on every rank."""
 
     def run(rank: int) -> Any:
@@ -335,7 +319,7 @@ def test_a_rank_that_cannot_load_is_named_on_all_of_them(workers: int, data: Pat
         loader.close()
         return found
 
-    results = on_ranks(tmp_path, 2, run)
+    results = on_gloo(2, run)
     assert sorted(name for name, *_ in results) == ["BalanceError", "FatalSampleError"]
     failed = [name for name, *_ in results].index("FatalSampleError")
     text = results[1 - failed][1]
@@ -347,7 +331,7 @@ def test_a_rank_that_cannot_load_is_named_on_all_of_them(workers: int, data: Pat
     assert delivered.pop() % (G // 2) == 0
 
 
-def test_a_rank_that_dies_ends_the_others(data: Path, tmp_path: Path) -> None:
+def test_a_rank_that_dies_ends_the_others(data: Path) -> None:
     def run(rank: int) -> Any:
         loader = open_data(data, 2, rank)
         take(loader, 1, 2)
@@ -357,7 +341,7 @@ def test_a_rank_that_dies_ends_the_others(data: Path, tmp_path: Path) -> None:
             take(loader, 20, 2)
         return "ended"
 
-    assert on_ranks(tmp_path, 2, run) == ["ended", "died"]
+    assert on_gloo(2, run) == ["ended", "died"]
 
 
 def not_sent(batch: Any) -> float:
@@ -365,7 +349,7 @@ def not_sent(batch: Any) -> float:
     return COST(batch)
 
 
-def test_a_batch_that_cannot_be_sent_is_an_error_everywhere(data: Path, tmp_path: Path) -> None:
+def test_a_batch_that_cannot_be_sent_is_an_error_everywhere(data: Path) -> None:
     def run(rank: int) -> Any:
         loader = open_data(data, 2, rank, cost=not_sent if rank else COST)
         with pytest.raises((BalanceError, ConfigurationError), match=r"answers is of type builtins\.object") as caught:
@@ -373,10 +357,10 @@ def test_a_batch_that_cannot_be_sent_is_an_error_everywhere(data: Path, tmp_path
         loader.close()
         return type(caught.value).__name__
 
-    assert on_ranks(tmp_path, 2, run) == ["BalanceError", "ConfigurationError"]
+    assert on_gloo(2, run) == ["BalanceError", "ConfigurationError"]
 
 
-def test_ranks_at_different_global_batches_are_refused(data: Path, tmp_path: Path) -> None:
+def test_ranks_at_different_global_batches_are_refused(data: Path) -> None:
     def run(rank: int) -> None:
         loader = open_data(data, 2, rank)
         loader.loader.seek(4 * rank)
@@ -384,10 +368,10 @@ def test_ranks_at_different_global_batches_are_refused(data: Path, tmp_path: Pat
             next(loader)
         loader.close()
 
-    on_ranks(tmp_path, 2, run)
+    on_gloo(2, run)
 
 
-def test_what_cannot_be_balanced_is_refused_by_name(data: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_balanced_is_refused_by_name(data: Path) -> None:
     def run(rank: int) -> None:
         balance = make_balance(COST)
 
@@ -417,14 +401,14 @@ def test_what_cannot_be_balanced_is_refused_by_name(data: Path, tmp_path: Path) 
         with pytest.raises(ConfigurationError, match="that of data-parallel rank 0 of 3"):
             EnergonDataloader(loader, balance=balance)
 
-    on_ranks(tmp_path, 2, run)
+    on_gloo(2, run)
 
 
-def test_a_cost_that_is_none_is_refused(data: Path, tmp_path: Path) -> None:
+def test_a_cost_that_is_none_is_refused(data: Path) -> None:
     def run(rank: int) -> None:
         loader = open_data(data, 2, rank, cost=lambda batch: float("nan"))
         with pytest.raises(ConfigurationError, match="must be a finite number of at least 0, got nan"):
             next(loader)
         loader.close()
 
-    on_ranks(tmp_path, 2, run)
+    on_gloo(2, run)

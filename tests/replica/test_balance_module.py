@@ -45,7 +45,7 @@ def delivered(train: Any) -> list[tuple[str, str, float]]:
     ("replica_loading", "parallel"), [("every_rank", {"tp": 2}), ("one_rank", {"cp": 2}), ("one_rank", {"pp": 2})]
 )
 def test_a_replica_gets_what_its_data_parallel_rank_runs(
-    replica_loading: str, parallel: dict[str, int], dataset: Path, tmp_path: Path
+    replica_loading: str, parallel: dict[str, int], dataset: Path
 ) -> None:
     def load(rank: int) -> Any:
         plain = module(dataset, global_batch_size=16).train_dataloader()
@@ -64,7 +64,7 @@ def test_a_replica_gets_what_its_data_parallel_rank_runs(
         train.close()
         return place()["dp"], before, after, state, validation, numbers
 
-    results = on_ranks(tmp_path, 4, load, **parallel)
+    results = on_ranks(4, load, **parallel)
     by_rank = [[result for result in results if result[0] == rank] for rank in range(2)]
     for members in by_rank:
         assert len(members) == 2
@@ -80,7 +80,7 @@ def test_a_replica_gets_what_its_data_parallel_rank_runs(
     assert max(result[5].get("balance_step_before", 0.0) for result in results) > 1
 
 
-def test_the_provider_of_megatron_lm_hands_out_balanced_data(dataset: Path, tmp_path: Path) -> None:
+def test_the_provider_of_megatron_lm_hands_out_balanced_data(dataset: Path) -> None:
     arguments = SimpleNamespace(
         iteration=0, micro_batch_size=2, global_batch_size=16, data_parallel_size=2, consumed_train_samples=0
     )
@@ -94,7 +94,7 @@ def test_the_provider_of_megatron_lm_hands_out_balanced_data(dataset: Path, tmp_
         train.close()  # type: ignore[union-attr]
         return sum(cost for *_, cost in found), metrics["balance_step"], train.save_state()  # type: ignore[union-attr]
 
-    results = on_ranks(tmp_path, 2, load)
+    results = on_ranks(2, load)
     assert abs(results[0][0] - results[1][0]) <= 1
     assert all(state["microbatches"] == 8 for *_, state in results)
 
@@ -107,7 +107,7 @@ def test_ranks_without_an_iterator_are_refused(dataset: Path) -> None:
         provider([100, 10, 0])
 
 
-def test_stages_get_their_fields_of_what_was_exchanged(dataset: Path, tmp_path: Path) -> None:
+def test_stages_get_their_fields_of_what_was_exchanged(dataset: Path) -> None:
     def load(rank: int) -> Any:
         keys = StageKeys(first=["image"], last=["caption"])
         train = balancing(dataset, 2, replica_loading="one_rank", stage_keys=keys).train_dataloader()
@@ -115,7 +115,7 @@ def test_stages_get_their_fields_of_what_was_exchanged(dataset: Path, tmp_path: 
         train.close()
         return place()["dp"], place()["pp"], [b.__key__ for b in batches], [b.image is None for b in batches]
 
-    results = on_ranks(tmp_path, 4, load, pp=2)
+    results = on_ranks(4, load, pp=2)
     for replica in range(2):
         (first, second) = sorted(result[1:] for result in results if result[0] == replica)
         assert first[1] == second[1]

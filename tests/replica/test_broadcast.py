@@ -60,7 +60,7 @@ TOPOLOGIES = [(2, 1, 1, 1), (1, 2, 1, 2), (1, 1, 2, 2), (2, 2, 2, 1), (2, 1, 2, 
 
 @pytest.mark.parametrize(("tp", "cp", "pp", "dp"), TOPOLOGIES)
 def test_a_replica_has_one_stream_and_replicas_share_the_data_out(
-    tp: int, cp: int, pp: int, dp: int, dataset: Path, tmp_path: Path
+    tp: int, cp: int, pp: int, dp: int, dataset: Path
 ) -> None:
     def load(rank: int) -> Any:
         results = {}
@@ -75,7 +75,7 @@ def test_a_replica_has_one_stream_and_replicas_share_the_data_out(
             results[replica_loading] = seen, digests(iter(val), len(val)), as_file(train.save_state()), read
         return place()["dp"], results
 
-    results = on_ranks(tmp_path, tp * cp * pp * dp, load, tp=tp, cp=cp, pp=pp)
+    results = on_ranks(tp * cp * pp * dp, load, tp=tp, cp=cp, pp=pp)
     seen = {}
     for replica in range(dp):
         ranks = [result for of, result in results if of == replica]
@@ -90,7 +90,7 @@ def test_a_replica_has_one_stream_and_replicas_share_the_data_out(
     assert dp == 1 or not seen[0] & seen[1]
 
 
-def test_stages_get_what_they_need(dataset: Path, tmp_path: Path) -> None:
+def test_stages_get_what_they_need(dataset: Path) -> None:
     keys = StageKeys(first=["image"], last=["caption"])
 
     def load(rank: int) -> Any:
@@ -99,14 +99,14 @@ def test_stages_get_what_they_need(dataset: Path, tmp_path: Path) -> None:
         got = {name for batch in batches for name in dict(batch) if batch[name] is not None}
         return place()["pp"], {name for name in got if not name.startswith("__")}, batches[0].__key__
 
-    results = on_ranks(tmp_path, 6, load, pp=3, tp=2)
+    results = on_ranks(6, load, pp=3, tp=2)
     for stage, got, key in results:
         assert got == [{"image"}, set(), {"caption"}][stage]
         assert key == results[0][2]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_stages_of_a_pipeline_ask_one_after_the_other(num_workers: int, dataset: Path, tmp_path: Path) -> None:
+def test_stages_of_a_pipeline_ask_one_after_the_other(num_workers: int, dataset: Path) -> None:
     """A stage asks for a microbatch when the stage before is through with it: the first one must not wait for it."""
     large = 2_000_000  # more than what sockets hold
 
@@ -127,7 +127,7 @@ def test_stages_of_a_pipeline_ask_one_after_the_other(num_workers: int, dataset:
         data.close()
         return seen
 
-    results = on_ranks(tmp_path, 6, train, pp=3, tp=2)
+    results = on_ranks(6, train, pp=3, tp=2)
     assert all(seen == results[0] for seen in results)
 
 
@@ -143,7 +143,7 @@ class Large(DefaultTaskEncoder):
         return {"__key__": batch.__key__, "x": torch.full((self.size,), number, dtype=torch.uint8)}
 
 
-def test_saving_asks_nobody_and_restoring_tells_all(dataset: Path, tmp_path: Path) -> None:
+def test_saving_asks_nobody_and_restoring_tells_all(dataset: Path) -> None:
     def run(rank: int) -> Any:
         data = module(dataset, replica_loading="one_rank")
         train = data.train_dataloader()
@@ -161,12 +161,12 @@ def test_saving_asks_nobody_and_restoring_tells_all(dataset: Path, tmp_path: Pat
         fresh.load_state_dict({"global_step": 0, "train": whole})
         return after == again, whole, digests(fresh.train_dataloader(), 2) == digests(train, 2)
 
-    results = on_ranks(tmp_path, 4, run, tp=2)
+    results = on_ranks(4, run, tp=2)
     assert [result[0] for result in results] == [result[2] for result in results] == [True] * 4
     assert all(result[1] == results[0][1] for result in results)
 
 
-def test_bans_reach_all_ranks_of_a_replica(dataset: Path, tmp_path: Path) -> None:
+def test_bans_reach_all_ranks_of_a_replica(dataset: Path) -> None:
     """Two replicas agree on the draw, all ranks know it at once, and what the source refuses is refused on all."""
     keys = [f"train-{number:05d}" for number in range(0, 48, 2)]
 
@@ -178,7 +178,7 @@ def test_bans_reach_all_ranks_of_a_replica(dataset: Path, tmp_path: Path) -> Non
         first = train.ban(keys)
         return first, train.save_state()["bans"], [key for _ in range(8) for key in next(train)["__key__"]]
 
-    results = on_ranks(tmp_path, 4, run, tp=2)
+    results = on_ranks(4, run, tp=2)
     first = results[0][0]
     assert all(result[:2] == (first, [[first, sorted(keys)]]) for result in results)
     assert not any({*result[2]} & {*keys} for result in results)
@@ -205,7 +205,7 @@ class KeyboardError(RuntimeError):
 
 
 @pytest.mark.parametrize("failure", ["opening", "type", "keys", "restoring"])
-def test_errors_of_the_loading_rank_reach_all(failure: str, dataset: Path, tmp_path: Path) -> None:
+def test_errors_of_the_loading_rank_reach_all(failure: str, dataset: Path) -> None:
     def load(rank: int) -> Any:
         try:
             if failure == "opening":
@@ -222,7 +222,7 @@ def test_errors_of_the_loading_rank_reach_all(failure: str, dataset: Path, tmp_p
             return type(error).__name__, str(error)
         return None
 
-    results = on_ranks(tmp_path, 2, load, tp=2)
+    results = on_ranks(2, load, tp=2)
     expected = {
         "opening": DatasetNotFoundError,
         "type": ConfigurationError,
@@ -235,7 +235,7 @@ def test_errors_of_the_loading_rank_reach_all(failure: str, dataset: Path, tmp_p
     assert expected is None or results[0][0] == expected.__name__
 
 
-def test_an_error_of_user_code_is_named_on_all_ranks(tmp_path: Path) -> None:
+def test_an_error_of_user_code_is_named_on_all_ranks() -> None:
     def batches() -> Any:
         yield {"x": 1}
         raise KeyboardError("the disk is gone")
@@ -247,7 +247,7 @@ def test_an_error_of_user_code_is_named_on_all_ranks(tmp_path: Path) -> None:
             next(loader)
         return first, type(caught.value).__name__, str(caught.value)
 
-    first, second = on_ranks(tmp_path, 2, load, cp=2)
+    first, second = on_ranks(2, load, cp=2)
     assert first == ({"x": 1}, "KeyboardError", "the disk is gone")
     text = "rank 0, which loads for this replica, failed with KeyboardError: the disk is gone"
     assert second == ({"x": 1}, "BroadcastError", text)
@@ -270,7 +270,7 @@ DATA_PARALLEL_RANKS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def test_a_loader_over_other_ranks_is_refused(dataset: Path, tmp_path: Path) -> None:
+def test_a_loader_over_other_ranks_is_refused(dataset: Path) -> None:
     def refusal(config: dict[str, Any]) -> str | None:
         try:
             get_savable_loader(
@@ -283,7 +283,7 @@ def test_a_loader_over_other_ranks_is_refused(dataset: Path, tmp_path: Path) -> 
     def load(rank: int) -> dict[str, str | None]:
         return {name: refusal(config()) for name, config in (OTHER_RANKS | DATA_PARALLEL_RANKS).items()}
 
-    results = on_ranks(tmp_path, 8, load, tp=2, cp=2)
+    results = on_ranks(8, load, tp=2, cp=2)
     for name in OTHER_RANKS:
         refused = [result[name] for result in results if result[name]]
         assert refused, name
@@ -291,20 +291,20 @@ def test_a_loader_over_other_ranks_is_refused(dataset: Path, tmp_path: Path) -> 
     assert {result[name] for result in results for name in DATA_PARALLEL_RANKS} == {None}
 
 
-def test_a_collection_of_other_ranks_is_refused(dataset: Path, tmp_path: Path) -> None:
+def test_a_collection_of_other_ranks_is_refused(dataset: Path) -> None:
     def load(rank: int) -> Any:
         groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["dp_cp", "cp"])
         wrong = ProcessGroupCollection(dp=groups.dp_cp, cp=groups.cp)
         with pytest.raises(DataParallelError, match=r"rank \d of 2, but with context parallelism 2"):
             module(dataset, pg_collection=wrong).train_dataloader()
 
-    on_ranks(tmp_path, 2, load, cp=2)
+    on_ranks(2, load, cp=2)
 
 
-def test_a_collection_says_who_loads(dataset: Path, tmp_path: Path) -> None:
+def test_a_collection_says_who_loads(dataset: Path) -> None:
     def load(rank: int) -> Any:
         groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["dp", "pp"])
         return digests(module(dataset, replica_loading="one_rank", pg_collection=groups).train_dataloader(), 3)
 
-    results = on_ranks(tmp_path, 4, load, tp=2, pp=2)
+    results = on_ranks(4, load, tp=2, pp=2)
     assert all(seen == results[0] for seen in results)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import logging
 import os
@@ -15,10 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 from click.testing import CliRunner
 from engine import config_of, digest, loaders_of
-from forked import run_forked
+from forked import on_gloo
 from sharing import (
     COST,
     LANES,
@@ -70,7 +68,6 @@ from energon_bridge.testing import write_shard
 
 TOPOLOGIES = [(1, 0), (2, 2), (4, 3), (8, 0)]
 STEPS = 6
-_numbers = itertools.count()
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -476,23 +473,13 @@ def test_a_microbatch_costs_what_its_rows_do(padded: bool, data: Path) -> None:
 # On real ranks -------------------------------------------------------------------------------------------------------
 
 
-def on_gloo(folder: Path, ranks: int, function: Callable[[int], Any]) -> list[Any]:
-    rendezvous = folder / f"rendezvous {next(_numbers)}"
-
-    def start(rank: int) -> Any:
-        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
-        return function(rank)
-
-    return run_forked(ranks, start)
-
-
 def open_real(dataset: DatasetSpec, rank: int, ranks: int, *, cost: ColumnCost = COST) -> EnergonDataloader:
     config = config_of(ranks, 2, rank, num_lanes=LANES, microbatches_per_global_batch=G)
     loader = get_savable_loader(dataset, worker_config=config)
     return EnergonDataloader(loader, balance=make_balance(cost, timeout_seconds=60, own_share=True))
 
 
-def test_processes_whose_workers_die_and_states_of_single_ranks(data: Path, tmp_path: Path) -> None:
+def test_processes_whose_workers_die_and_states_of_single_ranks(data: Path) -> None:
     """Two ranks with two workers each, which are killed; then each rank goes on from its own state."""
     dataset = sized_dataset(data, "packed mix")
 
@@ -511,7 +498,7 @@ def test_processes_whose_workers_die_and_states_of_single_ranks(data: Path, tmp_
         loader.close()
         return found
 
-    results = on_gloo(tmp_path, 2, run)
+    results = on_gloo(2, run)
     steps = [[rank[4 * step : 4 * step + 4] for rank in results] for step in range(4)]
     assert sets_of(steps) == as_it_comes(dataset, 4)
 
@@ -542,7 +529,7 @@ def test_no_rank_reads_more_than_its_share(tmp_path: Path) -> None:
         balanced.close()
         return counted[1][0] - counted[0][0], counted[1][1] - counted[0][1]
 
-    found = on_gloo(tmp_path, 4, run)
+    found = on_gloo(4, run)
     shares = [own for _, own in found]
     assert max(read for read, _ in found) <= 1.05 * sum(shares) / 4
     assert max(shares) <= 1.01 * min(shares)
@@ -552,7 +539,7 @@ def size_of_text(sample: TextSample) -> int:
     return 1 + len(sample.text) % 11
 
 
-def test_ranks_that_would_plan_differently_are_told(data: Path, tmp_path: Path) -> None:
+def test_ranks_that_would_plan_differently_are_told(data: Path) -> None:
     dataset = sized_dataset(data, "plain")
 
     def run(rank: int) -> None:
@@ -566,4 +553,4 @@ def test_ranks_that_would_plan_differently_are_told(data: Path, tmp_path: Path) 
             next(loader)
         loader.close()
 
-    on_gloo(tmp_path, 2, run)
+    on_gloo(2, run)

@@ -23,7 +23,7 @@ from engine import (
     text_dataset,
     train_dataset,
 )
-from forked import run_forked
+from forked import on_gloo
 
 from energon_bridge import SkipSample, get_val_dataset
 from energon_bridge.errors import EmptyDatasetError, SettingMismatchError
@@ -144,20 +144,17 @@ def test_worker_processes_get_each_pass_its_groups(data: Path) -> None:
     loader.close()
 
 
-def test_ranks_share_the_work_of_grouping(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_the_work_of_grouping(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("energon_bridge.loader.streams._SECTION", 7)
     spec = opened(data, "val", "packs")
 
     def rank_main(rank: int) -> tuple[list[str], dict[str, int], int]:
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=rank, world_size=2
-        )
         loader = InProcessLoader(spec, worker_config=config_of(2, 0, rank))
         batches = [digest(batch) for batch in loader if not is_masked(batch)]
         torch.distributed.destroy_process_group()
         return batches, counts_of(loader.save_state_rank()), len(loader)
 
-    (one, first, steps), (other, second, same) = run_forked(2, rank_main)
+    (one, first, steps), (other, second, same) = on_gloo(2, rank_main)
     (alone,) = loaders_of(spec, 1, 0)
     whole = [digest(batch) for batch in alone]
     found = [entry for step in range(steps) for column in (one, other) for entry in column[step : step + 1]]

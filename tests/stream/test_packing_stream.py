@@ -27,7 +27,7 @@ from engine import (
     text_dataset,
     train_dataset,
 )
-from forked import run_forked
+from forked import on_gloo
 
 from energon_bridge import (
     DefaultTaskEncoder,
@@ -338,11 +338,8 @@ def test_packed_training_that_ends(data: Path) -> None:
     assert first[0] != first[1]
 
 
-def test_ranks_share_the_work_of_packing(data: Path, tmp_path: Path) -> None:
+def test_ranks_share_the_work_of_packing(data: Path) -> None:
     def rank_main(rank: int) -> tuple[list[str], int]:
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=rank, world_size=2
-        )
         encoder = Pairs()
         loader = get_savable_loader(validation(data, encoder), worker_config=config_of(2, 0, rank))
         iter(loader)
@@ -351,7 +348,7 @@ def test_ranks_share_the_work_of_packing(data: Path, tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
         return batches, planned
 
-    (one, first), (other, second) = run_forked(2, rank_main)
+    (one, first), (other, second) = on_gloo(2, rank_main)
     whole = delivered(validation(data, Pairs()), 1)
     assert [entry for pair in zip(one, [*other, ""], strict=False) for entry in pair if entry] == whole
     assert first + second == 37

@@ -114,7 +114,7 @@ def test_a_refused_resume_leaves_the_description_of_the_run(dataset: Path, tmp_p
         train(other, 1, resume=True)
     assert load_config(tmp_path / "run" / "config.yaml") == config
     text = (tmp_path / "run" / "report.html").read_text()
-    assert "step 1" in text
+    assert "steps 1 to 1" in text
     assert "100.0 %" in text
 
 

@@ -71,8 +71,7 @@ def slow_down() -> None:
     VisionLanguageModule.training_step = training_step  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "num_workers"), [(0, 0), (1, 2), (2, 2)])
 def test_losses_after_a_kill_are_those_of_the_uninterrupted_run(
     dataset: Path, tmp_path: Path, uninterrupted: dict[int, str], num_workers: int, seed: int
 ) -> None:
@@ -153,16 +152,27 @@ def train_on(ranks: int, config: RunConfig, folder: Path, *, resume: bool = Fals
     return steps
 
 
+EPOCH = ["train.max_steps=20", "data.global_batch_size=4", "checkpoint.interval=5", "data.num_workers=1"]
+
+
+@pytest.fixture(scope="module")
+def whole(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[int, float]]:
+    """Return what one process trains on, and its losses, by step."""
+    folder = tmp_path_factory.mktemp("whole")
+    steps = train_on(1, configuration(dataset, folder / "run", *EPOCH), folder / "keys")
+    assert {len(microbatches) for microbatches in steps.values()} == {2}
+    return steps, read_losses(folder / "run" / "metrics.jsonl")
+
+
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
-def test_ddp_stopped_in_an_epoch_goes_on_exactly(dataset: Path, tmp_path: Path, before: int, after: int) -> None:
-    overrides = ["train.max_steps=20", "data.global_batch_size=4", "checkpoint.interval=5", "data.num_workers=1"]
-    whole = train_on(1, configuration(dataset, tmp_path / "whole", *overrides), tmp_path / "keys of the whole")
-    assert {len(microbatches) for microbatches in whole.values()} == {2}
-    config = configuration(dataset, tmp_path / "run", *overrides)
+def test_ddp_stopped_in_an_epoch_goes_on_exactly(
+    dataset: Path, tmp_path: Path, whole: tuple[Any, dict[int, float]], before: int, after: int
+) -> None:
+    steps, expected = whole
+    config = configuration(dataset, tmp_path / "run", *EPOCH)
     first = train_on(before, config, tmp_path / "keys before", stop_at=8)
-    assert first == {step: whole[step] for step in range(8)}
+    assert first == {step: steps[step] for step in range(8)}
     second = train_on(after, config, tmp_path / "keys after", resume=True)
-    assert second == {step: whole[step] for step in range(5, 20)}
+    assert second == {step: steps[step] for step in range(5, 20)}
     losses = read_losses(Path(config.run_dir) / "metrics.jsonl")
-    expected = read_losses(tmp_path / "whole" / "metrics.jsonl")
     assert losses == pytest.approx(expected, rel=1e-4)
