@@ -20,7 +20,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "models.md"
 sys.path[:0] = [str(ROOT / "tests" / "helpers"), str(ROOT)]
 
-from processors import expands, processor_classes, tiny_processor
+from processors import (  # type: ignore[import-not-found]
+    expands,
+    processor_classes,
+    tiny_processor,
+)
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.task_encoder.families import ProcessorFamily
