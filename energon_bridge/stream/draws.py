@@ -96,7 +96,7 @@ class Draws:
     def collect(self, wanted: int, counts: Counts) -> EncodedSamples:
         """Return the next encoded samples; count the draws that give none."""
         out = EncodedSamples()
-        first = self.draw
+        since = self.draw
         while len(out.samples) < wanted:
             if self._outputs:
                 key, sample = self._outputs.popleft()
@@ -105,17 +105,20 @@ class Draws:
                 out.leaves.append(self._outputs_of)
                 out.sizes.append(self._outputs_size)
                 self._drawn(self._outputs_of, left=bool(self._outputs))
+                since = self.draw
                 continue
             if not self._begun and self._at == len(self._loaded.keys):
-                if not out.samples:
-                    self.give_up_if_barren(first)
+                self.give_up_if_barren(since)
                 self._load(wanted - len(out.samples))
             if self._pipeline.own.encodes:
                 if not self._begun and self._pipeline.own.posts_alone:
                     self._begin(wanted - len(out.samples))
                 self._encode_draw(counts)
             else:
-                self._take(wanted - len(out.samples), out, counts)
+                taken = len(out.samples)
+                self._take(wanted - taken, out, counts)
+                if len(out.samples) > taken:
+                    since = self.draw
             if self._at == len(self._loaded.keys):
                 self._loaded, self._at = _NOTHING, 0  # what was taken must not stay until this lane's next turn
         return out

@@ -210,6 +210,31 @@ def test_hooks_that_skip_everything_end_with_an_error(hook: str, num_workers: in
     loader.close()
 
 
+class GivesOne(DefaultTaskEncoder):
+    """Encodes the first sample, and skips all others, as where all else is banned from some draw on."""
+
+    def __init__(self) -> None:
+        self.given = False
+
+    def encode_sample(self, sample: Any) -> Any:
+        if self.given:
+            raise SkipSample("no more")
+        self.given = True
+        return sample
+
+
+@pytest.mark.parametrize("settings", [{"batch_size": 4}, {"batch_size": 1, "packing_buffer_size": 4}])
+def test_a_sample_that_waits_for_others_does_not_wait_for_ever(settings: dict[str, int], dataset: Path) -> None:
+    encoder = GivesOne()
+    if "packing_buffer_size" in settings:
+        encoder.select_samples_to_pack = lambda samples: [samples]
+        encoder.pack_selected_samples = lambda samples: samples[0]
+    loader = loader_of(dataset, task_encoder=encoder, **settings)
+    with pytest.raises(EmptyDatasetError, match=f"{dataset}: \\d+ samples in a row, of a split of {NUM_TRAIN}, were"):
+        next(iter(loader))
+    loader.close()
+
+
 # Validation ----------------------------------------------------------------------------------------------------------
 
 
