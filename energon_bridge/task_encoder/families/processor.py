@@ -19,7 +19,7 @@ import re
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -57,7 +57,7 @@ _DROPPED = frozenset(
 """What the batch has by itself, or no model takes."""
 _NONE = "takes none"
 _TICKS = 1000  # a second, in the numbers of frames that stand for their times
-_MOST_TEXTS = 1 << 16
+_MOST_PLANS = 1 << 16
 
 
 @dataclass(kw_only=True, slots=True)
@@ -65,30 +65,29 @@ class Writing:
     """What a processor writes for media of one kind.
 
     Attributes:
-        how: From what the text of a medium follows: nothing but its kind (`constant`), a `count` of tokens, the `grid`
+        how: From what the tokens of a medium follow: nothing but its kind (`constant`), a `count` of them, the `grid`
             of a video, the `shape` that its size leads to, or its `size`.
         counted: With `count`, gives the number of tokens of a size, up to a factor and a constant.
-        around: With `count`, the text before the run of tokens, the token, the text after it, and the two numbers.
-        texts: The texts that are known, by what they follow from.
-        lengths: The lengths of the sounds whose texts are known, sorted.
+        one: With `count`, the plan of some size: only the number of tokens differs.
+        factor: What the count is divided by.
+        more: What is added to the quotient.
+        plans: The plans that are known, by what they follow from.
+        lengths: The lengths of the sounds whose plans are known, sorted.
     """
 
     how: str = "size"
     counted: Callable[[Size], int] | None = None
-    around: tuple[str, str, str, int, int] = ("", "", "", 1, 0)
-    texts: dict[Any, str] = field(default_factory=dict)
+    one: Plan | None = None
+    factor: int = 1
+    more: int = 0
+    plans: dict[Any, Plan] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
 
-    def between(self, length: int) -> str | None:
-        """Return the text for a sound if a shorter and a longer one have the same: tokens do not become fewer."""
+    def between(self, length: int) -> Plan | None:
+        """Return the plan of a sound if a shorter and a longer one have the same: tokens do not become fewer."""
         place = bisect_left(self.lengths, length)
-        near = [self.texts.get((one,)) for one in self.lengths[max(place - 1, 0) : place + 1]]
+        near = [self.plans.get((one,)) for one in self.lengths[max(place - 1, 0) : place + 1]]
         return near[0] if len(near) == 2 and near[0] == near[1] else None
-
-    def of(self, count: int) -> str:
-        """Return the text for a count."""
-        before, token, after, factor, more = self.around
-        return before + token * (count // factor + more) + after
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,22 +206,23 @@ class ProcessorFamily:
     def plan_image(self, width: int, height: int, *, alone: bool = True) -> Plan:
         """Return the plan of an image, the sample's only one or not."""
         if not alone and type(self.processor).__name__ in _SEVERAL_ALIKE and "image" in self.writings:
-            texts = self.writings["image"].texts
-            if "several" not in texts:
-                texts["several"] = self._written("image", (height, width), count=2)
-            return self._plan("image", texts["several"])
-        return self._plan("image", self._text("image", (height, width)))
+            plans = self.writings["image"].plans
+            if "several" not in plans:
+                plans["several"] = self._plan("image", self._written("image", (height, width), count=2))
+            return plans["several"]
+        return self._known("image", (height, width))
 
     def plan_sound(self, length: int) -> Plan:
         """Return the plan of a sound of so many samples."""
-        return self._plan("audio", self._text("audio", (length,)))
+        return self._known("audio", (length,))
 
     def plan_video(self, video: VideoFrames) -> Plan:
         """Return the plan of a video."""
         count, height, width = frames_shape(video.frames)
-        return self._plan("video", self._text("video", (count, height, width), _times(video, count)))
+        return self._known("video", (count, height, width), _times(video, count))
 
     def _plan(self, kind: Kind, text: str) -> Plan:
+        """Return a plan with each run of the most frequent special token of a text as one token."""
         tokenizer = self.processor.tokenizer
         special = [token for token in tokenizer.added_tokens_encoder if token in text]
         token = max(special, key=lambda one: (text.count(one), len(one)), default="")
@@ -235,8 +235,8 @@ class ProcessorFamily:
             token_id=tokenizer.added_tokens_encoder[token] if token else None,
         )
 
-    def _text(self, kind: Kind, size: Size, times: Sequence[float] | None = None) -> str:
-        """Return what the processor writes for a medium of a size. Raises SampleError if it takes none."""
+    def _known(self, kind: Kind, size: Size, times: Sequence[float] | None = None) -> Plan:
+        """Return the plan of a medium of a size. Raises SampleError if the processor takes none."""
         writing = self.writings.get(kind)
         if writing is None:
             raise SampleError(f"the sample has a medium of kind {kind}, but {self.refused[kind]}")
@@ -247,71 +247,57 @@ class ProcessorFamily:
             key = _SHAPES[type(self.processor).__name__](self.processor, *size)
         elif times is not None and writing.how != "count":
             key = (size, tuple(times))
-        if key not in writing.texts:
-            if len(writing.texts) >= _MOST_TEXTS:
-                writing.texts.clear()
+        if key not in writing.plans:
+            if len(writing.plans) >= _MOST_PLANS:
+                writing.plans.clear()
                 writing.lengths.clear()
             try:
-                writing.texts[key] = self._made_text(kind, writing, size, times)
+                writing.plans[key] = self._made_plan(kind, writing, size, times)
             except Exception as error:
                 what = f"{kind} of size {size}: {type(error).__name__}: {error}"
                 raise SampleError(f"{type(self.processor).__name__} cannot take the {what}") from error
-        return writing.texts[key]
+        return writing.plans[key]
 
-    def _made_text(self, kind: Kind, writing: Writing, size: Size, times: Sequence[float] | None) -> str:
-        if writing.counted is not None:
-            return writing.of(writing.counted(size))
+    def _made_plan(self, kind: Kind, writing: Writing, size: Size, times: Sequence[float] | None) -> Plan:
+        if writing.one is not None and writing.counted is not None:
+            return replace(writing.one, runs=(writing.counted(size) // writing.factor + writing.more,))
         if writing.how == "grid":
-            return self._from_grid(size, times or ())
+            return self._plan(kind, self._from_grid(size, times or ()))
+        if writing.how == "shape" and (name := _BY_SHAPE.get(type(self.processor).__name__)):
+            shape = _SHAPES[type(self.processor).__name__](self.processor, *size)
+            return self._plan(kind, self.processor.replace_image_token({name: [shape]}, 0))
         if kind == "audio":
-            text = writing.between(size[0])
+            plan = writing.between(size[0])
             insort(writing.lengths, size[0])
-            return self._written(kind, size) if text is None else text
-        return self._written(kind, size, times)
+            if plan is not None:
+                return plan
+        return self._plan(kind, self._written(kind, size, times))
 
     def _learned(self, kind: Kind) -> Writing:
         """Learn from blank media what the processor writes."""
-        if not _reads(getattr(self.processor, f"replace_{kind}_token")):
-            return Writing(how="constant", texts={None: getattr(self.processor, f"replace_{kind}_token")({}, 0)})
+        replaced = getattr(self.processor, f"replace_{kind}_token")
+        if not _reads(replaced):
+            return Writing(how="constant", plans={None: self._plan(kind, replaced({}, 0))})
         sizes = _PROBES[kind]
         times = [[number / 2 for number in range(size[0])] if kind == "video" else None for size in sizes]
         texts = [self._written(kind, size, of_size) for size, of_size in zip(sizes, times, strict=True)]
+        plans = [self._plan(kind, text) for text in texts]
         for counted in self._counters(kind):
-            if (around := self._around(kind, counted, sizes, texts)) is not None:
-                return Writing(how="count", counted=counted, around=around)
+            if (writing := _counting(counted, sizes, plans)) is not None:
+                return writing
         if kind == "image" and (shape := _SHAPES.get(type(self.processor).__name__)) is not None:
             shapes = [shape(self.processor, *size) for size in sizes]
-            return Writing(how="shape", texts=dict(zip(shapes, texts, strict=True)))
-        if kind == "video" and all(map(self._is_from_grid, sizes, times, texts)):
-            return Writing(how="grid")
+            return Writing(how="shape", plans=dict(zip(shapes, plans, strict=True)))
         if kind == "video":
-            return Writing()
+            return Writing(how="grid" if all(map(self._is_from_grid, sizes, times, texts)) else "size")
         return Writing(
-            texts=dict(zip(sizes, texts, strict=True)), lengths=sorted(size[0] for size in sizes if kind == "audio")
+            plans=dict(zip(sizes, plans, strict=True)), lengths=sorted(size[0] for size in sizes if kind == "audio")
         )
 
     def _counters(self, kind: Kind) -> Sequence[Callable[[Size], int]]:
         """Return the counts that the processor can give from a size: its own, or that of its image processor."""
         own = partial(_count_tokens, self.processor, kind)
         return (own, partial(_count_patches, self.processor)) if kind == "image" else (own,)
-
-    def _around(
-        self, kind: Kind, counted: Callable[[Size], int], sizes: Sequence[Size], texts: Sequence[str]
-    ) -> tuple[str, str, str, int, int] | None:
-        """Return the text around the tokens, if a count says all that differs between some sizes."""
-        plans = [self._plan(kind, text) for text in texts]
-        first = plans[0]
-        if first.token_id is None or any((plan.text, len(plan.runs)) != (first.text, 1) for plan in plans):
-            return None
-        try:
-            counts = [counted(size) for size in sizes]
-        except Exception:  # there is no such count, or not for this kind
-            return None
-        factor = max(1, round(counts[0] / first.tokens))
-        more = {plan.tokens - count // factor for plan, count in zip(plans, counts, strict=True)}
-        token = self.processor.tokenizer.convert_ids_to_tokens(first.token_id)
-        before, _, after = first.text.partition(token)
-        return (before, token, after, factor, more.pop()) if len(more) == 1 else None
 
     def _takes_nested(self) -> bool:
         """Return whether the images of a sample go in a list of their own, as all processors but few take them."""
@@ -442,6 +428,13 @@ class ProcessorFamily:
         create = self.processor.create_mm_token_type_ids
         if len(inspect.signature(create).parameters) > 1:
             return list(planned)
+        if getattr(create, "__func__", None) is _of_base("create_mm_token_type_ids"):  # by which tokens they are
+            kinds = {
+                token: number
+                for number, kind in ((1, "image"), (2, "video"), (3, "audio"))
+                for token in getattr(self.processor, f"{kind}_token_ids")
+            }
+            return [kinds.get(token, 0) for token in tokens]
         types: list[int] = create([list(tokens)])[0]
         return types
 
@@ -562,6 +555,22 @@ def _placeholder(processor: Any, kind: Kind) -> str | None:
     return of_template or getattr(processor, f"{kind}_token", None)
 
 
+def _counting(counted: Callable[[Size], int], sizes: Sequence[Size], plans: Sequence[Plan]) -> Writing | None:
+    """Return how to plan by a count, if it says all that differs between the plans of some sizes."""
+    one = plans[0]
+    if one.token_id is None or any((plan.text, len(plan.runs)) != (one.text, 1) for plan in plans):
+        return None
+    try:
+        counts = [counted(size) for size in sizes]
+    except Exception:  # there is no such count, or not for this kind
+        return None
+    factor = max(1, round(counts[0] / one.tokens))
+    more = {plan.tokens - count // factor for plan, count in zip(plans, counts, strict=True)}
+    if len(more) > 1:
+        return None
+    return Writing(how="count", counted=counted, one=one, factor=factor, more=more.pop())
+
+
 def _unfit(made: Sequence[Mapping[str, Any]], tokens: Sequence[int]) -> str | None:
     """Return what cannot be part of a batch, of the values of a processor for texts of so many tokens."""
     for key, value in made[0].items():
@@ -574,6 +583,12 @@ def _unfit(made: Sequence[Mapping[str, Any]], tokens: Sequence[int]) -> str | No
 
 def _is_dense(value: Tensor) -> bool:
     return value.is_floating_point() and value.ndim > 1
+
+
+def _of_base(name: str) -> Any:
+    from transformers.processing_utils import ProcessorMixin
+
+    return getattr(ProcessorMixin, name, None)
 
 
 def _reads(replace: Callable[..., Any]) -> bool:
@@ -606,14 +621,29 @@ def _tiles(processor: Any, height: int, width: int) -> Any:
     return processor.image_processor.get_tile_grid(height, width, _settings(processor))
 
 
+def _resized(processor: Any, height: int, width: int) -> Any:
+    part = processor.image_processor
+    size, patch = part.size, part.patch_size
+    return inspect.getmodule(type(part)).get_resize_output_image_size(  # type: ignore[union-attr]
+        np.broadcast_to(np.uint8(0), (3, height, width)),
+        size=(size["longest_edge"], size["longest_edge"]),
+        patch_size=(patch["height"], patch["width"]),
+        input_data_format="channels_first",
+    )
+
+
 _SHAPES: Mapping[str, Callable[..., Any]] = {
     "AyaVisionProcessor": _patches,
     "Cohere2VisionProcessor": _patches,
     "GraniteDoclingProcessor": _tiles,
     "Idefics3Processor": _patches,
+    "PixtralProcessor": _resized,
     "SmolVLMProcessor": _patches,
 }
 """On what the text of an image depends, for processors whose tokens are in several runs."""
+
+_BY_SHAPE: Mapping[str, str] = {"PixtralProcessor": "image_sizes"}
+"""The name by which a processor writes the text of an image from its shape alone, without a blank one."""
 
 _WRAPPED: Mapping[str, tuple[str, str]] = {"HunYuanVLProcessor": ("image_start_token", "image_end_token")}
 """Attributes with the text that a processor wants around the token of an image."""
