@@ -623,11 +623,11 @@ def _tiles(processor: Any, height: int, width: int) -> Any:
 
 def _resized(processor: Any, height: int, width: int) -> Any:
     part = processor.image_processor
-    size, patch = part.size, part.patch_size
+    size, patch = part.size, processor.patch_size * processor.spatial_merge_size
     return inspect.getmodule(type(part)).get_resize_output_image_size(  # type: ignore[union-attr]
         np.broadcast_to(np.uint8(0), (3, height, width)),
         size=(size["longest_edge"], size["longest_edge"]),
-        patch_size=(patch["height"], patch["width"]),
+        patch_size=(patch, patch),
         input_data_format="channels_first",
     )
 
