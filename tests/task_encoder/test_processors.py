@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import pickle
 
 import pytest
 import torch
 from paths import REPOSITORY
-from processors import called, conversation, expands, processor_classes, template_of, tiny_processor
+from processors import called, conversation, expands, processor_classes, template_of, tiny_model_config, tiny_processor
 from torch import Tensor
 from transformers.models.auto.processing_auto import processor_class_from_name
 
@@ -98,3 +99,21 @@ def test_an_encoder_makes_what_the_processor_makes(name: str) -> None:
         missing = set(theirs) - set(shown) - {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
         assert not media or missing <= {"video_metadata"}, missing
     assert compared > (8 if LONG else 1)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "paddleocr_vl", "qwen2_audio"])
+def test_an_encoder_travels_to_its_workers(model_type: str) -> None:
+    processor = tiny_processor(
+        {"gemma3": "Gemma3Processor", "paddleocr_vl": "PaddleOCRVLProcessor"}.get(model_type, "Qwen2AudioProcessor")
+    )
+    config = ChatConfig(chat_template=template_of(processor), seq_length=60_000)
+    model_config = tiny_model_config(model_type, processor)
+    encoder = ChatTemplateTaskEncoder.for_processor(processor, config, model_config=model_config)
+    sample, _ = conversation(1, list(encoder.family.counts), processor)
+    there, here = pickle.loads(pickle.dumps(encoder)).encode(sample), encoder.encode(sample)
+    assert torch.equal(there.tokens, here.tokens)
+    assert {name: value.tolist() for name, value in there.visual.items()} == {
+        name: value.tolist() for name, value in here.visual.items()
+    }
+    if model_type == "paddleocr_vl":
+        assert torch.equal(there.mrope_position_ids, here.mrope_position_ids)
