@@ -9,12 +9,13 @@ from typing import Any
 
 import click
 
-from energon_bridge.cli.output import count_of, print_json, print_table
+from energon_bridge.cli.output import count_of, listed, print_json, print_table
 from energon_bridge.cli.prepare_options import choose_engine, chosen_task, engine_options, shard_progress, task_options
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.columns import read_columns
 from energon_bridge.format.parallel import available_cores
 from energon_bridge.prepare.columns import (
+    ModelTokens,
     TokenCount,
     add_column,
     content_bytes,
@@ -25,6 +26,8 @@ from energon_bridge.prepare.columns import (
     sound_seconds,
 )
 from energon_bridge.storage import open_store
+
+_LONGEST = 1 << 24
 
 
 @click.group("columns")
@@ -46,6 +49,9 @@ def command() -> None:
 @click.option(
     "--encoder", default=None, metavar="MODULE:ENCODER", help="Count the tokens that this task encoder makes."
 )
+@click.option(
+    "--processor", default=None, metavar="MODEL", help="Count `tokens`, `image_tokens`, … of a model, folder or name."
+)
 @click.option("--image-size", "size", is_flag=True, help="`width` and `height` of the first image, of its header.")
 @click.option("--sound-seconds", "heard", is_flag=True, help="`sound_seconds` of all sounds, of their headers.")
 @click.option("--hash", "hashed", is_flag=True, help="`hash` of the content: equal for exact duplicates.")
@@ -62,6 +68,7 @@ def add(
     function: str | None,
     raw: bool,
     encoder: str | None,
+    processor: str | None,
     size: bool,
     heard: bool,
     hashed: bool,
@@ -80,6 +87,7 @@ def add(
     \b
     energon columns add data/captions --image-size
     energon columns add data/captions tokens --encoder mine:encoder
+    energon columns add data/chats --processor Qwen/Qwen2.5-VL-7B-Instruct
     energon columns add data/captions words --of mine:count_words
     energon columns add data/captions --hash --task 3/16    a share of the shards, then once --finish
     """
@@ -89,6 +97,9 @@ def add(
         chosen.append((name, _imported(function), function, raw))
     if encoder is not None:
         chosen.append((name or "tokens", TokenCount(_made(_imported(encoder))), f"tokens of {encoder}", False))
+    model = None if processor is None else _encoder_of(processor)
+    if model is not None:
+        chosen.append((None, ModelTokens(model), f"tokens of {processor}", False))
     for flag, of, names, fixed in (
         (size, image_size, "width and height", None),
         (heard, sound_seconds, "sound_seconds", "sound_seconds"),
@@ -99,7 +110,7 @@ def add(
             chosen.append((fixed, of, f"{names} of the content", True))
     if len(chosen) != 1:
         raise ConfigurationError(
-            "give exactly one of --of, --encoder, --image-size, --sound-seconds, --hash and --bytes."
+            "give exactly one of --of, --encoder, --processor, --image-size, --sound-seconds, --hash and --bytes."
         )
     column, call, made_of, as_bytes = chosen[0]
     workers = choose_engine(engine, address, num_workers or min(16, available_cores()))
@@ -111,6 +122,7 @@ def add(
             made_of=made_of,
             raw=as_bytes,
             missing=None if missing is None else _number(missing),
+            decoder=None if model is None else model.decoder,
             num_workers=workers,
             trust_remote_code=trust_remote_code,
             task=share,
@@ -123,7 +135,7 @@ def add(
         return
     again = added.num_samples - added.num_computed
     known = f", {again:,} of them known before" if again else ""
-    click.echo(f"Added {' and '.join(added.names)} of {count_of(added.num_samples, 'sample')}{known}.")
+    click.echo(f"Added {listed(added.names)} of {count_of(added.num_samples, 'sample')}{known}.")
     if added.num_missing:
         click.echo(f"{count_of(added.num_missing, 'sample')} failed and got {missing}.")
 
@@ -200,6 +212,13 @@ def _imported(text: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigurationError(f"{text!r}: cannot import it: {error}") from error
+
+
+def _encoder_of(model: str) -> Any:
+    """Return the encoder of a model that cuts nothing off."""
+    from energon_bridge.task_encoder.families import ChatConfig, ChatTemplateTaskEncoder
+
+    return ChatTemplateTaskEncoder.from_pretrained(model, ChatConfig(seq_length=_LONGEST, over_long="raise"))
 
 
 def _made(encoder: Any) -> Any:

@@ -65,6 +65,11 @@ def number(value: int | None) -> str:
     return "-" if value is None else f"{value:,}"
 
 
+def listed(names: Sequence[str]) -> str:
+    """Return names as in a sentence: `a, b and c`."""
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
+
+
 def count_of(value: int, noun: str) -> str:
     """Format a count with its noun: `1 shard`, `1,000 shards`."""
     return f"{value:,} {noun}{'' if value == 1 else 's'}"

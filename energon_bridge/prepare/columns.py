@@ -41,6 +41,7 @@ from energon_bridge.rows.turns import medium_by_name
 from energon_bridge.samples import CrudeSample
 from energon_bridge.storage import LocalStore, Store, open_store
 from energon_bridge.stores.base import follow_links
+from energon_bridge.task_encoder.base import is_default
 
 Progress = Callable[[int, int], None]
 Value = int | float | bool | str
@@ -285,12 +286,30 @@ class TokenCount:
     encoder: Any
 
     def __call__(self, sample: Any) -> int:
-        encoded = self.encoder.encode_sample(sample)
+        first = self.encoder.preencode_sample  # an encoder of two steps counts in the first
+        encoded = self.encoder.encode_sample(sample) if is_default(first) else first(sample)
         for name in ("tokens", "input_ids", "text"):
             value = encoded.get(name) if isinstance(encoded, Mapping) else getattr(encoded, name, None)
             if value is not None and not isinstance(value, str):
                 return len(value)
         raise ValueError(f"encode_sample returned {type(encoded).__name__}, which has no tokens, input_ids or text")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTokens:
+    """What a sample takes in a model: `tokens`, and of them `image_tokens`, `video_tokens` and `audio_tokens`.
+
+    The encoder is a `ChatTemplateTaskEncoder`; it reads the headers of media and decodes none.
+    """
+
+    encoder: Any
+
+    def __call__(self, sample: Any) -> dict[str, int]:
+        prepared = self.encoder.preencode_sample(sample)
+        counts = dict.fromkeys(("image", "video", "audio"), 0)
+        for plan in prepared.plans:
+            counts[plan.kind] += plan.tokens
+        return {"tokens": len(prepared.tokens), **{f"{kind}_tokens": count for kind, count in counts.items()}}
 
 
 def _whole(path: str | os.PathLike[str], dataset_config: str, *, trust_remote_code: bool) -> PreparedDataset:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from click.testing import CliRunner
 from forked import start_forked
 from paths import CONFIGS
 from PIL import Image
@@ -22,10 +23,16 @@ from processors import template_of, tiny_model, tiny_model_config, tiny_processo
 from run_outputs import read_losses
 from sources import converted
 
+from energon_bridge import WorkerConfig, get_loader, get_val_dataset
+from energon_bridge.cli.main import main as energon
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.format.columns import read_columns, read_numbers
+from energon_bridge.storage import open_store
+from energon_bridge.task_encoder.families import ChatConfig, ChatTemplateTaskEncoder
 from energon_bridge.training import run as training
 from energon_bridge.training.config import RunConfig
 from energon_bridge.training.config_file import load_config
+from energon_bridge.training.encoder import COOKERS
 from energon_bridge.training.module import VisionLanguageModule
 
 MODELS = {"gemma3": ("Gemma3Processor", "images", 640), "qwen2_audio": ("Qwen2AudioProcessor", "audios", 200)}
@@ -111,6 +118,8 @@ def test_killed_and_resumed_training_gives_the_same_losses(
 
 
 def test_a_processor_without_a_chat_template_is_named(model_type: str, model: Path, data: Path, tmp_path: Path) -> None:
+    if model_type == "qwen2_audio":
+        pytest.skip("its class has one of its own")
     template = model / "chat_template.jinja"
     text = template.read_text()
     template.unlink()
@@ -119,3 +128,21 @@ def test_a_processor_without_a_chat_template_is_named(model_type: str, model: Pa
             training.run(configuration(model_type, model, data, tmp_path))
     finally:
         template.write_text(text)
+
+
+def test_columns_count_the_tokens_of_a_model_from_headers(model_type: str, model: Path, data: Path) -> None:
+    kind = {"images": "image", "audios": "audio"}[MODELS[model_type][1]]
+    result = CliRunner().invoke(energon, ["columns", "add", str(data), "--processor", str(model), "--num-workers", "1"])
+    assert result.exit_code == 0, result.output
+    assert "Added tokens, image_tokens, video_tokens and audio_tokens of 16 samples" in result.output
+    store = open_store(data)
+    columns = read_columns(store)
+    counted = {name: read_numbers(store, name, columns[name]) for name in ("tokens", f"{kind}_tokens", "video_tokens")}
+    encoder = ChatTemplateTaskEncoder.from_pretrained(model, ChatConfig(seq_length=10_000))
+    encoder.cookers = COOKERS
+    dataset = get_val_dataset(data, batch_size=1, task_encoder=encoder, worker_config=WorkerConfig(num_workers=0))
+    lengths = [batch.tokens.shape[1] for batch in get_loader(dataset)]
+    assert lengths
+    assert set(lengths) <= set(counted["tokens"].astype(int))
+    assert (counted[f"{kind}_tokens"] > 0).all()
+    assert (counted["video_tokens"] == 0).all()
