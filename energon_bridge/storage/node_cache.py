@@ -471,6 +471,10 @@ class KeptValues:
         """Whether another value may fit, beside some more: by the last look, or because it is time for the next."""
         return self._fits(1, 1 + more) or time.monotonic() >= self._due
 
+    def has_room(self, count: int) -> bool:
+        """Whether so many more values may fit, by the last look."""
+        return self._fits(1, count)
+
     def fits(self) -> bool:
         """Whether another value may fit, after a look if it is time for one."""
         with self._putting, contextlib.suppress(OSError):

@@ -249,7 +249,8 @@ class KeptFiles:
         self.values = values
         self._num_workers = num_workers
         self._threads = Threads(num_workers, "energon-cache")
-        self._running = 0
+        self._running = 0  # threads at work, and files that they read
+        self._reading = 0
         self._closed = False
         self._changed = threading.Condition(threading.Lock())
         self._table: dict[tuple[str, str], KeptFile] = {}
@@ -367,13 +368,15 @@ class KeptFiles:
     def _fetch(self, entry: KeptFile) -> None:
         """Read a file from its store and keep it (on a thread of the pool)."""
         assert entry.store is not None
-        fits = False
+        fits = begins = False
         try:
             fits = self.values.fits()  # which may take some time: whoever needs the file meanwhile reads it
             with self._changed:
+                fits = fits and self.values.has_room(1 + self._reading)  # beside those that are being read
                 begins = fits and not self._closed and entry.references > 0 and entry.state is _State.WAITING
                 if begins:
                     entry.state = _State.RUNNING
+                    self._reading += 1
             if begins:
                 data, entry.source = entry.store.read(entry.name)
                 self._write(entry, data)
@@ -382,6 +385,7 @@ class KeptFiles:
         finally:
             with self._changed:
                 self._running -= 1
+                self._reading -= begins
                 if entry.state is _State.RUNNING:
                     entry.state = _State.DIRECT
                 elif entry.state is _State.WAITING and not fits:

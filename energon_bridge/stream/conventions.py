@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, Protocol
 
-import torch
-
 from energon_bridge.plan.choose import OrderedLeaf, PassDraws
 from energon_bridge.stream.pack_buffer import first_target
 from energon_bridge.topology import Ownership, WorkerConfig
@@ -116,6 +114,8 @@ def attach(batch: Any, name: str, value: Any) -> None:
     if isinstance(batch, dict):
         batch[name] = value
         return
+    import torch  # commands that show states do without
+
     try:
         if not isinstance(batch, torch.Tensor):
             setattr(batch, name, value)

@@ -216,10 +216,10 @@ def test_batches_become_arguments_of_a_model(data: Path) -> None:
     learned = batch.loss_mask > 0
     assert torch.equal(inputs["labels"][:, 1:][learned], batch.labels[learned])
     assert (inputs["labels"][:, 1:][~learned] == -100).all()
-    inside = inputs["attention_mask"][:, 1:] > 0
-    assert torch.equal(inputs["labels"][:, 1:][learned & inside], inputs["input_ids"][:, 1:][learned & inside])
-    ends = inputs["labels"][:, 1:][learned & ~inside]
-    assert ends.tolist() == [257] * 4
+    assert torch.equal(inputs["labels"][:, 1:][learned], inputs["input_ids"][:, 1:][learned])
+    assert (inputs["attention_mask"][:, 1:][learned] == 1).all()
+    last = inputs["attention_mask"].sum(dim=1) - 1
+    assert inputs["labels"].gather(1, last[:, None]).flatten().tolist() == [257] * 4
     batch.__valid__ = torch.tensor([True, False, True, True])
     masked = model_inputs(batch)["labels"]
     assert (masked[1] == -100).all()
