@@ -81,7 +81,7 @@ BUDGETS = {
     "models": 9_400,
     "trainers": 6_510,
     "cloud": 3_200,
-    "tools": 13_200,
+    "tools": 13_250,
     "drop-in": 3_300,
     "training": 4_400,
 }
