@@ -6,9 +6,10 @@ what the model gets. Its tokens must be the planned ones, or the sample is refus
 
 What is written for a medium is learned when the family is made, from blank media of several sizes. Where the processor
 counts tokens by itself (`_get_num_multimodal_tokens`) and writes one run of them, with the same text around it for all
-of these sizes, the count of a size gives its text. Where a function in `_SHAPES` says on what the text depends, one
-blank medium for each value gives it. Else a blank medium of each size does, once in a process: correct, but as
-expensive as a real one, so a data set of many sizes takes up to twice the CPU. `ProcessorFamily.counts` says which.
+of these sizes, the count of a size gives its text; the times of a video's frames are written by the processor's own
+function, where its grid says all else. Where a function in `_SHAPES` says on what the text depends, one blank medium
+for each value gives it. Else a blank medium of each size does, once in a process: correct, but as expensive as a real
+one, so a data set of many sizes takes up to twice the CPU. `ProcessorFamily.counts` says which.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class ProcessorFamily:
         pixels_dtype: Type of pixels and features: `bfloat16`, `float16`, or `float32`, which leaves the processor's.
 
     Attributes:
-        counts: For each kind of media, from what its tokens are planned: `count`, `shape` or `size`.
+        counts: For each kind of media, from what its tokens are planned; see `Writing.how`.
         refused: For each other kind, why the family does not take it.
 
     Raises:
