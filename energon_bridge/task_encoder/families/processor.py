@@ -122,6 +122,8 @@ class ProcessorFamily:
     writings: dict[Kind, Writing] = field(init=False, repr=False, compare=False, default_factory=dict)
     refused: dict[Kind, str] = field(init=False, repr=False, compare=False, default_factory=dict)
     rope: Callable[..., Any] | None = field(init=False, repr=False, compare=False, default=None)
+    rope_takes: frozenset[str] = field(init=False, repr=False, compare=False, default=frozenset())
+    kinds: Mapping[int, int] | None = field(init=False, repr=False, compare=False, default=None)
     nested: bool = field(init=False, repr=False, compare=False, default=True)
     adds_bos: bool = field(init=False, repr=False, compare=False, default=False)
 
@@ -156,6 +158,9 @@ class ProcessorFamily:
             raise ConfigurationError(f"{name} takes no media that could be planned: {reasons}")
         if self.model_config is not None:
             object.__setattr__(self, "rope", rope_index(self.model_config))
+            if self.rope is not None:
+                object.__setattr__(self, "rope_takes", frozenset(inspect.signature(self.rope).parameters))
+        object.__setattr__(self, "kinds", _kinds(self.processor))
 
     @property
     def counts(self) -> dict[str, str]:
@@ -426,17 +431,10 @@ class ProcessorFamily:
         """Return the type of each token: 0 text, 1 image, 2 video, 3 sound; the processor's own, where it needs no more
         than tokens.
         """
-        create = self.processor.create_mm_token_type_ids
-        if len(inspect.signature(create).parameters) > 1:
-            return list(planned)
-        if getattr(create, "__func__", None) is _of_base("create_mm_token_type_ids"):  # by which tokens they are
-            kinds = {
-                token: number
-                for number, kind in ((1, "image"), (2, "video"), (3, "audio"))
-                for token in getattr(self.processor, f"{kind}_token_ids")
-            }
-            return [kinds.get(token, 0) for token in tokens]
-        types: list[int] = create([list(tokens)])[0]
+        if self.kinds is not None:
+            kinds = self.kinds
+            return [kinds.get(token, 0) for token in tokens] if kinds else list(planned)
+        types: list[int] = self.processor.create_mm_token_type_ids([list(tokens)])[0]
         return types
 
     def positions(self, tokens: Tensor, types: Tensor, visual: Mapping[str, Tensor]) -> Tensor | None:
@@ -449,9 +447,9 @@ class ProcessorFamily:
             given["second_per_grids"] = visual["video_second_per_grid"]
         if "feature_attention_mask" in visual:
             given["audio_seqlens"] = visual["feature_attention_mask"].sum(-1)
-        takes = inspect.signature(self.rope).parameters
+        given = {name: value for name, value in given.items() if name in self.rope_takes}
         try:
-            positions = torch.as_tensor(self.rope(**{name: value for name, value in given.items() if name in takes})[0])
+            positions = torch.as_tensor(self.rope(**given)[0])
         except Exception as error:
             raise SampleError(f"the model has no positions for the sample: {type(error).__name__}: {error}") from error
         return positions[:, 0].long() if len(positions) == 3 else None
@@ -584,6 +582,20 @@ def _unfit(made: Sequence[Mapping[str, Any]], tokens: Sequence[int]) -> str | No
 
 def _is_dense(value: Tensor) -> bool:
     return value.is_floating_point() and value.ndim > 1
+
+
+def _kinds(processor: Any) -> Mapping[int, int] | None:
+    """Return the type of each token of media, where nothing else decides about types; empty: the plans say more.
+
+    None: only the processor knows.
+    """
+    create = processor.create_mm_token_type_ids
+    if len(inspect.signature(create).parameters) > 1:
+        return {}
+    if getattr(create, "__func__", None) is not _of_base("create_mm_token_type_ids"):
+        return None
+    kinds = ((1, "image"), (2, "video"), (3, "audio"))
+    return {token: number for number, kind in kinds for token in getattr(processor, f"{kind}_token_ids")}
 
 
 def _of_base(name: str) -> Any:
