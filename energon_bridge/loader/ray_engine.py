@@ -42,7 +42,7 @@ DEFAULTS: dict[str, Any] = {
     "label_selector": None,
     "runtime_env": None,
     "strategy": "pack",
-    "placement_timeout_seconds": 30.0,
+    "placement_timeout_seconds": 60.0,
     "hedge_after_seconds": None,
     "silence_seconds": 15.0,
     "idle_seconds": 10.0,

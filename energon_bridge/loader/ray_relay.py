@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import pickle
 import queue
@@ -102,7 +103,7 @@ class Relay:
         self._numbers = itertools.count()
         self._busy = time.monotonic()
         self._ended = False
-        ray.init(address=options["address"], log_to_driver=False, logging_level="ERROR")
+        ray.init(address=options["address"], log_to_driver=False, logging_level=logging.ERROR)
 
     def run(self) -> None:
         """Relay until the trainer is gone, or has had no line for a while."""

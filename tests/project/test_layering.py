@@ -65,6 +65,7 @@ ROOMS = {
     """,
     "trainers": "integrations replica plan.balance stream.planned loader.shares",
     "cloud": """
+        loader.ray_actor loader.ray_engine loader.ray_relay
         storage.answers storage.buckets storage.fsspec_store storage.http storage.node_cache storage.remote
         stores.file_cache
     """,
@@ -80,7 +81,7 @@ BUDGETS = {
     "core": 29_550,
     "models": 9_400,
     "trainers": 6_510,
-    "cloud": 3_200,
+    "cloud": 4_250,
     "tools": 13_250,
     "drop-in": 3_300,
     "training": 4_400,
