@@ -191,12 +191,19 @@ def error_policy(config: Any) -> ErrorPolicy | None:
     if handler is reraise_exception:
         return ErrorPolicy(on_error="raise")
 
-    def on_error(error: Exception) -> bool:
-        sample, sources = current.FAILED.get()
-        handler(error, sample, [_named_by_epath(source) for source in sources])
-        return True
+    return ErrorPolicy(on_error=_Handler(handler))
 
-    return ErrorPolicy(on_error=on_error)
+
+@dataclass(frozen=True, slots=True)
+class _Handler:
+    """Calls the handler of a worker configuration; equal for equal handlers, so that datasets can be blended."""
+
+    handler: ErrorHandler
+
+    def __call__(self, error: Exception) -> bool:
+        sample, sources = current.FAILED.get()
+        self.handler(error, sample, [_named_by_epath(source) for source in sources])
+        return True
 
 
 # ---------------------------------------------------------------------------------------------------------------------
