@@ -513,8 +513,14 @@ _PARTS = (
 )
 
 
-def _with_parts(template: str, image: str, video: str) -> str:
-    return _PARTS.replace("IMAGE", repr(image)).replace("VIDEO", repr(video)) + template
+def _with_parts(template: str, image: str, video: str, audio: str | None = None) -> str:
+    parts = _PARTS.replace("IMAGE", repr(image)).replace("VIDEO", repr(video))
+    if audio is not None:
+        other = "{%- else -%}{{ part.text }}"
+        parts = parts.replace(other, "{%- elif part.type == 'audio' -%}{{ AUDIO }}" + other).replace(
+            "AUDIO", repr(audio)
+        )
+    return parts + template
 
 
 _CHATML = (
@@ -546,6 +552,14 @@ QWEN_VL_TEMPLATE = _with_parts(
     _CHATML, "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
 )
 """ChatML with the tokens of Qwen2-VL, Qwen2.5-VL and Qwen3-VL around each image and video."""
+
+OMNI_TEMPLATE = _with_parts(
+    _CHATML,
+    "<|vision_bos|><|IMAGE|><|vision_eos|>",
+    "<|vision_bos|><|VIDEO|><|vision_eos|>",
+    "<|audio_bos|><|AUDIO|><|audio_eos|>",
+)
+"""ChatML with the tokens of Qwen2.5-Omni around each image, video and sound."""
 
 LLAVA_TEMPLATE = _with_parts(
     "{%- for message in messages -%}"
