@@ -12,23 +12,30 @@ from collections.abc import Callable, Generator, Sequence
 from types import GeneratorType
 from typing import Any
 
+from energon_bridge import datasets
+from energon_bridge.compat.conventions import EnergonConventions
 from energon_bridge.compat.table import not_provided
 from energon_bridge.compat.wrapped import (
     BatchDataset,
     BlendDataset,
     ConcatDataset,
+    EpochizeDataset,
     FilterDataset,
     GcDataset,
     GroupBatchDataset,
     IterMapDataset,
+    LimitDataset,
     LogSampleDataset,
     MapDataset,
     PackingDataset,
+    RepeatDataset,
     ShuffleBufferDataset,
+    WatchdogDataset,
     Wrapper,
 )
 from energon_bridge.errors import ConfigurationError, FatalSampleError, SkipSample
 from energon_bridge.loader.run_plan import DatasetSpec
+from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.mix.flatten import flatten
 from energon_bridge.mix.leaves import number_leaves
 from energon_bridge.mix.schedule import WeightSchedule
@@ -42,6 +49,47 @@ from energon_bridge.task_encoder.hooks import Hook, hook_of, is_overridden
 FUNCTIONS = (MapDataset, FilterDataset, IterMapDataset)
 Step = Callable[[Any], Any]
 """A function of a sample, a pack or a batch; a generator has several outputs, or none."""
+
+
+def make_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader:
+    """Return a loader for a wrapped dataset; `kwargs` are those of `get_savable_loader`.
+
+    Raises:
+        NotProvidedError: The combination of wrappers has no equivalent, such as epochs of validation data.
+    """
+    limit: int | None = None
+    repeated = False
+    while isinstance(dataset, LimitDataset | EpochizeDataset | RepeatDataset | WatchdogDataset):
+        if isinstance(dataset, WatchdogDataset):
+            kwargs = dataset.watched | kwargs
+        elif isinstance(dataset, RepeatDataset):
+            if dataset.repeats is not None:
+                raise not_provided(
+                    f"RepeatDataset(repeats={dataset.repeats})", "use `blend_epochized` with repetitions"
+                )
+            repeated = True
+        elif isinstance(dataset, LimitDataset) and not repeated:
+            limit = dataset.length if limit is None else min(limit, dataset.length)
+        elif isinstance(dataset, EpochizeDataset) and not repeated and not _is_finite(dataset.dataset):
+            limit = dataset.length
+        else:
+            raise not_provided(
+                f"{type(dataset).__name__} in this place",
+                "pass limit= to get_val_dataset, virtual_epoch_length= to get_train_dataset",
+            )
+        dataset = dataset.dataset
+    if isinstance(dataset, Wrapper):
+        dataset = compose(dataset)
+    if not isinstance(dataset, DatasetSpec) or (limit is None and not repeated):
+        return datasets.get_savable_loader(dataset, **kwargs)
+    if not dataset.finite:  # an endless stream repeats by itself; limiting it makes an epoch
+        return datasets.get_savable_loader(dataset.with_settings(virtual_epoch_length=limit), **kwargs)
+    if repeated and dataset.settings.limit is not None:
+        raise not_provided("RepeatDataset of a dataset with limit=", "limit the repeated dataset by LimitDataset")
+    if limit is not None and dataset.settings.limit is not None:
+        limit = min(limit, dataset.settings.limit)
+    repeats = {"conventions": EnergonConventions(repeats=True)} if repeated else {}
+    return datasets.get_savable_loader(dataset.with_settings(limit=limit, **repeats), **kwargs)
 
 
 def compose(dataset: Wrapper | DatasetSpec) -> DatasetSpec:
@@ -70,6 +118,12 @@ def compose(dataset: Wrapper | DatasetSpec) -> DatasetSpec:
         f"{type(dataset).__name__} inside of another wrapper",
         "its length is in steps: put it outermost, around the dataset that the loader gets",
     )
+
+
+def _is_finite(dataset: Any) -> bool:
+    while isinstance(dataset, Wrapper):
+        dataset = dataset.dataset
+    return bool(dataset.finite)
 
 
 class ComposedEncoder(AugmentTaskEncoder):

@@ -18,11 +18,11 @@ import torch.utils.data
 
 from energon_bridge import datasets, topology
 from energon_bridge.compat import encoders, records, trusted
+from energon_bridge.compat.composed import make_loader
 from energon_bridge.compat.conventions import EnergonConventions
 from energon_bridge.compat.dataset_classes import IMAGE_DECODE
 from energon_bridge.compat.epath import EPath
 from energon_bridge.compat.table import NoSuchPart, not_provided
-from energon_bridge.compat.wrapped import make_loader
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset

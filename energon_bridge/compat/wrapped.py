@@ -1,6 +1,6 @@
 """`MapDataset`, `BatchDataset`, `LimitDataset` and others: wrappers that programs put around datasets.
 
-A wrapper only describes: no sample passes through it. `make_loader` reads what stands around a dataset, `composed`
+A wrapper only describes: no sample passes through it. `composed` reads what stands around a dataset and
 makes one task encoder of its functions, and the engine runs that, so order, states and workers are those of any run.
 `build_…` hooks of a task encoder return wrappers too, which `hooks` reads.
 """
@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Literal, NoReturn
 
-from energon_bridge import datasets
-from energon_bridge.compat.conventions import EnergonConventions
 from energon_bridge.compat.table import Refusing, not_provided
 from energon_bridge.errors import ConfigurationError, WrongUseError
 from energon_bridge.loader.run_plan import DATASET_IS_NO_LOADER, DatasetSpec
-from energon_bridge.loader.savable import SavableDataLoader
 
 _NEVER_CALLED = ("__iter__", "len_worker", "reset_state_own", "restore_sample", "restore_state", "save_state")
 
@@ -350,60 +347,8 @@ class MixBatchDataset(BatchDataset):
         super().__init__(blend, batch_size, batch_mix_fn, worker_config=worker_config)
 
 
-# What the engine runs -------------------------------------------------------------------------------------------------
-
-
-def make_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader:
-    """Return a loader for a wrapped dataset; `kwargs` are those of `get_savable_loader`.
-
-    Raises:
-        NotProvidedError: The combination of wrappers has no equivalent, such as epochs of validation data.
-    """
-    from energon_bridge.compat.composed import compose
-
-    limit: int | None = None
-    repeated = False
-    while isinstance(dataset, LimitDataset | EpochizeDataset | RepeatDataset | WatchdogDataset):
-        if isinstance(dataset, WatchdogDataset):
-            kwargs = dataset.watched | kwargs
-        elif isinstance(dataset, RepeatDataset):
-            if dataset.repeats is not None:
-                raise not_provided(
-                    f"RepeatDataset(repeats={dataset.repeats})", "use `blend_epochized` with repetitions"
-                )
-            repeated = True
-        elif isinstance(dataset, LimitDataset) and not repeated:
-            limit = dataset.length if limit is None else min(limit, dataset.length)
-        elif isinstance(dataset, EpochizeDataset) and not repeated and not _is_finite(dataset.dataset):
-            limit = dataset.length
-        else:
-            raise not_provided(
-                f"{type(dataset).__name__} in this place",
-                "pass limit= to get_val_dataset, virtual_epoch_length= to get_train_dataset",
-            )
-        dataset = dataset.dataset
-    if isinstance(dataset, Wrapper):
-        dataset = compose(dataset)
-    if not isinstance(dataset, DatasetSpec) or (limit is None and not repeated):
-        return datasets.get_savable_loader(dataset, **kwargs)
-    if not dataset.finite:  # an endless stream repeats by itself; limiting it makes an epoch
-        return datasets.get_savable_loader(dataset.with_settings(virtual_epoch_length=limit), **kwargs)
-    if repeated and dataset.settings.limit is not None:
-        raise not_provided("RepeatDataset of a dataset with limit=", "limit the repeated dataset by LimitDataset")
-    if limit is not None and dataset.settings.limit is not None:
-        limit = min(limit, dataset.settings.limit)
-    repeats = {"conventions": EnergonConventions(repeats=True)} if repeated else {}
-    return datasets.get_savable_loader(dataset.with_settings(limit=limit, **repeats), **kwargs)
-
-
 def _ends(dataset: Any) -> bool:
     """Whether a pass over a dataset ends by itself."""
     while isinstance(dataset, Wrapper) and not isinstance(dataset, RepeatDataset | BlendDataset):
         dataset = dataset.dataset
     return isinstance(dataset, DatasetSpec) and dataset.finite
-
-
-def _is_finite(dataset: Any) -> bool:
-    while isinstance(dataset, Wrapper):
-        dataset = dataset.dataset
-    return bool(dataset.finite)
