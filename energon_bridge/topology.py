@@ -78,7 +78,7 @@ class WorkerConfig:
     buffer_bytes: int = 1 << 30
     max_worker_restarts: int = 100
     start_method: Literal["fork", "forkserver", "spawn"] = "fork"
-    worker_engine: Literal["process", "ray"] | None = None
+    worker_engine: str | None = None
     ray_options: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:

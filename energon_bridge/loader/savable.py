@@ -320,9 +320,9 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     def _new_engine(self) -> Engine:
         config = self.config
-        if config.worker_engine in (None, "process"):
+        if config.worker_engine == "process":
             return LocalProcesses(config.start_method)
-        engine: Engine = load("workers", config.worker_engine)(config, self.watchdog, finite=self.spec.finite)
+        engine: Engine = load("workers", str(config.worker_engine))(config, self.watchdog, finite=self.spec.finite)
         return engine
 
     def work(self, worker: int, barred: frozenset[tuple[int, int]], careful: bool) -> Work:
