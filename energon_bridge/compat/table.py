@@ -290,7 +290,7 @@ def render() -> str:
             rows.setdefault(meaning, set()).add(f"`{module}.{name}`" if differs else f"`{name}`")
     lines = ["| names | here |", "|---|---|"]
     lines += [
-        f"| {', '.join(sorted(names, key=str.lower))} | {meaning} |"
+        f"| {', '.join(sorted(names, key=lambda name: (name.lower(), name)))} | {meaning} |"
         for meaning, names in sorted(rows.items(), key=lambda row: (-len(row[1]), row[0]))
     ]
     return "\n".join(lines) + "\n"
