@@ -12,6 +12,7 @@ import ast
 import dataclasses
 import inspect
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,10 +149,9 @@ def usage(context: click.Context) -> list[str]:
     """Return how a command is called and what it does."""
     help_text = inspect.cleandoc(context.command.help or "").replace("\b\n", "").replace("\b", "").rstrip()
     words = [word for word in context.command.collect_usage_pieces(context) if word != "[OPTIONS]"]
-    lines = [" ".join((context.info_name or "", *words)), "", *help_text.splitlines()]
     if isinstance(context.command, click.Group):
-        lines += ["", ", ".join(context.command.list_commands(context))]
-    return lines
+        help_text += "\n\nCommands: " + ", ".join(context.command.list_commands(context))
+    return [f"Usage: {context.info_name} {' '.join(words)}", "", *textwrap.indent(help_text, "  ").splitlines()]
 
 
 def option_record(context: click.Context, parameter: click.Parameter) -> tuple[str, str] | None:
