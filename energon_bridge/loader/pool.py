@@ -24,7 +24,7 @@ from typing import Protocol
 
 from torch.autograd.profiler import record_function
 
-from energon_bridge.errors import HookTimeoutError, LoaderError, WorkerDiedError
+from energon_bridge.errors import HookTimeoutError, LoaderError, NotProvidedError, WorkerDiedError
 from energon_bridge.loader.processes import Board, StackFile, StartMethod, refused_part, start_process
 from energon_bridge.loader.transport import Arena, BatchMessage, unpack
 from energon_bridge.loader.workers import (
@@ -235,6 +235,11 @@ class WorkerPool:
 
     def begin(self, due: Iterator[tuple[int, int]]) -> None:
         """Start the workers; `due` has the units in the order of delivery, each with its worker."""
+        if not hasattr(os, "memfd_create"):
+            raise NotProvidedError(
+                "worker processes hand batches over in memory that only Linux has: WorkerConfig(num_workers=0) loads in "
+                "this process, on threads, and delivers the same batches"
+            )
         self._due = due
         try:
             for number in range(self._number):
