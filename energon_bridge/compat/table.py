@@ -92,13 +92,23 @@ _ADAPTERS = {
     ),
     "preview": ("default_get_batch_keys", "format_sample_compact", "format_sample_detailed", "pprint"),
     "wrapped": (
+        "BatchDataset",
         "BlendDataset",
         "ConcatDataset",
         "EpochizeDataset",
+        "FilterDataset",
+        "GcDataset",
+        "GroupBatchDataset",
+        "IterMapDataset",
         "LimitDataset",
+        "LogSampleDataset",
+        "MapDataset",
+        "MixBatchDataset",
+        "PackingDataset",
         "RepeatDataset",
         "SavableDataset",
         "ShuffleBufferDataset",
+        "WatchdogDataset",
     ),
     "records": (
         "AVDecoder",
@@ -296,23 +306,16 @@ def render() -> str:
 # text of its own gets that of the innermost module it belongs to.
 
 
-_WRAPPERS = "there are no dataset wrappers to put together; "
+_WRAPPERS = (
+    "a dataset only describes what to load: put MapDataset, FilterDataset, BatchDataset and their like around it, or "
+    "say what becomes of samples by hooks of a task encoder"
+)
 
 ADVICE = {
     # Dataset wrappers
-    "BaseWrapperDataset": _WRAPPERS + "say what becomes of samples by the hooks of a task encoder",
-    "BatchDataset": _WRAPPERS + "batch by get_train_dataset(batch_size=…) and the task encoder's `batch`",
-    "FilterDataset": _WRAPPERS + "raise SkipSample in a hook of the task encoder",
-    "GcDataset": "garbage is collected as Python does it, and nothing needs to be frozen",
+    "BaseWrapperDataset": _WRAPPERS,
     "GcFreezeError": "garbage is collected as Python does it, and nothing is frozen that could be missing",
-    "GroupBatchDataset": _WRAPPERS + "override batch_group_criterion of the task encoder",
-    "IterMapDataset": _WRAPPERS + "let encode_sample be a generator, or pack samples by packing_buffer_size",
-    "LogSampleDataset": "ask `energon which`, which names the samples of any step",
-    "MapDataset": _WRAPPERS + "override encode_sample of the task encoder",
-    "MixBatchDataset": _WRAPPERS + "blend before batching; homogeneous_concat_mix joins batches",
-    "PackingDataset": _WRAPPERS + "pass packing_buffer_size and override select_samples_to_pack, pack_selected_samples",
     "SavableSampleBuffer": "what waits to be packed or batched is in the loader's state as references",
-    "WatchdogDataset": "pass get_savable_loader(watchdog_timeout_seconds=…)",
     "SampleIndex": "ask the task encoder's current_sample_index",
     "get_sample_restore_key": "read sample.__restore_key__",
     "gc_init_worker": "garbage is collected as Python does it",
@@ -371,7 +374,7 @@ MODULE_ADVICE = {
     "tools.mount": "run `energon mount`",
     "transforms": "transform images in encode_sample, with any library; its random numbers are seeded for each sample",
     "typed_converter": "read your own configuration with a library for it",
-    "wrappers": _WRAPPERS + "say what becomes of samples by the hooks of a task encoder",
+    "wrappers": _WRAPPERS,
     "watchdog": "pass get_savable_loader(watchdog_timeout_seconds=…)",
 }
 

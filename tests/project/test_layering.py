@@ -82,8 +82,8 @@ BUDGETS = {
     "trainers": 6_510,
     "cloud": 3_200,
     "tools": 13_250,
-    "drop-in": 3_300,
-    "training": 4_400,
+    "drop-in": 4_000,
+    "training": 4_540,
 }
 MAX_LINES = 1000  # of one file: the budgets keep rooms small, this keeps a file one idea
 RUN_AS_COMMAND = 'if __name__ == "__main__":\n    sys.exit(main())\n'
