@@ -33,7 +33,12 @@ def readme() -> str:
 
 options: dict = {"long_description": readme(), "long_description_content_type": "text/markdown"}
 if URL:
-    pages = {"Repository": "", "Documentation": "/tree/main/docs", "Changelog": "/blob/main/CHANGELOG.md", "Issues": "/issues"}
+    pages = {
+        "Repository": "",
+        "Documentation": "/tree/main/docs",
+        "Changelog": "/blob/main/CHANGELOG.md",
+        "Issues": "/issues",
+    }
     options["project_urls"] = {name: URL + page for name, page in pages.items()}
 # Python without the interpreter lock has no such stable interface yet.
 if not (sysconfig.get_config_var("Py_GIL_DISABLED") or os.environ.get("ENERGON_BRIDGE_PURE")):

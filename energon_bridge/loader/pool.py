@@ -237,8 +237,8 @@ class WorkerPool:
         """Start the workers; `due` has the units in the order of delivery, each with its worker."""
         if not hasattr(os, "memfd_create"):
             raise NotProvidedError(
-                "worker processes hand batches over in memory that only Linux has: WorkerConfig(num_workers=0) loads in "
-                "this process, on threads, and delivers the same batches"
+                "worker processes hand batches over in memory that only Linux has: WorkerConfig(num_workers=0) loads "
+                "in this process, on threads, and delivers the same batches"
             )
         self._due = due
         try:

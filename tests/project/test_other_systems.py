@@ -1,4 +1,4 @@
-"""Reading without worker processes asks for nothing that only Linux has: it works on macOS, as far as one can tell here.
+"""Reading without worker processes asks for nothing that only Linux has: so it works on macOS, as far as one can tell.
 
 What a Mac lacks is taken away before the package is imported: calls and constants of the standard library, `/proc`,
 `/dev/shm` and `prctl`.
@@ -12,8 +12,8 @@ import sys
 from paths import REPOSITORY
 
 LINUX_ONLY = {
-    "os": "memfd_create preadv pwritev pipe2 eventfd pidfd_open posix_fadvise posix_fallocate fdatasync copy_file_range "
-    "splice sched_getaffinity sched_setaffinity RWF_NOWAIT O_TMPFILE O_DIRECT O_PATH",
+    "os": "memfd_create preadv pwritev pipe2 eventfd pidfd_open posix_fadvise posix_fallocate fdatasync "
+    "copy_file_range splice sched_getaffinity sched_setaffinity RWF_NOWAIT O_TMPFILE O_DIRECT O_PATH",
     "socket": "SOCK_SEQPACKET SOCK_CLOEXEC SOCK_NONBLOCK SO_PEERCRED TCP_USER_TIMEOUT TCP_KEEPIDLE",
     "select": "epoll",
     "signal": "sigtimedwait pidfd_send_signal",
