@@ -29,7 +29,7 @@ import numpy as np
 import torch
 import torch.utils.data
 
-from energon_bridge.errors import LoaderError, NotProvidedError
+from energon_bridge.errors import LoaderError
 from energon_bridge.loader.position import Position
 from energon_bridge.loader.processes import Board, StackFile, StartMethod, start_process
 from energon_bridge.loader.streams import WorkerFacts
@@ -224,11 +224,6 @@ class LocalProcesses:
     hedge_seconds: float | None = None
 
     def __init__(self, method: StartMethod) -> None:
-        if not hasattr(os, "memfd_create"):
-            raise NotProvidedError(
-                "worker processes hand batches over in memory that only Linux has: WorkerConfig(num_workers=0) loads "
-                "in this process, on threads, and delivers the same batches"
-            )
         self.name: str = method
         self._method: StartMethod = method
         self.forks = method == "fork"
