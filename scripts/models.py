@@ -93,7 +93,7 @@ def costs(name: str) -> list[float]:
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (480, 640, 3), np.uint8))
     said = [" ".join(["a question about the picture and what can be seen in it"] * 2)] * 4
     turns = [{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(said)]
-    parts = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
+    parts: list[Any] = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
     parts[0]["content"].insert(0, {"type": "image", "image": image})
     sample = ChatSample(__key__="one", messages=turns, images=[image])
     prepared: Any = encoder.preencode_sample(sample)
