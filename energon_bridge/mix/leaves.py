@@ -160,7 +160,7 @@ def open_leaves(mix: Mix, opener: DatasetOpener, *, shuffle_epochs: int | None) 
                 kept=kept,
             )
         )
-    return _numbered(leaves)
+    return number_leaves(leaves)
 
 
 def kept_samples(
@@ -216,7 +216,7 @@ def _leaf_columns(
     return columns, hint
 
 
-def _numbered(leaves: Sequence[OpenLeaf]) -> tuple[OpenLeaf, ...]:
+def number_leaves(leaves: Sequence[OpenLeaf]) -> tuple[OpenLeaf, ...]:
     """Give leaves of equal content occurrence numbers, so that each has an order of its own."""
     seen: Counter[str] = Counter()
     numbered = []
