@@ -276,7 +276,7 @@ def _refuse(name: str, advice: str) -> Any:
 
 _MEANING = {
     "ours": "`{target}`",
-    "adapter": "adapter: `{target}`",
+    "adapter": "an adapter",
     "value": "{target}",
     "state": "{advice}",
     "refused": "NotProvidedError: {advice}",
@@ -285,17 +285,23 @@ _MEANING = {
 
 
 def render() -> str:
-    """Return the table of all names, in Markdown, sorted by name; a name that means the same everywhere has one row."""
-    rows: dict[tuple[str, str], list[str]] = {}
+    """Return the table of all names, in Markdown: those that mean the same in a row; with modules where they differ."""
+    meanings: dict[str, dict[str, str]] = {}
     for module, names in modules().items():
         for name in names:
             entry = describe(name, module)
             meaning = _MEANING[entry.kind].format(target=entry.target.replace(":", "."), advice=entry.advice)
-            rows.setdefault((name, meaning), []).append(f"`.{module}`" if module else "`megatron.energon`")
-    lines = ["| name | in | here |", "|---|---|---|"]
+            same = entry.target == f"{_OURS}:{name}"
+            meanings.setdefault(name, {})[module] = "the name of energon_bridge" if same else meaning
+    rows: dict[str, set[str]] = {}
+    for name, places in meanings.items():
+        differs = len(set(places.values())) > 1
+        for module, meaning in places.items():
+            rows.setdefault(meaning, set()).add(f"`{module}.{name}`" if differs else f"`{name}`")
+    lines = ["| names | here |", "|---|---|"]
     lines += [
-        f"| `{name}` | {', '.join(sorted(places))} | {meaning} |"
-        for (name, meaning), places in sorted(rows.items(), key=lambda row: (row[0][0].lower(), row[0]))
+        f"| {', '.join(sorted(names, key=lambda name: (name.lower(), name)))} | {meaning} |"
+        for meaning, names in sorted(rows.items(), key=lambda row: (-len(row[1]), row[0]))
     ]
     return "\n".join(lines) + "\n"
 

@@ -65,6 +65,7 @@ ROOMS = {
     """,
     "trainers": "integrations replica plan.balance stream.planned loader.shares",
     "cloud": """
+        loader.ray_actor loader.ray_engine loader.ray_relay
         storage.answers storage.buckets storage.fsspec_store storage.http storage.node_cache storage.remote
         stores.file_cache
     """,
@@ -77,10 +78,10 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 29_550,
+    "core": 29_650,
     "models": 9_400,
     "trainers": 6_510,
-    "cloud": 3_200,
+    "cloud": 4_250,
     "tools": 13_250,
     "drop-in": 4_000,
     "training": 4_540,
