@@ -78,8 +78,8 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 29_740,
-    "models": 9_400,
+    "core": 29_760,
+    "models": 9_600,
     "trainers": 6_510,
     "cloud": 4_250,
     "tools": 13_250,
