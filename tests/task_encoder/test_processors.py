@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from paths import REPOSITORY
+from PIL import Image
 from processors import called, conversation, expands, processor_classes, template_of, tiny_model_config, tiny_processor
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -150,3 +151,13 @@ def test_what_is_planned_is_not_tokenised_again_and_anything_else_is_refused(
     with pytest.raises(SampleError, match=rf"{name} makes other tokens of the sample than were planned"):
         encoder.postencode_sample(prepared)
     assert asked
+
+
+def test_a_size_that_is_known_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = tiny_processor("Idefics3Processor")
+    encoder = ChatTemplateTaskEncoder.for_processor(processor, ChatConfig(chat_template=template_of(processor)))
+    plan = encoder.family.plan_image(501, 333)
+    made = processor(text=["<image>"], images=[[Image.new("RGB", (501, 333))]])["input_ids"][0]
+    assert plan.tokens == made.count(processor.image_token_id)
+    monkeypatch.setattr(type(processor.image_processor), "get_number_of_image_patches", None)
+    assert encoder.family.plan_image(501, 333) == plan

@@ -75,7 +75,8 @@ class Writing:
         one: With `count`, the plan of some size: only the number of tokens differs.
         factor: What the count is divided by.
         more: What is added to the quotient.
-        plans: The plans that are known, by what they follow from.
+        plans: The plans that are known, by the size of a medium and the times of frames.
+        shapes: With `shape`, those of the shapes that are known.
         lengths: The lengths of the sounds whose plans are known, sorted.
     """
 
@@ -85,6 +86,7 @@ class Writing:
     factor: int = 1
     more: int = 0
     plans: dict[Any, Plan] = field(default_factory=dict)
+    shapes: dict[Any, Plan] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
 
     def between(self, length: int) -> Plan | None:
@@ -301,8 +303,6 @@ class ProcessorFamily:
         key: Any = size
         if writing.how == "constant":
             key = None
-        elif writing.how == "shape":
-            key = _SHAPES[type(self.processor).__name__](self.processor, *size)
         elif times is not None and writing.how != "count":
             key = (size, tuple(times))
         if key not in writing.plans:
@@ -321,15 +321,24 @@ class ProcessorFamily:
             return replace(writing.one, runs=(writing.counted(size) // writing.factor + writing.more,))
         if writing.how == "grid":
             return self._plan(kind, self._from_grid(size, times or ()))
-        if writing.how == "shape" and (name := _BY_SHAPE.get(type(self.processor).__name__)):
+        if writing.how == "shape":
             shape = _SHAPES[type(self.processor).__name__](self.processor, *size)
-            return self._plan(kind, self.processor.replace_image_token({name: [shape]}, 0))
+            if shape not in writing.shapes:
+                writing.shapes[shape] = self._plan(kind, self._of_shape(shape, size))
+            return writing.shapes[shape]
         if kind == "audio":
             plan = writing.between(size[0])
             insort(writing.lengths, size[0])
             if plan is not None:
                 return plan
         return self._plan(kind, self._written(kind, size, times))
+
+    def _of_shape(self, shape: Any, size: Size) -> str:
+        """Return what the processor writes for an image of a shape, which this size leads to."""
+        name = _BY_SHAPE.get(type(self.processor).__name__)
+        if name is None:
+            return self._written("image", size)
+        return str(self.processor.replace_image_token({name: [shape]}, 0))
 
     def _learned(self, kind: Kind) -> Writing:
         """Learn from blank media what the processor writes."""
@@ -345,7 +354,7 @@ class ProcessorFamily:
                 return writing
         if kind == "image" and (shape := _SHAPES.get(type(self.processor).__name__)) is not None:
             shapes = [shape(self.processor, *size) for size in sizes]
-            return Writing(how="shape", plans=dict(zip(shapes, plans, strict=True)))
+            return Writing(how="shape", shapes=dict(zip(shapes, plans, strict=True)))
         if kind == "video":
             return Writing(how="grid" if all(map(self._is_from_grid, sizes, times, texts)) else "size")
         return Writing(
@@ -386,6 +395,8 @@ class ProcessorFamily:
 
     def _takes_replay(self, kind: Kind, real: Mapping[str, Any]) -> bool:
         """Return whether the processor makes the same of a blank medium if it does not tokenise the text."""
+        if any(name in real for name in TOKEN_INPUTS):  # which it makes of all tokens
+            return False
         told = copy(self.processor)
         told.tokenizer = _Replay(self.processor.tokenizer)
         try:
