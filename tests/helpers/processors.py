@@ -341,7 +341,7 @@ def called(processor: Any, texts: list[str], samples: list[ChatSample]) -> dict[
         given |= {"load_audio_from_video": True, "audio_from_video_indices": sources}
     if "Omni" in type(processor).__name__ and type(processor).__name__.startswith("Qwen") and videos:
         given["videos_kwargs"]["fps"] = videos[0].fps  # it takes one rate for all
-    padding = {"padding": True} if len(texts) > 1 else {}
+    padding = {"padding": True, "padding_side": "right"} if len(texts) > 1 else {}
     return dict(processor(text=texts, add_special_tokens=False, return_tensors="pt", **padding, **given))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from contextlib import suppress
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.auto.processing_auto import processor_class_from_name
 
 from energon_bridge.errors import ConfigurationError, SampleError
-from energon_bridge.task_encoder.families import ChatConfig, ChatTemplateTaskEncoder
+from energon_bridge.task_encoder import model_inputs
+from energon_bridge.task_encoder.families import ChatConfig, ChatTemplateTaskEncoder, ProcessorFamily
 from energon_bridge.task_encoder.sequences import TOKEN_INPUTS
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
@@ -33,6 +35,10 @@ SHORT = {
     "Qwen3ASRProcessor",
     "Qwen3VLProcessor",
 }
+
+OF_TOKENS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "video_metadata"}
+ONE_BY_ONE: set[str] = set()
+"""Processors that take no batch of conversations with different media."""
 
 
 def classes(*, all_of_them: bool = LONG) -> list[str]:
@@ -107,6 +113,47 @@ def test_an_encoder_makes_what_the_processor_makes(name: str) -> None:
     assert compared > (8 if LONG else 1)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", classes())
+def test_a_batch_is_what_the_processor_makes_of_all_its_samples(name: str) -> None:
+    try:
+        processor = tiny_processor(name)
+        config = ChatConfig(chat_template=template_of(processor), seq_length=60_000, over_long="raise")
+        encoder = ChatTemplateTaskEncoder.for_processor(processor, config)
+    except (ImportError, ConfigurationError) as error:
+        pytest.skip(str(error))
+    kinds = list(encoder.family.counts)
+    known = []
+    for number in range(24 if LONG else 8):
+        talk = conversation(number, kinds, processor)
+        with suppress(Exception):  # what it cannot take alone
+            called(processor, [talk[1]], [talk[0]])
+            known.append(talk)
+    compared = 0
+    for first in range(0, len(known) - 2, 3):
+        talks = known[first : first + 3]
+        try:
+            theirs = called(processor, [text for _, text in talks], [sample for sample, _ in talks])
+        except Exception:
+            assert name in ONE_BY_ONE
+            continue
+        compared += 1
+        samples = [encoder.encode(sample) for sample, _ in talks]
+        ours = model_inputs(encoder.batch(samples), labels=False)
+        for key in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"):
+            if key not in ours or key not in theirs:
+                assert key.endswith("type_ids"), key
+                continue
+            for row, sample in enumerate(samples):
+                count = len(sample.tokens)
+                assert torch.equal(ours[key][row, :count], theirs[key][row, :count]), (key, row)
+        shown = {key: value for key, value in theirs.items() if key not in OF_TOKENS}
+        assert set(shown) <= set(ours), set(shown) - set(ours)
+        for key, value in shown.items():
+            assert same(ours[key], value), (key, ours[key].shape, value.shape)
+    assert compared or name in ONE_BY_ONE, "no batch was compared"
+
+
 @pytest.mark.parametrize("model_type", ["gemma3", "paddleocr_vl", "qwen2_audio"])
 def test_an_encoder_travels_to_its_workers(model_type: str) -> None:
     processor = tiny_processor(
@@ -161,3 +208,13 @@ def test_a_size_that_is_known_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> N
     assert plan.tokens == made.count(processor.image_token_id)
     monkeypatch.setattr(type(processor.image_processor), "get_number_of_image_patches", None)
     assert encoder.family.plan_image(501, 333) == plan
+
+
+def test_arguments_of_the_processor_are_in_the_plans() -> None:
+    """Its own counts do not know them."""
+    processor = tiny_processor("PaddleOCRVLProcessor")
+    small = {"images_kwargs": {"size": {"shortest_edge": 56 * 56, "longest_edge": 112 * 112}}}
+    families = [ProcessorFamily(processor=processor, options=options) for options in ({}, small)]
+    whole, less = (family.plan_image(640, 480).tokens for family in families)
+    made = processor(text=[processor.image_token], images=[Image.new("RGB", (640, 480))], **small)["input_ids"][0]
+    assert less == made.count(processor.image_token_id) < whole

@@ -349,6 +349,8 @@ class ProcessorFamily:
         times = [[number / 2 for number in range(size[0])] if kind == "video" else None for size in sizes]
         texts = [self._written(kind, size, of_size) for size, of_size in zip(sizes, times, strict=True)]
         plans = [self._plan(kind, text) for text in texts]
+        if self.options:  # which no count knows
+            return Writing()
         for counted in self._counters(kind):
             if (writing := _counting(counted, sizes, plans)) is not None:
                 return writing
