@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
-from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from transformers.models.auto.processing_auto import processor_class_from_name
 
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.task_encoder import model_inputs
-from energon_bridge.task_encoder.families import ChatConfig, ChatTemplateTaskEncoder, ProcessorFamily
+from energon_bridge.task_encoder.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder, ProcessorFamily
 from energon_bridge.task_encoder.sequences import TOKEN_INPUTS
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
@@ -36,9 +38,20 @@ SHORT = {
     "Qwen3VLProcessor",
 }
 
-OF_TOKENS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "video_metadata"}
-ONE_BY_ONE: set[str] = set()
-"""Processors that take no batch of conversations with different media."""
+OF_TOKENS = {
+    *("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "video_metadata"),
+    *("cross_attention_mask", "moe_mm_token_type_ids"),
+}
+"""What has a value for each token, of which a sample ends one before the processor's."""
+OF_IMAGES = {"pixel_values", "pixel_attention_mask", "aspect_ratio_ids", "aspect_ratio_mask"}
+BY_LONGEST = {
+    *("Dots3NoteProcessor", "Gemma3nProcessor", "InklingProcessor", "NemotronH_Omni_Reasoning_V3Processor"),
+    *("Phi4MultimodalProcessor", "Qwen3ASRProcessor", "Qwen3OmniMoeProcessor"),
+}
+"""Processors that pad sounds to the longest of a call before they make features, so the last ones of a shorter sound
+depend on the others of its batch. An encoder makes them of each sound alone."""
+ONE_KIND = {"SmolVLMProcessor"}
+"""Processors that leave out the images of a call with videos."""
 
 
 def classes(*, all_of_them: bool = LONG) -> list[str]:
@@ -122,36 +135,56 @@ def test_a_batch_is_what_the_processor_makes_of_all_its_samples(name: str) -> No
         encoder = ChatTemplateTaskEncoder.for_processor(processor, config)
     except (ImportError, ConfigurationError) as error:
         pytest.skip(str(error))
-    kinds = list(encoder.family.counts)
-    known = []
-    for number in range(24 if LONG else 8):
-        talk = conversation(number, kinds, processor)
-        with suppress(Exception):  # what it cannot take alone
-            called(processor, [talk[1]], [talk[0]])
-            known.append(talk)
+    known = list(filter(partial(takes, processor), conversations(encoder, processor, 24 if LONG else 9)))
     compared = 0
     for first in range(0, len(known) - 2, 3):
-        talks = known[first : first + 3]
+        talks = with_equal_sounds(known[first : first + 3]) if name in BY_LONGEST else known[first : first + 3]
         try:
             theirs = called(processor, [text for _, text in talks], [sample for sample, _ in talks])
-        except Exception:
-            assert name in ONE_BY_ONE
+        except Exception:  # videos of different lengths, say, which it takes alone only
             continue
         compared += 1
         samples = [encoder.encode(sample) for sample, _ in talks]
         ours = model_inputs(encoder.batch(samples), labels=False)
-        for key in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"):
-            if key not in ours or key not in theirs:
-                assert key.endswith("type_ids"), key
-                continue
+        shown = {key: value for key, value in theirs.items() if key not in OF_TOKENS}
+        assert shown.keys() <= ours.keys(), shown.keys() - ours.keys()
+        for key in theirs.keys() & (OF_TOKENS & ours.keys()):
             for row, sample in enumerate(samples):
                 count = len(sample.tokens)
-                assert torch.equal(ours[key][row, :count], theirs[key][row, :count]), (key, row)
-        shown = {key: value for key, value in theirs.items() if key not in OF_TOKENS}
-        assert set(shown) <= set(ours), set(shown) - set(ours)
+                assert same(ours[key][row : row + 1, :count], theirs[key][row : row + 1, :count]), (key, row)
         for key, value in shown.items():
-            assert same(ours[key], value), (key, ours[key].shape, value.shape)
-    assert compared or name in ONE_BY_ONE, "no batch was compared"
+            # Of a sample without images, some have a row of zeros, which their models leave out.
+            rows = value.flatten(1).any(dim=1) if key in OF_IMAGES and len(value) == len(talks) else slice(None)
+            assert same(ours[key], value[rows]), (key, ours[key].shape, value.shape)
+    assert compared
+
+
+def conversations(encoder: ChatTemplateTaskEncoder, processor: Any, count: int) -> list[tuple[ChatSample, str]]:
+    """Return random conversations, those with the same kinds and numbers of media side by side."""
+    kinds = list(encoder.family.counts)
+    talks = [conversation(number, kinds, processor) for number in range(count)]
+    if type(processor).__name__ in ONE_KIND:
+        talks = [talk for talk in talks if not talk[0].videos]
+    return sorted(
+        talks, key=lambda talk: [len(media or ()) for media in (talk[0].videos, talk[0].audios, talk[0].images)]
+    )
+
+
+def takes(processor: Any, talk: tuple[ChatSample, str]) -> bool:
+    try:
+        called(processor, [talk[1]], [talk[0]])
+    except Exception:
+        return False
+    return True
+
+
+def with_equal_sounds(talks: list[tuple[ChatSample, str]]) -> list[tuple[ChatSample, str]]:
+    """Return conversations with their sounds cut to the shortest of them."""
+    least = min((len(sound) for sample, _ in talks for sound, _ in sample.audios or ()), default=0)
+    return [
+        (replace(sample, audios=[(sound[:least], rate) for sound, rate in sample.audios or ()] or None), text)
+        for sample, text in talks
+    ]
 
 
 @pytest.mark.parametrize("model_type", ["gemma3", "paddleocr_vl", "qwen2_audio"])

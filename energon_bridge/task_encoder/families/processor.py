@@ -509,6 +509,9 @@ class ProcessorFamily:
         visual = {
             key: value[:, :count] if key in TOKEN_INPUTS else value for key, value in out.items() if key not in _DROPPED
         }
+        for values, mask in _MASKS.items():
+            if values in visual and mask not in visual:
+                visual[mask] = torch.ones(visual[values].shape[:2], dtype=torch.bool)
         if unfit := _unfit([visual], [0]):
             raise SampleError(f"{name} returns {unfit}")
         if self.pixels_dtype == "float32":  # the default: what the processor itself makes
@@ -861,6 +864,9 @@ _SHAPES: Mapping[str, Callable[..., Any]] = {
 
 _BY_SHAPE: Mapping[str, str] = {"PixtralProcessor": "image_sizes"}
 """The name by which a processor writes the text of an image from its shape alone, without a blank one."""
+
+_MASKS: Mapping[str, str] = {"audio_input_features": "audio_attention_mask"}
+"""Masks of values that are padded in a batch, which a processor leaves out of a call with a single one (Phi 4)."""
 
 _WRAPPED: Mapping[str, tuple[str, str]] = {"HunYuanVLProcessor": ("image_start_token", "image_end_token")}
 """Attributes with the text that a processor wants around the token of an image."""
