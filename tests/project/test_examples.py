@@ -27,7 +27,7 @@ def load(name: str) -> Any:
 
 
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its cells, one after the other in one process; the value of a cell's last line is shown as a notebook shows it."""
+    """Its cells, one after the other in one process; values of last lines are shown as a notebook shows them."""
     path = EXAMPLES / "first_run.ipynb"
     notebook = json.loads(path.read_text())
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
