@@ -77,11 +77,11 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 29_550,
+    "core": 29_990,
     "models": 9_400,
     "trainers": 6_510,
     "cloud": 3_200,
-    "tools": 13_250,
+    "tools": 13_270,
     "drop-in": 3_300,
     "training": 4_400,
 }
