@@ -7,7 +7,7 @@ tables.
     python benchmarks/run.py                         everything, about half an hour on two cores
     python benchmarks/run.py --seconds 1 --repetitions 1 --scale 0.05        does it work?
     python benchmarks/run.py --parts throughput --points text/raw caption/uint8 --workers 0 2 --systems ours energon
-    python benchmarks/run.py --json results.json --write-docs
+    python benchmarks/run.py --json results.json > tables.md
 """
 
 from __future__ import annotations
@@ -92,7 +92,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, default=REPOSITORY / ".cache" / "bench")
     parser.add_argument("--rival-python", help="an interpreter with megatron-energon and webdataset; made if not given")
     parser.add_argument("--json", type=Path, help="write all measurements here")
-    parser.add_argument("--write-docs", action="store_true", help="write the tables to docs/measured/")
     options = parser.parse_args()
     options.systems = options.systems or list(SYSTEMS)
     return options
@@ -266,12 +265,7 @@ def main() -> None:
             results[part].append(found)
             if options.json:
                 options.json.write_text(json.dumps(results, indent=1))
-    text = report.document(results)
-    print(text)
-    if options.write_docs:
-        path = REPOSITORY / "docs" / "measured" / f"benchmarks-{results['date']}.md"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
+    print(report.document(results))
 
 
 if __name__ == "__main__":

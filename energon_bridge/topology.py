@@ -58,6 +58,9 @@ class WorkerConfig:
         max_worker_restarts: How often dead workers are started again in one run before `WorkerDiedError`.
         start_method: How workers are started: "fork"; or "forkserver", which takes seconds once, or "spawn", seconds
             per worker: both need a task encoder that can be pickled, but take over no lock of a thread of this process.
+        worker_engine: What workers are: a "process" of this machine, or "ray", an actor on a Ray cluster. Default: what
+            the environment variable ENERGON_WORKER_ENGINE says, else "process".
+        ray_options: Of the actors, by name; see "CPU nodes" in the documentation.
     """
 
     rank: int | None = None
@@ -75,6 +78,8 @@ class WorkerConfig:
     buffer_bytes: int = 1 << 30
     max_worker_restarts: int = 100
     start_method: Literal["fork", "forkserver", "spawn"] = "fork"
+    worker_engine: str | None = None
+    ray_options: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         rank, world_size = _rank_and_size(self.data_parallel_group)
@@ -98,6 +103,11 @@ class WorkerConfig:
             raise ConfigurationError(
                 f"WorkerConfig: start_method must be 'fork', 'forkserver' or 'spawn', got {self.start_method!r}"
             )
+        named = self.worker_engine or os.environ.get("ENERGON_WORKER_ENGINE") or "process"
+        if named not in ("process", "ray"):
+            where = "worker_engine" if self.worker_engine else "the environment variable ENERGON_WORKER_ENGINE"
+            raise ConfigurationError(f"WorkerConfig: {where} must be 'process' or 'ray', got {named!r}")
+        object.__setattr__(self, "worker_engine", named)
 
     @classmethod
     def default_worker_config(

@@ -12,6 +12,8 @@ import ast
 import dataclasses
 import inspect
 import re
+import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -106,23 +108,57 @@ INTEGRATIONS = {
 }
 
 
+SHARED = 3
+"""Commands that have an option in the same words, from which on the page says it once."""
+RUNS = ("plan", "which", "preview", "bench", "analyze-debug")
+"""Commands that take the settings of a run."""
+
+
 def cli_page() -> str:
-    """Return the help of every command."""
+    """Return the help of every command, options that several have once."""
+    helps = {
+        names: click.Context(command, info_name=" ".join(names)) for names, command in commands(energon, ("energon",))
+    }
+    records = {
+        names: dict(filter(None, (option_record(context, option) for option in context.command.params)))
+        for names, context in helps.items()
+    }
+    counts = Counter(record for options in records.values() for record in options.items())
+    shared = [record for record, count in counts.items() if count >= SHARED]
+    of_runs = [record for record in shared if all(record in records["energon", name].items() for name in RUNS)]
+    rest = [record for record in shared if record not in of_runs]
     lines = ["# Command line", "", NOTE, "", "Every command prints its part of this page with `--help`."]
     lines += ["If megatron-energon is installed too, the command is `energon-bridge`.", *COMPLETION]
-    for names, command in commands(energon, ("energon",)):
-        context = click.Context(
-            command, info_name=" ".join(names), terminal_width=100, help_option_names=["-h", "--help"]
-        )
-        lines += [
-            "",
-            f"## {' '.join(names)}",
-            "",
-            "```text",
-            command.get_help(context).replace("\b", "").rstrip(),
-            "```",
-        ]
+    lines += ["", "## Options of a run", "", f"Of {', '.join(f'`energon {name}`' for name in RUNS)}:"]
+    lines += ["", "```text", *map("  ".join, of_runs), "```"]
+    lines += ["", "## Options of several commands", "", "```text", *map("  ".join, rest), "```"]
+    for names, context in helps.items():
+        own = ["  ".join(record) for record in records[names].items() if record not in shared]
+        is_run = all(record in records[names].items() for record in of_runs)
+        elsewhere = [record for record in records[names].items() if record in shared]
+        also = [record[0].split()[0].rstrip(",") for record in elsewhere if not (is_run and record in of_runs)]
+        also += ["the options of a run"] if is_run else []
+        lines += ["", f"## {' '.join(names)}", "", "```text", *usage(context)]
+        lines += ["", *own] if own else []
+        lines += ["", f"and {', '.join(also)}"] if also else []
+        lines += ["```"]
     return "\n".join(lines) + "\n"
+
+
+def usage(context: click.Context) -> list[str]:
+    """Return how a command is called and what it does."""
+    help_text = inspect.cleandoc(context.command.help or "").replace("\b\n", "").replace("\b", "").rstrip()
+    words = [word for word in context.command.collect_usage_pieces(context) if word != "[OPTIONS]"]
+    if isinstance(context.command, click.Group):
+        help_text += "\n\nCommands: " + ", ".join(context.command.list_commands(context))
+    return [f"Usage: {context.info_name} {' '.join(words)}", "", *textwrap.indent(help_text, "  ").splitlines()]
+
+
+def option_record(context: click.Context, parameter: click.Parameter) -> tuple[str, str] | None:
+    """Return what gives an option and its words, as the command's help has them, but a number is N."""
+    if not isinstance(parameter, click.Option) or (record := parameter.get_help_record(context)) is None:
+        return None
+    return re.sub(r"(INTEGER|FLOAT)( RANGE)?", "N", record[0]), record[1]
 
 
 def commands(command: click.Command, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], click.Command]]:

@@ -9,7 +9,9 @@ import json
 import os
 import re
 import sys
+from collections.abc import Collection
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +39,14 @@ from energon_bridge.prepare.sources import KINDS, open_source
 from energon_bridge.prepare.split import SplitRule, parse_ratio
 from energon_bridge.rows.base import Layout, Source, check_layout, first_rows
 from energon_bridge.rows.lists import check_media_meant
-from energon_bridge.rows.turns import medium_by_name, read_turns
+from energon_bridge.rows.turns import Medium, medium_by_name, read_turns
 from energon_bridge.samples import CrudeSample, sample_type_by_name
 from energon_bridge.storage import open_store
 
 _SHOWN = 3
 _KEPT = ("WebDataset", "mix")  # whose samples stay as they are
+_LOOKED_AT = 20  # samples, for the media that they have
+_OMNI = "qwen2.5_omni_instruct"
 _TRAINED = ("CaptioningSample", "ImageClassificationSample", "VQASample")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -327,26 +331,43 @@ def _report(out: Path, done: Converted, options: ConvertOptions) -> None:
     total = count_of(sum(done.shard_counts.values()), "sample")
     click.echo(f"Done: {total} in {count_of(len(done.shard_counts), 'shard')} in {out}.")
     layout = options.layout
-    if layout.sample_type in _TRAINED or (layout.is_crude and _is_learned(out, next(iter(done.shard_counts)))):
-        click.echo(f"Try it with a tiny model: {train_line(out)}")
-    else:
+    media: set[Medium | None] | None = {"image"} if layout.sample_type in _TRAINED else None
+    if layout.is_crude:
+        shard, count = next(iter(done.shard_counts.items()))
+        media = _media_of_conversations(out, shard, min(count, _LOOKED_AT))
+    if media is None:
         click.echo(f"Look at it: energon preview {out}")
+        return
+    click.echo(f"Try it with a tiny model: {train_line(out, media)}")
+    if _twin(media) == _OMNI:
+        click.echo("The processor of this model needs torchvision.")
 
 
-def _is_learned(out: Path, shard: str) -> bool:
-    """Whether the first sample of a shard is a conversation, and without sound, which the tiny model does not take."""
+def _media_of_conversations(out: Path, shard: str, count: int) -> set[Medium | None] | None:
+    """Return the kinds of media of the first samples of a shard, if they are conversations."""
     store = open_store(out)
-    start, end = np.frombuffer(store.read_range(index_name(shard), 0, 16), "<u8").tolist()
-    _, parts = parse_sample(store.read_range(shard, start, end - start), where=store.url(shard))
-    try:
-        values = json.loads(bytes(parts.get("json", b"")))
-        has_sound = any(medium_by_name(name) == "audio" for name in parts)
-        return isinstance(values, dict) and read_turns(values) is not None and not has_sound
-    except (ValueError, SampleError):
-        return False
+    places = np.frombuffer(store.read_range(index_name(shard), 0, 8 * (count + 1)), "<u8").tolist()
+    media: set[Medium | None] = set()
+    for start, end in pairwise(places):
+        _, parts = parse_sample(store.read_range(shard, start, end - start), where=store.url(shard))
+        try:
+            values = json.loads(bytes(parts.get("json", b"")))
+            if not isinstance(values, dict) or read_turns(values) is None:
+                return None
+        except (ValueError, SampleError):
+            return None
+        media.update(map(medium_by_name, parts))
+    return media
 
 
-def train_line(out: Path) -> str:
+def _twin(media: Collection[Medium | None]) -> str:
+    """Return the configuration of a tiny model that takes these media."""
+    if "audio" not in media:
+        return "qwen2.5_vl_instruct"
+    return _OMNI if {"image", "video"} & set(media) else "qwen2_audio_instruct"
+
+
+def train_line(out: Path, media: Collection[Medium | None]) -> str:
     """Return the command that trains a tiny model on a converted dataset."""
-    config = "configs/tiny/qwen2.5_vl_instruct.yaml"
+    config = f"configs/tiny/{_twin(media)}.yaml"
     return f"python -m energon_bridge.training --config {config} data.path={os.fspath(out)}"

@@ -1,7 +1,7 @@
 """Datasets that a program builds itself: `get_dataset_from_config`, `load_dataset`, `traverse_metadataset`.
 
 megatron-energon returns the datasets of a mix one by one, each with its weight; so do these functions, and `build()` of
-each returns what a loader takes. You can take a mix apart this way, but not put it together again with wrappers.
+each returns what a loader or a wrapper takes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Runs the `build_…` hooks that a task encoder overrides, and builds what they describe.
 
 A hook wraps datasets. The wrappers are read from the outside in, and compared with what megatron-energon's own hooks
-would build. Other batch sizes, buffers, lengths and limits are accepted; other weights, another order, or an unknown
-wrapper raises an error that names it.
+would build. Other batch sizes, buffers, lengths and limits are accepted, and functions (`MapDataset` and its like) of
+encoded samples and of batches; other weights, another order, or an unknown wrapper raises an error that names it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from energon_bridge.compat import factories, loading
+from energon_bridge.compat.composed import FUNCTIONS, mapped
 from energon_bridge.compat.encoders import HOOKS, BatchedDataset, DefaultTaskEncoder, EncodedDataset
 from energon_bridge.compat.factories import OpenedDataset
 from energon_bridge.compat.wrapped import (
@@ -51,12 +52,15 @@ class _Built:
     Attributes:
         sources: Place of each dataset in the mix, how often it comes (None: forever), and its weight of 1.
         settings: Fields of `RunSettings`.
+        of_samples, of_batches: Wrappers with functions, the innermost first.
     """
 
     sources: tuple[tuple[int, float | None, float], ...]
     joined: str
     cycled: bool
     settings: dict[str, Any]
+    of_samples: list[Any]
+    of_batches: list[Any]
 
 
 def _as_built(spec: DatasetSpec, encoder: Any, hook: str) -> DatasetSpec:
@@ -84,7 +88,12 @@ def _as_built(spec: DatasetSpec, encoder: Any, hook: str) -> DatasetSpec:
         if not _same(there, here):
             raise _refused(encoder, f"its datasets are {_told(built)}, but the mix has {_told(expected)}")
     changed = {name: value for name, value in built.settings.items() if value != expected.settings[name]}
-    return spec.with_settings(**changed) if changed else spec
+    spec = spec.with_settings(**changed) if changed else spec
+    for wrapper in built.of_samples:
+        spec = mapped(spec, wrapper, of_samples=True)
+    for wrapper in built.of_batches:
+        spec = mapped(spec, wrapper)
+    return spec
 
 
 def _overridden(encoder: DefaultTaskEncoder) -> bool:
@@ -97,10 +106,12 @@ def _read(made: Any, spec: DatasetSpec, encoder: Any) -> _Built:
     while isinstance(made, EpochizeDataset | LimitDataset):
         settings["virtual_epoch_length" if isinstance(made, EpochizeDataset) else "limit"] = made.length
         made = made.dataset
+    of_batches, made = _functions(made)
     batched = _expect(made, BatchedDataset, encoder)
     settings |= {"batch_size": batched.batch_size, "batch_drop_last": batched.drop_last}
     settings["packing_buffer_size"] = batched.packing_buffer_size
-    made = _expect(batched.dataset, EncodedDataset, encoder).dataset
+    of_samples, made = _functions(batched.dataset)
+    made = _expect(made, EncodedDataset, encoder).dataset
     if isinstance(made, ShuffleBufferDataset):
         settings["shuffle_buffer_size"], made = made.size, made.dataset
     cycled = isinstance(made, RepeatDataset) and isinstance(made.dataset, BlendDataset | RepeatDataset)
@@ -118,7 +129,23 @@ def _read(made: Any, spec: DatasetSpec, encoder: Any) -> _Built:
             raise _refused(encoder, f"it put {type(part).__name__} where a dataset of the mix is expected")
         sources.append((place, repeats, weight / total if total else 0.0))
     joined = type(made).__name__ if len(parts) > 1 else ""
-    return _Built(sources=tuple(sources), joined=joined, cycled=cycled, settings=settings)
+    return _Built(
+        sources=tuple(sources),
+        joined=joined,
+        cycled=cycled,
+        settings=settings,
+        of_samples=of_samples,
+        of_batches=of_batches,
+    )
+
+
+def _functions(made: Any) -> tuple[list[Any], Any]:
+    """Return the wrappers with functions around a dataset, the innermost first, and what is within."""
+    wrappers: list[Any] = []
+    while isinstance(made, FUNCTIONS):
+        wrappers.insert(0, made)
+        made = made.dataset
+    return wrappers, made
 
 
 def _place(part: Any, spec: DatasetSpec) -> int | None:

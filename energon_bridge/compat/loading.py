@@ -18,11 +18,11 @@ import torch.utils.data
 
 from energon_bridge import datasets, topology
 from energon_bridge.compat import encoders, records, trusted
+from energon_bridge.compat.composed import make_loader
 from energon_bridge.compat.conventions import EnergonConventions
 from energon_bridge.compat.dataset_classes import IMAGE_DECODE
 from energon_bridge.compat.epath import EPath
 from energon_bridge.compat.table import NoSuchPart, not_provided
-from energon_bridge.compat.wrapped import make_loader
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
@@ -191,12 +191,19 @@ def error_policy(config: Any) -> ErrorPolicy | None:
     if handler is reraise_exception:
         return ErrorPolicy(on_error="raise")
 
-    def on_error(error: Exception) -> bool:
-        sample, sources = current.FAILED.get()
-        handler(error, sample, [_named_by_epath(source) for source in sources])
-        return True
+    return ErrorPolicy(on_error=_Handler(handler))
 
-    return ErrorPolicy(on_error=on_error)
+
+@dataclass(frozen=True, slots=True)
+class _Handler:
+    """Calls the handler of a worker configuration; equal for equal handlers, so that datasets can be blended."""
+
+    handler: ErrorHandler
+
+    def __call__(self, error: Exception) -> bool:
+        sample, sources = current.FAILED.get()
+        self.handler(error, sample, [_named_by_epath(source) for source in sources])
+        return True
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -92,13 +92,23 @@ _ADAPTERS = {
     ),
     "preview": ("default_get_batch_keys", "format_sample_compact", "format_sample_detailed", "pprint"),
     "wrapped": (
+        "BatchDataset",
         "BlendDataset",
         "ConcatDataset",
         "EpochizeDataset",
+        "FilterDataset",
+        "GcDataset",
+        "GroupBatchDataset",
+        "IterMapDataset",
         "LimitDataset",
+        "LogSampleDataset",
+        "MapDataset",
+        "MixBatchDataset",
+        "PackingDataset",
         "RepeatDataset",
         "SavableDataset",
         "ShuffleBufferDataset",
+        "WatchdogDataset",
     ),
     "records": (
         "AVDecoder",
@@ -266,7 +276,7 @@ def _refuse(name: str, advice: str) -> Any:
 
 _MEANING = {
     "ours": "`{target}`",
-    "adapter": "adapter: `{target}`",
+    "adapter": "an adapter",
     "value": "{target}",
     "state": "{advice}",
     "refused": "NotProvidedError: {advice}",
@@ -275,17 +285,23 @@ _MEANING = {
 
 
 def render() -> str:
-    """Return the table of all names, in Markdown, sorted by name; a name that means the same everywhere has one row."""
-    rows: dict[tuple[str, str], list[str]] = {}
+    """Return the table of all names, in Markdown: those that mean the same in a row; with modules where they differ."""
+    meanings: dict[str, dict[str, str]] = {}
     for module, names in modules().items():
         for name in names:
             entry = describe(name, module)
             meaning = _MEANING[entry.kind].format(target=entry.target.replace(":", "."), advice=entry.advice)
-            rows.setdefault((name, meaning), []).append(f"`.{module}`" if module else "`megatron.energon`")
-    lines = ["| name | in | here |", "|---|---|---|"]
+            same = entry.target == f"{_OURS}:{name}"
+            meanings.setdefault(name, {})[module] = "the name of energon_bridge" if same else meaning
+    rows: dict[str, set[str]] = {}
+    for name, places in meanings.items():
+        differs = len(set(places.values())) > 1
+        for module, meaning in places.items():
+            rows.setdefault(meaning, set()).add(f"`{module}.{name}`" if differs else f"`{name}`")
+    lines = ["| names | here |", "|---|---|"]
     lines += [
-        f"| `{name}` | {', '.join(sorted(places))} | {meaning} |"
-        for (name, meaning), places in sorted(rows.items(), key=lambda row: (row[0][0].lower(), row[0]))
+        f"| {', '.join(sorted(names, key=lambda name: (name.lower(), name)))} | {meaning} |"
+        for meaning, names in sorted(rows.items(), key=lambda row: (-len(row[1]), row[0]))
     ]
     return "\n".join(lines) + "\n"
 
@@ -296,23 +312,16 @@ def render() -> str:
 # text of its own gets that of the innermost module it belongs to.
 
 
-_WRAPPERS = "there are no dataset wrappers to put together; "
+_WRAPPERS = (
+    "a dataset only describes what to load: put MapDataset, FilterDataset, BatchDataset and their like around it, or "
+    "say what becomes of samples by hooks of a task encoder"
+)
 
 ADVICE = {
     # Dataset wrappers
-    "BaseWrapperDataset": _WRAPPERS + "say what becomes of samples by the hooks of a task encoder",
-    "BatchDataset": _WRAPPERS + "batch by get_train_dataset(batch_size=…) and the task encoder's `batch`",
-    "FilterDataset": _WRAPPERS + "raise SkipSample in a hook of the task encoder",
-    "GcDataset": "garbage is collected as Python does it, and nothing needs to be frozen",
+    "BaseWrapperDataset": _WRAPPERS,
     "GcFreezeError": "garbage is collected as Python does it, and nothing is frozen that could be missing",
-    "GroupBatchDataset": _WRAPPERS + "override batch_group_criterion of the task encoder",
-    "IterMapDataset": _WRAPPERS + "let encode_sample be a generator, or pack samples by packing_buffer_size",
-    "LogSampleDataset": "ask `energon which`, which names the samples of any step",
-    "MapDataset": _WRAPPERS + "override encode_sample of the task encoder",
-    "MixBatchDataset": _WRAPPERS + "blend before batching; homogeneous_concat_mix joins batches",
-    "PackingDataset": _WRAPPERS + "pass packing_buffer_size and override select_samples_to_pack, pack_selected_samples",
     "SavableSampleBuffer": "what waits to be packed or batched is in the loader's state as references",
-    "WatchdogDataset": "pass get_savable_loader(watchdog_timeout_seconds=…)",
     "SampleIndex": "ask the task encoder's current_sample_index",
     "get_sample_restore_key": "read sample.__restore_key__",
     "gc_init_worker": "garbage is collected as Python does it",
@@ -371,7 +380,7 @@ MODULE_ADVICE = {
     "tools.mount": "run `energon mount`",
     "transforms": "transform images in encode_sample, with any library; its random numbers are seeded for each sample",
     "typed_converter": "read your own configuration with a library for it",
-    "wrappers": _WRAPPERS + "say what becomes of samples by the hooks of a task encoder",
+    "wrappers": _WRAPPERS,
     "watchdog": "pass get_savable_loader(watchdog_timeout_seconds=…)",
 }
 

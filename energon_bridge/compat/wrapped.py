@@ -1,31 +1,48 @@
-"""`RepeatDataset`, `LimitDataset`, `EpochizeDataset` and others: wrappers that programs put around datasets.
+"""`MapDataset`, `BatchDataset`, `LimitDataset` and others: wrappers that programs put around datasets.
 
-Megatron-LM's multimodal example validates on `LimitDataset(RepeatDataset(dataset), length=…)`: a fixed number of steps,
-repeating the dataset if it is shorter. A wrapper only describes what it holds; `make_loader` combines the descriptions.
-Those that mix and shuffle are for `build_…` hooks of a task encoder, which `hooks` reads.
+A wrapper only describes: no sample passes through it. `composed` reads what stands around a dataset and
+makes one task encoder of its functions, and the engine runs that, so order, states and workers are those of any run.
+`build_…` hooks of a task encoder return wrappers too, which `hooks` reads.
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Literal, NoReturn
 
-from energon_bridge import datasets
-from energon_bridge.compat.conventions import EnergonConventions
 from energon_bridge.compat.table import Refusing, not_provided
 from energon_bridge.errors import ConfigurationError, WrongUseError
 from energon_bridge.loader.run_plan import DATASET_IS_NO_LOADER, DatasetSpec
-from energon_bridge.loader.savable import SavableDataLoader
+
+_NEVER_CALLED = ("__iter__", "len_worker", "reset_state_own", "restore_sample", "restore_state", "save_state")
 
 
 class Wrapper:
-    """A dataset with a description attached."""
+    """A dataset with a description attached.
+
+    Attributes:
+        dataset: The dataset within, the first one if there are several.
+        worker_config: Who loads what; that of the dataset if none was given.
+
+    Raises:
+        NotProvidedError: A class of the program has a method of its own that would never be called.
+    """
 
     def __init__(self, dataset: Any, *, worker_config: Any = None) -> None:
+        for kind in type(self).__mro__[: type(self).__mro__.index(Wrapper)]:
+            own = [name for name in _NEVER_CALLED if name in vars(kind)]
+            if own and kind.__module__ != __name__:
+                raise not_provided(
+                    f"{kind.__qualname__}.{own[0]}",
+                    "a dataset is never iterated itself: give MapDataset, FilterDataset or BatchDataset a function, or "
+                    "say what becomes of samples by hooks of a task encoder",
+                )
         if not isinstance(dataset, (DatasetSpec, Wrapper)):
             raise ConfigurationError(
                 f"{type(self).__name__}: expected a dataset from get_train_dataset or get_val_dataset, got {dataset!r}"
             )
         self.dataset = dataset
+        self.worker_config: Any = worker_config or dataset.worker_config
 
     def __iter__(self) -> NoReturn:
         raise WrongUseError(DATASET_IS_NO_LOADER)
@@ -51,7 +68,195 @@ class SavableDataset(metaclass=_AnyDataset):
     """What builders return and loaders accept, for annotations and `isinstance`; subclasses cannot be instantiated."""
 
     __named__ = "a dataset derived from SavableDataset"
-    __advice__ = "there are no dataset wrappers to put together; say what becomes of samples by hooks of a task encoder"
+    __advice__ = (
+        "a dataset only describes what to load: put MapDataset, FilterDataset, BatchDataset and their like around it, "
+        "or say what becomes of samples by hooks of a task encoder"
+    )
+
+
+# Functions of samples and batches ------------------------------------------------------------------------------------
+
+
+class MapDataset(Wrapper):
+    """Puts each sample (of a batched dataset: each batch) through a function, which may be a generator function.
+
+    Args:
+        dataset: The dataset.
+        map_fn: The function. It may raise SkipSample.
+        failure_tolerance: Failures in a row that stop the run; 0: never.
+        stateless_map_fn, map_fn_config: No effect: whatever draws from the global generators is repeatable.
+        worker_config: That of the dataset.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        map_fn: Callable[[Any], Any],
+        *,
+        stateless_map_fn: bool = False,
+        map_fn_config: Any = None,
+        failure_tolerance: int = 100,
+        worker_config: Any = None,
+    ) -> None:
+        super().__init__(dataset, worker_config=worker_config)
+        self.map_fn, self.failure_tolerance = map_fn, failure_tolerance
+
+
+class FilterDataset(Wrapper):
+    """Leaves out the samples (of a batched dataset: batches) for which a function is false; they count as skipped."""
+
+    def __init__(
+        self, dataset: Any, *, filter_fn: Callable[[Any], bool], filter_fn_config: Any = None, worker_config: Any = None
+    ) -> None:
+        super().__init__(dataset, worker_config=worker_config)
+        self.filter_fn = filter_fn
+
+
+class IterMapDataset(Wrapper):
+    """Puts the stream through a function of iterators, which is run on an iterator of each sample alone.
+
+    Raises:
+        NotProvidedError: Without `stateless_iter_fn`, which says that each output follows from one sample.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        iter_map_fn: Callable[[Iterator[Any]], Iterator[Any]],
+        *,
+        len_map_fn: Callable[[int], int] = lambda length: length,
+        stateless_iter_fn: bool = False,
+        iter_map_fn_config: Any = None,
+        worker_config: Any = None,
+    ) -> None:
+        super().__init__(dataset, worker_config=worker_config)
+        if not stateless_iter_fn:
+            raise not_provided(
+                "IterMapDataset(stateless_iter_fn=False)",
+                "what a function keeps of earlier samples is in no state. Pass stateless_iter_fn=True if each output "
+                "follows from one sample; put samples together by PackingDataset, BatchDataset or GroupBatchDataset",
+            )
+        self.iter_map_fn, self.len_map_fn = iter_map_fn, len_map_fn
+
+    def __len__(self) -> int:
+        return self.len_map_fn(len(self.dataset))
+
+
+class BatchDataset(Wrapper):
+    """Makes batches of `batch_size` samples or packs by a function of a list; the arguments are megatron-energon's."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        batcher: Callable[[list[Any]], Any],
+        *,
+        batcher_stateless: bool = False,
+        batcher_config: Any = None,
+        drop_last: bool = False,
+        failure_tolerance: int = 100,
+        worker_config: Any = None,
+    ) -> None:
+        super().__init__(dataset, worker_config=worker_config)
+        self.batch_size, self.batcher, self.drop_last = batch_size, batcher, drop_last
+        self.failure_tolerance = failure_tolerance
+
+    def __len__(self) -> int:
+        samples = len(self.dataset)
+        return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
+
+
+class GroupBatchDataset(Wrapper):
+    """Makes batches of samples of one group each, as `batch_group_criterion` of a task encoder does."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        fixed_batch_size: int | None,
+        sample_group_key: Callable[[Any], tuple[Hashable, int | None]],
+        batcher: Callable[[list[Any]], Any],
+        *,
+        batcher_stateless: bool = False,
+        batcher_config: Any = None,
+        drop_last: bool = False,
+        failure_tolerance: int = 100,
+        worker_config: Any = None,
+    ) -> None:
+        super().__init__(dataset, worker_config=worker_config)
+        self.batch_size, self.sample_group_key = fixed_batch_size, sample_group_key
+        self.batcher, self.drop_last, self.failure_tolerance = batcher, drop_last, failure_tolerance
+
+
+class PackingDataset(Wrapper):
+    """Packs samples as `select_samples_to_pack` and `pack_selected_samples` of a task encoder do.
+
+    `sample_encoder` runs on samples that were selected, as `postencode_sample` does.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        buffer_size: int,
+        pre_packer: Callable[[list[Any]], list[list[Any]]],
+        final_packer: Callable[[list[Any]], Any],
+        *,
+        final_packer_stateless: bool = False,
+        sample_encoder: Callable[[Any], Any] | None = None,
+        sample_encoder_stateless: bool = False,
+        packer_config: Any = None,
+        pre_packer_failure_tolerance: int = 100,
+        final_packer_failure_tolerance: int = 100,
+        sample_encoder_failure_tolerance: int = 100,
+        worker_config: Any = None,
+    ) -> None:
+        super().__init__(dataset, worker_config=worker_config)
+        self.buffer_size, self.pre_packer, self.final_packer = buffer_size, pre_packer, final_packer
+        self.sample_encoder = sample_encoder
+        self.pre_packer_failure_tolerance = pre_packer_failure_tolerance
+        self.final_packer_failure_tolerance = final_packer_failure_tolerance
+        self.sample_encoder_failure_tolerance = sample_encoder_failure_tolerance
+
+
+class LogSampleDataset(Wrapper):
+    """The dataset itself: no debug files are written, and `energon which` names the samples of any step."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        mode: Literal["train", "val"] = "train",
+        worker_config: Any = None,
+        get_keys_fn: Callable[[Any], list[str] | None] | None = None,
+    ) -> None:
+        super().__init__(dataset, worker_config=worker_config)
+
+
+class GcDataset(Wrapper):
+    """The dataset itself: garbage is collected as Python does it."""
+
+    def __init__(self, dataset: Any, *, worker_config: Any = None, every_n_iter: int = 10, freeze: bool = True) -> None:
+        super().__init__(dataset, worker_config=worker_config)
+
+
+class WatchdogDataset(Wrapper):
+    """The dataset, watched as by these arguments of `get_savable_loader`."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        worker_config: Any = None,
+        timeout_seconds: float | None = 60,
+        initial_timeout_seconds: float | None = None,
+        fail_on_timeout: bool = False,
+    ) -> None:
+        super().__init__(dataset, worker_config=worker_config)
+        self.watched = {
+            "watchdog_timeout_seconds": timeout_seconds,
+            "watchdog_initial_timeout_seconds": initial_timeout_seconds,
+            "fail_on_timeout": fail_on_timeout,
+        }
+
+
+# Order, length and mixing --------------------------------------------------------------------------------------------
 
 
 class RepeatDataset(Wrapper):
@@ -66,7 +271,7 @@ class RepeatDataset(Wrapper):
     def __init__(
         self, dataset: Any, *, repeats: float | None = None, restart: bool = True, worker_config: Any = None
     ) -> None:
-        super().__init__(dataset)
+        super().__init__(dataset, worker_config=worker_config)
         self.repeats = repeats
 
 
@@ -76,7 +281,7 @@ class LimitDataset(Wrapper):
     def __init__(
         self, dataset: Any, length: int, *, reset_after_epoch: bool = False, worker_config: Any = None
     ) -> None:
-        super().__init__(dataset)
+        super().__init__(dataset, worker_config=worker_config)
         self.length = length
 
     def __len__(self) -> int:
@@ -86,8 +291,8 @@ class LimitDataset(Wrapper):
 class EpochizeDataset(Wrapper):
     """Ends an iterator over training data after `length` steps; the next one continues."""
 
-    def __init__(self, dataset: Any, length: int, *, worker_config: Any = None) -> None:
-        super().__init__(dataset)
+    def __init__(self, dataset: Any, length: int, worker_config: Any = None) -> None:
+        super().__init__(dataset, worker_config=worker_config)
         self.length = length
 
     def __len__(self) -> int:
@@ -95,80 +300,55 @@ class EpochizeDataset(Wrapper):
 
 
 class ShuffleBufferDataset(Wrapper):
-    """Shuffles samples in a buffer; for `build_…` hooks."""
+    """Mixes samples over a longer stretch: adds to `shuffle_buffer_size` of the dataset."""
 
     def __init__(self, dataset: Any, size: int, *, worker_config: Any = None) -> None:
-        super().__init__(dataset)
+        super().__init__(dataset, worker_config=worker_config)
         self.size = size
 
 
 class BlendDataset(Wrapper):
-    """Draws from datasets by weights; for `build_…` hooks."""
+    """Draws from training datasets by weights."""
 
     def __init__(self, *dataset_weights: tuple[Any, float], worker_config: Any = None) -> None:
-        super().__init__(dataset_weights[0][0])
+        super().__init__(dataset_weights[0][0], worker_config=worker_config)
         self.parts = dataset_weights
+
+    def __len__(self) -> int:
+        return sum(len(dataset) for dataset, _ in self.parts)
 
 
 class ConcatDataset(Wrapper):
-    """One dataset after the other; for `build_…` hooks."""
+    """One dataset after the other."""
 
     def __init__(self, *datasets: Any, worker_config: Any = None) -> None:
-        super().__init__(datasets[0])
+        super().__init__(datasets[0], worker_config=worker_config)
         self.parts = tuple((dataset, 1.0) for dataset in datasets)
 
+    def __len__(self) -> int:
+        return sum(len(dataset) for dataset, _ in self.parts)
 
-def make_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader:
-    """Return a loader for a wrapped dataset; `kwargs` are those of `get_savable_loader`.
 
-    Raises:
-        NotProvidedError: The combination of wrappers has no equivalent, such as epochs of validation data.
-    """
-    limit: int | None = None
-    repeated = False
-    while isinstance(dataset, Wrapper):
-        if isinstance(dataset, RepeatDataset):
-            if dataset.repeats is not None:
-                raise not_provided(
-                    f"RepeatDataset(repeats={dataset.repeats})", "use `blend_epochized` with repetitions"
-                )
-            repeated = True
-        elif isinstance(dataset, BlendDataset | ConcatDataset | ShuffleBufferDataset):
-            raise not_provided(
-                f"{type(dataset).__name__} around a dataset that is already built",
-                "mix by a metadataset, energon_bridge.Blender or a list of (path, weight) pairs, and pass "
-                "shuffle_buffer_size= to get_train_dataset",
-            )
-        elif isinstance(dataset, LimitDataset) and not repeated:
-            limit = dataset.length if limit is None else min(limit, dataset.length)
-        elif isinstance(dataset, EpochizeDataset) and not repeated and not _is_finite(dataset.dataset):
-            limit = dataset.length
-        else:
-            raise not_provided(
-                f"{type(dataset).__name__} in this place",
-                "pass limit= to get_val_dataset, virtual_epoch_length= to get_train_dataset",
-            )
-        dataset = dataset.dataset
-    if not isinstance(dataset, DatasetSpec) or (limit is None and not repeated):
-        return datasets.get_savable_loader(dataset, **kwargs)
-    if not dataset.finite:  # an endless stream repeats by itself; limiting it makes an epoch
-        return datasets.get_savable_loader(dataset.with_settings(virtual_epoch_length=limit), **kwargs)
-    if repeated and dataset.settings.limit is not None:
-        raise not_provided("RepeatDataset of a dataset with limit=", "limit the repeated dataset by LimitDataset")
-    if limit is not None and dataset.settings.limit is not None:
-        limit = min(limit, dataset.settings.limit)
-    repeats = {"conventions": EnergonConventions(repeats=True)} if repeated else {}
-    return datasets.get_savable_loader(dataset.with_settings(limit=limit, **repeats), **kwargs)
+def _batch_itself(batch: list[Any]) -> Any:
+    return batch
+
+
+class MixBatchDataset(BatchDataset):
+    """Batches of samples that are drawn from datasets by weights, by default as lists."""
+
+    def __init__(
+        self,
+        *dataset_weights: tuple[Any, float],
+        batch_size: int,
+        batch_mix_fn: Callable[[list[Any]], Any] = _batch_itself,
+        worker_config: Any = None,
+    ) -> None:
+        blend = BlendDataset(*dataset_weights, worker_config=worker_config)
+        super().__init__(blend, batch_size, batch_mix_fn, worker_config=worker_config)
 
 
 def _ends(dataset: Any) -> bool:
     """Whether a pass over a dataset ends by itself."""
-    while isinstance(dataset, LimitDataset | EpochizeDataset):
+    while isinstance(dataset, Wrapper) and not isinstance(dataset, RepeatDataset | BlendDataset):
         dataset = dataset.dataset
     return isinstance(dataset, DatasetSpec) and dataset.finite
-
-
-def _is_finite(dataset: Any) -> bool:
-    while isinstance(dataset, Wrapper):
-        dataset = dataset.dataset
-    return bool(dataset.finite)

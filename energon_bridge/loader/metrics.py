@@ -75,9 +75,7 @@ def flat_metrics(
     """
     found: dict[str, float] = {name: sum(row[name] for row in rows) for name in COUNTERS}
     made, load, batch, *asked = seconds
-    found |= (
-        {"ready": workers.ready, "worker_restarts": workers.restarts} if workers else {"ready": 0, "worker_restarts": 0}
-    )
+    found |= workers.metrics() if workers else {"ready": 0, "worker_restarts": 0}
     found |= {
         "make_seconds": made,
         "load_seconds": load,

@@ -18,24 +18,15 @@ import struct
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 from torch.autograd.profiler import record_function
 
 from energon_bridge.errors import HookTimeoutError, LoaderError, WorkerDiedError
-from energon_bridge.loader.processes import Board, StackFile, StartMethod, refused_part, start_process
+from energon_bridge.loader.processes import Board, StackFile, refused_part
 from energon_bridge.loader.transport import Arena, BatchMessage, unpack
-from energon_bridge.loader.workers import (
-    AGAIN,
-    CREDIT,
-    DUMP_SIGNAL,
-    MESSAGE_BYTES,
-    Work,
-    raised_by_worker,
-    run_worker,
-)
+from energon_bridge.loader.workers import AGAIN, CREDIT, MESSAGE_BYTES, LocalProcesses, Work, raised_by_worker
 from energon_bridge.stream.leaf import Leaf, user_key_of
 from energon_bridge.stream.state import LaneBatch
 from energon_bridge.stream.watchdog import EXIT_CODE, GRACE_SECONDS, Activity, WatchdogSettings
@@ -49,7 +40,6 @@ _BEGIN_SECONDS = 30.0
 _IMPORT_FACTOR = 10
 """Factor of that time for workers that import everything first, on nodes that are busy with it."""
 _END_SECONDS = 5.0
-_STACK_SECONDS = 1.0
 _RESTARTS_WITHOUT_A_BATCH = 3
 _DEATHS_OF_A_SAMPLE = 3
 _SHORT_WAIT_MILLISECONDS = 1
@@ -70,8 +60,48 @@ class Source(Protocol):
         ...
 
 
+class Engine(Protocol):
+    """Starts workers, and knows what became of them: `LocalProcesses`, or what another room registers ("workers").
+
+    What it returns for a worker has the methods of a process of multiprocessing: `is_alive`, `join`, `kill`, `close`.
+
+    Attributes:
+        name: What it is called in messages.
+        forks: Whether a worker takes over the memory of this process, so that nothing of it is sent.
+        advice: What to do about a worker that never begins.
+        refusal: What to do about work that cannot be sent, and the function that must be able to pickle it.
+        hedge_seconds: Waiting time after which a second worker makes the same; None: never.
+    """
+
+    name: str
+    forks: bool
+    advice: str
+    refusal: tuple[str, Callable[[Any], bytes]]
+    hedge_seconds: float | None
+
+    def start(self, work: Work, link: socket.socket, arena: Arena | None, board: Board, stacks: StackFile) -> Any:
+        """Start a worker; it is there when `settle` returns."""
+        ...
+
+    def settle(self) -> None:
+        """Wait for the workers that were started. Raises LoaderError if one cannot be."""
+        ...
+
+    def ending(self, process: Any) -> tuple[int | None, str]:
+        """Return the exit code of a worker that has ended, and how that is said."""
+        ...
+
+    def state(self, process: Any, stacks: StackFile) -> str:
+        """Return what a worker is doing: the stacks of its threads, or that it is stopped."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is to be counted of it, by name."""
+        ...
+
+
 class Worker:
-    """One worker process, as the training process sees it.
+    """One worker, as the training process sees it.
 
     Attributes:
         number: Which of the workers of its rank it is.
@@ -80,14 +110,12 @@ class Worker:
         started: When it was started.
     """
 
-    __slots__ = ("_link", "_poll", "_process", "_stacks", "arena", "board", "current", "number", "started", "taken")
-
-    def __init__(self, work: Work, method: StartMethod, arena: Arena | None, look_seconds: float) -> None:
+    def __init__(self, work: Work, engine: Engine, look_seconds: float) -> None:
         self.number = work.number
         self.current = self.taken = 0
-        self.arena = arena
-        forked = method == "fork"
-        self.board = Board(sendable=not forked)
+        self._engine = engine
+        self.arena = new_arena(sendable=not engine.forks)
+        self.board = Board(sendable=not engine.forks)
         self._stacks = StackFile()
         self._link, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         seconds, rest = divmod(look_seconds, 1)
@@ -97,9 +125,8 @@ class Worker:
         self._poll.register(self._link, select.POLLIN)
         self.started = time.monotonic()
         with other:
-            arguments = work, other, arena, self.board, self._stacks, os.getpid() if forked else 0
             try:
-                self._process = start_process(method, f"energon-worker-{self.number}", run_worker, arguments)
+                self._process = engine.start(work, other, self.arena, self.board, self._stacks)
             except BaseException:
                 self._link.close()
                 raise
@@ -142,15 +169,14 @@ class Worker:
         """End the process, also one that is stopped."""
         self._process.kill()
 
-    def end(self, seconds: float) -> int | None:
-        """Wait for the process, kill it after some seconds, and return its exit code."""
+    def end(self, seconds: float) -> tuple[int | None, str]:
+        """Wait for the process, kill it after some seconds, and return its exit code, and how that is said."""
         self.ask_to_end()
         self._process.join(seconds)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
-        code: int | None = self._process.exitcode
-        return code
+        return self._engine.ending(self._process)
 
     def close(self) -> None:
         """Give back what there is in this process of a worker that has ended."""
@@ -158,20 +184,8 @@ class Worker:
         self._stacks.close()
 
     def state(self) -> str:
-        """Return what the process is doing: the stacks of its threads, or that it is stopped."""
-        pid = self._process.pid
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT":
-                return "  the process is stopped (SIGSTOP, a debugger): its stack is not available"
-        before, deadline = len(self._stacks.read()), time.monotonic() + _STACK_SECONDS
-        with contextlib.suppress(OSError):
-            os.kill(pid, DUMP_SIGNAL)
-        while time.monotonic() < deadline:
-            time.sleep(0.05)
-            text = self._stacks.read()[before:]
-            if text and text == self._stacks.read()[before:]:
-                return "\n".join(f"    {line}" for line in text.splitlines())
-        return "  its stack is not available: it does not take signals"
+        """Return what the process is doing."""
+        return self._engine.state(self._process, self._stacks)
 
 
 class WorkerPool:
@@ -196,7 +210,7 @@ class WorkerPool:
     Args:
         source: What they are to do; referred to weakly, so that a loader that is dropped takes its workers along.
         number: How many there are.
-        method: How they are started.
+        engine: Starts them.
         max_restarts: How often workers are replaced in all.
         watchdog: How long a microbatch may take.
         where: Names the training process, such as "rank 0".
@@ -210,14 +224,14 @@ class WorkerPool:
         source: Source,
         number: int,
         *,
-        method: StartMethod = "fork",
+        engine: Engine | None = None,
         max_restarts: int,
         watchdog: WatchdogSettings | None,
         where: str,
     ) -> None:
         self._source = weakref.ref(source)
         self._number = number
-        self._method: StartMethod = method
+        self._engine: Engine = engine or LocalProcesses("fork")
         self._left = max_restarts
         self._watchdog = watchdog
         self._where = where
@@ -239,6 +253,7 @@ class WorkerPool:
         try:
             for number in range(self._number):
                 self._workers.append(self._started(number))
+            self._engine.settle()
         except BaseException:
             self.stop()
             raise
@@ -291,6 +306,10 @@ class WorkerPool:
         """Microbatches that workers have made and nobody has taken."""
         return sum(max(0, worker.board.num_sent - worker.taken) for worker in list(self._workers))
 
+    def metrics(self) -> dict[str, float]:
+        """Return what is to be counted of the workers, by name (`metrics.flat_metrics`)."""
+        return {"ready": self.ready, "worker_restarts": self.restarts, **self._engine.metrics()}
+
     # Watching over ----------------------------------------------------------------------------------------------------
 
     def _waited_for(self, worker: Worker, unit: int) -> bytes:
@@ -315,7 +334,7 @@ class WorkerPool:
     def _judge_beginning(self, worker: Worker, reported: bool) -> bool:
         """Kill a worker that has not started in time; return whether it was logged."""
         took, number = time.monotonic() - worker.started, worker.number
-        factor = 1 if self._method == "fork" else _IMPORT_FACTOR
+        factor = 1 if self._engine.forks else _IMPORT_FACTOR
         allowed = _BEGIN_SECONDS * factor * 2 ** self._deaths[number]
         if took > allowed:
             logger.warning("worker %d has not started after %.0f seconds; killing it", number, allowed)
@@ -376,20 +395,18 @@ class WorkerPool:
         assert source is not None, "the loader is gone"
         work = source.work(number, self._barred, self._deaths[number] >= _DEATHS_OF_A_SAMPLE - 1)
         try:
-            return Worker(work, self._method, new_arena(sendable=self._method != "fork"), self._look)
+            return Worker(work, self._engine, self._look)
         except OSError as error:
             remedy = _REMEDIES.get(error.errno or 0, "Lower num_workers")
             raise LoaderError(f"worker {number} of {self._number} cannot start: {error}. {remedy}.") from error
         except (pickle.PicklingError, AttributeError, TypeError) as error:  # which of them, Python's version decides
-            if self._method == "fork":
+            if self._engine.forks:
                 raise
-            data = work.position.plan.data
-            part = refused_part(data.settings) or refused_part(data)
+            data, (remedy, dumps) = work.position.plan.data, self._engine.refusal
+            part = refused_part(data.settings, dumps) or refused_part(data, dumps)
             raise LoaderError(
-                f"worker {number} of {self._number} cannot start by {self._method}, because pickle refuses "
-                f"{part or 'what it is to do'}: {error}. A task encoder must be of a class at the top of a module, and "
-                "make locks, open files and the like where they are first used (__getstate__ leaves them out), lambdas "
-                'functions at the top of a module; or use start_method="fork", which pickles nothing'
+                f"worker {number} of {self._number} cannot start by {self._engine.name}, because pickle refuses "
+                f"{part or 'what it is to do'}: {error}. {remedy}"
             ) from error
 
     def _replace(self, worker: Worker) -> None:
@@ -401,8 +418,8 @@ class WorkerPool:
         """
         number, running = worker.number, self._running(worker)
         samples = {(key, index) for _, key, index in worker.board.running() if key}
-        code = worker.end(_END_SECONDS)
-        what = f"worker {number} ({_how(code)})"
+        code, how = worker.end(_END_SECONDS)
+        what = f"worker {number} ({how})"
         if code == EXIT_CODE:
             raise HookTimeoutError(
                 f"{what} was ended by its watchdog (fail_on_timeout): a microbatch took too long, in a call that "
@@ -414,7 +431,7 @@ class WorkerPool:
             "hook, run with num_workers=0"
         )
         if not worker.board.has_begun:
-            during, advice = " before it started", _UNBEGUN[self._method != "fork"]
+            during, advice = " before it started", self._engine.advice
         if self._left <= 0 or self._deaths[number] >= _RESTARTS_WITHOUT_A_BATCH:
             raise WorkerDiedError(
                 f"{what} died{during} and is not restarted: {self._deaths[number]} restarts in a row produced no "
@@ -433,6 +450,7 @@ class WorkerPool:
             )
         self._workers[number] = self._started(number)
         worker.close()
+        self._engine.settle()
 
     def stop(self) -> None:
         """Stop the workers. A busy worker gets some seconds to finish."""
@@ -461,25 +479,12 @@ _REMEDIES = {
 }
 
 
-_UNBEGUN = (
-    "A fork can wait in vain for a lock that a thread of this process holds: make the loader before threads are "
-    'started, or use start_method="forkserver"',
-    "It imports the training script and unpickles the task encoder. What failed there stands above, on standard error; "
-    'the script must start its work under `if __name__ == "__main__":`, and the encoder be a class of a module',
-)
-"""What to do about workers that never begin: forks, and those that import everything."""
-
-
 def new_arena(*, sendable: bool = False) -> Arena | None:
     """Return shared memory for a worker, or None if there is no address space to spare: batches cross as files."""
     try:
         return Arena(sendable=sendable)
     except OSError:
         return None
-
-
-def _how(code: int | None) -> str:
-    return f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
 
 
 _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()

@@ -4,8 +4,9 @@ The worker writes them as it goes; the training process looks at them only when 
 read of a worker that is stopped, that holds the interpreter lock in a call, or that is gone.
 
 Layout, in words of 8 bytes: whether it has begun; CLOCK_MONOTONIC in ns when it began the current microbatch, 0 between
-two; microbatches made and sent in this pass; messages of its own watchdog on the current microbatch; then
-`Activity.words` of the thread that runs hooks and of those that load.
+two; microbatches made and sent in this pass; messages of its own watchdog on the current microbatch; of a worker on
+another machine, 1 if it has ended, or 1,000 plus its exit code; then `Activity.words` of the thread that runs hooks and
+of those that load.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from energon_bridge.storage.helpers import at_rest
 from energon_bridge.stream.watchdog import HOOK, INDEX, LEAF, WORDS
 from energon_bridge.task_encoder.hooks import Hook
 
-_BEGUN, _SINCE, _MADE, _SENT, _SAID = range(5)
-_FACTS = 5
+_BEGUN, _SINCE, _MADE, _SENT, _SAID, _ENDED = range(6)
+_FACTS = 6
 _THREADS = 32
 """Loading threads whose work a worker reports to the watchdog; further ones are left out."""
 _BY_CODE = {hook.code: hook for hook in Hook}
@@ -53,19 +54,25 @@ class SharedMemory(mmap.mmap):
 
     _file: int | None
     _owner: int
+    _made: bool
+
+    def fileno(self) -> int:
+        """Return the descriptor by which another process maps it."""
+        assert self._file is not None, "sendable"
+        return self._file
 
     def __new__(cls, size: int, *, sendable: bool = False, file: int | None = None) -> SharedMemory:
         """Map `size` bytes, of the file if one is given."""
+        made = file is None
         if sendable and file is None:
             file = os.memfd_create("energon-shared")
             os.ftruncate(file, size)
         self = super().__new__(cls, -1 if file is None else file, size)
-        self._file, self._owner = file, os.getpid()
+        self._file, self._owner, self._made = file, os.getpid(), made
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        assert self._file is not None, "sendable"
-        return _attached, (DupFd(self._file), len(self))
+        return _attached, (DupFd(self.fileno()), len(self))
 
     def __del__(self) -> None:
         if getattr(self, "_owner", None) != os.getpid():
@@ -73,7 +80,7 @@ class SharedMemory(mmap.mmap):
         if self._file is not None:
             os.close(self._file)
         # Workers that were forked later have it too, without using it: the pages go at once, not when they end.
-        if hasattr(mmap, "MADV_REMOVE"):
+        if self._made and hasattr(mmap, "MADV_REMOVE"):
             self.madvise(mmap.MADV_REMOVE)
 
 
@@ -96,6 +103,14 @@ class StackFile:
         """Return what has been written so far."""
         return os.pread(self.number, 1 << 16, 0).decode(errors="replace")
 
+    def fileno(self) -> int:
+        """Return its descriptor."""
+        return self.number
+
+    def write(self, text: str) -> None:
+        """Add a text."""
+        os.pwrite(self.number, text.encode(), os.fstat(self.number).st_size)
+
     def close(self) -> None:
         """Close the file in this process."""
         number, self.number = self.number, -1
@@ -112,12 +127,21 @@ def _stack_file_of(descriptor: Any) -> StackFile:
 class Board:
     """The words of one worker."""
 
-    def __init__(self, *, sendable: bool = False) -> None:
-        self._memory = SharedMemory(8 * (_FACTS + WORDS * (1 + _THREADS)), sendable=sendable)
+    def __init__(self, *, sendable: bool = False, memory: SharedMemory | None = None) -> None:
+        self._memory = memory or SharedMemory(8 * (_FACTS + WORDS * (1 + _THREADS)), sendable=sendable)
         self._words = memoryview(self._memory).cast("Q")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _board_of, (self._memory,)
+
+    def fileno(self) -> int:
+        """Return the descriptor by which another process maps it."""
+        return self._memory.fileno()
+
+    @classmethod
+    def at(cls, file: int) -> Board:
+        """Return the board that a descriptor is of."""
+        return cls(memory=SharedMemory(os.fstat(file).st_size, file=file))
 
     # Written by the worker --------------------------------------------------------------------------------------------
 
@@ -154,7 +178,32 @@ class Board:
         starts = range(_FACTS, len(self._words), WORDS)
         return [self._words[start : start + WORDS] for start in starts]
 
+    # Written for a worker on another machine --------------------------------------------------------------------------
+
+    def copied(self) -> tuple[bytes, int]:
+        """Return what the board says, and the time on the clock that it is written by."""
+        return self._memory[:], time.monotonic_ns()
+
+    def show(self, copied: tuple[bytes, int]) -> None:
+        """Say what another board said, but how many were sent and whether it has ended, which is known here."""
+        words, now = copied
+        sent, ended, later = self._words[_SENT], self._words[_ENDED], time.monotonic_ns() - now
+        self._memory[:] = words
+        self._words[_SENT], self._words[_ENDED] = sent, ended
+        if self._words[_SINCE]:
+            self._words[_SINCE] = max(1, self._words[_SINCE] + later)
+
+    def end(self, code: int | None) -> None:
+        """Say that the worker has ended."""
+        self._words[_ENDED] = 1 if code is None else 1000 + code
+
     # Read by the training process -------------------------------------------------------------------------------------
+
+    @property
+    def ending(self) -> tuple[bool, int | None]:
+        """Whether the worker has ended, as far as is written here, and its exit code if that is known."""
+        word = self._words[_ENDED]
+        return bool(word), None if word <= 1 else word - 1000
 
     @property
     def has_begun(self) -> bool:
@@ -193,10 +242,7 @@ class Board:
 
 
 def _board_of(memory: SharedMemory) -> Board:
-    board = Board.__new__(Board)
-    board._memory = memory
-    board._words = memoryview(memory).cast("Q")
-    return board
+    return Board(memory=memory)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -347,14 +393,16 @@ def _start_unforked(process: ServedWorker | SpawnedWorker) -> None:
             time.sleep(_FORKSERVER_PAUSE_SECONDS)
 
 
-def refused_part(value: object, path: str = "", above: tuple[object, ...] = ()) -> str | None:
+def refused_part(
+    value: object, dumps: Callable[[Any], bytes] = pickle.dumps, path: str = "", above: tuple[object, ...] = ()
+) -> str | None:
     """Name the innermost part of an object that pickle refuses, such as `task_encoder.lock (lock)`; None: no part."""
     above = *above, value
     for name, part in _parts(value):
-        if any(part is one for one in above) or _is_pickled(part):
+        if any(part is one for one in above) or _is_pickled(part, dumps):
             continue
         inner = f"{path}{name}" if path else name.removeprefix(".")
-        return refused_part(part, inner, above) or f"{inner} ({type(part).__name__})"
+        return refused_part(part, dumps, inner, above) or f"{inner} ({type(part).__name__})"
     return None
 
 
@@ -374,9 +422,9 @@ def _parts(value: object) -> Iterator[tuple[str, object]]:
                 yield f".{name}", getattr(value, name)
 
 
-def _is_pickled(value: object) -> bool:
+def _is_pickled(value: object, dumps: Callable[[Any], bytes]) -> bool:
     try:
-        pickle.dumps(value)
+        dumps(value)
     except Exception:
         return False
     return True

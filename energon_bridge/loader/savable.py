@@ -28,11 +28,12 @@ from energon_bridge.loader import document as doc
 from energon_bridge.loader.fits import read_all
 from energon_bridge.loader.metrics import AT_ANY_TIME, AT_END, AT_EPOCH, check_rates, flat_metrics, name_losses
 from energon_bridge.loader.modes import LaneMode, PassMode
-from energon_bridge.loader.pool import WorkerPool
+from energon_bridge.loader.pool import Engine, WorkerPool
 from energon_bridge.loader.position import Mode, OnMismatch, Position, merged_state
 from energon_bridge.loader.run_plan import DATASET_IS_NO_LOADER, DatasetSpec, plan_run
 from energon_bridge.loader.streams import open_pipeline
-from energon_bridge.loader.workers import Work, keep_freed_memory
+from energon_bridge.loader.workers import LocalProcesses, Work, keep_freed_memory
+from energon_bridge.registry import load
 from energon_bridge.samples.base import pin_value
 from energon_bridge.samples.showing import counted, described
 from energon_bridge.storage.network import REQUESTS
@@ -311,11 +312,18 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         return WorkerPool(
             self,
             config.num_workers,
-            method=config.start_method,
+            engine=self._new_engine(),
             max_restarts=config.max_worker_restarts,
             watchdog=self.watchdog,
             where=f"rank {config.dp_rank}",
         )
+
+    def _new_engine(self) -> Engine:
+        config = self.config
+        if config.worker_engine == "process":
+            return LocalProcesses(config.start_method)
+        engine: Engine = load("workers", str(config.worker_engine))(config, self.watchdog, finite=self.spec.finite)
+        return engine
 
     def work(self, worker: int, barred: frozenset[tuple[int, int]], careful: bool) -> Work:
         """Return the work of a worker from the delivered position on."""

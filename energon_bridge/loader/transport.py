@@ -89,6 +89,16 @@ class Arena:
     def __reduce__(self) -> tuple[Any, ...]:
         return _arena_of, (self.size, self._map)
 
+    def fileno(self) -> int:
+        """Return the descriptor by which another process maps it."""
+        return self._map.fileno()
+
+    @classmethod
+    def at(cls, file: int) -> Arena:
+        """Return the arena that a descriptor is of."""
+        size = os.fstat(file).st_size
+        return cls(size - _HEADER, memory=SharedMemory(size, file=file))
+
     def write(self, chunks: Sequence[memoryview | bytes], total: int) -> tuple[int, int, int] | None:
         """Copy chunks into a free block and return its (slot, offset, length), or None if there is no room."""
         with self._lock:
@@ -253,7 +263,21 @@ class Outbox:
         if not self._arena.is_kept(place[0]):
             return buffer
         data = self._arena.take_back(*place)
-        return number, self._arena.write([data], len(data)) or self._file([data], len(data))
+        return number, self._placed(data)
+
+    def relay(self, message: BatchMessage) -> BatchMessage:
+        """Return the message for bytes that another worker packed, and that were `lifted` out of its memory."""
+        if isinstance(message.place, bytes):
+            return message
+        self._files.append([])
+        first, *others = (self._placed(data) for data in (message.place, *(data for _, data in message.elsewhere)))
+        if len(self._files) > self._kept:
+            self._close_oldest()
+        return BatchMessage(first, tuple(zip((number for number, _ in message.elsewhere), others, strict=True)))
+
+    def _placed(self, bytes_: Any) -> Place:
+        data = memoryview(bytes_)
+        return (self._arena and self._arena.write([data], len(data))) or self._file([data], len(data))
 
     def close(self) -> None:
         """Close the memory files; those not opened by then cannot be any more."""
@@ -315,6 +339,15 @@ def unpack(message: BatchMessage, arena: Arena | None) -> Any:
     for number, place in message.elsewhere:
         parts[number] = _opened(place, arena)
     return pickle.loads(parts[0], buffers=[pickle.PickleBuffer(part) for part in parts[1:]])
+
+
+def lifted(message: BatchMessage, arena: Arena | None) -> BatchMessage:
+    """Return a message with the bytes of each place (arrays, which free it when they go) instead of the place."""
+    if isinstance(message.place, bytes):
+        return message
+    places = (message.place, *(place for _, place in message.elsewhere))
+    first, *others = (np.frombuffer(_opened(place, arena), np.uint8) for place in places)
+    return BatchMessage(first, tuple(zip((number for number, _ in message.elsewhere), others, strict=True)))  # type: ignore[arg-type]
 
 
 def _opened(place: Place, arena: Arena | None) -> memoryview:

@@ -18,8 +18,11 @@ import random
 import signal
 import socket
 import sys
+import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +31,7 @@ import torch.utils.data
 
 from energon_bridge.errors import LoaderError
 from energon_bridge.loader.position import Position
-from energon_bridge.loader.processes import Board, StackFile
+from energon_bridge.loader.processes import Board, StackFile, StartMethod, start_process
 from energon_bridge.loader.streams import WorkerFacts
 from energon_bridge.loader.transport import Arena, BatchMessage, Outbox
 from energon_bridge.rng import key_of
@@ -42,6 +45,7 @@ MESSAGE_BYTES = 1 << 16
 DUMP_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
 """Makes a worker write down where its threads are; faulthandler does so at once, whoever has the interpreter lock."""
 
+_STACK_SECONDS = 1.0
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _PR_SET_PDEATHSIG = 1  # of sys/prctl.h
 
@@ -197,6 +201,65 @@ def raised_by_worker(described: tuple[bytes | None, str, str]) -> Exception:
     error: Exception = LoaderError(f"a worker failed: {name}") if pickled is None else pickle.loads(pickled)
     error.__cause__ = WorkerTraceback(text)
     return error
+
+
+_UNBEGUN = (
+    "A fork can wait in vain for a lock that a thread of this process holds: make the loader before threads are "
+    'started, or use start_method="forkserver"',
+    "It imports the training script and unpickles the task encoder. What failed there stands above, on standard error; "
+    'the script must start its work under `if __name__ == "__main__":`, and the encoder be a class of a module',
+)
+"""What to do about workers that never begin: forks, and those that import everything."""
+
+
+class LocalProcesses:
+    """Workers that are processes of this machine (`pool.Engine`)."""
+
+    refusal: tuple[str, Callable[[Any], bytes]] = (
+        "A task encoder must be of a class at the top of a module, and make locks, open files and the like where they "
+        "are first used (__getstate__ leaves them out), lambdas functions at the top of a module; or use "
+        'start_method="fork", which pickles nothing',
+        pickle.dumps,
+    )
+    hedge_seconds: float | None = None
+
+    def __init__(self, method: StartMethod) -> None:
+        self.name: str = method
+        self._method: StartMethod = method
+        self.forks = method == "fork"
+        self.advice = _UNBEGUN[not self.forks]
+
+    def start(self, work: Work, link: socket.socket, arena: Arena | None, board: Board, stacks: StackFile) -> Any:
+        """Start a worker."""
+        arguments = work, link, arena, board, stacks, os.getpid() if self.forks else 0
+        return start_process(self._method, f"energon-worker-{work.number}", run_worker, arguments)
+
+    def settle(self) -> None:
+        """Nothing is waited for: a process that does not begin is noticed when it is due."""
+
+    def ending(self, process: Any) -> tuple[int | None, str]:
+        """Return the exit code, and how that is said."""
+        code = process.exitcode
+        return code, f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+
+    def state(self, process: Any, stacks: StackFile) -> str:
+        """Return the stacks of the threads of a process, or that it is stopped."""
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT":
+                return "  the process is stopped (SIGSTOP, a debugger): its stack is not available"
+        before, deadline = len(stacks.read()), time.monotonic() + _STACK_SECONDS
+        with contextlib.suppress(OSError):
+            os.kill(process.pid, DUMP_SIGNAL)
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            text = stacks.read()[before:]
+            if text and text == stacks.read()[before:]:
+                return "\n".join(f"    {line}" for line in text.splitlines())
+        return "  its stack is not available: it does not take signals"
+
+    def metrics(self) -> dict[str, float]:
+        """Nothing beside what the pool counts."""
+        return {}
 
 
 def set_up_worker(work: Work, board: Board, stacks: StackFile, parent: int) -> None:

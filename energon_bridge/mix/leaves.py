@@ -188,7 +188,7 @@ def open_leaves(
             kept=kept,
         )
         leaves.append(leaf if unit is None else counting(leaf, unit, where=ref.where))
-    return _numbered(leaves)
+    return number_leaves(leaves)
 
 
 def counting(leaf: OpenLeaf, unit: str, *, where: str) -> OpenLeaf:
@@ -296,7 +296,7 @@ def _leaf_columns(
     return columns, hint
 
 
-def _numbered(leaves: Sequence[OpenLeaf]) -> tuple[OpenLeaf, ...]:
+def number_leaves(leaves: Sequence[OpenLeaf]) -> tuple[OpenLeaf, ...]:
     """Give leaves of equal content occurrence numbers, so that each has an order of its own."""
     seen: Counter[str] = Counter()
     numbered = []

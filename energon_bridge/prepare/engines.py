@@ -6,6 +6,7 @@ and then renamed, so a task that is killed or runs twice does no harm.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
@@ -38,7 +39,7 @@ class RayEngine:
         self._ray: Any = ray
         if not ray.is_initialized():
             try:
-                ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
             except (ConnectionError, ValueError, RuntimeError) as error:
                 raise ConfigurationError(f"no Ray cluster at {address or 'RAY_ADDRESS'}: {error}") from error
 

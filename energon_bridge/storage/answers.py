@@ -1,7 +1,7 @@
 """Connections to servers, and one GET on an open one: the request as bytes, and the head of its answer.
 
 Responses of the usual form (200 or 206 with a length) are parsed here: http.client, which parses each head as an e-mail
-message, takes twice the CPU time per request of 80 KiB (docs/measured/starts-and-requests-2026-11-25.md). All others
+message, takes twice the CPU time per request of 80 KiB (docs/measured/object-storage.md). All others
 are left to http.client from their first byte on.
 
 Invariant: no byte after a response is read from the connection, so it can be reused.

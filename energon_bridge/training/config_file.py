@@ -118,7 +118,8 @@ def data_settings() -> dict[str, inspect.Parameter]:
 
 
 def _is_plain(hint: Any) -> bool:
-    return typing.get_origin(hint) is Literal or {*(typing.get_args(hint) or (hint,))} <= {*_PLAIN, NoneType}
+    plain = {*_PLAIN, NoneType, dict[str, Any]}
+    return typing.get_origin(hint) is Literal or {*(typing.get_args(hint) or (hint,))} <= plain
 
 
 def _fields(cls: type) -> list[str]:
@@ -177,6 +178,8 @@ def _convert(value: Any, hint: Any, *, name: str, where: str) -> Any:
             return text
         raise ConfigurationError(f"{where}: {name} must be one of {', '.join(typing.get_args(hint))}, got {text!r}")
     accepted = typing.get_args(hint) or (hint,)
+    if dict[str, Any] in accepted:
+        return _convert_mapping(value, name=name, where=where)
     if isinstance(value, _Text):
         if str not in accepted or value in ("null", "~"):
             value = _parse(value, name)
@@ -211,6 +214,17 @@ def _convert_names(value: Any, *, name: str, where: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
         raise ConfigurationError(f"{where}: {name} must be a list of strings, got {value!r} ({type(value).__name__})")
     return tuple(value)
+
+
+def _convert_mapping(value: Any, *, name: str, where: str) -> dict[str, Any] | None:
+    """Return a mapping of any values; null is none."""
+    if isinstance(value, _Text):
+        value = _parse(value, name)
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise ConfigurationError(f"{where}: {name} must be a mapping, got {value!r} ({type(value).__name__})")
+    return {key: _parse(one, f"{name}.{key}") if isinstance(one, _Text) else one for key, one in value.items()}
 
 
 def _parse(text: str, name: str) -> Any:

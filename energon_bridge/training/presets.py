@@ -12,13 +12,19 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.task_encoder.families import QWEN_VL_TEMPLATE, Family, ProcessorFamily
+from energon_bridge.task_encoder.families import (
+    CHATML_TEMPLATE,
+    OMNI_TEMPLATE,
+    QWEN_VL_TEMPLATE,
+    Family,
+    ProcessorFamily,
+)
 from energon_bridge.task_encoder.families.registry import load_pretrained
 from energon_bridge.task_encoder.layout import ImageToken, MultiModalSampleConfig
 from energon_bridge.training.config import ModelConfig
@@ -31,12 +37,16 @@ from energon_bridge.training.config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpecialTokens:
-    """The special tokens of a family: those with a role, the other ones, and the chat template that writes them."""
+    """The special tokens of a family: those with a role, the other ones, and the chat template that writes them.
+
+    A processor asks for the `named` ones as attributes of the tokenizer, like `image_token`.
+    """
 
     pad: str
     eos: str
     bos: str | None = None
     others: tuple[str, ...] = ()
+    named: Mapping[str, str] = field(default_factory=dict)
     chat_template: str | None = None
 
 
@@ -47,6 +57,32 @@ QWEN_TOKENS = SpecialTokens(
     eos="<|im_end|>",
     others=("<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
     chat_template=QWEN_VL_TEMPLATE,
+)
+
+IDEFICS_TOKENS = SpecialTokens(
+    pad="<|endoftext|>",
+    eos="<|im_end|>",
+    others=(
+        *("<|im_start|>", "<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>"),
+        *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
+    ),
+    chat_template=CHATML_TEMPLATE,
+)
+
+AUDIO_TOKENS = SpecialTokens(
+    pad="<|endoftext|>", eos="<|im_end|>", others=("<|im_start|>", "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>")
+)
+"""Their chat template is that of the processor."""
+
+OMNI_TOKENS = SpecialTokens(
+    pad="<|endoftext|>",
+    eos="<|im_end|>",
+    others=("<|im_start|>",),
+    named={
+        **{f"{kind}_token": f"<|{kind.upper()}|>" for kind in ("image", "video", "audio")},
+        **{f"{name}_token": f"<|{name}|>" for name in ("vision_bos", "vision_eos", "audio_bos", "audio_eos")},
+    },
+    chat_template=OMNI_TEMPLATE,
 )
 
 
@@ -99,14 +135,7 @@ def write_tiny_qwen2_5_vl(config: ModelConfig, folder: Path, texts: Iterable[str
     """Write a model of the Qwen2.5-VL family; the last layer of its vision tower sees whole images."""
     from transformers import Qwen2_5_VLConfig
 
-    vision = {
-        "hidden_size": config.hidden_size,
-        "out_hidden_size": config.hidden_size,
-        "intermediate_size": 2 * config.hidden_size,
-        "window_size": 4 * config.patch_size,
-        "fullatt_block_indexes": [config.num_layers - 1],
-    }
-    _write_qwen(Qwen2_5_VLConfig, config, folder, texts, vision=vision)
+    _write_qwen(Qwen2_5_VLConfig, config, folder, texts, vision=_windows(config))
 
 
 def write_tiny_qwen3_vl(config: ModelConfig, folder: Path, texts: Iterable[str]) -> None:
@@ -124,6 +153,101 @@ def write_tiny_qwen3_vl(config: ModelConfig, folder: Path, texts: Iterable[str])
     _write_qwen(Qwen3VLConfig, config, folder, texts, vision=vision, text=text, interleaved=True)
 
 
+def write_tiny_idefics3(config: ModelConfig, folder: Path, texts: Iterable[str]) -> None:
+    """Write a model of the Idefics 3 family: it cuts an image into up to four tiles, and gets the whole image too."""
+    from transformers import Idefics3Config, Idefics3ImageProcessorPil, Idefics3Processor, LlamaConfig
+
+    scale = 2  # patches along each side of what becomes a token
+    _check_sizes(config, heads=2, patches=scale)
+    tokenizer = train_tokenizer(texts, config.vocab_size, IDEFICS_TOKENS)
+    text = LlamaConfig(**_text_sizes(config, tokenizer), max_position_embeddings=4096)
+    vision = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": 2 * config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "image_size": config.image_size,
+        "patch_size": config.patch_size,
+    }
+    model = Idefics3Config(
+        vision_config=vision,
+        text_config=text.to_dict(),
+        scale_factor=scale,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    image_processor = Idefics3ImageProcessorPil(
+        size={"longest_edge": 2 * config.image_size}, max_image_size={"longest_edge": config.image_size}
+    )
+    count = (config.image_size // config.patch_size // scale) ** 2
+    processor = Idefics3Processor(image_processor, tokenizer, count, chat_template=tokenizer.chat_template)
+    for part in (model, processor):
+        part.save_pretrained(folder)
+
+
+def write_tiny_qwen2_audio(config: ModelConfig, folder: Path, texts: Iterable[str]) -> None:
+    """Write a model of the Qwen2-Audio family, which takes sounds of up to 30 seconds."""
+    from transformers import Qwen2AudioConfig, Qwen2AudioProcessor, Qwen2Config, WhisperFeatureExtractor
+
+    _check_sizes(config, heads=2, patches=1)
+    tokenizer = train_tokenizer(texts, config.vocab_size, AUDIO_TOKENS)
+    extractor = WhisperFeatureExtractor()
+    model = Qwen2AudioConfig(
+        audio_config=_hearing(config, extractor),
+        text_config=Qwen2Config(**_text_sizes(config, tokenizer), max_position_embeddings=4096).to_dict(),
+        audio_token_index=tokenizer.convert_tokens_to_ids("<|AUDIO|>"),
+    )
+    for part in (model, Qwen2AudioProcessor(extractor, tokenizer)):
+        part.save_pretrained(folder)
+
+
+def write_tiny_qwen2_5_omni(config: ModelConfig, folder: Path, texts: Iterable[str]) -> None:
+    """Write the part of a model of the Qwen2.5-Omni family that reads images, videos and sounds, and writes text.
+
+    Raises:
+        ConfigurationError: torchvision is missing, which its processor needs.
+    """
+    from transformers import (
+        Qwen2_5OmniProcessor,
+        Qwen2_5OmniThinkerConfig,
+        Qwen2VLImageProcessorPil,
+        Qwen2VLVideoProcessor,
+        WhisperFeatureExtractor,
+    )
+    from transformers.utils import is_torchvision_available
+
+    if not is_torchvision_available():
+        raise ConfigurationError(f"model.preset={config.preset}: the processor of this model needs torchvision")
+    _check_sizes(config, heads=4, patches=_MERGE)
+    tokenizer = train_tokenizer(texts, config.vocab_size, OMNI_TOKENS)
+    extractor = WhisperFeatureExtractor()
+    ids: dict[str, int] = {
+        name: tokenizer.convert_tokens_to_ids(OMNI_TOKENS.named[f"{token}_token"])
+        for name, token in (
+            *((f"{kind}_token_index", kind) for kind in ("image", "video", "audio")),
+            *(("vision_start_token_id", "vision_bos"), ("vision_end_token_id", "vision_eos")),
+            *(("audio_start_token_id", "audio_bos"), ("audio_end_token_id", "audio_eos")),
+        )
+    }
+    model = Qwen2_5OmniThinkerConfig(
+        audio_config={**_hearing(config, extractor), "output_dim": config.hidden_size},
+        vision_config={**_qwen_vision(config), **_windows(config)},
+        text_config=_qwen_text(config, tokenizer),
+        **ids,
+    )
+    size = {"shortest_edge": (_MERGE * config.patch_size) ** 2, "longest_edge": config.image_size**2}
+    patches = {"patch_size": config.patch_size, "merge_size": _MERGE, "temporal_patch_size": 2}
+    processor = Qwen2_5OmniProcessor(
+        image_processor=Qwen2VLImageProcessorPil(size=size, **patches),
+        video_processor=Qwen2VLVideoProcessor(size=size, **patches),
+        feature_extractor=extractor,
+        tokenizer=tokenizer,
+        chat_template=tokenizer.chat_template,
+    )
+    for part in (model, processor):
+        part.save_pretrained(folder)
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int, special: SpecialTokens) -> Any:
     """Train a byte-level BPE tokenizer on texts and give it the special tokens and chat template of a family."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -137,7 +261,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, special: SpecialToken
     # With the whole byte alphabet no text is ever unknown, whatever the captions were.
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[*named.values(), *special.others],
+        special_tokens=[*named.values(), *special.others, *special.named.values()],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -146,6 +270,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, special: SpecialToken
         tokenizer_object=tokenizer,
         **named,
         additional_special_tokens=list(special.others),
+        extra_special_tokens=dict(special.named),
         chat_template=special.chat_template,
         clean_up_tokenization_spaces=False,
     )
@@ -163,15 +288,8 @@ def _write_qwen(
 ) -> None:
     from transformers import Qwen2VLImageProcessorPil
 
-    merge = 2
-    _check_sizes(config, heads=4, patches=merge)
+    _check_sizes(config, heads=4, patches=_MERGE)
     tokenizer = train_tokenizer(texts, config.vocab_size, QWEN_TOKENS)
-    # The three axes share the frequencies of a head about equally, as in the published models.
-    half = config.hidden_size // config.num_heads // 2
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
-    rope["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
-    if interleaved:
-        rope["mrope_interleaved"] = True
     ids: dict[str, int] = {
         name: tokenizer.convert_tokens_to_ids(token)
         for name, token in (
@@ -181,25 +299,60 @@ def _write_qwen(
             ("vision_end_token_id", "<|vision_end|>"),
         )
     }
-    patches = {"patch_size": config.patch_size, "spatial_merge_size": merge, "temporal_patch_size": 2}
     model = kind(
-        vision_config={"depth": config.num_layers, "num_heads": config.num_heads, **patches, **vision},
-        text_config={
-            **_text_sizes(config, tokenizer),
-            "max_position_embeddings": 4096,
-            "rope_parameters": rope,
-            **text,
-        },
+        vision_config={**_qwen_vision(config), **vision},
+        text_config={**_qwen_text(config, tokenizer, interleaved=interleaved), **text},
         **ids,
     )
     image_processor = Qwen2VLImageProcessorPil(
-        size={"shortest_edge": (merge * config.patch_size) ** 2, "longest_edge": config.image_size**2},
+        size={"shortest_edge": (_MERGE * config.patch_size) ** 2, "longest_edge": config.image_size**2},
         patch_size=config.patch_size,
-        merge_size=merge,
+        merge_size=_MERGE,
         temporal_patch_size=2,
     )
     for part in (model, tokenizer, image_processor):
         part.save_pretrained(folder)
+
+
+_MERGE = 2
+"""Patches along each side of what becomes a token, in the Qwen-VL families."""
+
+
+def _qwen_vision(config: ModelConfig) -> dict[str, Any]:
+    patches = {"patch_size": config.patch_size, "spatial_merge_size": _MERGE, "temporal_patch_size": 2}
+    return {"depth": config.num_layers, "num_heads": config.num_heads, **patches}
+
+
+def _windows(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "hidden_size": config.hidden_size,
+        "out_hidden_size": config.hidden_size,
+        "intermediate_size": 2 * config.hidden_size,
+        "window_size": 4 * config.patch_size,
+        "fullatt_block_indexes": [config.num_layers - 1],
+    }
+
+
+def _qwen_text(config: ModelConfig, tokenizer: Any, *, interleaved: bool = False) -> dict[str, Any]:
+    # The three axes share the frequencies of a head about equally, as in the published models.
+    half = config.hidden_size // config.num_heads // 2
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
+    rope["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
+    if interleaved:
+        rope["mrope_interleaved"] = True
+    return {**_text_sizes(config, tokenizer), "max_position_embeddings": 4096, "rope_parameters": rope}
+
+
+def _hearing(config: ModelConfig, extractor: Any) -> dict[str, Any]:
+    """Return the sizes of an audio encoder for what a feature extractor makes of 30 seconds."""
+    return {
+        "d_model": config.hidden_size,
+        "encoder_ffn_dim": 2 * config.hidden_size,
+        "encoder_layers": config.num_layers,
+        "encoder_attention_heads": config.num_heads,
+        "num_mel_bins": extractor.feature_size,
+        "max_source_positions": extractor.nb_max_frames // 2,
+    }
 
 
 def _text_sizes(config: ModelConfig, tokenizer: Any) -> dict[str, Any]:
@@ -239,6 +392,9 @@ PRESETS: Mapping[str, Writer] = MappingProxyType(
         "tiny-qwen2-vl": write_tiny_qwen2_vl,
         "tiny-qwen2.5-vl": write_tiny_qwen2_5_vl,
         "tiny-qwen3-vl": write_tiny_qwen3_vl,
+        "tiny-idefics3": write_tiny_idefics3,
+        "tiny-qwen2-audio": write_tiny_qwen2_audio,
+        "tiny-qwen2.5-omni": write_tiny_qwen2_5_omni,
     }
 )
 
@@ -326,6 +482,7 @@ def load_model(
     options = {"dtype": torch.float32, "attn_implementation": attn_implementation}
     try:
         config = AutoConfig.from_pretrained(name_or_path)
+        config = getattr(config, "thinker_config", config)  # the part of omni models that writes text
         family, image_processor = None, None
         if config.model_type in PLAIN:
             tokenizer = AutoTokenizer.from_pretrained(name_or_path)
@@ -367,7 +524,7 @@ def _model(name_or_path: str, config: Any, init: str, options: Mapping[str, Any]
     kind = next((one for one in kinds if one is not None and type(config) in one._model_mapping), kinds[0])
     if init == "random":
         return kind.from_config(config, **options)
-    return kind.from_pretrained(name_or_path, **options)
+    return kind.from_pretrained(name_or_path, config=config, **options)
 
 
 def _is_path(name: str) -> bool:

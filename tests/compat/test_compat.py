@@ -149,9 +149,10 @@ def test_what_neither_package_has_is_not_there(statement: str) -> None:
 
 def test_refused_classes_can_be_named_but_not_used() -> None:
     def use() -> list[str]:
-        from megatron.energon import CaptioningWebdataset, Lazy, LimitDataset, MapDataset, SavableDataset
+        from megatron.energon import CaptioningWebdataset, Lazy, LimitDataset, SavableDataset
+        from megatron.energon.wrappers.base import BaseWrapperDataset
 
-        class Own(MapDataset[int]):
+        class Own(BaseWrapperDataset[int]):
             lazy: Lazy[int] | None = None
             dataset: SavableDataset[int] | None = None
 
@@ -172,8 +173,8 @@ def test_refused_classes_can_be_named_but_not_used() -> None:
 
     messages = installed(use)
     assert [message.partition(" of")[0] for message in messages[:3]] == [
-        "NotProvidedError: MapDataset",
-        "NotProvidedError: MapDataset.anything",
+        "NotProvidedError: BaseWrapperDataset",
+        "NotProvidedError: BaseWrapperDataset.anything",
         "NotProvidedError: making CaptioningWebdataset",
     ]
     assert messages[3].startswith("ConfigurationError: LimitDataset: expected a dataset from get_train_dataset")

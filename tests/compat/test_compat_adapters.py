@@ -128,9 +128,6 @@ def test_wrappers_that_mean_nothing_are_refused(path: Path) -> None:
             loading.get_loader(wrong)
     with pytest.raises(NotProvidedError, match="blend_epochized"):
         loading.get_loader(wrapped.RepeatDataset(val(path), repeats=2))
-    for built in (wrapped.BlendDataset((val(path), 1.0)), wrapped.ShuffleBufferDataset(val(path), 4)):
-        with pytest.raises(NotProvidedError, match="around a dataset that is already built"):
-            loading.get_loader(built)
 
 
 # Preparing -----------------------------------------------------------------------------------------------------------

@@ -163,6 +163,25 @@ def test_encoders_in_the_ways_of_public_code_run_as_they_are(data: Path, tmp_pat
     assert len(seen["cooked"]["keys"]) == 15
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_wrappers_run_as_they_are(data: Path, workers: int) -> None:
+    seen = run_with_ours("wrappers.py", data / "captions", workers)
+    kept = {key for key, _ in seen["filtered"][0]}
+    assert kept == {f"train-{n:05d}" for n in range(40) if n % 10 != 3}
+    assert {key for key, _ in seen["pieces"]} == {f"train-{n:05d}" for n in range(40) if n % 10 != 7}
+    assert (seen["once False"], seen["once True"]) == ([40, 40], [36, 36])
+    assert seen["blended"] == [True, 80]
+    assert seen["val"] == [[[f"val-{n:05d}" for n in (k, k + 1, k + 2)] for k in (0, 3, 6)]] * 2 or workers
+
+
+@pytest.mark.rival
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_wrappers_see_the_same(data: Path, workers: int, run_with_rival: Program) -> None:
+    arguments = ("wrappers.py", data / "captions", workers)
+    assert run_with_ours(*arguments) == run_with_rival(*arguments)
+
+
 @pytest.mark.rival
 @pytest.mark.slow
 def test_encoders_in_the_ways_of_public_code_see_the_same(data: Path, tmp_path: Path, run_with_rival: Program) -> None:

@@ -2,11 +2,12 @@
 
 Everything about a chain follows from a seed and its number. A tree is what a metadataset's split says, with paths
 relative to the folder of the datasets, so that a failing case can be read, and pasted into a test. All of it needs the
-package, torch and numpy only.
+package, torch and numpy only; those with media also need transformers, PyAV and, of one kind, torchvision.
 """
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from crude import crude_mix
 from engine import ENCODERS, config_of, text_dataset
 from keyed import BOTH, CRUDE, keyed_dataset, shards, shuffled
 from mixing import metadataset
+from talks import LEAVES as TALKS, MEDIA, talk_encoder, write_talks
 
 from energon_bridge import (
     Cooker,
@@ -46,7 +48,8 @@ LINES = {"lines": 60, "long": 6500}
 """The second is long enough for slices of several samples on any number of lanes, and in passes."""
 KEYS = [f"{number:05d}" for number in range(40)]
 MATCHED, TALK, PICTURES = 26, (13, 8, 16), 37
-LEAVES: dict[str, tuple[int, dict[str, Any]]] = {
+Leaves = dict[str, tuple[int, dict[str, Any]]]
+LEAVES: Leaves = {
     **{name: (sum(counts), {"path": f"./{name}"}) for name, counts in SHARDS.items()},
     **{name: (count, {"path": f"./{name}.jsonl", "subflavors": {"of": name}}) for name, count in LINES.items()},
     "filtered": (50, {"path": "./filtered", "filter": "tens in [0, 3, 7, 15, 19]"}),
@@ -68,6 +71,11 @@ LEAVES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
 }
 """What is at the ends of trees: number of samples and how a metadataset names it."""
+TALK_LEAVES: dict[str, Leaves] = {
+    media: {**leaves, **{f"{name} again": leaf for name, leaf in leaves.items()}, "odd": LEAVES["odd"]}
+    for media, leaves in TALKS.items()
+}
+"""The leaves of mixes of conversations with media; two of three are such."""
 PICTURE_LEAF = {"path": "./pictures"}
 FILTERS: dict[str, Callable[[int], bool]] = {
     "number % 2 == 0": lambda number: number % 2 == 0,
@@ -96,6 +104,7 @@ def write_data(folder: Path) -> Path:
         keyed_dataset(folder / names[0], train=shards(KEYS, 17, 8, 15), **settings)
         keyed_dataset(folder / names[1], train=shards([*shuffled(KEYS[-MATCHED:]), "77777"], 4, 23), **settings)
     create_captioning_test_dataset(folder / "pictures", num_train=PICTURES, num_val=0, image_size=4)
+    write_talks(folder)
     return folder
 
 
@@ -143,7 +152,7 @@ class Groups:
     sized = True
 
     def batch_group_criterion(self, sample: Any) -> tuple[Any, int | None]:
-        kind = len(str(sample.text)) % 3
+        kind = (len(sample.tokens) if hasattr(sample, "tokens") else len(str(sample.text))) % 3
         return kind, 1 + kind if self.sized else None
 
 
@@ -172,7 +181,10 @@ class ManyBatches:
 
     def encode_batch(self, batch: Any) -> Iterator[Any]:
         for _ in range(random.randrange(4)):
-            yield replace(batch, text=[f"{text} {torch.rand(())}" for text in batch.text])
+            if hasattr(batch, "loss_mask"):
+                yield replace(batch, loss_mask=batch.loss_mask + torch.rand(()))
+            else:
+                yield replace(batch, text=[f"{text} {torch.rand(())}" for text in batch.text])
 
 
 FEATURES: dict[str, type] = {"groups": Groups, "equal": EqualGroups, "refuses": Refuses, "many": ManyBatches}
@@ -187,8 +199,16 @@ VALIDATED = ("batch_size", "batch_drop_last", "packing_buffer_size", "max_tokens
 
 
 @cache
-def encoder_of(base: str, features: tuple[str, ...]) -> DefaultTaskEncoder:
-    """Return an encoder with some features that also cooks."""
+def encoder_of(
+    base: str, features: tuple[str, ...], media: str | None = None, data: Path | None = None
+) -> DefaultTaskEncoder:
+    """Return an encoder with some features that also cooks; with `media`, of conversations, by a model in `data`."""
+    if media is not None:
+        assert data is not None
+        made: DefaultTaskEncoder = talk_encoder(
+            data, media, tuple(FEATURES[name] for name in features), base == "several", COOKERS
+        )
+        return made
     bases = (*(FEATURES[name] for name in features), ENCODERS[base])
     encoder: DefaultTaskEncoder = type("_".join((*features, base)), bases, {"cookers": COOKERS})()
     return encoder
@@ -252,6 +272,7 @@ class Chain:
     Args:
         tree: What the split of a metadataset says.
         base, features: Of the encoder.
+        media: The kind of model of conversations with media, if it has any.
         settings: Of `get_train_dataset`.
         run: Of the worker configuration: what holds for the whole run.
         legs: The topologies, one after the other.
@@ -265,6 +286,7 @@ class Chain:
     run: dict[str, Any]
     legs: tuple[Leg, ...]
     validation: bool = False
+    media: str | None = None
 
     @property
     def packs(self) -> bool:
@@ -278,7 +300,7 @@ class Chain:
         """Open the mix."""
         mix = metadataset(data, train=self.tree)
         common: dict[str, Any] = {"worker_config": config_of(1, 0, **self.run)}
-        common |= {"task_encoder": encoder_of(self.base, self.features)}
+        common |= {"task_encoder": encoder_of(self.base, self.features, self.media, data if self.media else None)}
         if self.validation:
             settings = {name: value for name, value in self.settings.items() if name in VALIDATED}
             return get_val_dataset(mix, split_part="train", **common, **settings)
@@ -317,14 +339,16 @@ def fits(size: int, subsets: tuple[SubsetRange, ...]) -> bool:
     return start < stop
 
 
-def drawn_leaf(rng: random.Random, outer: tuple[SubsetRange, ...], finite: bool, most: int) -> dict[str, Any]:
+def drawn_leaf(
+    rng: random.Random, outer: tuple[SubsetRange, ...], finite: bool, most: int, leaves: Leaves
+) -> dict[str, Any]:
     """Draw a dataset, a file or a join of at most so many samples within the ranges around it."""
     names = [
         name
-        for name, (size, described) in LEAVES.items()
+        for name, (size, described) in leaves.items()
         if size <= most and fits(size, outer) and not (outer and "filter" in described)  # it may keep none of a range
     ]
-    size, described = LEAVES[rng.choice(names)]
+    size, described = leaves[rng.choice(names)]
     tree = dict(described)
     ranges = (
         [] if "filter" in tree else [bounds for bounds in PERCENT + ABSOLUTE if fits(size, (range_of(bounds), *outer))]
@@ -355,17 +379,18 @@ def drawn_tree(
     most: int,
     depth: int = 3,
     outer: tuple[SubsetRange, ...] = (),
+    leaves: Leaves = LEAVES,
 ) -> dict[str, Any]:
     """Draw a mix, of legal nestings only; nothing in it is empty."""
     kind = rng.choice(list(kinds)) if depth else "leaf"
     if kind == "leaf":
-        return drawn_leaf(rng, outer, finite, most)
+        return drawn_leaf(rng, outer, finite, most, leaves)
     bounds = None
     if len(outer) < 2 and rng.random() < 0.3:
         bounds = rng.choice([bounds for bounds in PERCENT if fits(60, (range_of(bounds), *outer))] or [None])
     inner = outer if bounds is None else (range_of(bounds), *outer)
     count = rng.randint(1, 4 if depth == 3 else 3)
-    children = [drawn_tree(rng, CHILDREN[kind], finite, most, depth - 1, inner) for _ in range(count)]
+    children = [drawn_tree(rng, CHILDREN[kind], finite, most, depth - 1, inner, leaves) for _ in range(count)]
     sure = rng.randrange(count)
     for number, child in enumerate(children):
         if kind == "blend":
@@ -475,11 +500,18 @@ def with_unit(tree: dict[str, Any], rng: random.Random, unit: str | None = None)
     return inner if unit is not None else inner | {"unit": rng.choice(UNITS)}
 
 
+def drawn_media(rng: random.Random) -> str | None:
+    """Draw the kind of model of a chain with media; ENERGON_CHAIN_MEDIA makes all of them such."""
+    share = 1 if os.environ.get("ENERGON_CHAIN_MEDIA") else 0.1
+    return rng.choice(list(MEDIA)) if rng.random() < share else None
+
+
 def drawn_chain(seed: int, number: int) -> Chain:
     """Draw chain `number` of a seed."""
     rng = random.Random(f"{seed} {number}")
     finite = rng.random() < 0.2
-    pictures = rng.random() < 0.03
+    media = drawn_media(random.Random(f"{seed} {number} media"))
+    pictures = rng.random() < 0.03 and media is None
     base = "default" if pictures else rng.choice(BASES)
     chosen = ("refuses",) if finite else ("refuses", "many")  # in a pass a microbatch is one, so that ranks agree
     features: list[str] = [] if pictures else [name for name in chosen if rng.random() < 0.15]
@@ -501,7 +533,7 @@ def drawn_chain(seed: int, number: int) -> Chain:
     if base in PACKING:
         settings["packing_buffer_size"] = rng.choice([3, 5, 11, 20, 40])
     if base == "lengths":
-        settings["max_tokens_per_microbatch"] = rng.choice([3, 6, 10])
+        settings["max_tokens_per_microbatch"] = rng.choice([3, 6, 10]) * (60 if media else 1)
     if finite:
         settings |= {"repeat": False, "batch_drop_last": rng.random() < 0.3}
     if rng.random() < 0.1:
@@ -517,11 +549,13 @@ def drawn_chain(seed: int, number: int) -> Chain:
     kinds = ("leaf", "concat", "blend_epochized") if finite else ("leaf", "concat", "blend", "blend", "blend_epochized")
     # A pass that is packed or grouped is made once by every rank before it begins.
     listed = finite and (base in PACKING or bool({"groups", "equal"} & {*features}))
-    tree = dict(PICTURE_LEAF) if pictures else drawn_tree(rng, kinds, finite, 100 if listed else 1 << 30)
+    most, leaves = 100 if listed else 1 << 30, LEAVES if media is None else TALK_LEAVES[media]
+    tree = dict(PICTURE_LEAF) if pictures else drawn_tree(rng, kinds, finite, most, leaves=leaves)
     units = random.Random(f"{seed} {number} units")
-    tree = with_unit(tree, units) if "blend" in tree and units.random() < 0.5 else tree
+    by_unit = "blend" in tree and media is None and units.random() < 0.5
+    tree = with_unit(tree, units) if by_unit else tree
     changeable = num_leaves(tree) if "blend" in tree and num_leaves(tree) > 1 else 0
-    legs = tuple(drawn_legs(rng, run, min(90, 240 // (rows or 1))))
+    legs = tuple(drawn_legs(rng, run, min(90, 240 // (rows or 1)) // (4 if media else 1)))
     legs = tuple(with_events(legs, random.Random(f"{seed} {number} events"), changeable, finite))
     forking = random.Random(f"{seed} {number} processes")
     legs = tuple(replace(leg, processes=leg.ranks * leg.workers in FORKED and forking.random() < 0.3) for leg in legs)
@@ -529,7 +563,7 @@ def drawn_chain(seed: int, number: int) -> Chain:
     whole = drawn_filter(filtering, ranges_of(tree, ()), ())
     tree = with_filters(tree, filtering, around=(whole,) if whole else ())
     settings |= {"filter": whole} if whole else {}
-    chain = Chain(tree=tree, base=base, features=tuple(features), settings=settings, run=run, legs=legs)
+    chain = Chain(tree=tree, base=base, features=tuple(features), settings=settings, run=run, legs=legs, media=media)
     if finite and random.Random(f"{seed} {number} validation").random() < 0.5:
         legs = tuple(replace(leg, events=()) for leg in legs)  # it leaves out what is banned at once
         return replace(chain, validation=True, legs=legs)

@@ -279,7 +279,9 @@ class InProcessPool:
         self._due, self._ahead = due, loader.config.prefetch_factor
         for number in range(self._number):
             arena = Arena(1 << 20)
-            self._workers.append((_messages(loader.work(number, frozenset(), False), arena), arena, deque()))
+            self._workers.append(
+                (_messages(loader.work(number, frozenset(), False), arena, self._ahead), arena, deque())
+            )
 
     def again(self, due: Iterator[tuple[int, int]]) -> bool:
         return False
@@ -296,9 +298,9 @@ class InProcessPool:
         self._workers = []
 
 
-def _messages(work: Work, arena: Arena) -> Iterator[BatchMessage]:
-    """Yield what a worker sends."""
-    outbox = Outbox(arena, kept=0)
+def _messages(work: Work, arena: Arena, ahead: int) -> Iterator[BatchMessage]:
+    """Yield what a worker sends, with so many messages that were not opened."""
+    outbox = Outbox(arena, kept=ahead)
     for item in work.items(arena, Board(), again=False):
         yield outgoing(item, outbox)
 

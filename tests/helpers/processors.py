@@ -252,6 +252,9 @@ def place(processor: Any, kind: str) -> str:
     """Return the text that a chat template writes for a medium."""
     name = type(processor).__name__
     token = getattr(processor, f"{kind}_placeholder_token", None) or getattr(processor, f"{kind}_token", None) or ""
+    if "Omni" in name and name.startswith("Qwen"):
+        around = "audio" if kind == "audio" else "vision"
+        return token.join(getattr(processor.tokenizer, f"{around}_{side}_token") for side in ("bos", "eos"))
     if kind == "video" and name.startswith("Glm"):
         return f"<|begin_of_video|>{token}<|end_of_video|>"
     return f"<|image_start|>{token}<|image_end|>" if name == "HunYuanVLProcessor" else token
@@ -315,8 +318,26 @@ def called(processor: Any, texts: list[str], samples: list[ChatSample]) -> dict[
             for n in (len(video.frames) for video in videos)
         ]
         given["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": metadata, "return_metadata": True}
-    sounds = [sound for sample in samples for sound, _ in sample.audios or ()]
+    sounds, sources = heard(samples)
     if sounds:
         given["audio"] = sounds
+    if any(source is not None for source in sources):
+        given |= {"load_audio_from_video": True, "audio_from_video_indices": sources}
+    if "Omni" in type(processor).__name__ and type(processor).__name__.startswith("Qwen") and videos:
+        given["videos_kwargs"]["fps"] = videos[0].fps  # it takes one rate for all
     padding = {"padding": True} if len(texts) > 1 else {}
     return dict(processor(text=texts, add_special_tokens=False, return_tensors="pt", **padding, **given))
+
+
+def heard(samples: list[ChatSample]) -> tuple[list[np.ndarray], list[int | None]]:
+    """Return all sounds in the order of their places, and for each the number of its video, or None."""
+    slots: list[tuple[np.ndarray, int | None]] = []
+    number = itertools.count()
+    for sample in samples:
+        alone, videos = iter(sample.audios or ()), iter(sample.videos or ())
+        for kind in re.findall("<(video|audio)>", " ".join(turn["content"] for turn in sample.messages)):
+            source = next(number) if kind == "video" else None
+            sound = next(alone) if kind == "audio" else next(videos).sound
+            if sound is not None:
+                slots.append((sound[0], source))
+    return [sound for sound, _ in slots], [source for _, source in slots]

@@ -2,7 +2,7 @@
 
 Optional: `megatron.training` comes with megatron-core from 0.17 on, which needs Python 3.12, so these tests start
 `megatron_pretrain.py` in the interpreter that ENERGON_MEGATRON_PYTHON names, or else in this one, and are skipped where
-it cannot import it (docs/how-to/megatron.md says how to make one). The summary of the tests names the version that ran.
+it cannot import it (docs/measured/programs.md says how to make one). The summary of the tests names what ran.
 """
 
 from __future__ import annotations

@@ -68,6 +68,10 @@ def test_a_file_of_the_training_script_has_any_plain_setting(tmp_path: Path) -> 
     (tmp_path / "config.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "config.yaml") == config
     assert "error_policy" not in data_settings()
+    config = load_config(None, ["data.worker_engine=ray", "data.ray_options={strategy: spread}"])
+    assert config.data.settings == {"worker_engine": "ray", "ray_options": {"strategy": "spread"}}
+    config = load_config(None, ["data.ray_options.num_cpus=2", "data.ray_options.runtime_env={pip: [av]}"])
+    assert config.data.settings == {"ray_options": {"num_cpus": 2, "runtime_env": {"pip": ["av"]}}}
 
 
 @pytest.mark.parametrize(
@@ -75,6 +79,7 @@ def test_a_file_of_the_training_script_has_any_plain_setting(tmp_path: Path) -> 
     [
         ("data.start_method=threads", "data.start_method must be one of fork, forkserver, spawn, got 'threads'"),
         ("data.buffer_bytes=some", "data.buffer_bytes must be int, got 'some'"),
+        ("data.ray_options=4", "data.ray_options must be a mapping, got 4"),
         ("data.error_policy=skip", "there is no configuration key 'data.error_policy'"),
         ("data.fail_on_timeuot=true", "Did you mean 'data.fail_on_timeout'"),
         ("data.settings={}", "there is no configuration key 'data.settings'"),

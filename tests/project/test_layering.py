@@ -65,6 +65,7 @@ ROOMS = {
     """,
     "trainers": "integrations replica plan.balance stream.planned loader.shares",
     "cloud": """
+        loader.ray_actor loader.ray_engine loader.ray_relay
         storage.answers storage.buckets storage.fsspec_store storage.http storage.node_cache storage.remote
         stores.file_cache
     """,
@@ -77,13 +78,13 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 29_990,
+    "core": 30_090,
     "models": 9_400,
     "trainers": 6_510,
-    "cloud": 3_200,
+    "cloud": 4_250,
     "tools": 13_270,
-    "drop-in": 3_300,
-    "training": 4_400,
+    "drop-in": 4_000,
+    "training": 4_540,
 }
 MAX_LINES = 1000  # of one file: the budgets keep rooms small, this keeps a file one idea
 RUN_AS_COMMAND = 'if __name__ == "__main__":\n    sys.exit(main())\n'

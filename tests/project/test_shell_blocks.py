@@ -50,7 +50,7 @@ METADATASET = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
 STANDS_FOR = {
     " /data/": " {here}/data/",
     " /shared/": " {here}/shared/",
-    "tests/suites/chains.py --chains 10000 --processes 16": f"{CHAINS} --chains 1 --processes 1",
+    "tests/suites/chains.py --chains 7000 --processes 2": f"{CHAINS} --chains 1 --processes 1",
     "$SLURM_ARRAY_TASK_ID/16": "0/1",  # every task must have run before the last line
     "3/16": "0/1",
     "--step 5123 --world-size 8 --global-batch-size 512": "--step 5 --world-size 1 --global-batch-size 4",

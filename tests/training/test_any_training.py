@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import wave
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import yaml
 from click.testing import CliRunner
+from clips import write_video
 from forked import start_forked
 from paths import CONFIGS
 from PIL import Image
@@ -21,7 +24,7 @@ pytest.importorskip("transformers")
 
 from processors import template_of, tiny_model, tiny_model_config, tiny_processor
 from run_outputs import read_losses
-from sources import converted
+from sources import convert, converted
 
 from energon_bridge import WorkerConfig, get_loader, get_val_dataset
 from energon_bridge.cli.main import main as energon
@@ -35,6 +38,12 @@ from energon_bridge.training.config_file import load_config
 from energon_bridge.training.encoder import COOKERS
 from energon_bridge.training.module import VisionLanguageModule
 
+TWINS = {
+    "idefics3_instruct": ("images",),
+    "qwen2_audio_instruct": ("audios",),
+    "qwen2.5_omni_instruct": ("images", "audios", "videos"),
+}
+"""Recipes whose models are encoded by their own processor, and what their conversations have."""
 MODELS = {"gemma3": ("Gemma3Processor", "images", 640), "qwen2_audio": ("Qwen2AudioProcessor", "audios", 200)}
 STEPS = 6
 
@@ -56,26 +65,33 @@ def model(model_type: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def data(model_type: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A list of conversations with media in files, converted."""
-    folder = tmp_path_factory.mktemp("list")
-    field = MODELS[model_type][1]
+def conversations(folder: Path, fields: Sequence[str], count: int = 16) -> Path:
+    """Write a list of conversations with media in files, each of some of these kinds."""
     rows = []
-    for number in range(16):
-        name = f"{number}.{'png' if field == 'images' else 'wav'}"
-        answer = ("red", "green", "blue")[number % 3]
+    for number in range(count):
+        field, answer = fields[number % len(fields)], ("red", "green", "blue")[number % 3]
+        name = f"{number}.{ {'images': 'png', 'audios': 'wav', 'videos': 'mp4'}[field] }"
         if field == "images":
             Image.new("RGB", (60 + number, 50), answer).save(folder / name)
-        else:
+        elif field == "audios":
             with wave.open(str(folder / name), "wb") as out:
                 out.setparams((1, 2, 16000, 0, "NONE", ""))
                 tone = np.sin(np.arange(4000 + 100 * number) * (number % 3 + 1) / 5)
                 out.writeframes((tone * 9000).astype("<i2").tobytes())
+        else:
+            write_video(folder / name, frames=8, rate=4, sound="aac")
         question = {"role": "user", "content": f"<{field.removesuffix('s')}> which?"}
         rows.append({"messages": [question, {"role": "assistant", "content": answer}], field: [name]})
     (folder / "list.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return converted(folder / "list.jsonl", folder / "data", "--split-ratio", "3,1,0")
+    return folder / "list.jsonl"
+
+
+@pytest.fixture(scope="module")
+def data(model_type: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A list of conversations with media in files, converted."""
+    folder = tmp_path_factory.mktemp("list")
+    source = conversations(folder, [MODELS[model_type][1]])
+    return converted(source, folder / "data", "--split-ratio", "3,1,0")
 
 
 def configuration(model_type: str, model: Path, data: Path, run_dir: Path) -> RunConfig:
@@ -102,19 +118,40 @@ def train_until(config: RunConfig, last: int) -> None:
     training.run(config)
 
 
-def test_killed_and_resumed_training_gives_the_same_losses(
-    model_type: str, model: Path, data: Path, tmp_path: Path
-) -> None:
-    whole = configuration(model_type, model, data, tmp_path / "whole")
+def check_killed_and_resumed(whole: RunConfig, killed: RunConfig) -> None:
     training.run(whole)
-    killed = configuration(model_type, model, data, tmp_path / "killed")
     child = start_forked(partial(train_until, killed, 9))  # two microbatches are a step, each second step is saved
     assert child.result() == (False, f"no result, exit status {-signal.SIGKILL}")
     training.run(killed, resume=True)
-    losses = [read_losses(tmp_path / name / "metrics.jsonl") for name in ("whole", "killed")]
+    losses = [read_losses(Path(config.run_dir) / "metrics.jsonl") for config in (whole, killed)]
     assert losses[0] == losses[1]
     assert sorted(losses[0]) == list(range(1, STEPS + 1))
     assert losses[0][STEPS] < losses[0][1]
+
+
+def test_killed_and_resumed_training_gives_the_same_losses(
+    model_type: str, model: Path, data: Path, tmp_path: Path
+) -> None:
+    runs = (configuration(model_type, model, data, tmp_path / name) for name in ("whole", "killed"))
+    check_killed_and_resumed(*runs)
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_the_command_that_convert_shows_trains_a_twin_whatever_stops_it(name: str, tmp_path: Path) -> None:
+    if "omni" in name:
+        pytest.importorskip("torchvision")
+    source = conversations(tmp_path, TWINS[name])
+    result = convert(source, tmp_path / "data", "--split-ratio", "3,1,0")
+    assert result.exit_code == 0, result.output
+    command = result.output.partition("Try it with a tiny model: ")[2].splitlines()[0]
+    words = shlex.split(command)
+    assert words[:4] == ["python", "-m", "energon_bridge.training", "--config"]
+    shown = name if "audios" in TWINS[name] else "qwen2.5_vl_instruct"  # images are for any twin
+    assert words[4] == f"configs/tiny/{shown}.yaml"
+    own = [f"train.max_steps={STEPS}", "train.log_interval=1", "checkpoint.interval=2", "checkpoint.export=false"]
+    twin = words[4].replace(shown, name)
+    runs = (load_config(twin, [*words[5:], *own, f"run_dir={tmp_path / name}"]) for name in ("whole", "killed"))
+    check_killed_and_resumed(*runs)
 
 
 def test_a_processor_without_a_chat_template_is_named(model_type: str, model: Path, data: Path, tmp_path: Path) -> None:

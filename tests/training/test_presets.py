@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -14,6 +16,7 @@ from PIL import Image
 pytest.importorskip("transformers")
 
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.task_encoder.families import ProcessorFamily
 from energon_bridge.training.config import ModelConfig
 from energon_bridge.training.presets import PRESETS, ModelBundle, load_model, write_preset
 from energon_bridge.training.run import freeze
@@ -25,6 +28,16 @@ MODEL_TYPES = {
     "tiny-qwen2.5-vl": "qwen2_5_vl",
     "tiny-qwen3-vl": "qwen3_vl",
 }
+PROCESSORS = {
+    "tiny-idefics3": "idefics3",
+    "tiny-qwen2-audio": "qwen2_audio",
+    "tiny-qwen2.5-omni": "qwen2_5_omni_thinker",
+}
+"""Presets that are encoded by their own processor."""
+
+
+def test_every_preset_is_tested() -> None:
+    assert {*MODEL_TYPES, *PROCESSORS} == set(PRESETS)
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +45,25 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return the folder of each preset."""
     root = tmp_path_factory.mktemp("presets")
     for name in PRESETS:
+        if name == "tiny-qwen2.5-omni" and find_spec("torchvision") is None:
+            continue
         write_preset(ModelConfig(preset=name, **SIZES), root / name, lambda: ["the digit seven"] * 3)
     return {name: root / name for name in PRESETS}
+
+
+@pytest.fixture
+def own(folders: dict[str, Path], request: pytest.FixtureRequest) -> Path:
+    """Return the folder of a preset that is encoded by its own processor."""
+    if not folders[request.param].exists():
+        pytest.skip("its processor needs torchvision")
+    return folders[request.param]
 
 
 def load(folder: Path, **options: Any) -> ModelBundle:
     return load_model(str(folder), **{"init": "random", **options})
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", MODEL_TYPES)
 def test_a_preset_is_a_folder_of_its_family(folders: dict[str, Path], preset: str) -> None:
     bundle = load(folders[preset])
     assert bundle.model.config.model_type == MODEL_TYPES[preset]
@@ -54,7 +77,48 @@ def test_a_preset_is_a_folder_of_its_family(folders: dict[str, Path], preset: st
     assert max(special) < len(bundle.tokenizer) == bundle.model.config.text_config.vocab_size
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("own", PROCESSORS, indirect=True)
+def test_a_preset_takes_what_its_processor_made_of_all_kinds_of_media(own: Path) -> None:
+    bundle = load(own)
+    assert bundle.model.config.model_type == PROCESSORS[own.name]
+    assert sum(parameter.numel() for parameter in bundle.model.parameters()) < 50_000
+    assert isinstance(bundle.family, ProcessorFamily)
+    kinds = list(bundle.family.counts)
+    given: dict[str, Any] = {"image": Image.new("RGB", (50, 32)), "audio": np.ones(9000, np.float32)}
+    given["video"] = torch.zeros(4, 3, 32, 32, dtype=torch.uint8)
+    processor = bundle.image_processor
+    text = " and ".join(getattr(processor, f"{kind}_token") for kind in kinds)
+    names = {"image": "images", "audio": "audio", "video": "videos"}
+    made = processor(text=[text], return_tensors="pt", **{names[kind]: [given[kind]] for kind in kinds})
+    logits = bundle.model(**made).logits
+    assert logits.shape == (1, made["input_ids"].shape[1], len(bundle.tokenizer))
+    logits.sum().backward()
+    seeing = [".vis"] * ("image" in kinds) + [".audio"] * ("audio" in kinds)
+    for part in seeing:
+        gradients = [p.grad for name, p in bundle.model.named_parameters() if part in name and p.grad is not None]
+        assert any(float(gradient.abs().max()) > 0 for gradient in gradients)
+
+
+def test_the_part_of_an_omni_model_that_writes_text_is_trained(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Folders of the hub have a part that speaks beside it."""
+    if not folders["tiny-qwen2.5-omni"].exists():
+        pytest.skip("its processor needs torchvision")
+    from transformers import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration
+
+    part = load(folders["tiny-qwen2.5-omni"])
+    config = Qwen2_5OmniConfig(thinker_config=part.model.config.to_dict(), enable_audio_output=False)
+    whole = Qwen2_5OmniForConditionalGeneration(config)
+    for one in (whole, part.image_processor):
+        one.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "qwen2_5_omni"
+    loaded = load(tmp_path, init="pretrained")
+    expected = whole.thinker.state_dict()
+    assert loaded.image_token_id == part.image_token_id
+    assert loaded.model.state_dict().keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.model.state_dict().items())
+
+
+@pytest.mark.parametrize("preset", MODEL_TYPES)
 def test_a_preset_takes_images_that_its_processor_made(folders: dict[str, Path], preset: str) -> None:
     bundle = load(folders[preset])
     made = bundle.image_processor(images=[Image.new("RGB", (20, 32))], return_tensors="pt")
@@ -70,7 +134,7 @@ def test_a_preset_takes_images_that_its_processor_made(folders: dict[str, Path],
     assert any(float(gradient.abs().max()) > 0 for gradient in vision)
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "tiny-llava"])
+@pytest.mark.parametrize("preset", [name for name in MODEL_TYPES if name != "tiny-llava"])
 def test_the_chat_template_of_a_preset_places_images(folders: dict[str, Path], preset: str) -> None:
     tokenizer = load(folders[preset]).tokenizer
     content = [{"type": "text", "text": "a "}, {"type": "image"}, {"type": "text", "text": " b"}]
@@ -106,7 +170,7 @@ def test_a_preset_keeps_its_tokenizer(folders: dict[str, Path]) -> None:
     assert second.image_tokens == 5
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [*MODEL_TYPES, "tiny-idefics3"])
 def test_weights_of_a_local_folder_are_loaded_in_full_precision(
     folders: dict[str, Path], preset: str, tmp_path: Path
 ) -> None:
@@ -130,6 +194,12 @@ def test_a_hub_name_without_a_connection_says_what_to_do() -> None:
 def test_an_attention_that_is_not_installed_is_named(folders: dict[str, Path]) -> None:
     with pytest.raises(ConfigurationError, match=r"model\.attn_implementation=flash_attention_2\): .*FlashAttention2"):
         load(folders["tiny-llava"], attn_implementation="flash_attention_2")
+
+
+@pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is here")
+def test_a_preset_that_needs_torchvision_is_refused_without_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"tiny-qwen2.5-omni: the processor of this model needs torchvision"):
+        write_preset(ModelConfig(preset="tiny-qwen2.5-omni"), tmp_path / "model", lambda: ["a"])
 
 
 @pytest.mark.parametrize(

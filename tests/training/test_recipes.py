@@ -28,9 +28,13 @@ from energon_bridge.training.assemble import assemble_llava
 from energon_bridge.training.config import RunConfig
 from energon_bridge.training.config_file import dump_config, load_config
 from energon_bridge.training.module import VisionLanguageModule
-from energon_bridge.training.presets import PRESETS, load_model
+from energon_bridge.training.presets import load_model
 
-RECIPES = ("llava15_pretrain", "llava15_instruct", "qwen2.5_vl_instruct")
+RECIPES = (
+    *("llava15_pretrain", "llava15_instruct", "qwen2.5_vl_instruct"),
+    *("idefics3_instruct", "qwen2_audio_instruct", "qwen2.5_omni_instruct"),
+)
+FAMILIES = ("tiny-llava", "tiny-qwen2-vl", "tiny-qwen2.5-vl", "tiny-qwen3-vl")
 SMALLER = {
     "its own folder": ("run_dir",),
     "its own data": ("data.path",),
@@ -131,7 +135,7 @@ def train_with_a_stop(
 
 MODES = [("tiny-qwen2.5-vl", True), ("tiny-qwen3-vl", False)]
 if os.environ.get("ENERGON_LONG_TESTS"):
-    MODES = [(preset, packed) for preset in PRESETS for packed in (True, False)]
+    MODES = [(preset, packed) for preset in FAMILIES for packed in (True, False)]
 
 
 @pytest.mark.parametrize(("preset", "packed"), MODES)

@@ -14,12 +14,18 @@ from energon_bridge.task_encoder.families.llava import FixedTokenFamily, TiledFa
 from energon_bridge.task_encoder.families.processor import ProcessorFamily
 from energon_bridge.task_encoder.families.qwen import QwenFamily, qwen_family
 from energon_bridge.task_encoder.families.registry import family_of
-from energon_bridge.task_encoder.families.rendering import CHATML_TEMPLATE, LLAVA_TEMPLATE, QWEN_VL_TEMPLATE
+from energon_bridge.task_encoder.families.rendering import (
+    CHATML_TEMPLATE,
+    LLAVA_TEMPLATE,
+    OMNI_TEMPLATE,
+    QWEN_VL_TEMPLATE,
+)
 from energon_bridge.task_encoder.families.vision import Family, Plan, PreparedSample, VideoFrames
 
 __all__ = [
     "CHATML_TEMPLATE",
     "LLAVA_TEMPLATE",
+    "OMNI_TEMPLATE",
     "QWEN_VL_TEMPLATE",
     "ChatConfig",
     "ChatSample",

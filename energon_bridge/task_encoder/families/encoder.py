@@ -36,7 +36,7 @@ from energon_bridge.task_encoder.families.rendering import (
     placeholder_ids,
     tokenize_segments,
 )
-from energon_bridge.task_encoder.families.sound import DeferredSound, Sound, sound_of
+from energon_bridge.task_encoder.families.sound import DeferredSound, Sound, sound_of, track_of
 from energon_bridge.task_encoder.families.video import decoded, video_of
 from energon_bridge.task_encoder.families.vision import Family, Plan, PreparedSample, VideoFrames, positions_of
 from energon_bridge.task_encoder.images import Alpha
@@ -83,6 +83,8 @@ class ChatConfig:
         video_fps: Frames per second to take from a video given as a decoder (`AVDecoder`).
         min_num_frames: Fewest frames to take from such a video, if it has that many.
         max_num_frames: Most frames of a video; further frames of a list are cut off.
+        video_sound: Hear the sound tracks of videos given as decoders, in time with their frames, as Qwen2.5-Omni and
+            Qwen3-Omni do (`use_audio_in_video`); a video without one is silent.
         over_limit: The same choices for samples over `max_num_images` or `max_visual_tokens`: `truncate` cuts before
             the first image or video over the limit.
         place_images: Put images without a placeholder `before` or `after` the first question.
@@ -110,6 +112,7 @@ class ChatConfig:
     video_fps: float = 2.0
     min_num_frames: int = 4
     max_num_frames: int | None = 768
+    video_sound: bool = False
     over_limit: OverLong | Literal["truncate", "drop", "raise"] = OverLong.DROP
     place_images: Literal["before", "after"] = "before"
     add_bos: bool | None = None
@@ -188,6 +191,11 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             options=self.config.template_kwargs,
         )
         self._placeholders = placeholder_ids(tokenizer, family)
+        if self.config.video_sound and not getattr(family, "hears_videos", False):
+            raise ConfigurationError(
+                "video_sound of the ChatConfig needs a model that hears videos (Qwen2.5-Omni, Qwen3-Omni), its "
+                f"model_config, and transformers 5.23 or later; the family is a {type(family).__name__}"
+            )
         self._bos = bos_to_add(tokenizer, self.config.add_bos)
         if isinstance(family, ProcessorFamily) and family.adds_bos:
             self._bos = tokenizer.bos_token_id
@@ -379,6 +387,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         sounds = self._sounds(content.audios) if isinstance(content, Conversation) else []
         images = self._deferred(content.images)
         plans = self._planned(segments, images, videos, sounds)
+        sounds = _in_order(plans, videos, sounds)
         stretches = tokenize_segments(segments, plans, self.tokenizer, self._placeholders)
         if self._bos is not None and not (stretches and stretches[0].tokens[:1] == [self._bos]):
             stretches.insert(0, Stretch(tokens=[self._bos], learned=[False], types=[0]))
@@ -394,6 +403,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         if isinstance(self.family, ProcessorFamily):
             types = self.family.token_types(sequence.tokens, types)
         counts = Counter(plan.kind for plan in kept)
+        heard = counts["audio"] + sum(video.sound is not None for video in videos[: counts["video"]])
         return PreparedSample.derive_from(
             sample,
             tokens=tokens,
@@ -403,7 +413,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             plans=tuple(kept),
             images=images[: counts["image"]],
             videos=self._deferred_videos(videos[: counts["video"]]),
-            sounds=[DeferredSound(sound=one) if one.alone else one for one in sounds[: counts["audio"]]],
+            sounds=[DeferredSound(sound=one) if one.alone else one for one in sounds[:heard]],
             answer=content.first_answer,
             text=_text_with(segments, len(kept)) if isinstance(self.family, ProcessorFamily) else "",
             adds_special=adds_special,
@@ -418,7 +428,19 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
     def _videos(self, values: Sequence[Any]) -> list[VideoFrames]:
         config = self.config
         least, most = config.min_num_frames, config.max_num_frames
-        return [video_of(value, fps=config.video_fps, least=least, most=most) for value in values]
+        videos = [video_of(value, fps=config.video_fps, least=least, most=most) for value in values]
+        return [self._with_sound(video, value) for video, value in zip(videos, values, strict=True)]
+
+    def _with_sound(self, video: VideoFrames, value: Any) -> VideoFrames:
+        """Return a video with its sound at the rate of the model, undecoded. Raises SampleError if it hears none."""
+        if video.sound is None and not self.config.video_sound:
+            return video
+        if not isinstance(self.family, ProcessorFamily) or not self.family.hears_videos:
+            raise SampleError("a video has sound, but the model of this task encoder hears none in videos")
+        rate = self.family.sampling_rate
+        return replace(
+            video, sound=track_of(value, rate=rate) if video.sound is None else sound_of(video.sound, rate=rate)
+        )
 
     def _sounds(self, values: Sequence[Any]) -> list[Sound]:
         """Return the sounds at the rate of the model."""
@@ -531,6 +553,13 @@ def _text_with(segments: Sequence[Segment], media: int) -> str:
     """Return the text of a sample up to the first medium after so many."""
     places = [number for number, segment in enumerate(segments) if segment.media is not None]
     return "".join(segment.text for segment in segments[: places[media] if media < len(places) else None])
+
+
+def _in_order(plans: Sequence[Plan], videos: Sequence[VideoFrames], sounds: Sequence[Sound]) -> list[Sound]:
+    """Return the sounds of a sample, those of its videos among them, in the order of their places."""
+    own, of_videos = iter(sounds), iter(video.sound for video in videos)
+    heard = [next(own if plan.kind == "audio" else of_videos) for plan in plans if plan.kind != "image"]
+    return [sound for sound in heard if sound is not None]
 
 
 def _has_types(family: Any) -> bool:

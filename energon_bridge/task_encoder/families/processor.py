@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -203,6 +204,12 @@ class ProcessorFamily:
         return self.audio_token or ""
 
     @property
+    def hears_videos(self) -> bool:
+        """Whether the model hears the sound of videos, in time with their frames."""
+        mixes = hasattr(self.processor, "replace_video_with_audio_token") and "use_audio_in_video" in self.rope_takes
+        return mixes and {"video", "audio"} <= self.writings.keys()
+
+    @property
     def sampling_rate(self) -> int:
         """Samples a second of the sounds that the processor takes."""
         return int(self._part("audio").sampling_rate)
@@ -223,23 +230,65 @@ class ProcessorFamily:
         return self._known("audio", (length,))
 
     def plan_video(self, video: VideoFrames) -> Plan:
-        """Return the plan of a video."""
+        """Return the plan of a video, with its sound if it has one (`video.sound`, a Sound)."""
         count, height, width = frames_shape(video.frames)
-        return self._known("video", (count, height, width), _times(video, count))
+        plan = self._known("video", (count, height, width), _times(video, count))
+        return plan if video.sound is None else self._with_sound(plan, count, self._step_seconds(video), video.sound)
 
     def _plan(self, kind: Kind, text: str) -> Plan:
         """Return a plan with each run of the most frequent special token of a text as one token."""
-        tokenizer = self.processor.tokenizer
-        special = [token for token in tokenizer.added_tokens_encoder if token in text]
+        special = [token for token in self.processor.tokenizer.added_tokens_encoder if token in text]
         token = max(special, key=lambda one: (text.count(one), len(one)), default="")
-        runs = re.findall(f"(?:{re.escape(token)})+", text) if token else []
+        return self._with_runs(kind, text, (token,) if token else ())
+
+    def _with_runs(self, kind: Kind, text: str, repeated: Sequence[str]) -> Plan:
+        """Return a plan with each run of some special tokens of a text as one token."""
+        pattern = "|".join(f"(?:{re.escape(token)})+" for token in repeated)
+        runs = [run.group() for run in re.finditer(pattern, text)] if repeated else []
+        starts = [next(token for token in repeated if run.startswith(token)) for run in runs]
+        known = self.processor.tokenizer.added_tokens_encoder
         return Plan(
             kind=kind,
             placeholder=str(_placeholder(self.processor, kind)),
-            text=re.sub(f"(?:{re.escape(token)})+", lambda run: token, text) if token else text,
-            runs=tuple(len(run) // len(token) for run in runs),
-            token_id=tokenizer.added_tokens_encoder[token] if token else None,
+            text=re.sub(pattern, partial(_first_of, repeated), text) if repeated else text,
+            runs=tuple(len(run) // len(token) for run, token in zip(runs, starts, strict=True)),
+            token_ids=tuple(known[token] for token in repeated),
         )
+
+    def _step_seconds(self, video: VideoFrames) -> float | None:
+        """Return the seconds between temporal patches; None if nothing says them."""
+        return int(self.processor.video_processor.temporal_patch_size) / video.rate if video.rate else None
+
+    def _with_sound(self, plan: Plan, count: int, seconds: float | None, sound: Any) -> Plan:
+        """Return the plan of a video with the tokens of its sound between those of its frames.
+
+        The processor mixes them; it puts the tokens of one temporal patch in one place, so it is shown one of each.
+        """
+        if not self.hears_videos:
+            raise SampleError(f"a video has sound, but {type(self.processor).__name__} hears none in videos")
+        if seconds is None:
+            raise SampleError("a video with sound must tell when its frames are shown: give fps or timestamps")
+        heard, part = self._known("audio", (sound.length,)).tokens, self.processor.video_processor
+        steps = -(-count // int(part.temporal_patch_size))
+        key, plans = (plan.tokens, steps, seconds, heard), self.writings["video"].plans
+        if key not in plans:
+            text = self.processor.replace_video_with_audio_token(
+                {
+                    "video_grid_thw": np.array([[steps, int(part.merge_size), int(part.merge_size)]]),
+                    "video_second_per_grid": [seconds],
+                },
+                0,
+                {"num_audio_tokens": [heard]},
+                0,
+                **self.processor._merge_kwargs(tokenizer_init_kwargs={}, **self.options),
+            )
+            mixed = self._with_runs("video", text, (self.processor.video_token, self.processor.audio_token))
+            shown = mixed.text.replace(self.processor.audio_token, "\0").replace(self.processor.video_token, "\1")
+            is_shown = [letter == "\1" for letter in shown if letter in "\0\1"]
+            per_step = plan.tokens // steps
+            runs = [run * per_step if frames else run for run, frames in zip(mixed.runs, is_shown, strict=True)]
+            plans[key] = replace(mixed, runs=tuple(runs))
+        return plans[key]
 
     def _known(self, kind: Kind, size: Size, times: Sequence[float] | None = None) -> Plan:
         """Return the plan of a medium of a size. Raises SampleError if the processor takes none."""
@@ -404,9 +453,17 @@ class ProcessorFamily:
             SampleError: The processor cannot take them, or its tokens are not the planned ones.
         """
         name = type(self.processor).__name__
+        sources = _sources(sample.plans, videos)
         try:
             out = dict(
-                self._called(sample.text, images=images, videos=videos, audio=sounds, special=sample.adds_special)
+                self._called(
+                    sample.text,
+                    images=images,
+                    videos=videos,
+                    audio=sounds,
+                    sources=sources,
+                    special=sample.adds_special,
+                )
             )
         except Exception as error:
             raise SampleError(f"{name} cannot take the sample: {type(error).__name__}: {error}") from error
@@ -438,21 +495,59 @@ class ProcessorFamily:
         return types
 
     def positions(self, tokens: Tensor, types: Tensor, visual: Mapping[str, Tensor]) -> Tensor | None:
-        """Return the model's own positions on three axes, int64 (3, tokens); None if it has one axis."""
+        """Return the model's own positions on three axes, int64 (3, tokens); None if it has one axis.
+
+        A model that hears videos takes one word for all of a call: whether they have sound. So the stretches of a
+        sample that differ in it are calls of their own, each going on where the one before ended.
+        """
         if self.rope is None:
             return None
-        given = {"input_ids": tokens[None], "attention_mask": torch.ones_like(tokens)[None], **visual}
-        given["mm_token_type_ids"] = types[None]
+        given = {"attention_mask": torch.ones_like(tokens), "mm_token_type_ids": types, **visual}
         if "video_second_per_grid" in visual:
             given["second_per_grids"] = visual["video_second_per_grid"]
         if "feature_attention_mask" in visual:
             given["audio_seqlens"] = visual["feature_attention_mask"].sum(-1)
         given = {name: value for name, value in given.items() if name in self.rope_takes}
-        try:
-            positions = torch.as_tensor(self.rope(**given)[0])
-        except Exception as error:
-            raise SampleError(f"the model has no positions for the sample: {type(error).__name__}: {error}") from error
-        return positions[:, 0].long() if len(positions) == 3 else None
+        parts: list[Tensor] = []
+        for stretch, media, hears in self._stretches(tokens):
+            part: dict[str, Any] = {"use_audio_in_video": True} if hears else {}
+            for name, value in given.items():
+                which = stretch if name in ("attention_mask", "mm_token_type_ids") else media.get(name, slice(None))
+                if len(value[which]):
+                    part[name] = value[which][None] if which is stretch else value[which]
+            try:
+                made = torch.as_tensor(self.rope(input_ids=tokens[stretch][None], **part)[0])
+            except Exception as error:
+                raise SampleError(
+                    f"the model has no positions for the sample: {type(error).__name__}: {error}"
+                ) from error
+            if len(made) != 3:
+                return None
+            parts.append(made[:, 0].long() + (parts[-1].max() + 1 if parts else 0))
+        return torch.cat(parts, dim=1)
+
+    def _stretches(self, tokens: Tensor) -> list[tuple[slice, dict[str, slice], bool]]:
+        """Return stretches of a sample: their tokens, the media in each, and whether its videos have sound."""
+        if "use_audio_in_video" not in self.rope_takes:
+            return [(slice(len(tokens)), {}, False)]
+        config = getattr(self.model_config, "thinker_config", self.model_config)
+        (starts,) = torch.where(tokens[:-1] == config.vision_start_token_id)
+        behind = tokens[starts + 1]
+        are_images, hear = behind == config.image_token_id, behind == config.audio_start_token_id
+        videos, heard = starts[~are_images], hear[~are_images]
+        changes = [0, *(torch.where(heard[1:] != heard[:-1])[0] + 1).tolist()]  # numbers of videos
+        borders = [0, *videos[changes[1:]].tolist(), len(tokens)]
+        stretches = []
+        (sounds,) = torch.where(tokens == config.audio_start_token_id)
+        for number, (start, end) in enumerate(pairwise(borders)):
+            ids = (starts[are_images], videos, sounds)
+            of_images, of_videos, of_sounds = (
+                slice(*torch.searchsorted(one, torch.tensor([start, end]))) for one in ids
+            )
+            media = {"image_grid_thw": of_images, "audio_seqlens": of_sounds}
+            media |= dict.fromkeys(("video_grid_thw", "second_per_grids"), of_videos)
+            stretches.append((slice(start, end), media, bool(len(heard)) and bool(heard[changes[number]])))
+        return stretches
 
     def _called(
         self,
@@ -461,10 +556,11 @@ class ProcessorFamily:
         images: Sequence[Any] = (),
         videos: Sequence[VideoFrames] = (),
         audio: Sequence[np.ndarray] = (),
+        sources: Sequence[int | None] = (),
         special: bool = False,
         processor: Any = None,
     ) -> Mapping[str, Any]:
-        """Call the processor, or a copy of it."""
+        """Call the processor, or a copy of it; `sources` has the number of the video that each sound is of."""
         arguments: dict[str, Any] = {"add_special_tokens": special, **self.options}
         if images:
             arguments["images"] = [list(images)] if self.nested else list(images)
@@ -479,11 +575,44 @@ class ProcessorFamily:
                 "video_metadata": [_metadata_of(video) for video in videos],
                 "return_metadata": True,
             }
+            processor = processor or self._timed(videos)
+        if any(source is not None for source in sources):
+            arguments |= {"load_audio_from_video": True, "audio_from_video_indices": list(sources)}
         out: Mapping[str, Any] = (processor or self.processor)(text=[text], return_tensors="pt", **arguments)
         return out
 
+    def _timed(self, videos: Sequence[VideoFrames]) -> Any:
+        """Return the processor; of one that takes a single rate for all videos, a copy that knows the rate of each."""
+        if getattr(self.processor, "position_id_per_seconds", None) is None:
+            return self.processor
+        timed, seconds = copy(self.processor), [self._step_seconds(video) for video in videos]
+
+        def replace(made: Any, *args: Any, **kwargs: Any) -> str:
+            own = made["video_second_per_grid"]
+            made["video_second_per_grid"] = [one or of_all for one, of_all in zip(seconds, own, strict=True)]
+            return str(type(timed).replace_video_token(timed, made, *args, **kwargs))
+
+        timed.replace_video_token = replace
+        return timed
+
     def _part(self, kind: Kind) -> Any:
         return next((part for name in _PARTS[kind] if (part := getattr(self.processor, name, None)) is not None), None)
+
+
+def _sources(plans: Sequence[Plan], videos: Sequence[VideoFrames]) -> list[int | None]:
+    """Return for each sound of a sample the number of its video, or None if it stands alone."""
+    sources: list[int | None] = []
+    numbers = iter(range(len(videos)))
+    for plan in plans:
+        if plan.kind == "audio":
+            sources.append(None)
+        elif plan.kind == "video" and videos[number := next(numbers)].sound is not None:
+            sources.append(number)
+    return sources
+
+
+def _first_of(repeated: Sequence[str], run: re.Match[str]) -> str:
+    return next(token for token in repeated if run.group().startswith(token))
 
 
 def _times(video: VideoFrames, count: int) -> list[float]:
@@ -496,13 +625,13 @@ def _times(video: VideoFrames, count: int) -> list[float]:
 
 def _metadata_of(video: VideoFrames) -> dict[str, Any]:
     size = frames_shape(video.frames)
-    return _metadata(size, _times(video, size[0]), video.fps)
+    return _metadata(size, _times(video, size[0]), video.rate)
 
 
 def _metadata(size: Size, times: Sequence[float], rate: float | None) -> dict[str, Any]:
     """Return what a processor knows of a video: numbers of frames that stand for its times."""
     count, height, width = size
-    rate = rate or ((count - 1) / (times[-1] - times[0]) if count > 1 and times[-1] > times[0] else 24.0)
+    rate = rate or VideoFrames(frames=None, timestamps=tuple(times)).rate or 24.0
     return {
         "fps": _TICKS,
         "frames_indices": [round(time * _TICKS) for time in times],
@@ -557,7 +686,7 @@ def _placeholder(processor: Any, kind: Kind) -> str | None:
 def _counting(counted: Callable[[Size], int], sizes: Sequence[Size], plans: Sequence[Plan]) -> Writing | None:
     """Return how to plan by a count, if it says all that differs between the plans of some sizes."""
     one = plans[0]
-    if one.token_id is None or any((plan.text, len(plan.runs)) != (one.text, 1) for plan in plans):
+    if not one.token_ids or any((plan.text, len(plan.runs)) != (one.text, 1) for plan in plans):
         return None
     try:
         counts = [counted(size) for size in sizes]

@@ -148,7 +148,7 @@ class QwenFamily:
             text=text,
             runs=runs,
             grid=(steps, rows, columns),
-            second_per_grid=self.temporal_patch_size / _rate(video),
+            second_per_grid=self.temporal_patch_size / (video.rate or _FPS),
             wrapped=self.video_wrapper or not self.video_timestamps,
         )
 
@@ -229,7 +229,7 @@ class QwenFamily:
     def _times(self, video: VideoFrames, count: int) -> list[float]:
         """Return the time of each temporal patch: midway between its first and last frames."""
         step = self.temporal_patch_size
-        times = list(video.timestamps or [number / _rate(video) for number in range(count)])
+        times = list(video.timestamps or [number / (video.rate or _FPS) for number in range(count)])
         if len(times) != count:
             raise SampleError(f"a video has {count} frames but {len(times)} timestamps")
         times += times[-1:] * (-count % step)
@@ -238,14 +238,6 @@ class QwenFamily:
     def _patches(self, height: int, width: int) -> tuple[int, int]:
         side = int(self.image_processor.patch_size)
         return height // side, width // side
-
-
-def _rate(video: VideoFrames) -> float:
-    """Return the frames a second that Qwen2-VL and Qwen2.5-VL assume for a whole video: the mean rate."""
-    times = video.timestamps or ()
-    if video.fps or len(times) < 2 or times[-1] <= times[0]:
-        return video.fps or _FPS
-    return (len(times) - 1) / (times[-1] - times[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

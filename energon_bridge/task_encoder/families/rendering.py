@@ -477,21 +477,21 @@ def _expand(stretch: Stretch, placeholders: Mapping[str, int]) -> None:
             raise SampleError(f"a text of the sample contains the token reserved for a {kinds[0]}")
         stretch.types = [TEXT_TYPE] * len(stretch.tokens)
         return
-    token, kind = stretch.plan.token_id, _TYPES[stretch.plan.kind]
-    if token is None:
-        token = placeholders[stretch.plan.kind]
-    if stretch.tokens.count(token) != len(stretch.plan.runs):
+    kind = _TYPES[stretch.plan.kind]
+    repeated = stretch.plan.token_ids or (placeholders[stretch.plan.kind],)
+    written = sum(map(stretch.tokens.count, repeated))
+    if written != len(stretch.plan.runs):
         raise SampleError(
-            f"{stretch.plan.text!r} has {stretch.tokens.count(token)} placeholder tokens {token} after tokenizing, "
+            f"{stretch.plan.text!r} has {written} placeholder tokens {repeated} after tokenizing, "
             f"expected {len(stretch.plan.runs)}: the placeholder must be a special token of the tokenizer"
         )
     runs = iter(stretch.plan.runs)
     tokens: list[int] = []
     types: list[int] = []
     for one in stretch.tokens:
-        count = next(runs) if one == token else 1
+        count = next(runs) if one in repeated else 1
         tokens += [one] * count
-        types += [kind if one == token else TEXT_TYPE] * count
+        types += [kind if one in repeated else TEXT_TYPE] * count
     stretch.tokens, stretch.types, stretch.learned = tokens, types, [False] * len(tokens)
 
 
@@ -513,8 +513,14 @@ _PARTS = (
 )
 
 
-def _with_parts(template: str, image: str, video: str) -> str:
-    return _PARTS.replace("IMAGE", repr(image)).replace("VIDEO", repr(video)) + template
+def _with_parts(template: str, image: str, video: str, audio: str | None = None) -> str:
+    parts = _PARTS.replace("IMAGE", repr(image)).replace("VIDEO", repr(video))
+    if audio is not None:
+        other = "{%- else -%}{{ part.text }}"
+        parts = parts.replace(other, "{%- elif part.type == 'audio' -%}{{ AUDIO }}" + other).replace(
+            "AUDIO", repr(audio)
+        )
+    return parts + template
 
 
 _CHATML = (
@@ -546,6 +552,14 @@ QWEN_VL_TEMPLATE = _with_parts(
     _CHATML, "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
 )
 """ChatML with the tokens of Qwen2-VL, Qwen2.5-VL and Qwen3-VL around each image and video."""
+
+OMNI_TEMPLATE = _with_parts(
+    _CHATML,
+    "<|vision_bos|><|IMAGE|><|vision_eos|>",
+    "<|vision_bos|><|VIDEO|><|vision_eos|>",
+    "<|audio_bos|><|AUDIO|><|audio_eos|>",
+)
+"""ChatML with the tokens of Qwen2.5-Omni around each image, video and sound."""
 
 LLAVA_TEMPLATE = _with_parts(
     "{%- for message in messages -%}"

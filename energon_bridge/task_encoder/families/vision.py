@@ -29,12 +29,12 @@ class Plan:
     Attributes:
         kind: `image`, `video` or `audio`.
         placeholder: The token in the chat template.
-        text: The text that replaces it; contains the placeholder, or the token of `token_id`, once for each of `runs`.
+        text: The text that replaces it; contains one of `token_ids` for each of `runs`.
         runs: The number of tokens that each of these becomes.
         grid: Patches along time, height and width; None for families without a grid.
         second_per_grid: Seconds from one temporal patch of a video to the next.
         wrapped: Whether to keep the text that the template writes around the placeholder.
-        token_id: The token that is repeated; None: the placeholder's.
+        token_ids: The tokens that are repeated; none: the placeholder's.
     """
 
     kind: Kind
@@ -44,7 +44,7 @@ class Plan:
     grid: tuple[int, int, int] | None = None
     second_per_grid: float = 1.0
     wrapped: bool = True
-    token_id: int | None = None
+    token_ids: tuple[int, ...] = ()
 
     def written(self, text: str) -> str:
         """Return the text of the template with the placeholder replaced."""
@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that the model replaces by image features."""
+        """Number of tokens that the model replaces by features of images, videos and sounds."""
         return sum(self.runs)
 
 
@@ -64,11 +64,22 @@ class VideoFrames:
         frames: A uint8 tensor of shape (frames, channels, height, width), or a list of images.
         fps: Rate of these frames, as they were sampled; None if unknown.
         timestamps: Times of the frames in seconds. None: the first at 0, the others by `fps`.
+        sound: What is heard with them, from the first frame on, in a form of `families.sound.sound_of`: for models that
+            hear the sound of videos. None: nothing.
     """
 
     frames: Any = field(repr=False)
     fps: float | None = None
     timestamps: tuple[float, ...] | None = None
+    sound: Any = field(default=None, repr=False)
+
+    @property
+    def rate(self) -> float | None:
+        """Frames a second: `fps`, or the mean by their times; None if neither says it."""
+        times = self.timestamps or ()
+        if self.fps or len(times) < 2 or times[-1] <= times[0]:
+            return self.fps
+        return (len(times) - 1) / (times[-1] - times[0])
 
 
 class PlanningFamily(Protocol):

@@ -1,0 +1,378 @@
+"""Workers that are actors on a Ray cluster: `WorkerConfig(worker_engine="ray")`.
+
+An actor makes what a worker process would, from the same work, and its microbatches come with the same states, so the
+stream is the same to the last bit and any state goes on with any workers. The training process talks to a relay beside
+it (`ray_relay`), one for all loaders of a process, as it would to worker processes; the relay talks to Ray.
+
+Where the cluster has no place for an actor, its worker is a process beside the trainer; so are all of them once the
+cluster is lost, if the options say so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import pickle
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from energon_bridge.errors import ConfigurationError, LoaderError, did_you_mean
+from energon_bridge.loader.processes import Board, StackFile
+from energon_bridge.loader.ray_actor import dumped, versions
+from energon_bridge.loader.ray_relay import PACKET_BYTES
+from energon_bridge.loader.transport import Arena
+from energon_bridge.loader.workers import LocalProcesses, Work
+from energon_bridge.stream.watchdog import WatchdogSettings
+from energon_bridge.topology import WorkerConfig
+
+logger = logging.getLogger(__name__)
+
+DEFAULTS: dict[str, Any] = {
+    "address": None,
+    "num_cpus": 1,
+    "memory": None,
+    "resources": None,
+    "label_selector": None,
+    "runtime_env": None,
+    "strategy": "pack",
+    "placement_timeout_seconds": 60.0,
+    "hedge_after_seconds": None,
+    "silence_seconds": 15.0,
+    "idle_seconds": 10.0,
+    "on_cluster_loss": "local",
+}
+"""The options, in words in docs/how-to/cpu-nodes.md."""
+_CHOICES = {"strategy": ("pack", "spread"), "on_cluster_loss": ("local", "raise")}
+_STATE_SECONDS, _KILL_SECONDS = 3.0, 5.0
+_SERVE = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from energon_bridge.loader.ray_relay import main; main(int(sys.argv[2]))"
+)
+
+
+def options_of(given: dict[str, Any] | None) -> dict[str, Any]:
+    """Return all options; raises ConfigurationError."""
+    for name, value in (given or {}).items():
+        if name not in DEFAULTS:
+            raise ConfigurationError(f"ray_options: there is no option {name!r}{did_you_mean(name, DEFAULTS)}")
+        if name in _CHOICES and value not in _CHOICES[name]:
+            raise ConfigurationError(f"ray_options: {name} must be one of {', '.join(_CHOICES[name])}, got {value!r}")
+        if name.endswith("_seconds") and value is not None and not (isinstance(value, int | float) and value > 0):
+            raise ConfigurationError(f"ray_options: {name} must be a number of seconds above 0, got {value!r}")
+    return DEFAULTS | (given or {})
+
+
+class RelayProcess:
+    """The relay of this process, as it sees it.
+
+    Attributes:
+        lost: Whether it has ended: the cluster is gone, or it was not needed for a while.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.lost = False
+        self.process_id = os.getpid()
+        self._answers: dict[tuple[str, int], tuple[Any, ...]] = {}
+        self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = dict(os.environ)
+        # Without its head a process of Ray waits so long before it ends.
+        environment.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
+        environment.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        path = json.dumps([os.path.abspath(one) for one in sys.path])
+        with other:
+            command = [sys.executable, "-c", _SERVE, path, str(other.fileno())]
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                pass_fds=[other.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the trainer
+            )
+        self._control.send(pickle.dumps(options))
+        answer = self._next(None)
+        if answer is None or answer[0] == "failed":
+            self.close()
+            where = options["address"] or os.environ.get("RAY_ADDRESS") or "RAY_ADDRESS, which is not set"
+            reason = f"exit code {self._process.wait()}" if answer is None else answer[1]
+            raise ConfigurationError(f"worker_engine='ray': no Ray cluster at {where}: {reason}")
+
+    def _next(self, seconds: float | None) -> tuple[Any, ...] | None:
+        """Return the next answer; None if there is none within some seconds, or no relay any more."""
+        if not self.lost and (seconds is None or select.select([self._control], [], [], seconds)[0]):
+            with contextlib.suppress(ConnectionError):
+                if data := self._control.recv(PACKET_BYTES):
+                    answer: tuple[Any, ...] = pickle.loads(data)
+                    return answer
+            self.lost = True
+        return None
+
+    def request(self, *request: Any, files: tuple[int, ...] = ()) -> None:
+        """Send a request, which a relay that is gone does not get."""
+        try:
+            socket.send_fds(self._control, [pickle.dumps(request)], files)
+        except ConnectionError:
+            self.lost = True
+
+    def answer(self, kind: str, number: int, seconds: float | None = None) -> tuple[Any, ...] | None:
+        """Return the answer to the request about a line; None if there is none within some seconds."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while (found := self._answers.pop((kind, number), None)) is None:
+            answer = self._next(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            if answer is None:
+                return None
+            self._answers[answer[0], answer[1]] = answer[2:]
+        return found
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended though it was needed."""
+        return self._process.wait() != 0
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs; a fork of this process has none."""
+        if not self.lost and (self.process_id != os.getpid() or self._process.poll() is not None):
+            self.lost = True
+        return not self.lost
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+        self._process.wait()
+        self.lost = True
+
+    def close(self) -> None:
+        """Let it end, with all actors."""
+        self._control.close()
+        self.lost = True
+
+
+class ActorProcess:
+    """A worker on the cluster, or beside the trainer if there is no place: what the pool knows of its process."""
+
+    def __init__(self, relay: RelayProcess | None, number: int, board: Board, stacks: StackFile) -> None:
+        self.relay, self.number, self.board, self.stacks = relay, number, board, stacks
+        self.local: Any = None
+        self._started_by = os.getpid()
+
+    def is_alive(self) -> bool:
+        """Whether it runs, as far as is known here."""
+        if self.local is not None:
+            return bool(self.local.is_alive())
+        return not self.board.ending[0] and self.relay is not None and self.relay.is_alive
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end, some seconds at most."""
+        if self.local is not None:
+            self.local.join(timeout)
+            return
+        deadline = time.monotonic() + (_KILL_SECONDS if timeout is None else timeout)
+        while self.is_alive():
+            if time.monotonic() > deadline:
+                if timeout is None and self.relay is not None:
+                    self.relay.kill()  # it does not even do what it is told
+                return
+            time.sleep(0.002)
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self.local is not None:
+            self.local.kill()
+        elif self.relay is not None:
+            self.relay.request("kill", self.number)
+
+    def close(self) -> None:
+        """Give back what there is of it in this process."""
+        if self.local is not None:
+            self.local.close()
+
+
+_relays: dict[str, RelayProcess] = {}
+_lines = iter(range(1, 1 << 62))
+
+
+class RayEngine:
+    """Workers that are actors (`pool.Engine`).
+
+    Args:
+        config: Of the loader.
+        watchdog: How long a microbatch may take.
+        finite: Whether the loader is one of passes, which names its actors.
+
+    Raises:
+        ConfigurationError: Ray is not installed, or an option is wrong.
+    """
+
+    name = "ray"
+    forks = False
+    advice = "Its node may lack what the encoder needs: the log of the actor, in Ray's dashboard, says what failed"
+    refusal = (
+        "A task encoder must make locks, open files and the like where they are first used (__getstate__ leaves them "
+        'out); or use worker_engine="process", which pickles nothing',
+        dumped,
+    )
+
+    def __init__(self, config: WorkerConfig, watchdog: WatchdogSettings | None, *, finite: bool) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            raise ConfigurationError(
+                f"worker_engine='ray' needs Ray: pip install 'energon-bridge[ray]' ({error})"
+            ) from error
+        self._options = options_of(config.ray_options)
+        if self._options["address"] is None and ray.is_initialized():  # this process is of Ray Train
+            self._options["address"] = ray.get_runtime_context().gcs_address
+        self.hedge_seconds = self._options["hedge_after_seconds"]
+        self._config, self._finite = config, finite
+        self._interval = 1.0 if watchdog is None else watchdog.interval
+        self._local = LocalProcesses("fork")
+        self._starting: list[tuple[int, ActorProcess, socket.socket, Callable[[], None]]] = []
+        self._relay: RelayProcess | None = None
+        self._said = self._gone = False
+        self._places: dict[int, str] = {}  # nodes of workers, "" for this process's own
+
+    def _connected(self) -> RelayProcess | None:
+        """Return the relay; None if the cluster was lost, and the run goes on without it."""
+        before = self._relay
+        if before is not None and not before.is_alive and before.failed and self._options["on_cluster_loss"] == "raise":
+            self._relay = None
+            raise LoaderError(
+                "the Ray cluster is lost: its head, or the node of this process, has ended. Nothing delivered is lost: "
+                "save the state of the loader (loader.save_state_rank()), or take the last checkpoint, and resume when "
+                "there is a cluster, or with worker_engine='process'. With ray_options on_cluster_loss='local' a run "
+                "goes on with worker processes beside the trainer"
+            )
+        if before is not None and not before.is_alive and before.failed:
+            if not self._gone:
+                logger.warning(
+                    "the Ray cluster is lost; %d worker processes beside the trainer go on, and no sample is lost. A "
+                    "loader that is made later looks for a cluster again",
+                    self._config.num_workers,
+                )
+            self._gone = True
+        if self._gone:
+            return None
+        if before is None or not before.is_alive:
+            options = self._options | {
+                "environment": {key: value for key, value in os.environ.items() if key.startswith("ENERGON_")},
+                "folder": os.getcwd(),
+            }
+            key = f"{os.getpid()} {json.dumps(options, sort_keys=True, default=repr)}"
+            relay = _relays.get(key)
+            if relay is None or not relay.is_alive:
+                relay = _relays[key] = RelayProcess(options)
+            self._relay = relay
+        return self._relay
+
+    def start(self, work: Work, link: socket.socket, arena: Arena | None, board: Board, stacks: StackFile) -> Any:
+        """Ask for an actor; `settle` waits for it."""
+        relay = self._connected()
+        process = ActorProcess(relay, next(_lines), board, stacks)
+        here = link.dup()
+
+        def start_here() -> None:
+            with here:
+                process.local = self._local.start(work, here, arena, board, stacks)
+
+        self._places[work.number] = ""
+        if relay is None:
+            start_here()
+            return process
+        kind = "passes, " if self._finite else ""
+        name = f"rank {self._config.dp_rank}, {kind}worker {work.number} of {self._config.num_workers}"
+        facts = {"name": name, "ahead": work.ahead, "interval": self._interval}
+        with os.fdopen(os.memfd_create("energon-work"), "wb") as file:
+            file.write(dumped(work))
+            file.flush()
+            shared = (link, board, stacks, file) if arena is None else (link, board, stacks, file, arena)
+            files = tuple(one.fileno() for one in shared)
+            relay.request("start", process.number, facts, files=files)
+        self._starting.append((work.number, process, here, start_here))
+        return process
+
+    def settle(self) -> None:
+        """Wait for the actors that were asked for, and start those workers here that the cluster has no place for.
+
+        Raises:
+            LoaderError: A node lacks what the work needs.
+        """
+        starting, self._starting = self._starting, []
+        unplaced = []
+        for number, process, here, start_here in starting:
+            assert process.relay is not None
+            answer = process.relay.answer("start", process.number)
+            if answer is None:  # the relay is gone, which the pool sees
+                here.close()
+            elif answer[0] == "unplaced":
+                unplaced.append(number)
+                start_here()
+            elif answer[0] == "refused":
+                raise LoaderError(_REFUSED.format(number=number, reason=answer[1]))
+            else:
+                here.close()
+                node, theirs = answer[1]
+                self._check_versions(node, theirs)
+                self._places[number] = node
+        if unplaced:
+            logger.warning(
+                "the Ray cluster has no place for %d of %d workers (%s) within %g s, so these are processes beside the "
+                "trainer. Give it more nodes, ask for less (ray_options num_cpus, memory, resources), or wait longer "
+                "(placement_timeout_seconds)",
+                *(len(unplaced), self._config.num_workers, ", ".join(map(str, unplaced))),
+                self._options["placement_timeout_seconds"],
+            )
+
+    def _check_versions(self, node: str, theirs: dict[str, str]) -> None:
+        """Refuse another version of this package, which may make another stream; warn of other differences."""
+        ours = versions()
+        other = [f"{name} {theirs[name]} instead of {ours[name]}" for name in ours if theirs[name] != ours[name]]
+        if theirs["energon_bridge"] != ours["energon_bridge"]:
+            raise LoaderError(
+                f"the Ray node {node} has {', '.join(other)}: its stream may be another one. Install the same there, "
+                "or send it along with ray_options runtime_env={'pip': [...]}"
+            )
+        if other and not self._said:
+            self._said = True
+            logger.warning("the Ray node %s has %s: tensors may differ from those made here", node, ", ".join(other))
+
+    def ending(self, process: ActorProcess) -> tuple[int | None, str]:
+        """Return the exit code of a worker, as far as it is known, and how it ended."""
+        if process.local is not None:
+            return self._local.ending(process.local)
+        ended, code = process.board.ending
+        return code, process.stacks.read() if ended else "its relay ended"
+
+    def state(self, process: ActorProcess, stacks: StackFile) -> str:
+        """Return the stacks of a worker, from its node."""
+        if process.local is not None:
+            return self._local.state(process.local, stacks)
+        answer = None
+        if process.relay is not None:
+            process.relay.request("state", process.number)
+            answer = process.relay.answer("state", process.number, _STATE_SECONDS)
+        return answer[0] if answer else "  its stack is not available: its actor does not answer"
+
+    def metrics(self) -> dict[str, float]:
+        """Return how many workers are actors, on how many nodes, and how many are processes beside the trainer."""
+        places = list(self._places.values())
+        nodes = set(places) - {""}
+        return {
+            "worker_actors": len(places) - places.count(""),
+            "worker_nodes": len(nodes),
+            "local_workers": places.count(""),
+        }
+
+
+_REFUSED = (
+    "worker {number} cannot start on the Ray cluster: {reason}. If a node lacks the code of the task encoder or a "
+    "package, send it along: ray_options runtime_env={{'working_dir': '.'}} or {{'py_modules': [...]}}, "
+    "{{'pip': [...]}}; or install it on all nodes"
+)

@@ -1,0 +1,393 @@
+"""The process beside a trainer that relays between it and its actors on a Ray cluster.
+
+The trainer knows of no Ray: it has links, boards and arenas as it has of worker processes, at the other end of which is
+this process instead. What befalls the cluster (its head ends, and with it every process that is connected) ends this
+process and not the training.
+
+It waits for commands of the trainer and for answers of actors. A *line* is what the trainer sees as one worker. Its
+*seat* is an actor, which is asked for as many microbatches as the trainer gave credits for. Answers are copied out of
+Ray's object store into the arena of the line, and are gone from the store then.
+
+The trainer sends pickled requests with descriptors over a control socket, a packet each; answers go back there. This
+process ends when that socket is closed, and when it has had no line for a while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import pickle
+import queue
+import selectors
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from energon_bridge.loader.processes import Board, StackFile
+from energon_bridge.loader.ray_actor import WorkerActor
+from energon_bridge.loader.transport import Arena, BatchMessage, Outbox
+from energon_bridge.loader.workers import AGAIN, CREDIT
+
+PACKET_BYTES = 1 << 16
+_CALLS = 2
+"""Calls of an actor under way: one that it answers, and the next."""
+_LOOK_SECONDS = 0.25
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Seat:
+    """An actor."""
+
+    actor: Any
+    name: str
+    since: float
+    node: str = ""
+    versions: dict[str, str] | None = None
+    line: Line | None = None
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Line:
+    """What the trainer sees as one worker.
+
+    Attributes:
+        granted, sent: Microbatches of this pass that it may have, and has.
+        calls: Calls under way, of this pass.
+        since: When the last of them came back, or the first one was made.
+        watched: When the actor was asked for its board, which it has not answered yet.
+    """
+
+    number: int
+    name: str
+    link: socket.socket
+    outbox: Outbox
+    arena: Arena | None
+    board: Board
+    stacks: StackFile
+    work: bytes
+    ahead: int
+    interval: float
+    deadline: float
+    granted: int
+    current: int = 0
+    sent: int = 0
+    calls: int = 0
+    since: float = 0.0
+    watched: float = 0.0
+    seat: Seat | None = None
+
+
+class Relay:
+    """The loop of this process."""
+
+    def __init__(self, control: socket.socket, options: dict[str, Any]) -> None:
+        import ray
+
+        self._ray: Any = ray
+        self._control = control
+        self._options = options
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._woken, self._wake = socket.socketpair()
+        self._woken.setblocking(False)
+        self._wake.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(control, selectors.EVENT_READ, self._hear_trainer)
+        self._selector.register(self._woken, selectors.EVENT_READ, self._hear_actors)
+        self._lines: dict[int, Line] = {}
+        self._seats: list[Seat] = []
+        self._numbers = itertools.count()
+        self._busy = time.monotonic()
+        self._ended = False
+        ray.init(address=options["address"], log_to_driver=False, logging_level=logging.ERROR)
+
+    def run(self) -> None:
+        """Relay until the trainer is gone, or has had no line for a while."""
+        parent = os.getppid()
+        while not self._ended and os.getppid() == parent:
+            for key, _ in self._selector.select(_LOOK_SECONDS):
+                key.data()
+            self._look()
+        for seat in self._seats:
+            self._ray.kill(seat.actor)
+        self._ray.shutdown()
+
+    def _when(self, call: Any, done: Callable[[Any], None], failed: Callable[[Exception], None]) -> None:
+        """Have the loop do something with the result of a call, or its error."""
+
+        def came(future: Any) -> None:
+            error = future.exception()
+            if error is not None:
+                self._events.put(lambda: failed(error))
+            else:
+                value = future.result()
+                self._events.put(lambda: done(value))
+            with contextlib.suppress(BlockingIOError):
+                self._wake.send(b"!")
+
+        call.future().add_done_callback(came)
+
+    def _hear_actors(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(4096)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._events.get_nowait()()
+
+    # The trainer -----------------------------------------------------------------------------------------------------
+
+    def _hear_trainer(self) -> None:
+        try:
+            data, files, *_ = socket.recv_fds(self._control, PACKET_BYTES, 8)
+        except ConnectionError:
+            data, files = b"", []
+        if not data:
+            self._ended = True
+            return
+        kind, *arguments = pickle.loads(data)
+        requests: dict[str, Callable[..., None]] = {"start": self._start, "kill": self._kill, "state": self._state}
+        requests[kind](*arguments, *files)
+
+    def _answer(self, *answer: Any) -> None:
+        with contextlib.suppress(OSError):
+            self._control.send(pickle.dumps(answer))
+
+    def _start(
+        self, number: int, facts: dict[str, Any], link: int, board: int, stacks: int, work: int, arena: int = -1
+    ) -> None:
+        """Start a line, on an actor that is free or on a new one; it is answered when that is there, or is not."""
+        with os.fdopen(work, "rb") as file:
+            file.seek(0)
+            blob = file.read()
+        mapped = None if arena < 0 else Arena.at(arena)
+        line = self._lines[number] = Line(
+            number=number,
+            link=socket.socket(fileno=link),
+            outbox=Outbox(mapped, kept=2 + 2 * facts["ahead"]),
+            arena=mapped,
+            board=Board.at(board),
+            stacks=StackFile(stacks),
+            work=blob,
+            granted=facts["ahead"],
+            deadline=time.monotonic() + self._options["placement_timeout_seconds"],
+            **facts,
+        )
+        free = [seat for seat in self._seats if seat.line is None]
+        seat = min(free, key=lambda seat: (seat.versions is None, seat.name != line.name), default=None)
+        seat = seat or self._new_seat(line)
+        seat.line, line.seat = line, seat
+        if seat.versions is not None:
+            self._begin(seat, line)
+
+    def _kill(self, number: int) -> None:
+        """End a line at once: its actor may be on a node that does not answer."""
+        if (line := self._lines.get(number)) is not None:
+            self._end(line, -9, "killed by signal 9, by the watchdog", keep=False)
+
+    def _state(self, number: int) -> None:
+        line = self._lines.get(number)
+        if line is None or line.seat is None:
+            self._answer("state", number, "  it has ended")
+            return
+        call = line.seat.actor.state.options(concurrency_group="watch").remote(number)
+        self._when(call, lambda text: self._answer("state", number, text), lambda error: None)
+
+    def _hear_link(self, line: Line) -> None:
+        """Take the commands that the trainer has sent to one of its workers."""
+        while line.number in self._lines:
+            try:
+                command = line.link.recv(1, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            except ConnectionError:
+                command = b""
+            if command == CREDIT:
+                line.granted += 1
+            elif command == AGAIN:
+                line.current, line.granted, line.sent, line.calls = line.current + 1, line.ahead, 0, 0
+                line.board.start_pass()
+                if line.arena is not None:
+                    line.arena.forget()
+                assert line.seat is not None
+                line.seat.actor.again.options(concurrency_group="watch").remote(line.number, line.current)
+            else:
+                self._end(line, 0, "was told to end")
+                return
+        self._ask(line)
+
+    # Actors ----------------------------------------------------------------------------------------------------------
+
+    def _new_seat(self, line: Line) -> Seat:
+        """Ask the cluster for an actor."""
+        options = self._options
+        wanted = {key: options[key] for key in ("num_cpus", "memory", "resources", "label_selector", "runtime_env")}
+        wanted = {key: value for key, value in wanted.items() if value is not None}
+        if options["strategy"] == "spread":
+            wanted["scheduling_strategy"] = "SPREAD"
+        name = f"energon {line.name} #{next(self._numbers)}"
+        make = self._ray.remote(max_restarts=0, concurrency_groups={"watch": 2}, **wanted)(WorkerActor)
+        actor = make.options(name=name).remote(line.name, options["environment"], options["folder"], sys.path)
+        seat = Seat(actor=actor, name=line.name, since=time.monotonic())
+        self._seats.append(seat)
+
+        def there(place: tuple[str, dict[str, str]]) -> None:
+            seat.node, seat.versions = place
+            if seat.line is not None:
+                self._begin(seat, seat.line)
+
+        self._when(actor.place.remote(), there, lambda error: self._lose(seat, error))
+        return seat
+
+    def _begin(self, seat: Seat, line: Line) -> None:
+        """Start the worker of a line on its actor."""
+
+        def started(missing: str | None) -> None:
+            if line.number not in self._lines:
+                return
+            if missing is not None:
+                self._answer("start", line.number, "refused", f"{missing} (on {seat.node})")
+                self._forget(line)
+                return
+            line.board.begin()
+            self._answer("start", line.number, "there", (seat.node, seat.versions))
+            self._selector.register(line.link, selectors.EVENT_READ, lambda: self._hear_link(line))
+            self._ask(line)
+
+        call = seat.actor.start.remote(line.number, line.work)
+        line.work, line.deadline = b"", float("inf")
+        self._when(call, started, lambda error: self._lose(seat, error))
+
+    def _ask(self, line: Line) -> None:
+        """Have as many calls under way as there are microbatches to be made."""
+        seat = line.seat
+        assert seat is not None
+        while line.calls < min(_CALLS, line.granted - line.sent):
+            if not line.calls:
+                line.since = time.monotonic()
+            line.calls += 1
+            current = line.current
+            self._when(
+                seat.actor.take.remote(line.number, current, line.granted),
+                lambda answer, current=current: self._taken(line, current, answer),  # type: ignore[misc]
+                lambda error: self._lose(seat, error),
+            )
+
+    def _taken(self, line: Line, current: int, answer: Any) -> None:
+        """Hand what an actor has made to the trainer."""
+        if self._lines.get(line.number) is not line or current != line.current:
+            return
+        line.calls -= 1
+        line.since = time.monotonic()
+        if isinstance(answer, tuple):
+            code, how, said = answer
+            line.board.show(said)
+            self._end(line, code, how)
+            return
+        for failed, message in answer:
+            placed = line.outbox.relay(BatchMessage(*message))
+            with contextlib.suppress(ConnectionError):  # the end of the link is heard of as of any command
+                line.link.send(pickle.dumps((current, failed, *placed), pickle.HIGHEST_PROTOCOL))
+            line.board.sent()
+            line.sent += 1
+        self._ask(line)
+
+    def _lose(self, seat: Seat, error: Exception) -> None:
+        """Give an actor up that has ended, or whose node has."""
+        if seat not in self._seats:
+            return
+        self._seats.remove(seat)
+        line, seat.line = seat.line, None
+        with contextlib.suppress(Exception):  # it may be a call that failed, not the actor
+            self._ray.kill(seat.actor)
+        if line is None:
+            return
+        text = " ".join(str(error).split())
+        if seat.versions is None:
+            self._answer("start", line.number, "refused", text)
+            self._forget(line)
+        elif not line.board.has_begun:
+            self._answer("start", line.number, "there", (seat.node, seat.versions))
+            self._end(line, None, f"its actor was lost on {seat.node}: {text}")
+        else:
+            self._end(line, None, f"its actor was lost on {seat.node}: {text}")
+
+    def _end(self, line: Line, code: int | None, how: str, *, keep: bool = True) -> None:
+        """Let the trainer see that a worker has ended; keep its actor for another one, or not."""
+        line.stacks.write(how)
+        line.board.end(code)
+        seat = line.seat
+        self._forget(line)
+        if seat is None or seat not in self._seats:
+            return
+        if keep:
+            seat.actor.stop.options(concurrency_group="watch").remote(line.number)
+        else:
+            self._seats.remove(seat)
+            self._ray.kill(seat.actor)
+
+    def _forget(self, line: Line) -> None:
+        """Give back what there is of a line in this process."""
+        del self._lines[line.number]
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(line.link)
+        if line.seat is not None:
+            line.seat.line, line.seat.since = None, time.monotonic()
+        line.link.close()
+        line.outbox.close()
+        line.stacks.close()
+        line.seat = line.arena = None
+
+    # Now and then ----------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """See to lines that have no actor, or whose actor says nothing, and to actors that have no line."""
+        now, options = time.monotonic(), self._options
+        for line in list(self._lines.values()):
+            seat = line.seat
+            if now > line.deadline and seat is not None:
+                self._seats.remove(seat)
+                self._ray.kill(seat.actor)
+                self._answer("start", line.number, "unplaced", "")
+                self._forget(line)
+            elif line.watched and now - line.watched > options["silence_seconds"]:
+                self._end(line, None, f"its actor did not answer for {now - line.watched:.0f} s", keep=False)
+            elif line.calls and not line.watched and now - line.since > line.interval:
+                self._watch(line)
+        for seat in [seat for seat in self._seats if seat.line is None]:
+            if now - seat.since > options["idle_seconds"]:
+                self._seats.remove(seat)
+                self._ray.kill(seat.actor)
+        if self._lines:
+            self._busy = now
+        self._ended |= now - self._busy > options["idle_seconds"]
+
+    def _watch(self, line: Line) -> None:
+        """Ask an actor what its worker is doing, and say it on the board of the line."""
+        seat = line.seat
+        assert seat is not None
+        line.watched = time.monotonic()
+
+        def answered(said: tuple[bytes, int] | None) -> None:
+            line.watched = 0.0
+            if said is not None and self._lines.get(line.number) is line:
+                line.board.show(said)
+
+        call = seat.actor.status.options(concurrency_group="watch").remote(line.number)
+        self._when(call, answered, lambda error: self._lose(seat, error))
+
+
+def main(descriptor: int) -> None:
+    """Run the relay of the process at the other end of a socket, which first sends the options."""
+    control = socket.socket(fileno=descriptor)
+    options = pickle.loads(control.recv(PACKET_BYTES))
+    try:
+        relay = Relay(control, options)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        control.send(pickle.dumps(("failed", f"{type(error).__name__}: {error}")))
+        return
+    control.send(pickle.dumps(("connected",)))
+    relay.run()
