@@ -78,11 +78,11 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 30_090,
+    "core": 30_160,
     "models": 9_400,
     "trainers": 6_510,
     "cloud": 4_250,
-    "tools": 13_270,
+    "tools": 13_290,
     "drop-in": 4_000,
     "training": 4_540,
 }
