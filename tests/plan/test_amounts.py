@@ -186,7 +186,7 @@ def test_no_stretch_of_a_lane_is_further_off_than_the_bound() -> None:
 def test_many_lanes_do_not_begin_with_the_same_dataset() -> None:
     leaves = [plan_leaf(n, np.full(1000, mean), 64) for n, mean in enumerate((10, 1000))]
     blend = AmountBlend(parts=((0, Steps([[1, 1]])),), num_lanes=64, key=9)
-    of, amounts = drawn(leaves, blend, 64 * 500)
+    of, amounts = drawn(leaves, blend, 64 * 2000)
     first = slice(0, 64 * 101)  # 101 draws of a lane have 1,000 tokens of each
     assert abs(amounts[first][of[first] == 1].sum() / amounts[first].sum() - 0.5) < 0.01
     assert np.diff(np.flatnonzero(of == 1)).max() < 64 * 8
