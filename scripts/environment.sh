@@ -10,14 +10,14 @@ create_environment() { # FOLDER
     local folder="$1"
     [ -x "$folder/bin/python" ] && return
     local python
-    for python in "${PYTHON:-}" python3.11 python3.12 python3.13 python3; do
-        if [ -n "$python" ] && "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
+    for python in "${PYTHON:-}" python3.11 python3.12 python3.13 python3.14 python3; do
+        if [ -n "$python" ] && "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
             echo "creating $folder with $("$python" --version)"
             "$python" -m venv "$folder"
             return
         fi
     done
-    echo "no Python 3.11, 3.12 or 3.13 found; name one in PYTHON" >&2
+    echo "no Python from 3.11 on found; name one in PYTHON" >&2
     return 1
 }
 

@@ -12,12 +12,12 @@ from typing import Any, Literal, NoReturn
 
 from energon_bridge.compat.table import Refusing, not_provided
 from energon_bridge.errors import ConfigurationError, WrongUseError
-from energon_bridge.loader.run_plan import DATASET_IS_NO_LOADER, DatasetSpec
+from energon_bridge.loader.run_plan import DATASET_IS_NO_LOADER, DatasetSpec, NotForDataLoader
 
 _NEVER_CALLED = ("__iter__", "len_worker", "reset_state_own", "restore_sample", "restore_state", "save_state")
 
 
-class Wrapper:
+class Wrapper(NotForDataLoader):
     """A dataset with a description attached.
 
     Attributes:
@@ -45,9 +45,6 @@ class Wrapper:
         self.worker_config: Any = worker_config or dataset.worker_config
 
     def __iter__(self) -> NoReturn:
-        raise WrongUseError(DATASET_IS_NO_LOADER)
-
-    def __getitem__(self, index: Any) -> NoReturn:
         raise WrongUseError(DATASET_IS_NO_LOADER)
 
     def __len__(self) -> int:

@@ -63,7 +63,7 @@ from energon_bridge.stream.settings import StreamKind
 from energon_bridge.stream.state import COUNTERS, LANE_COLUMNS, LARGEST, BufferedRefs, LaneState, Stage
 
 FORMAT = "energon_bridge.state"
-FORMAT_VERSION = 5
+FORMAT_VERSION = 1
 
 State = dict[str, Any]
 
@@ -295,10 +295,9 @@ def _checked_format(state: Any) -> State:
     if type(version) is not int or version < 1:
         raise damaged("format_version", f"should be a whole number of at least 1, found {shown(version)}")
     if version != FORMAT_VERSION:
-        remedy = "upgrade energon_bridge" if version > FORMAT_VERSION else "resume with the version that wrote it"
         raise StateVersionError(
             f"the state has format version {version}, this version of energon_bridge reads version {FORMAT_VERSION}: "
-            f"{remedy}"
+            "upgrade energon_bridge"
         )
     order = state.get("order_version")
     if type(order) is not int:

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from torch.autograd.profiler import record_function
 
-from energon_bridge.errors import HookTimeoutError, LoaderError, WorkerDiedError
+from energon_bridge.errors import HookTimeoutError, LoaderError, NotProvidedError, WorkerDiedError
 from energon_bridge.loader.processes import Board, StackFile, refused_part
 from energon_bridge.loader.transport import Arena, BatchMessage, unpack
 from energon_bridge.loader.workers import AGAIN, CREDIT, MESSAGE_BYTES, LocalProcesses, Work, raised_by_worker
@@ -111,6 +111,11 @@ class Worker:
     """
 
     def __init__(self, work: Work, engine: Engine, look_seconds: float) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise NotProvidedError(
+                "worker processes hand batches over in memory that only Linux has: WorkerConfig(num_workers=0) loads "
+                "in this process, on threads, and delivers the same batches"
+            )
         self.number = work.number
         self.current = self.taken = 0
         self._engine = engine

@@ -5,6 +5,7 @@ The plan is the dataset cut into lanes for some ranks, so that every draw is ari
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -49,8 +50,30 @@ _MOST_SHOWN = 6
 """Datasets named in the text of a mix."""
 
 
+class NotForDataLoader:
+    """What `torch.utils.data.DataLoader` is refused, with what to do instead, when it is made around it.
+
+    All that a DataLoader asks of a dataset when it is made is its class, by `isinstance`.
+    """
+
+    _refusal: ClassVar[str] = DATASET_IS_NO_LOADER
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Self]:
+        frame = sys._getframe(1)
+        for _ in range(3):  # `isinstance` may be that of a metaclass in Python
+            code = frame.f_code
+            if code.co_qualname == "DataLoader.__init__" and frame.f_locals.get("dataset") is self:
+                raise WrongUseError(self._refusal)
+            frame = frame.f_back or frame
+        return type(self)
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise WrongUseError(self._refusal)
+
+
 @dataclass(frozen=True, kw_only=True)
-class DatasetSpec:
+class DatasetSpec(NotForDataLoader):
     """What `get_train_dataset` and `get_val_dataset` return, for `get_loader` and `get_savable_loader`.
 
     It is a description: before a loader is iterated, only the metadata of the datasets is read. `len()` is the number
@@ -186,9 +209,6 @@ class DatasetSpec:
         return FailureLog(self.settings.error_policy)
 
     def __iter__(self) -> NoReturn:
-        raise WrongUseError(DATASET_IS_NO_LOADER)
-
-    def __getitem__(self, index: Any) -> NoReturn:
         raise WrongUseError(DATASET_IS_NO_LOADER)
 
     def __len__(self) -> int:

@@ -43,15 +43,10 @@ import numpy as np
 
 from energon_bridge.rng import IntArray, Permutation, below, below_at, draws_at, fold, shuffled
 
-ORDER_VERSION = 6
+ORDER_VERSION = 1
 """The version of the order: raised with every change, here or in `stream/pack_buffer.py`, of which sample comes when.
 
-2: the lanes of a weighted mix stand apart by a step chosen for their number (`plan/blend.py`).
-3: many whole shards are shuffled in groups; weights that move keep the global order even too.
-4: the buffers from which lanes select packs grow to their size over several selections (`stream/pack_buffer.py`).
-5: the length of slices follows from the number of samples and lanes, so that small data is mixed too; slices of one
-   sample are dealt; the default number of lanes depends on neither workers nor, if they divide 24 or G, ranks.
-6: weights that move do so in steps (`plan/blend.py`).
+1: that of 0.1.0.
 """
 
 DEFAULT_PARALLEL_SHARD_ITERS = 16

@@ -51,7 +51,7 @@ def drawn(blend: WeightedBlend | EpochizedBlend, lane: int, count: int, step: in
 
 
 def test_golden_draws() -> None:
-    """Weights since order version 2, repetitions since 5. Another number is another order: raise ORDER_VERSION."""
+    """Those of order version 1. Another number is another order: raise ORDER_VERSION."""
     assert {lanes: lane_step(lanes) for lanes in GOLDEN_STEPS} == GOLDEN_STEPS
     blend = WeightedBlend(weights=Constant(5, 2, 1), num_lanes=LANES, key=7)
     assert [blend.leaves(lane, 10, 12).tolist() for lane in (0, 23)] == GOLDEN_WEIGHTED

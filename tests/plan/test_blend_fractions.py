@@ -132,7 +132,7 @@ def test_the_draws_of_a_blend_are_those_points(num_lanes: int) -> None:
 
 @pytest.mark.parametrize(("length", "most"), [(1000, 8), (3000, 10), (10_000, 10), (100_000, 15)])
 def test_longer_stretches_of_the_global_order_are_even_too(length: int, most: float) -> None:
-    """What was measured, rounded up; under order version 1 up to 7.9, 11.0, 15.3 and 19.4."""
+    """What was measured, rounded up; under an earlier rule up to 7.9, 11.0, 15.3 and 19.4."""
     for num_lanes in [*LANE_COUNTS, 9, 20, 23, 25, 46, 50, 86]:
         points = np.arange(length, dtype=np.uint64) * np.uint64(lane_step(num_lanes))
         assert arc_discrepancy(points) <= most

@@ -1,4 +1,4 @@
-"""Whole streams since order version 5, sample by sample: no version of anything may change them."""
+"""Whole streams of 0.1.0, sample by sample: no version of anything may change them."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ STREAMS: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_the_stream_since_version_5(data: Path, name: str) -> None:
+def test_the_stream_of_0_1_0(data: Path, name: str) -> None:
     """A change here breaks every saved state: raise ORDER_VERSION, and keep these values for the old one."""
-    assert ORDER_VERSION == 6
+    assert ORDER_VERSION == 1
     source, options, expected = STREAMS[name]
     options = {"batch_size": 4, "task_encoder": DefaultTaskEncoder()} | options
     num_lanes = options.pop("num_lanes", None)

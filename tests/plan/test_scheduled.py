@@ -76,7 +76,7 @@ def checked(weights: GivenWeights, lanes: int, draws: int, key: int) -> tuple[fl
     ("lanes", "length"), [*zip([1, 2, 3, 4, 6, 8, 12, 16, 24, 48, 64, 96], cycle([300, 3000, 20_000]), strict=False)]
 )
 def test_any_schedules_in_any_number_of_lanes(lanes: int, length: int) -> None:
-    """Of order version 2 windows were off by up to 19, 20 and 30 in 24, 48, 64 lanes, of 5 by 8, 9 and 10."""
+    """An earlier rule was off by up to 19, 20 and 30 in 24, 48, 64 lanes, another by 8, 9 and 10."""
     weights = random_weights(lanes + length, length)
     lane, window = checked(weights, lanes, length // lanes + max(40, 600 // lanes), key=lanes)
     assert lane <= LANE_MISS
@@ -85,7 +85,7 @@ def test_any_schedules_in_any_number_of_lanes(lanes: int, length: int) -> None:
 
 @pytest.mark.parametrize("lanes", [240, 480])
 def test_more_lanes_than_a_window_has_draws(lanes: int) -> None:
-    """A window is a part of a row of the lanes here; under order version 2 it was off by up to 76."""
+    """A window is a part of a row of the lanes here; an earlier rule was off by up to 76."""
     lane, window = checked(random_weights(3, 20_000), lanes, 20_000 // lanes + 20, key=3)
     assert lane <= LANE_MISS
     assert window <= WINDOW_MISS
@@ -114,7 +114,7 @@ def test_a_leaf_without_weight_never_comes() -> None:
 
 
 def test_golden_draws() -> None:
-    """Since order version 6. Another number is another order: raise ORDER_VERSION."""
+    """Those of order version 1. Another number is another order: raise ORDER_VERSION."""
     blend = WeightedBlend(weights=line(400), num_lanes=LANES, key=7)
     assert drawn(blend, 3, 30).tolist() == GOLDEN
     blend = WeightedBlend(weights=random_weights(1, 20_000), num_lanes=LANES, key=7)

@@ -14,7 +14,7 @@ from paths import REPOSITORY
 
 SHELL_SCRIPTS = [
     ".ci/run",
-    *(f"scripts/{name}" for name in ("bench", "check", "docs", "quickstart", "rival-env", "test")),
+    *(f"scripts/{name}" for name in ("bench", "check", "docs", "matrix", "quickstart", "release", "rival-env", "test")),
 ]
 
 

@@ -8,7 +8,10 @@ it is tried with the compiled parts of the package and without.
 
 from __future__ import annotations
 
+import email.message
+import email.policy
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -86,20 +89,23 @@ def compiled(request: pytest.FixtureRequest) -> bool:
     return request.param == "compiled"
 
 
-@pytest.fixture(scope="module")
-def wheel(compiled: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+def build_wheel(source: Path, folder: Path, **environment: str) -> Path:
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
     ignored = shutil.ignore_patterns("__pycache__", "*.so")
     shutil.copytree(REPOSITORY / "energon_bridge", source / "energon_bridge", ignore=ignored, symlinks=True)
     shutil.copytree(CONFIGS, source / "configs")
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
-    environment = os.environ if compiled else {**os.environ, "CC": "/bin/false"}
-    result = subprocess.run(build, capture_output=True, text=True, env=environment)
+    result = subprocess.run(build, capture_output=True, text=True, env={**os.environ, **environment})
     assert result.returncode == 0, result.stdout + result.stderr
     (path,) = folder.glob("*.whl")
     return path
+
+
+@pytest.fixture(scope="module")
+def wheel(compiled: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    return build_wheel(source, folder, **({} if compiled else {"CC": "/bin/false"}))
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +133,27 @@ def test_contents(wheel, compiled):
     parts = ["energon_bridge/format/_tar.abi3.so", "energon_bridge/samples/_pixels.abi3.so"]
     assert sorted(libraries) == (parts if compiled else [])
     assert "cp311-abi3" in wheel.name
+
+
+def test_a_release_for_other_systems_and_what_an_index_shows(tmp_path):
+    """The wheel without compiled parts is for any system; on its page, links lead to the repository."""
+    url = "https://example.org/somebody/energon_bridge"
+    (tmp_path / "source").mkdir()
+    wheel = build_wheel(tmp_path / "source", tmp_path, ENERGON_BRIDGE_PURE="1", ENERGON_BRIDGE_URL=url)
+    assert wheel.name.endswith("-py3-none-any.whl")
+    archive = zipfile.ZipFile(wheel)
+    assert [name for name in archive.namelist() if name.endswith(".so")] == []
+    (name,) = [name for name in archive.namelist() if name.endswith("METADATA")]
+    metadata = email.message_from_bytes(archive.read(name), policy=email.policy.default)
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert f"Repository, {url}" in metadata.get_all("Project-URL")
+    page = metadata.get_payload()
+    links = re.findall(r"\]\(([^)#]+)", page)
+    ours = [link.removeprefix(f"{url}/blob/v{metadata['Version']}/") for link in links if link.startswith(url)]
+    assert len(ours) > 20
+    assert [link for link in links if not link.startswith("https://")] == []
+    assert [link for link in ours if not (REPOSITORY / link).exists()] == []
+    assert page.count("](") == (REPOSITORY / "README.md").read_text().count("](")
 
 
 def test_base_install_loads_a_dataset(installed, fixtures):
