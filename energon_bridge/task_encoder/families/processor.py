@@ -35,6 +35,7 @@ from energon_bridge.task_encoder.conversation import Kind
 from energon_bridge.task_encoder.families.video import frames_shape
 from energon_bridge.task_encoder.families.vision import Plan, PreparedSample, VideoFrames
 from energon_bridge.task_encoder.pixels import PixelDtype, Profile
+from energon_bridge.task_encoder.sequences import TOKEN_INPUTS
 
 Size = tuple[int, ...]
 """Of an image its height and width, of a sound its number of samples."""
@@ -371,7 +372,8 @@ class ProcessorFamily:
             tokens = [out["input_ids"][0] for out in outs]
             if bos is not None and int(tokens[0][0]) == bos:
                 object.__setattr__(self, "adds_bos", True)
-            made = [{key: value for key, value in out.items() if key not in _DROPPED} for out in outs]
+            dropped = _DROPPED.union(TOKEN_INPUTS)
+            made = [{key: value for key, value in out.items() if key not in dropped} for out in outs]
             if unfit := _unfit(made, [len(of_text) for of_text in tokens]):
                 del self.writings[kind]
                 self.refused[kind] = f"{type(self.processor).__name__} returns {unfit}"
@@ -476,7 +478,9 @@ class ProcessorFamily:
                 f"{tokens[same : same + 8].tolist()} instead of {sample.tokens[same : same + 8].tolist()}: do not "
                 "change the processor after making the encoder, nor the images while decoding"
             )
-        visual = {key: value for key, value in out.items() if key not in _DROPPED}
+        visual = {
+            key: value[:, :count] if key in TOKEN_INPUTS else value for key, value in out.items() if key not in _DROPPED
+        }
         if unfit := _unfit([visual], [0]):
             raise SampleError(f"{name} returns {unfit}")
         if self.pixels_dtype == "float32":  # the default: what the processor itself makes
