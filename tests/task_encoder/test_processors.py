@@ -10,6 +10,7 @@ import torch
 from paths import REPOSITORY
 from processors import called, conversation, expands, processor_classes, template_of, tiny_model_config, tiny_processor
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 from transformers.models.auto.processing_auto import processor_class_from_name
 
 from energon_bridge.errors import ConfigurationError, SampleError
@@ -121,3 +122,31 @@ def test_an_encoder_travels_to_its_workers(model_type: str) -> None:
     }
     if model_type == "paddleocr_vl":
         assert torch.equal(there.mrope_position_ids, here.mrope_position_ids)
+
+
+@pytest.mark.parametrize("name", ["Gemma3Processor", "LlavaNextProcessor"])
+def test_what_is_planned_is_not_tokenised_again_and_anything_else_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = tiny_processor(name)
+    config = ChatConfig(chat_template=template_of(processor), seq_length=60_000)
+    encoder = ChatTemplateTaskEncoder.for_processor(processor, config)
+    sample, text = conversation(1, ["image"], processor)
+    prepared = encoder.preencode_sample(sample)
+    wanted = called(processor, [text], [sample])
+    asked: list[str] = []
+    original = PreTrainedTokenizerFast.__call__
+
+    def count(self: PreTrainedTokenizerFast, texts: list[str], **options: object) -> object:
+        asked.extend(texts)
+        return original(self, texts, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", count)
+    assert torch.equal(encoder.postencode_sample(prepared).visual["pixel_values"], wanted["pixel_values"])
+    assert not asked
+    # A processor that writes something else than it did when the encoder was made:
+    written = type(processor).replace_image_token
+    monkeypatch.setattr(type(processor), "replace_image_token", lambda *a, **k: "a " + written(*a, **k))
+    with pytest.raises(SampleError, match=rf"{name} makes other tokens of the sample than were planned"):
+        encoder.postencode_sample(prepared)
+    assert asked
