@@ -25,10 +25,11 @@ import json
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from energon_bridge.errors import ConfigurationError, EmptyDatasetError, MaskedMicrobatchesError, WrongUseError
 from energon_bridge.loader.document import FORMAT
+from energon_bridge.loader.run_plan import NotForDataLoader
 from energon_bridge.loader.savable import LOADER_IS_NO_DATASET
 from energon_bridge.registry import load
 from energon_bridge.samples.showing import counted, described
@@ -81,7 +82,7 @@ def open_loader(loader: Any, replica: Replica | None = None, balance: object | N
     return loader() if callable(loader) and not hasattr(loader, "__iter__") else loader
 
 
-class EnergonDataloader:
+class EnergonDataloader(NotForDataLoader):
     """An iterator over a savable loader, with the state methods that Megatron-LM and Lightning look for.
 
     Examples:
@@ -121,6 +122,8 @@ class EnergonDataloader:
         ConfigurationError: There is no loader, or the length is invalid.
         MaskedMicrobatchesError: There would be masked microbatches, but they are not allowed.
     """
+
+    _refusal: ClassVar[str] = LOADER_IS_NO_DATASET
 
     def __init__(
         self,
@@ -204,9 +207,6 @@ class EnergonDataloader:
         """Go back to the beginning of the run; all ranks must call it alike."""
         self.loader.seek(0)
         self._moved()
-
-    def __getitem__(self, index: Any) -> NoReturn:
-        raise WrongUseError(LOADER_IS_NO_DATASET)
 
     def __repr__(self) -> str:
         done = f"{counted(self.batches, 'batch', 'batches')} delivered since it was made"

@@ -18,7 +18,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from energon_bridge.dataloader import EnergonDataloader, MaskedMicrobatches, Replica, open_loader
-from energon_bridge.datasets import get_savable_loader, get_train_dataset, get_val_dataset, get_val_datasets
+from energon_bridge.datasets import (
+    DATALOADER_WORDS,
+    get_savable_loader,
+    get_train_dataset,
+    get_val_dataset,
+    get_val_datasets,
+)
 from energon_bridge.errors import ConfigurationError, UnknownArgumentError, did_you_mean
 from energon_bridge.loader.metrics import dataset_names
 from energon_bridge.loader.run_plan import DatasetSpec
@@ -574,6 +580,7 @@ def check_names(names: Iterable[str]) -> None:
     for name in names:
         if name not in known:
             hint = did_you_mean("micro_batch_size" if name == "batch_size" else name, known)
+            hint = f" {DATALOADER_WORDS[name]}" if name in DATALOADER_WORDS else hint
             raise UnknownArgumentError(
                 f"EnergonMultiModalDataModule has no argument {name!r}." + (hint or f" It takes {', '.join(known)}.")
             )

@@ -338,7 +338,8 @@ def _open(source: MixSource, settings: RunSettings, worker_config: WorkerConfig 
         index=index,
         read_timeout_seconds=settings.error_policy.read_timeout_seconds,
     )
-    leaves = open_leaves(mix, opener, shuffle_epochs=settings.shuffle_over_epochs_multiplier)
+    unit = mix.unit if settings.kind == "train" and len(mix.leaves) > 1 else None
+    leaves = open_leaves(mix, opener, shuffle_epochs=settings.shuffle_over_epochs_multiplier, unit=unit)
     index.save()
     if settings.max_tokens_per_microbatch is not None:
         buffer = settings.packing_buffer_size or DEFAULT_LENGTH_BUFFER
@@ -368,10 +369,27 @@ def _policy(policy: ErrorPolicy | None, handler: Handler | None) -> ErrorPolicy:
     return dataclasses.replace(policy, on_error=handler)
 
 
+DATALOADER_WORDS = {
+    "shuffle": "A training dataset is shuffled (shuffle_over_epochs_multiplier=None of get_train_dataset keeps its own "
+    "order), and a validation dataset is in order.",
+    "sampler": "The order is computed, and the ranks share it by themselves. Weights and epochs are those of a mix; "
+    "filter= of get_train_dataset chooses samples by their columns.",
+    "batch_sampler": "Batches have batch_size=… samples, or max_tokens_per_microbatch=… tokens of samples of similar "
+    "length, both of get_train_dataset.",
+    "drop_last": "It is batch_drop_last=… of get_train_dataset and get_val_dataset.",
+    "collate_fn": "Override `batch` of a task encoder, and give that as task_encoder=… to get_train_dataset.",
+}
+"""What stands here for arguments of torch's DataLoader."""
+
+
 def _refuse_unknown(function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
     for name in kwargs:
         known = [p for p in inspect.signature(function).parameters if p not in ("kwargs", "path", "dataset")]
         hint = did_you_mean(name, known) or f" It takes {', '.join(known)}."
         if name in WorkerConfig.__dataclass_fields__:
             hint = f" It is one of WorkerConfig: worker_config=WorkerConfig({name}=…)."
+        elif name in DATALOADER_WORDS:
+            hint = f" {DATALOADER_WORDS[name]}"
+        elif name in inspect.signature(get_train_dataset).parameters:
+            hint = f" It is one of get_train_dataset: get_train_dataset(…, {name}=…)."
         raise UnknownArgumentError(f"{function.__name__} takes no argument {name!r}.{hint}")

@@ -47,6 +47,7 @@ TOKEN_FIELDS: Mapping[str, float] = MappingProxyType(
         "padding_mask": 0,
         "token_type_ids": 0,
         "mm_token_type_ids": 0,
+        "moe_mm_token_type_ids": 0,
         "mrope_position_ids": 0,
     }
 )

@@ -5,6 +5,7 @@ The plan is the dataset cut into lanes for some ranks, so that every draw is ari
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -19,9 +20,10 @@ from energon_bridge.format.foreign import ForeignDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.mix import Mix
 from energon_bridge.mix.leaves import OpenLeaf
+from energon_bridge.plan.amounts import AmountBlend
 from energon_bridge.plan.bans import LeafBans
-from energon_bridge.plan.blend import Blend, ChangedBlend, EpochizedBlend, InTurns, LeafWeights, WeightedBlend
-from energon_bridge.plan.choose import PassDraws
+from energon_bridge.plan.blend import ChangedBlend, EpochizedBlend, InTurns, LeafWeights, WeightedBlend
+from energon_bridge.plan.choose import AnyBlend, PassDraws
 from energon_bridge.plan.leaf import LeafOrder, slice_length
 from energon_bridge.plan.weights import ChangedWeights, MixWeights
 from energon_bridge.rng import key_of
@@ -49,8 +51,30 @@ _MOST_SHOWN = 6
 """Datasets named in the text of a mix."""
 
 
+class NotForDataLoader:
+    """What `torch.utils.data.DataLoader` is refused, with what to do instead, when it is made around it.
+
+    All that a DataLoader asks of a dataset when it is made is its class, by `isinstance`.
+    """
+
+    _refusal: ClassVar[str] = DATASET_IS_NO_LOADER
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Self]:
+        frame = sys._getframe(1)
+        for _ in range(3):  # `isinstance` may be that of a metaclass in Python
+            code = frame.f_code
+            if code.co_qualname == "DataLoader.__init__" and frame.f_locals.get("dataset") is self:
+                raise WrongUseError(self._refusal)
+            frame = frame.f_back or frame
+        return type(self)
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise WrongUseError(self._refusal)
+
+
 @dataclass(frozen=True, kw_only=True)
-class DatasetSpec:
+class DatasetSpec(NotForDataLoader):
     """What `get_train_dataset` and `get_val_dataset` return, for `get_loader` and `get_savable_loader`.
 
     It is a description: before a loader is iterated, only the metadata of the datasets is read. `len()` is the number
@@ -170,13 +194,18 @@ class DatasetSpec:
         """How the leaves are combined: `single`, `weights`, `repetitions` or `concat`."""
         return self.mix.mode if len(self.leaves) > 1 else "single"
 
+    @property
+    def unit(self) -> str | None:
+        """What the weights of an endless blend are shares of, an expression of columns; None: of draws."""
+        return self.mix.unit if self.kind == "train" and self.mode == "weights" else None
+
     @cached_property
     def weights(self) -> MixWeights:
         """The weights of the mix, in order of the leaves' identities."""
         place = {leaf.identity: number for number, leaf in enumerate(self.leaves)}
         return MixWeights(
             mix=self.mix,
-            sizes=tuple(leaf.num_samples for leaf in self.leaves),
+            sizes=tuple(leaf.num_samples if leaf.amounts is None else leaf.amounts.total for leaf in self.leaves),
             order=tuple(place[leaf.identity] for leaf in self.ordered),
         )
 
@@ -186,9 +215,6 @@ class DatasetSpec:
         return FailureLog(self.settings.error_policy)
 
     def __iter__(self) -> NoReturn:
-        raise WrongUseError(DATASET_IS_NO_LOADER)
-
-    def __getitem__(self, index: Any) -> NoReturn:
         raise WrongUseError(DATASET_IS_NO_LOADER)
 
     def __len__(self) -> int:
@@ -273,7 +299,7 @@ class RunPlan:
     config: WorkerConfig
     num_lanes: int
     leaves: tuple[Leaf, ...]
-    blend: Blend | None
+    blend: AnyBlend | None
     changes: ChangedWeights
     recorded: dict[str, Any]
 
@@ -392,6 +418,9 @@ def plan_run(
         }
         if data.mode == "weights" and data.mix.is_scheduled:
             settings["schedule"] = data.weights.fingerprint()
+        if data.unit is not None:
+            amounts = [leaf.amounts.fingerprint for leaf in data.ordered if leaf.amounts is not None]
+            settings |= {"unit": data.unit, "unit_values": f"{key_of(*amounts):016x}"}
     target = getattr(data.settings.task_encoder.decoder, "image_target", None)
     if target is not None:  # this changes pixels, not the order, and nobody would see it
         settings["image_target"] = list(target)
@@ -436,10 +465,12 @@ def _leaf(data: DatasetSpec, leaf: OpenLeaf, lanes: int, seed: int, *, block: in
         kept=leaf.kept,
         epochs_per_shuffle=leaf.shuffle_epochs or 1,
     )
-    return Leaf(identity=leaf.identity, dataset=leaf.dataset, order=order, aux=leaf.aux)
+    return Leaf(identity=leaf.identity, dataset=leaf.dataset, order=order, aux=leaf.aux, amounts=leaf.amounts)
 
 
-def _blend(data: DatasetSpec, leaves: Sequence[Leaf], lanes: int, seed: int, changes: ChangedWeights) -> Blend | None:
+def _blend(
+    data: DatasetSpec, leaves: Sequence[Leaf], lanes: int, seed: int, changes: ChangedWeights
+) -> AnyBlend | None:
     if len(leaves) == 1 and (data.kind == "finite" or data.mode == "single"):
         return None
     if data.kind == "finite":
@@ -447,6 +478,8 @@ def _blend(data: DatasetSpec, leaves: Sequence[Leaf], lanes: int, seed: int, cha
     if data.mode == "weights":
         parts: list[tuple[int, LeafWeights]] = [(0, data.weights), *changes]
         key = key_of("run", seed)
+        if data.unit is not None:
+            return AmountBlend(parts=tuple(parts), num_lanes=lanes, key=key)
         blends = tuple((start, WeightedBlend(weights=weights, num_lanes=lanes, key=key)) for start, weights in parts)
         return ChangedBlend(parts=blends, num_lanes=lanes) if changes else blends[0][1]
     rank = {leaf.identity: number for number, leaf in enumerate(data.ordered)}

@@ -30,7 +30,7 @@ from energon_bridge.loader.metrics import AT_ANY_TIME, AT_END, AT_EPOCH, check_r
 from energon_bridge.loader.modes import LaneMode, PassMode
 from energon_bridge.loader.pool import Engine, WorkerPool
 from energon_bridge.loader.position import Mode, OnMismatch, Position, merged_state
-from energon_bridge.loader.run_plan import DATASET_IS_NO_LOADER, DatasetSpec, plan_run
+from energon_bridge.loader.run_plan import DATASET_IS_NO_LOADER, DatasetSpec, NotForDataLoader, plan_run
 from energon_bridge.loader.streams import open_pipeline
 from energon_bridge.loader.workers import LocalProcesses, Work, keep_freed_memory
 from energon_bridge.registry import load
@@ -56,7 +56,7 @@ LOADER_IS_NO_DATASET = (
 )
 
 
-class SavableDataLoader(torch.utils.data.DataLoader[Any]):
+class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
     """Loads the microbatches of one data-parallel rank; its position can be saved and restored.
 
     Examples:
@@ -78,6 +78,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         watchdog: How long a microbatch may take; None: as long as it likes.
     """
 
+    _refusal: ClassVar[str] = LOADER_IS_NO_DATASET
     __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)  # annotations of energon users give it type arguments
 
     def __init__(
@@ -150,9 +151,6 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         finite = self.spec.finite and self.spec.settings.virtual_epoch_length is None and known
         return self.spec.num_batches(self.config, self._position.end if finite else None)
 
-    def __getitem__(self, index: Any) -> NoReturn:
-        raise WrongUseError(LOADER_IS_NO_DATASET)
-
     def __reduce__(self) -> NoReturn:
         raise WrongUseError(
             "a loader cannot be pickled or copied, because it has workers and open files. Send its path, settings and "
@@ -190,6 +188,8 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
             self._steps += 1
             if self._ends_an_epoch():
                 self._name_losses(AT_EPOCH)
+                if not self.spec.finite and virtual is None and not self.config.dp_rank:
+                    _say_endless()
             if item.rows or self.spec.settings.conventions.masks:
                 return item.batch
         raise StopIteration
@@ -568,6 +568,15 @@ class _NoSamples(torch.utils.data.IterableDataset[Any]):
 
     def __iter__(self) -> NoReturn:
         raise WrongUseError(DATASET_IS_NO_LOADER)
+
+
+@cache
+def _say_endless() -> None:
+    """Say once that a loop over a training stream does not end by itself."""
+    logger.warning(
+        "the first epoch of the data is over, and the stream goes on: repeat=False or virtual_epoch_length=… of "
+        "get_train_dataset end an iterator"
+    )
 
 
 @cache

@@ -24,15 +24,15 @@ from torch.nn.functional import pad
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.samples.base import once_per_class
 from energon_bridge.samples.devices import normalise_on_device
-from energon_bridge.task_encoder.packed_sequences import batch_packs, pack_sequences
-from energon_bridge.task_encoder.sequences import MultiModalSample, PaddingValues
+from energon_bridge.task_encoder.packed_sequences import NO_PACKS_ACROSS, batch_packs, pack_sequences
+from energon_bridge.task_encoder.sequences import TOKEN_INPUTS, MultiModalSample, PaddingValues
 
 IGNORED_LABEL = -100
 
 Inputs = dict[str, Any]
 
-_TOKEN_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "mm_token_type_ids", "token_type_ids")
-"""Arguments with a value per token, in their last dimension."""
+_TOKEN_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "mm_token_type_ids", "token_type_ids", *TOKEN_INPUTS)
+"""Arguments with a value per token, in their last dimension; `cross_attention_mask` in its second."""
 
 
 def model_inputs(batch: Any, model: Any = None, *, labels: bool = True) -> Inputs:
@@ -222,7 +222,7 @@ def _with_labels(batch: Any, inputs: Inputs) -> Inputs:
     if bool((last != IGNORED_LABEL).any()):
         for name in _TOKEN_ARGUMENTS:
             if name in inputs:
-                inputs[name] = pad(inputs[name], (0, 1))
+                inputs[name] = pad(inputs[name], (0, 0, 0, 0, 0, 1) if name == "cross_attention_mask" else (0, 1))
         inputs["input_ids"][:, -1] = last.max()  # a token that is learned stands for no image
     inputs["labels"] = torch.full_like(inputs["input_ids"], IGNORED_LABEL)
     inputs["labels"][:, 1:] = learned[:, : inputs["input_ids"].shape[1] - 1]
@@ -253,24 +253,31 @@ def _check_once(model: Any, rows: int) -> None:
 def check_packing(model: Any, *, rows: int = 1) -> None:
     """Check that a model keeps the samples of a pack apart, on rows of three samples of three tokens each.
 
+    The first sample changes: its tokens, and whether they are of an image, of a model that takes their types. (Gemma 3
+    of transformers 5.23 reads the types of a later sample from the first one, in its layers with a sliding window.)
+
     Args:
         model: A model of transformers.
         rows: Rows of the microbatch. Some kernels keep the samples of one row apart, but not those of several.
 
     Raises:
-        ConfigurationError: Changing the tokens of one sample changes the model's output for the others.
+        ConfigurationError: Changing the tokens of one sample changes the model's output for the others, or the model
+            has cross-attention to images.
     """
+    if _takes(model, "cross_attention_mask"):
+        raise ConfigurationError(f"{type(unwrapped(model)).__name__}: {NO_PACKS_ACROSS}")
     modes = [(part, part.training) for part in model.modules()]
     model.eval()
-    first, second = (_logits(model, tokens, rows) for tokens in ([5, 6, 7], [8, 9, 10]))
+    first = _logits(model, [5, 6, 7], rows, [0, 0, 0])
+    second = _logits(model, [8, 9, 10], rows, [0, 1, 1])
     for part, training in modes:
         part.training = training
     torch.clear_autocast_cache()  # of weights without gradients, which the caller's next step would use
     change = (first - second).abs().amax(dim=-1).reshape(-1)
     if change[:3].max() == 0 or change[3:].max() > _NOISE * change[:3].max():
         raise ConfigurationError(
-            f"{type(model).__name__} does not keep the samples of a pack apart: other tokens in the first sample "
-            f"change the logits of the next ones by up to {float(change[3:].max()):.2g} (expected: 0), in {rows} "
+            f"{type(model).__name__} does not keep the samples of a pack apart: another first sample "
+            f"changes the logits of the next ones by up to {float(change[3:].max()):.2g} (expected: 0), in {rows} "
             f"{'row' if rows == 1 else 'rows'}. Its attention ({getattr(model.config, '_attn_implementation', None)}) "
             "does not go by restarting position_ids; train "
             + ("" if rows == 1 else "with one pack in a microbatch, or ")
@@ -279,7 +286,7 @@ def check_packing(model: Any, *, rows: int = 1) -> None:
     _checked[model] = max(rows, _checked.get(model, 0))
 
 
-def _logits(model: Any, tokens: list[int], rows: int) -> Tensor:
+def _logits(model: Any, tokens: list[int], rows: int, types: list[int]) -> Tensor:
     filling = PaddingValues(pad_id=0, ignore=IGNORED_LABEL)
     packs = [
         pack_sequences([_sample(first), _sample([5, 6, 7]), _sample([7, 6, 5])], filling)
@@ -288,7 +295,10 @@ def _logits(model: Any, tokens: list[int], rows: int) -> Tensor:
     batch = batch_packs(packs, filling)
     device = next(model.parameters()).device
     batch.tokens, batch.position_ids = (values.to(device) for values in (batch.tokens, batch.position_ids))
-    logits: Tensor = model(input_ids=batch.tokens, **sequence_inputs(batch, mrope=takes_mrope(model))).logits
+    of_tokens = torch.zeros_like(batch.tokens)
+    of_tokens[0, :3] = torch.tensor(types, device=device)
+    taken = {name: of_tokens for name in ("token_type_ids", "mm_token_type_ids") if _takes(model, name)}
+    logits: Tensor = model(input_ids=batch.tokens, **sequence_inputs(batch, mrope=takes_mrope(model)), **taken).logits
     return logits.float()
 
 

@@ -22,9 +22,11 @@ from torch import Tensor
 from energon_bridge.errors import ConfigurationError, OverLongSampleError
 from energon_bridge.samples import Sample, Segment, batch_meta, edataclass, segments_of
 from energon_bridge.task_encoder.sequences import (
+    TOKEN_INPUTS,
     MultiModalBatch,
     MultiModalSample,
     PaddingValues,
+    join_visual,
     mrope_of,
     pad_optional,
     pad_rows,
@@ -34,6 +36,12 @@ from energon_bridge.task_encoder.visual import concat_visual
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
+
+
+NO_PACKS_ACROSS = (
+    "the model sees images through cross-attention, where each row of a batch has images of its own: train unpacked "
+    "(without packing_buffer_size; data.packing_buffer_size=null)"
+)
 
 
 @edataclass
@@ -80,6 +88,8 @@ def pack_sequences(
     """
     if not samples:
         raise ConfigurationError("nothing to pack: a pack needs at least one sample")
+    if any("cross_attention_mask" in sample.visual for sample in samples):
+        raise ConfigurationError(NO_PACKS_ACROSS)
     lengths = [len(sample.tokens) for sample in samples]
     padded = [size + -size % multiple_of for size in lengths]
     key = ",".join(sample.__key__ for sample in samples)
@@ -122,7 +132,7 @@ def batch_packs(packs: Sequence[MultiModalPack], filling: PaddingValues) -> Mult
         spare = length - len(pack.tokens)
         padded += [*pack.padded_lengths[:-1], pack.padded_lengths[-1] + spare]
         positions.append(torch.cat([pack.position_ids, pack.position_ids[-1] + 1 + torch.arange(spare)]))
-    visual = concat_visual([row for pack in packs for row in pack.visual_rows])
+    visual = join_visual([row for pack in packs for row in pack.visual_rows], padded, count=len(packs))
     return MultiModalBatch.from_samples(
         packs,
         tokens=pad_rows([pack.tokens for pack in packs], length, filling.pad_id),
@@ -176,6 +186,9 @@ def unpack_batch(batch: MultiModalBatch, filling: PaddingValues) -> MultiModalBa
         cu_seqlens_padded=None,
         max_seqlen=None,
         segments=[(segment._replace(start=0),) for row in batch.segments for segment in row],
+        visual_inputs={
+            name: rows(value, 0) if name in TOKEN_INPUTS else value for name, value in batch.visual_inputs.items()
+        },
         mm_token_type_ids=None if batch.mm_token_type_ids is None else rows(batch.mm_token_type_ids, 0),
         mrope_position_ids=(
             None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,8 +48,8 @@ class MultiModalBatch(Batch):
 
     `tokens`, `labels`, `position_ids`, `attention_mask` (1 on real tokens): int64 (B, S); `loss_mask`: float32 (B, S).
     `pixel_values`: the images of all rows in their order, joined along dimension 0. `visual_inputs`: what else the
-    image processor returned, joined likewise. `answers`: the text that each sample should produce first;
-    `num_images`: how many images each has; `sample_keys`: its key.
+    image processor returned, joined likewise, or by token (`TOKEN_INPUTS`). `answers`: the text that each sample should
+    produce first; `num_images`: how many images each has; `sample_keys`: its key.
 
     A pack is one row. Of the rows laid end to end, `tensor.reshape(1, -1)`, sample i has the positions from
     `cu_seqlens_padded[i]` on and `cu_seqlens[i + 1] - cu_seqlens[i]` tokens; the two, int32 (samples + 1,), differ only
@@ -135,9 +135,43 @@ class Sequencer:
         )
 
 
+TOKEN_INPUTS = ("cross_attention_mask", "moe_mm_token_type_ids")
+"""Inputs beside the images that have a value per token: of a sample (1, tokens, …), of a batch (B, S, …)."""
+
+
+def join_visual(rows: Sequence[Mapping[str, Tensor]], padded: Sequence[int], *, count: int) -> dict[str, Tensor]:
+    """Join the inputs beside the tokens of samples.
+
+    Args:
+        rows: Those of each sample.
+        padded: How many tokens each sample takes.
+        count: The rows of the batch, which these tokens fill.
+    """
+    if any("cross_attention_mask" in row for row in rows):  # then each row looks at images of its own, if only at none
+        (shown, *_) = filter(None, rows)
+        blank = {name: value.new_zeros(1, *[0] * (value.ndim - 1)) for name, value in shown.items()}
+        rows = [row or blank for row in rows]
+    visual = concat_visual([{name: row[name] for name in row if name not in TOKEN_INPUTS} for row in rows])
+    if "aspect_ratio_mask" in visual:  # as MLlama's processor does for images that fill up a row
+        visual["aspect_ratio_mask"][..., 0] = 1
+    for name in TOKEN_INPUTS:
+        given = [row.get(name) for row in rows]
+        values = [value for value in given if value is not None]
+        if not values:
+            continue
+        shape = [max(sizes) for sizes in zip(*(value.shape[2:] for value in values), strict=True)]
+        joined = values[0].new_zeros(sum(padded), *shape)
+        for start, value in zip(accumulate(padded, initial=0), given, strict=False):
+            if value is not None:
+                sides = (start + value.shape[1], *value.shape[2:])
+                joined[(slice(start, sides[0]), *map(slice, sides[1:]))] = value[0]
+        visual[name] = joined.reshape(count, -1, *shape)
+    return visual
+
+
 def batch_sequences(samples: Sequence[MultiModalSample], length: int, filling: PaddingValues) -> MultiModalBatch:
     """Pad sequences on the right to a length and join their images."""
-    visual = concat_visual([sample.visual for sample in samples])
+    visual = join_visual([sample.visual for sample in samples], [length] * len(samples), count=len(samples))
     return MultiModalBatch.from_samples(
         samples,
         tokens=pad_rows([sample.tokens for sample in samples], length, filling.pad_id),

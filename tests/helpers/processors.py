@@ -50,6 +50,7 @@ PARTS: dict[str, dict[str, str]] = {
 }
 """Parts that the mappings of transformers do not name."""
 ATTRIBUTES: dict[str, dict[str, Any]] = {
+    "Ernie4_5_VLMoeProcessor": {"video_processor.draw_on_frames": False},  # with a font of its own
     "PaliGemmaProcessor": {"image_processor.image_seq_length": 16},
     "Qwen3OmniMoeProcessor": {"image_processor.patch_size": 16, "video_processor.patch_size": 16},
     "Qwen3VLProcessor": {"image_processor.patch_size": 16},
@@ -60,9 +61,22 @@ MODELS: dict[str, dict[str, Any]] = {
     "aya_vision": {"vision_config.patch_size": 16, "vision_config.image_size": 384},
     "gemma3": {"vision_config.image_size": 224, "vision_config.patch_size": 14},
     "idefics3": {"vision_config.patch_size": 14, "vision_config.image_size": 364},
+    "ernie4_5_vl_moe": {
+        "text_config.rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]},
+        "text_config.moe_intermediate_size": [32, 16],
+        "text_config.moe_num_experts": 4,
+        "text_config.moe_k": 2,
+    },
     "glm4v": {"text_config.rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}},
     "internvl": {"vision_config.patch_size": [24, 24], "vision_config.image_size": [384, 384]},
     "mistral3": {"vision_config.patch_size": 16},
+    "mllama": {
+        "text_config.cross_attention_layers": [1],
+        "vision_config.image_size": 224,
+        "vision_config.intermediate_layers_indices": [0, 1],
+        "vision_config.num_global_layers": 1,
+        "vision_config.vision_output_dim": 96,
+    },
     "paddleocr_vl": {"text_config.rope_parameters": _MROPE},
     "qwen2_audio": {"audio_config.num_mel_bins": 80},
     "qwen2_vl": {"text_config.rope_parameters": _MROPE},
@@ -202,9 +216,11 @@ def tiny_model(config: Any, seed: int = 0) -> Any:
             model = auto.from_config(config).eval()
         except ValueError:
             continue
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
                 parameter.data.mul_(2)
+            elif "gate" in name:  # of MLlama's images, closed at first
+                parameter.data.fill_(0.7)
         return model
     raise ValueError(f"no model of {type(config).__name__}")
 

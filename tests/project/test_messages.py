@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import http.server
+import inspect
 import json
+import re
 import shutil
 import threading
 from collections.abc import Iterator
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
+import torch
 from click.testing import CliRunner, Result
 from engine import text_dataset, train_dataset
 from fsspec.spec import AbstractFileSystem
@@ -19,15 +24,19 @@ from PIL import Image
 
 from energon_bridge import (
     DefaultTaskEncoder,
+    EnergonMultiModalDataModule,
     SampleDecoder,
     __version__,
     get_loader,
+    get_savable_loader,
     get_train_dataset,
+    get_val_dataset,
     read_quarantine,
     verify_resume,
 )
 from energon_bridge.cli.main import main
 from energon_bridge.cli.output import count_of, epochs
+from energon_bridge.datasets import DATALOADER_WORDS
 from energon_bridge.errors import (
     ConfigurationError,
     CorruptShardError,
@@ -43,6 +52,7 @@ from energon_bridge.errors import (
 )
 from energon_bridge.format.field_map import FieldMap, check_fields
 from energon_bridge.format.nvmeta import prepared_by
+from energon_bridge.loader.savable import _say_endless
 from energon_bridge.prepare import render_dataset_yaml
 from energon_bridge.prepare.lint import lint_dataset, lint_parts
 from energon_bridge.samples import (
@@ -475,6 +485,45 @@ def test_a_folder_of_pictures_is_pointed_to_convert(tmp_path: Path):
 def test_arguments_of_the_worker_config_are_pointed_there(texts: Path):
     with pytest.raises(UnknownArgumentError, match=r"worker_config=WorkerConfig\(num_workers=…\)"):
         get_train_dataset(texts, batch_size=2, num_workers=2)
+
+
+@pytest.mark.parametrize("name", ["shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn"])
+def test_arguments_of_a_dataloader_are_told_our_word(texts: Path, name: str):
+    assert name in inspect.signature(torch.utils.data.DataLoader).parameters
+    words = re.escape(DATALOADER_WORDS[name])
+    dataset = get_train_dataset(texts, batch_size=2)
+    for call in (partial(get_train_dataset, texts, batch_size=2), partial(get_val_dataset, texts, batch_size=2)):
+        with pytest.raises(UnknownArgumentError, match=f"takes no argument '{name}'. {words}"):
+            call(**{name: True})
+    for make in (get_loader, get_savable_loader):
+        with pytest.raises(UnknownArgumentError, match=f"takes no argument '{name}'. {words}"):
+            make(dataset, **{name: True})
+    with pytest.raises(UnknownArgumentError, match=f"has no argument '{name}'. {words}"):
+        EnergonMultiModalDataModule(texts, None, None, micro_batch_size=2, **{name: True})
+
+
+def test_the_words_for_a_dataloader_name_what_there_is():
+    known = {name for get in (get_train_dataset, get_val_dataset) for name in inspect.signature(get).parameters}
+    named = {name for words in DATALOADER_WORDS.values() for name in re.findall(r"(\w+)=", words)}
+    assert len(named) >= 5
+    assert named <= known
+
+
+def test_a_batch_size_of_a_loader_is_one_of_the_dataset(texts: Path):
+    with pytest.raises(UnknownArgumentError, match=r"get_train_dataset\(…, batch_size=…\)"):
+        get_loader(get_train_dataset(texts, batch_size=2), batch_size=4)
+
+
+def test_an_endless_loop_says_once_that_it_goes_on(texts: Path, caplog: pytest.LogCaptureFixture):
+    _say_endless.cache_clear()
+    said = []
+    for settings in ({"repeat": False}, {"virtual_epoch_length": 3}, {}, {}):
+        loader = get_loader(train_dataset(texts, batch_size=2, **settings))
+        for _ in islice(loader, 2 * len(loader) + 1):
+            pass
+        loader.close()
+        said.append(sum("the stream goes on" in record.message for record in caplog.records))
+    assert said == [0, 0, 1, 1]
 
 
 def test_a_part_of_the_split_that_gets_no_sample_is_named(tmp_path: Path):

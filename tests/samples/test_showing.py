@@ -329,7 +329,7 @@ def test_a_batch_goes_to_a_device(settings: dict[str, Any]):
 
 
 def torch_loader(dataset: Any, **settings: Any) -> Any:
-    return next(iter(torch.utils.data.DataLoader(dataset, **settings)))
+    return torch.utils.data.DataLoader(dataset, **settings)  # refused when it is made, before anything is iterated
 
 
 @pytest.mark.parametrize(
@@ -341,6 +341,7 @@ def test_a_dataset_says_that_a_loader_is_needed(data: Path, use: Callable[[Any],
         with pytest.raises(WrongUseError, match=r"`for batch in get_loader\(dataset\)`") as caught:
             use(one)
         assert isinstance(caught.value, TypeError)
+        assert one.__class__ is type(one)
 
 
 def test_a_loader_says_that_it_is_one(data: Path):

@@ -10,19 +10,23 @@ import torch
 from paths import REPOSITORY
 from processors import called, conversation, expands, processor_classes, template_of, tiny_model_config, tiny_processor
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 from transformers.models.auto.processing_auto import processor_class_from_name
 
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.task_encoder.families import ChatConfig, ChatTemplateTaskEncoder
+from energon_bridge.task_encoder.sequences import TOKEN_INPUTS
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
 SHORT = {
     "AyaVisionProcessor",
     "ChameleonProcessor",
+    "Ernie4_5_VLMoeProcessor",
     "Gemma3Processor",
     "Gemma3nProcessor",
     "Idefics3Processor",
     "LlavaNextProcessor",
+    "MllamaProcessor",
     "PaddleOCRVLProcessor",
     "Qwen2AudioProcessor",
     "Qwen3ASRProcessor",
@@ -94,7 +98,8 @@ def test_an_encoder_makes_what_the_processor_makes(name: str) -> None:
         assert last == int(tokens[len(encoded.tokens)])
         shown = encoded.visual
         for key, value in shown.items():
-            assert same(value, theirs[key]), (key, value.shape, theirs[key].shape)
+            wanted = theirs[key][:, : len(encoded.tokens)] if key in TOKEN_INPUTS else theirs[key]
+            assert same(value, wanted), (key, value.shape, wanted.shape)
         media = {"image", "video", "audio"} & {plan.kind for plan in prepared.plans}
         missing = set(theirs) - set(shown) - {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
         assert not media or missing <= {"video_metadata"}, missing
@@ -117,3 +122,31 @@ def test_an_encoder_travels_to_its_workers(model_type: str) -> None:
     }
     if model_type == "paddleocr_vl":
         assert torch.equal(there.mrope_position_ids, here.mrope_position_ids)
+
+
+@pytest.mark.parametrize("name", ["Gemma3Processor", "LlavaNextProcessor"])
+def test_what_is_planned_is_not_tokenised_again_and_anything_else_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = tiny_processor(name)
+    config = ChatConfig(chat_template=template_of(processor), seq_length=60_000)
+    encoder = ChatTemplateTaskEncoder.for_processor(processor, config)
+    sample, text = conversation(1, ["image"], processor)
+    prepared = encoder.preencode_sample(sample)
+    wanted = called(processor, [text], [sample])
+    asked: list[str] = []
+    original = PreTrainedTokenizerFast.__call__
+
+    def count(self: PreTrainedTokenizerFast, texts: list[str], **options: object) -> object:
+        asked.extend(texts)
+        return original(self, texts, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", count)
+    assert torch.equal(encoder.postencode_sample(prepared).visual["pixel_values"], wanted["pixel_values"])
+    assert not asked
+    # A processor that writes something else than it did when the encoder was made:
+    written = type(processor).replace_image_token
+    monkeypatch.setattr(type(processor), "replace_image_token", lambda *a, **k: "a " + written(*a, **k))
+    with pytest.raises(SampleError, match=rf"{name} makes other tokens of the sample than were planned"):
+        encoder.postencode_sample(prepared)
+    assert asked
