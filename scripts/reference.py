@@ -180,7 +180,8 @@ def configuration_page() -> str:
         "`python -m energon_bridge.training --config FILE.yaml [section.key=value ...]` reads these keys. The command",
         "line wins over the file, and the file over the defaults. `--dry-run` prints the result. An unknown key is an",
         "error that names the nearest one. The package has examples, `configs/NAME.yaml`; `--copy-configs configs`",
-        "makes copies to edit. Those of real models are [recipes](../how-to/recipes.md).",
+        "makes copies to edit. Those of real models are [recipes](../how-to/recipes.md). The [API](api/datasets.md)",
+        "says more of keys that are arguments there.",
     ]
     lines += ["", "## The run", "", *section(RunConfig, "")]
     for name, config in get_type_hints(RunConfig).items():
@@ -193,16 +194,16 @@ def configuration_page() -> str:
 def section(config: Any, prefix: str) -> list[str]:
     """Return the table of one section."""
     described = arguments_of(config)
-    lines = ["| key | default | what it says |", "|---|---|---|"]
+    lines = ["|key|default|what it says|", "|---|---|---|"]
     for field in dataclasses.fields(config):
         if field.default is not dataclasses.MISSING:
-            lines.append(f"| `{prefix}{field.name}` | `{as_yaml(field.default)}` | {described[field.name]} |")
+            lines.append(f"|`{prefix}{field.name}`|`{as_yaml(field.default)}`|{described[field.name]}|")
     if config is DataConfig:
         for takes in (get_savable_loader, get_train_dataset, WorkerConfig, EnergonMultiModalDataModule):
             described |= arguments_of(takes)
         for name, setting in data_settings().items():
-            words = described[name].replace("None", "null")
-            lines.append(f"| `{prefix}{name}` | `{as_yaml(setting.default)}` | {words} |")
+            words = re.split(r"(?<=\.) (?=[A-Z])", described[name])[0].replace("None", "null")  # the rest is in the API
+            lines.append(f"|`{prefix}{name}`|`{as_yaml(setting.default)}`|{words}|")
     return lines
 
 
