@@ -36,6 +36,7 @@
     │   ├── UnfitSampleError            samples do not fit each other or a setting (also a ConfigurationError)
     │   └── FileNotInStoreError         a file store has no file (or no metadata) of that key
     ├── FatalSampleError                a sample error that must stop the run
+    │   ├── StoppedByPolicyError        the error policy, or a handler of the program, stops the run at a sample
     │   ├── OverLongSampleError         a sample exceeds a limit of its pack by itself
     │   ├── ErrorRateError              more samples of a dataset failed than the policy allows
     │   └── HookTimeoutError            a microbatch took too long, and the watchdog was told to end it
@@ -213,6 +214,10 @@ class FileNotInStoreError(SampleError, KeyError):
 
 class FatalSampleError(EnergonError):
     """A sample error that must stop the run."""
+
+
+class StoppedByPolicyError(FatalSampleError):
+    """The error policy, or the handler of the program, stops the run at a sample that failed."""
 
 
 class OverLongSampleError(FatalSampleError):

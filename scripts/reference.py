@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Write the pages of docs/reference that follow from the code: the command line, the configuration, the Python API.
+"""Write the pages that follow from the code (the command line, the configuration, the Python API), and llms.txt.
 
     python scripts/reference.py
 
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import click
+import yaml
 
 import energon_bridge
 import energon_bridge.errors
@@ -179,7 +180,8 @@ def configuration_page() -> str:
         "`python -m energon_bridge.training --config FILE.yaml [section.key=value ...]` reads these keys. The command",
         "line wins over the file, and the file over the defaults. `--dry-run` prints the result. An unknown key is an",
         "error that names the nearest one. The package has examples, `configs/NAME.yaml`; `--copy-configs configs`",
-        "makes copies to edit. Those of real models are [recipes](../how-to/recipes.md).",
+        "makes copies to edit. Those of real models are [recipes](../how-to/recipes.md). The [API](api/datasets.md)",
+        "says more of keys that are arguments there.",
     ]
     lines += ["", "## The run", "", *section(RunConfig, "")]
     for name, config in get_type_hints(RunConfig).items():
@@ -192,16 +194,16 @@ def configuration_page() -> str:
 def section(config: Any, prefix: str) -> list[str]:
     """Return the table of one section."""
     described = arguments_of(config)
-    lines = ["| key | default | what it says |", "|---|---|---|"]
+    lines = ["|key|default|what it says|", "|---|---|---|"]
     for field in dataclasses.fields(config):
         if field.default is not dataclasses.MISSING:
-            lines.append(f"| `{prefix}{field.name}` | `{as_yaml(field.default)}` | {described[field.name]} |")
+            lines.append(f"|`{prefix}{field.name}`|`{as_yaml(field.default)}`|{described[field.name]}|")
     if config is DataConfig:
         for takes in (get_savable_loader, get_train_dataset, WorkerConfig, EnergonMultiModalDataModule):
             described |= arguments_of(takes)
         for name, setting in data_settings().items():
-            words = described[name].replace("None", "null")
-            lines.append(f"| `{prefix}{name}` | `{as_yaml(setting.default)}` | {words} |")
+            words = re.split(r"(?<=\.) (?=[A-Z])", described[name])[0].replace("None", "null")  # the rest is in the API
+            lines.append(f"|`{prefix}{name}`|`{as_yaml(setting.default)}`|{words}|")
     return lines
 
 
@@ -256,9 +258,48 @@ def api_pages() -> dict[str, str]:
     return pages
 
 
+def llms_page() -> str:
+    """Return llms.txt, the pages of the menu for language models: each with its title and its first sentence."""
+    menu = yaml.safe_load((DOCS.parent / "mkdocs.yml").read_text())["nav"]
+    lines = [f"# {energon_bridge.__name__}", "", f"> {first_sentence(DOCS / 'index.md')}"]
+    alone = [page for entry in menu for page in entry.values() if isinstance(page, str)]
+    for title, below in [("Pages", alone), *(pair for entry in menu for pair in entry.items())]:
+        if not isinstance(below, str):
+            lines += ["", f"## {title}", "", *map(line_of, files_of(below))]
+    return "\n".join(lines) + "\n"
+
+
+def line_of(page: str) -> str:
+    """Return a line of llms.txt; figures and lists of names need no more than their title."""
+    says = "" if re.match(r"measured/|reference/api/", page) else first_sentence(DOCS / page)
+    return f"- [{heading(DOCS / page)}]({page})" + (f": {says}" if says else "")
+
+
+def files_of(entry: Any) -> Iterator[str]:
+    """Yield the pages of a part of the menu; the changelog lies beside the folder of the pages."""
+    if isinstance(entry, str):
+        yield "../CHANGELOG.md" if entry == "changelog.md" else entry
+    for inner in entry.values() if isinstance(entry, dict) else () if isinstance(entry, str) else entry:
+        yield from files_of(inner)
+
+
+def heading(page: Path) -> str:
+    """Return the title of a page."""
+    return page.read_text("utf-8").partition("\n")[0].removeprefix("# ")
+
+
+def first_sentence(page: Path) -> str:
+    """Return the first sentence of a page, without links; nothing if it begins with a table or code."""
+    text = re.sub(r"<!--.*?-->|^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    paragraph = next((block for block in text.split("\n\n")[1:] if re.match(r"[\w`*\[]", block.strip())), "")
+    plain = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", " ".join(paragraph.split()))
+    return re.split(r"(?<=[.:])\s", plain)[0].rstrip(":").replace("*", "")
+
+
 def pages() -> dict[Path, str]:
     """Return all pages that are written here."""
     made = {DOCS / "reference/cli.md": cli_page(), DOCS / "reference/configuration.md": configuration_page()}
+    made[DOCS / "llms.txt"] = llms_page()
     return made | {DOCS / "reference/api" / f"{name}.md": text for name, text in api_pages().items()}
 
 

@@ -9,11 +9,15 @@ same for a program that you do not want to change. docs/reference/compat.md list
 from __future__ import annotations
 
 import logging
+import os
+import pathlib
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import Distribution, DistributionFinder
 from types import ModuleType
 from typing import Any
 
@@ -67,6 +71,7 @@ def install(*, trust_remote_code: bool = False) -> None:
 
 
 NAMESPACE = PACKAGE.partition(".")[0]
+DISTRIBUTION = "megatron-energon"
 
 
 class Finder(MetaPathFinder):
@@ -89,6 +94,26 @@ class Finder(MetaPathFinder):
             return None
         is_package = any(other.startswith(f"{name}." if name else "") for other in self._modules if other != name)
         return ModuleSpec(fullname, _Maker(self._modules), is_package=is_package, origin="energon_bridge.compat")
+
+    def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator[Distribution]:
+        """Yield what `importlib.metadata` says of megatron-energon: its version as `__version__` has it."""
+        name = None if context is None else context.name
+        if name is None or re.sub(r"[-_.]+", "-", name).lower() == DISTRIBUTION:
+            yield _Installed()
+
+
+class _Installed(Distribution):
+    """The metadata of megatron-energon, as far as programs ask for it."""
+
+    def read_text(self, filename: str) -> str | None:
+        """Return the text of METADATA; there is no other file."""
+        if filename != "METADATA":
+            return None
+        return f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: {table.resolve('__version__', '')}\n"
+
+    def locate_file(self, path: str | os.PathLike[str]) -> pathlib.Path:
+        """Return where a file of the distribution would be: in this folder."""
+        return pathlib.Path(__file__).parent / path
 
 
 class NamespaceFinder(MetaPathFinder):

@@ -17,8 +17,11 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+import torch.utils.data
 
-from energon_bridge.errors import ConfigurationError, EmptyDatasetError, FatalSampleError
+from energon_bridge import errors
+from energon_bridge.compat.records import FatalSampleError
+from energon_bridge.errors import ConfigurationError, EmptyDatasetError, StoppedByPolicyError
 from energon_bridge.plan.blend import InTurns
 from energon_bridge.plan.choose import PassDraws
 from energon_bridge.rng import IntArray
@@ -103,9 +106,14 @@ class EnergonConventions(Conventions):
             attach(batch, name, value)
 
     def raised(self, error: Exception, on_error: Any) -> BaseException:
-        """Return the exception of the program's own hook or handler, which it may expect."""
-        cause = error.__cause__ if isinstance(error, FatalSampleError) and on_error != "skip" else None
-        return error if cause is None else cause
+        """Return the exception of the program's own hook or handler, which it may expect, or the one at a tolerance."""
+        if isinstance(error, StoppedByPolicyError) and on_error != "skip" and error.__cause__ is not None:
+            return error.__cause__
+        return FatalSampleError(str(error)) if type(error) is errors.FatalSampleError else error
+
+    def delivered(self, batch: Any) -> Any:
+        """Return a batch with its arrays as tensors, as torch's DataLoader gives them; records stay as they are."""
+        return torch.utils.data.default_convert(batch)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

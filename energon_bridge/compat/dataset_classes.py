@@ -85,11 +85,11 @@ class BaseWebdatasetFactory(BaseCoreDatasetFactory, WebdatasetPreparator):
             fields.parts if fields else frozenset(part_filter) if isinstance(part_filter, list) else part_filter
         )
 
-    def load_sample(self, sample: dict[str, Any]) -> Any:
+    def load_sample(self, raw_data: dict[str, Any]) -> Any:
         """Return the sample of its decoded parts."""
-        meta = {name: sample[name] for name in _META}
+        meta = {name: raw_data[name] for name in _META}
         assert self.__sample_type__ is not None
-        return self.__sample_type__(**meta | dict(self._sample_loader(sample)))
+        return self.__sample_type__(**meta | dict(self._sample_loader(raw_data)))
 
     @classmethod
     def __dataset_code__(cls, path: str, document: dict[str, Any]) -> DatasetCode | None:

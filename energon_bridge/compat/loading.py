@@ -23,7 +23,7 @@ from energon_bridge.compat.conventions import EnergonConventions
 from energon_bridge.compat.dataset_classes import IMAGE_DECODE
 from energon_bridge.compat.epath import EPath
 from energon_bridge.compat.table import NoSuchPart, not_provided
-from energon_bridge.errors import ConfigurationError, SampleError
+from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import JsonlDataset, is_jsonl
@@ -55,21 +55,6 @@ _CALLED_BY_WRAPPERS = {
     "worker_pop_sample_index": _LOADERS_DO,
     "worker_push_sample_index": _LOADERS_DO,
 }
-
-
-class SampleException(SampleError, ValueError):  # noqa: N818 - the name that energon users know
-    """User code says that a sample is bad."""
-
-    @classmethod
-    def from_sample_key(cls, sample_key: str) -> SampleException:
-        """Return the exception for the sample with a key."""
-        return cls(f"Sample {sample_key} failed")
-
-    @classmethod
-    def from_sample(cls, sample: Any, message: str = "") -> SampleException:
-        """Return the exception for a sample, with a message."""
-        key = sample.get("__key__") if isinstance(sample, dict) else getattr(sample, "__key__", None)
-        return cls(f"Sample {key} failed{f': {message}' if message else ''}")
 
 
 def log_exception(e: Exception, sample: Any, sources: Sequence[SourceInfo] | None = None) -> None:

@@ -34,7 +34,7 @@ class MediaFilterStrategy(StrEnum):
     EXTENSION = "EXTENSION"
 
 
-@dataclass(kw_only=True)
+@dataclass
 class MediaFilterConfig:
     """Selects the media files."""
 

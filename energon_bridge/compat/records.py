@@ -12,7 +12,7 @@ from enum import Enum
 from importlib.util import find_spec
 from typing import Any, ClassVar, Self
 
-from energon_bridge import av, task_encoder
+from energon_bridge import av, errors, task_encoder
 from energon_bridge.compat.epath import EPath
 from energon_bridge.compat.table import not_provided
 from energon_bridge.errors import ConfigurationError, MetadataError
@@ -162,6 +162,25 @@ def register_fork_hooks(target: Any) -> None:
 
 
 logger = logging.getLogger(__name__)
+
+
+class SampleException(errors.SampleError, ValueError):  # noqa: N818 - the name that energon users know
+    """User code says that a sample is bad."""
+
+    @classmethod
+    def from_sample_key(cls, sample_key: str) -> SampleException:
+        """Return the exception for the sample with a key."""
+        return cls(f"Sample {sample_key} failed")
+
+    @classmethod
+    def from_sample(cls, sample: Any, message: str = "") -> SampleException:
+        """Return the exception for a sample, with a message."""
+        key = sample.get("__key__") if isinstance(sample, dict) else getattr(sample, "__key__", None)
+        return cls(f"Sample {key} failed{f': {message}' if message else ''}")
+
+
+class FatalSampleError(errors.FatalSampleError, SampleException):
+    """More samples failed in a row than a hook tolerates, or the program has a mistake."""
 
 
 class FileStoreCachePool(file_cache.FileStoreCachePool):

@@ -47,7 +47,6 @@ _ELSEWHERE = {
     "AVDecoder": "energon_bridge.av:AVDecoder",
     "AVMetadata": "energon_bridge.format.media:AVMetadata",
     "EmptyDatasetError": "energon_bridge.errors:EmptyDatasetError",
-    "FatalSampleError": "energon_bridge.errors:FatalSampleError",
     "FieldAccessError": "energon_bridge.errors:FieldAccessError",
     "ImageMetadata": "energon_bridge.format.media:ImageMetadata",
     "JsonlFileStore": "energon_bridge.stores:JsonlFileStore",
@@ -61,7 +60,6 @@ _ADAPTERS = {
     "encoders": ("DatasetBlendMode", "DefaultTaskEncoder"),
     "hooks": ("get_train_dataset", "get_val_dataset", "get_val_datasets"),
     "loading": (
-        "SampleException",
         "WorkerConfig",
         "get_loader",
         "get_savable_loader",
@@ -117,12 +115,14 @@ _ADAPTERS = {
         "DataclassForkMixin",
         "EnergonDatasetType",
         "ExtendableDataclassMixin",
+        "FatalSampleError",
         "FileStoreCachePool",
         "ForkMixin",
         "IJsonlIndexReader",
         "MockLazy",
         "PinMemoryMixin",
         "SYSTEM_EXCEPTIONS",
+        "SampleException",
         "SampleDecoder",
         "after_in_child_fork_hook",
         "after_in_parent_fork_hook",
@@ -298,9 +298,9 @@ def render() -> str:
         differs = len(set(places.values())) > 1
         for module, meaning in places.items():
             rows.setdefault(meaning, set()).add(f"`{module}.{name}`" if differs else f"`{name}`")
-    lines = ["| names | here |", "|---|---|"]
+    lines = ["|names|here|", "|---|---|"]
     lines += [
-        f"| {', '.join(sorted(names, key=lambda name: (name.lower(), name)))} | {meaning} |"
+        f"|{', '.join(sorted(names, key=lambda name: (name.lower(), name)))}|{meaning}|"
         for meaning, names in sorted(rows.items(), key=lambda row: (-len(row[1]), row[0]))
     ]
     return "\n".join(lines) + "\n"

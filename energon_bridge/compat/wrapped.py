@@ -10,14 +10,27 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Literal, NoReturn
 
-from energon_bridge.compat.table import Refusing, not_provided
+from energon_bridge.compat.table import NoSuchPart, Refusing, not_provided
 from energon_bridge.errors import ConfigurationError, WrongUseError
 from energon_bridge.loader.run_plan import DATASET_IS_NO_LOADER, DatasetSpec, NotForDataLoader
 
 _NEVER_CALLED = ("__iter__", "len_worker", "reset_state_own", "restore_sample", "restore_state", "save_state")
 
 
-class Wrapper(NotForDataLoader):
+_ADVICE = (
+    "a wrapper only describes, and is never iterated: give MapDataset, FilterDataset or BatchDataset a function, "
+    "or say what becomes of samples by hooks of a task encoder"
+)
+
+
+class _Described(type):
+    """The metaclass of wrappers: inner parts of megatron-energon's are refused by name."""
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        raise NoSuchPart(str(not_provided(f"{cls.__name__}.{name}", _ADVICE)))
+
+
+class Wrapper(NotForDataLoader, metaclass=_Described):
     """A dataset with a description attached.
 
     Attributes:
@@ -32,11 +45,7 @@ class Wrapper(NotForDataLoader):
         for kind in type(self).__mro__[: type(self).__mro__.index(Wrapper)]:
             own = [name for name in _NEVER_CALLED if name in vars(kind)]
             if own and kind.__module__ != __name__:
-                raise not_provided(
-                    f"{kind.__qualname__}.{own[0]}",
-                    "a dataset is never iterated itself: give MapDataset, FilterDataset or BatchDataset a function, or "
-                    "say what becomes of samples by hooks of a task encoder",
-                )
+                raise not_provided(f"{kind.__qualname__}.{own[0]}", _ADVICE)
         if not isinstance(dataset, (DatasetSpec, Wrapper)):
             raise ConfigurationError(
                 f"{type(self).__name__}: expected a dataset from get_train_dataset or get_val_dataset, got {dataset!r}"

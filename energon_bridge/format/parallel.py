@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import pickle
 import re
 import threading
 from collections import deque
@@ -11,7 +13,8 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from multiprocessing import spawn
+from typing import Any, Protocol, TypeVar
 
 from energon_bridge.errors import ConfigurationError, EnergonError
 
@@ -58,18 +61,43 @@ def map_shards(
     pool = ProcessPoolExecutor(
         num_workers, mp_context=multiprocessing.get_context(method), initializer=_end_with_parent
     )
+    needs_program = b"__main__" in pickle.dumps((function, items[0]))
     try:
         waiting: deque[Future[Result]] = deque()
         for number, item in enumerate(items):
-            waiting.append(pool.submit(function, item))
+            with contextlib.nullcontext() if needs_program else _without_the_program():
+                waiting.append(pool.submit(function, item))
             if number + 1 >= num_workers * _AHEAD:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
-        raise EnergonError("a worker process was killed (out of memory?). Try again with fewer workers.") from error
+        raise EnergonError(
+            "a worker process was killed (out of memory?). Try again with fewer workers."
+            if method == "fork" or not needs_program
+            else "a worker process ended. Workers of a program with threads import it, for functions that it defines: "
+            'put what it runs under `if __name__ == "__main__":`. If it has that, try again with fewer workers.'
+        ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _without_the_program() -> Generator[None]:
+    """Let processes that this thread spawns begin without running the program as `__mp_main__` again."""
+    prepare, thread = spawn.get_preparation_data, threading.get_ident()
+
+    def prepared(name: str) -> dict[str, Any]:
+        given = prepare(name)
+        if threading.get_ident() == thread:
+            given = {key: value for key, value in given.items() if not key.startswith("init_main_from")}
+        return given
+
+    spawn.get_preparation_data = prepared
+    try:
+        yield
+    finally:
+        spawn.get_preparation_data = prepare
 
 
 def _end_with_parent() -> None:

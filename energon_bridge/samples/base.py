@@ -209,12 +209,12 @@ class _Record:
         return _names_of(type(self))
 
     @classmethod
-    def derive_from(cls, base: Sample | Batch | CrudeSample, **values: Any) -> Self:
-        """Make an object of this type with the meta fields of `base` and `values` for the other fields."""
-        if isinstance(base, dict):
-            meta = {name: base[name] for name in META_FIELDS if name in base}
+    def derive_from(cls, base_sample: Sample | Batch | CrudeSample, **values: Any) -> Self:
+        """Make an object of this type with the meta fields of `base_sample` and `values` for the other fields."""
+        if isinstance(base_sample, dict):
+            meta = {name: base_sample[name] for name in META_FIELDS if name in base_sample}
         else:
-            meta = {name: getattr(base, name) for name in META_FIELDS}
+            meta = {name: getattr(base_sample, name) for name in META_FIELDS}
         return cls(**{**meta, **values})
 
     def to(self, device: Any, *, non_blocking: bool = False) -> Self:

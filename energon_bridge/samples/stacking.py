@@ -39,27 +39,27 @@ def is_tensor_column(values: Sequence[Any]) -> bool:
     return bool(values) and all(isinstance(value, torch.Tensor) for value in values)
 
 
-def batch_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def batch_stack(batch: Sequence[torch.Tensor]) -> torch.Tensor:
     """Stack n tensors of one shape (…) into (n, …). Raises UnfitSampleError if the shapes differ.
 
     Examples:
         >>> batch_stack([torch.zeros(3), torch.ones(3)]).shape
         torch.Size([2, 3])
     """
-    _check_not_empty(tensors)
-    if (adopted := _adopted(tensors)) is not None:
+    _check_not_empty(batch)
+    if (adopted := _adopted(batch)) is not None:
         return adopted
-    shape = tensors[0].shape
-    for row, tensor in enumerate(tensors):
+    shape = batch[0].shape
+    for row, tensor in enumerate(batch):
         if tensor.shape != shape:
             raise UnfitSampleError(
                 f"batch_stack needs tensors of one shape, but row 0 has {tuple(shape)} and row {row} has "
                 f"{tuple(tensor.shape)}; use batch_pad_stack, or make them equal in encode_sample"
             )
-    return _stack(tensors)
+    return _stack(batch)
 
 
-def batch_pad_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def batch_pad_stack(batch: Sequence[torch.Tensor]) -> torch.Tensor:
     """Stack n tensors of one rank into (n, …), each dimension as large as its largest, the rest zero.
 
     Examples:
@@ -69,29 +69,29 @@ def batch_pad_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
     Rows of different dtypes are promoted as torch promotes them. Raises UnfitSampleError if the ranks differ.
     """
-    _check_not_empty(tensors)
-    if (adopted := _adopted(tensors)) is not None:
+    _check_not_empty(batch)
+    if (adopted := _adopted(batch)) is not None:
         return adopted
-    first = tensors[0]
-    if all(tensor.shape == first.shape for tensor in tensors):
-        return _stack(tensors)
-    for row, tensor in enumerate(tensors):
+    first = batch[0]
+    if all(tensor.shape == first.shape for tensor in batch):
+        return _stack(batch)
+    for row, tensor in enumerate(batch):
         if tensor.ndim != first.ndim:
             raise UnfitSampleError(
                 f"batch_pad_stack needs tensors of one rank, but row 0 has shape {tuple(first.shape)} and row {row} "
                 f"has {tuple(tensor.shape)}; make them equal in encode_sample, or collate this field in batch"
             )
-    largest = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
+    largest = [max(sizes) for sizes in zip(*(tensor.shape for tensor in batch), strict=True)]
     order = _memory_order(first)
-    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
-    memory = _zeros([len(tensors), *(largest[dim] for dim in order)], dtype, first.device)
-    batch = memory.permute(_undo(order))
-    for row, tensor in zip(batch, tensors, strict=True):
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in batch))
+    memory = _zeros([len(batch), *(largest[dim] for dim in order)], dtype, first.device)
+    stacked = memory.permute(_undo(order))
+    for row, tensor in zip(stacked, batch, strict=True):
         row[tuple(slice(size) for size in tensor.shape)] = tensor
-    return batch
+    return stacked
 
 
-def concat_pad(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def concat_pad(batch: Sequence[torch.Tensor]) -> torch.Tensor:
     """Join tensors of one rank along dimension 0, each other dimension as large as its largest, the rest zero.
 
     Examples:
@@ -101,24 +101,24 @@ def concat_pad(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
     Rows of different dtypes are promoted as torch promotes them. Raises UnfitSampleError if ranks differ or are 0.
     """
-    _check_not_empty(tensors)
-    first = tensors[0]
-    for row, tensor in enumerate(tensors):
+    _check_not_empty(batch)
+    first = batch[0]
+    for row, tensor in enumerate(batch):
         if tensor.ndim != first.ndim or not tensor.ndim:
             raise UnfitSampleError(
                 f"concat_pad needs tensors of one rank, at least 1, but number 0 has shape {tuple(first.shape)} and "
                 f"number {row} has {tuple(tensor.shape)}; make them equal before joining batches"
             )
     slabs = SLABS.get()
-    if slabs is not None and (adopted := slabs.adopt_joined(tensors)) is not None:
+    if slabs is not None and (adopted := slabs.adopt_joined(batch)) is not None:
         return adopted
-    if len({tensor.shape[1:] for tensor in tensors}) == 1:
-        return _cat(tensors)
-    largest = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
-    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
-    joined = _zeros([sum(map(len, tensors)), *largest], dtype, first.device)
+    if len({tensor.shape[1:] for tensor in batch}) == 1:
+        return _cat(batch)
+    largest = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in batch), strict=True)]
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in batch))
+    joined = _zeros([sum(map(len, batch)), *largest], dtype, first.device)
     start = 0
-    for tensor in tensors:
+    for tensor in batch:
         joined[(slice(start, start + len(tensor)), *map(slice, tensor.shape[1:]))] = tensor
         start += len(tensor)
     return joined

@@ -456,11 +456,11 @@ class JsonlFileStore(FileStore):
     The first read raises the errors of `open_jsonl`.
 
     Args:
-        path: Path or URL of the file.
+        jsonl_path: Path or URL of the file.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = os.fspath(path)
+    def __init__(self, jsonl_path: str | os.PathLike[str]) -> None:
+        self._path = os.fspath(jsonl_path)
         self._dataset: JsonlDataset | None = None
 
     def read(self, key: str) -> tuple[bytes, SourceInfo]:
@@ -496,11 +496,11 @@ class WebdatasetFileStore(FileStore):
     The first read opens the dataset; it may raise KeyIndexError and NotPreparedError.
 
     Args:
-        path: Folder or URL of the dataset.
+        dataset_path: Folder or URL of the dataset.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._store = open_store(path)
+    def __init__(self, dataset_path: str | os.PathLike[str]) -> None:
+        self._store = open_store(dataset_path)
         self._index = PartIndex(self._store)
         self._shards: tuple[str, ...] = ()
 

@@ -104,6 +104,10 @@ class Conventions:
         """Set a meta field of a batch."""
         attach(batch, name, value)
 
+    def delivered(self, batch: Any) -> Any:
+        """Return a batch, or a sample that is delivered alone, as programs expect it."""
+        return batch
+
     def raised(self, error: Exception, on_error: Any) -> BaseException:
         """Return what a program gets for an error of the stream, by the policy for samples that fail."""
         return error

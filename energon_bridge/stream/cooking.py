@@ -102,7 +102,7 @@ def cook_of(
             return partial(_refuse_crude, message=_no_cooker(encoder, dataset))
         return None
     given = {name: stores.open(ref) for name, ref in aux.items()}
-    if found.needs_primary:
+    if found.need_primary:
         path = dataset.parts[0].dataset.path if isinstance(dataset, JoinedDataset) else dataset.path
         given[PRIMARY] = stores.open(AuxRef(path=path))
     hook = getattr(encoder, Hook.COOK.title, None)

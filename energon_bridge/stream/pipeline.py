@@ -289,9 +289,9 @@ class Pipeline:
         None if a hook fails; without `counts`, what it raises is raised.
         """
         if self.settings.run.batch_size is None and not self.own.groups:
-            batches = [samples[0]]
+            batches = [self.conventions.delivered(samples[0])]
             self.steps.worked(Hook.BATCH, leaves)
-            self.conventions.attach(samples[0], "__restore_key__", keys[0])
+            self.conventions.attach(batches[0], "__restore_key__", keys[0])
         else:
             ref = SampleRef(leaves[0], *first_sample(keys[0])[1:])
             each = (one[1] for key in keys for one in (key[2] if key[0] == "Pack" else (key,)))
@@ -305,7 +305,7 @@ class Pipeline:
                 self.batch_seconds += time.perf_counter() - start
             if made is None:
                 return None
-            batches = made
+            batches = [self.conventions.delivered(batch) for batch in made]
             for output, batch in enumerate(batches):
                 which = (output,) if len(batches) > 1 else ()
                 self.conventions.attach(batch, "__restore_key__", ("Batch", lane, number + output, tuple(keys), *which))

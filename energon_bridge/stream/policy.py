@@ -22,6 +22,7 @@ from energon_bridge.errors import (
     OverLongSampleError,
     SampleError,
     SkipSample,
+    StoppedByPolicyError,
 )
 from energon_bridge.samples import Batch, Sample
 from energon_bridge.storage import READ_TIMEOUT_SECONDS
@@ -296,8 +297,8 @@ class FailureTracker:
                 if on_error(error):
                     return
             except Exception as raised:
-                raise FatalSampleError(f"{hook.title}: the handler stopped the run: {where}") from raised
-        raise FatalSampleError(f"{hook.title}: {where}") from error
+                raise StoppedByPolicyError(f"{hook.title}: the handler stopped the run: {where}") from raised
+        raise StoppedByPolicyError(f"{hook.title}: {where}") from error
 
     def _tolerance(self, hook: Hook) -> tuple[int, bool]:
         """Return the failures of a hook in a row that stop the run, and whether the user chose that number."""

@@ -179,7 +179,10 @@ class Steps:
         if not isinstance(error, SkipSample):
             places = [place] if place else [self.source(leaf).place(index) for leaf, index in members[:MAX_MEMBERS]]
             paths = {leaf: self.source(leaf).path for leaf, _ in members}
-            sources = tuple(SourceInfo(one.dataset, one.index, one.shard, one.parts) for one in places)
+            sources = tuple(
+                SourceInfo(one.dataset, one.index, one.shard, tuple(f"{one.key}.{part}" for part in one.parts))
+                for one in places
+            )
             token = FAILED.set(({"__key__": places[0].key} if given is None else given, sources))
             try:
                 name = self.judge.failed(error, hook, places, len(members), paths)

@@ -46,11 +46,11 @@ def is_default(hook: Any) -> bool:
 
 
 @overload
-def stateless(hook: Hook) -> Hook: ...
+def stateless(fn: Hook) -> Hook: ...
 @overload
 def stateless(*, restore_seeds: bool = False, failure_tolerance: int | None = None) -> Callable[[Hook], Hook]: ...
 def stateless(
-    hook: Hook | None = None, *, restore_seeds: bool = False, failure_tolerance: int | None = None
+    fn: Hook | None = None, *, restore_seeds: bool = False, failure_tolerance: int | None = None
 ) -> Hook | Callable[[Hook], Hook]:
     """Mark a hook as stateless between samples; `@stateless` and `@stateless(…)` both work.
 
@@ -71,7 +71,7 @@ def stateless(
             function.__failure_tolerance__ = failure_tolerance  # type: ignore[attr-defined]
         return function
 
-    return mark if hook is None else mark(hook)
+    return mark if fn is None else mark(fn)
 
 
 class TaskEncoder(Generic[SampleT, EncodedT, RawBatchT, BatchT]):

@@ -116,17 +116,17 @@ REMEDY_FOR_TYPES = (
 )
 
 
-def batch_list(values: Sequence[Any]) -> list[Any]:
+def batch_list(batch: Sequence[Any]) -> list[Any]:
     """Return the values as they are, one entry per row.
 
     Examples:
         >>> batch_list(["a", "b"])
         ['a', 'b']
     """
-    return list(values)
+    return list(batch)
 
 
-def generic_batch(values: Sequence[Any]) -> Any:
+def generic_batch(batch: Sequence[Any]) -> Any:
     """Collate one column of a batch, depending on its values (see the module).
 
     Examples:
@@ -137,14 +137,14 @@ def generic_batch(values: Sequence[Any]) -> Any:
     A dataclass with a `from_samples` of its own collates itself. Raises ConfigurationError if tensors differ in rank or
     dicts in their keys.
     """
-    if is_tensor_column(values):
-        return batch_pad_stack(values)
-    kinds = {type(value) for value in values}
+    if is_tensor_column(batch):
+        return batch_pad_stack(batch)
+    kinds = {type(value) for value in batch}
     if len(kinds) != 1 or not is_record_type(kind := kinds.pop()):
-        return list(values)
+        return list(batch)
     if (from_samples := getattr(kind, "from_samples", None)) is not None:
-        return from_samples(values)
-    return batch_samples(values, kind)
+        return from_samples(batch)
+    return batch_samples(batch, kind)
 
 
 def batch_samples(
@@ -226,7 +226,7 @@ __all__ = ["concat_pad", "generic_concat", "homogeneous_concat_mix"]
 BatchT = TypeVar("BatchT")
 
 
-def generic_concat(values: Sequence[Any]) -> Any:
+def generic_concat(batch: Sequence[Any]) -> Any:
     """Join the values of one field of several batches by what they are (see the module).
 
     Examples:
@@ -236,23 +236,23 @@ def generic_concat(values: Sequence[Any]) -> Any:
 
     Raises ConfigurationError if tensors differ in rank or dicts in their keys.
     """
-    if is_tensor_column(values):
-        return concat_pad(values)
-    kinds = {type(value) for value in values}
+    if is_tensor_column(batch):
+        return concat_pad(batch)
+    kinds = {type(value) for value in batch}
     kind = kinds.pop() if len(kinds) == 1 else object
     if issubclass(kind, list):
-        return list(chain.from_iterable(values))
+        return list(chain.from_iterable(batch))
     if kind is type(None):
         return None
     if not is_record_type(kind):
-        return list(values)
-    records = [read_fields(value) for value in values]
+        return list(batch)
+    records = [read_fields(value) for value in batch]
     if any(record.keys() != records[0].keys() for record in records):
         names = sorted(set().union(*records) - set(records[0]).intersection(*records))
         raise ConfigurationError(f"batches can only be joined if all have the same fields, but not all have {names}")
     joined = {name: generic_concat([record[name] for record in records]) for name in records[0]}
     if issubclass(kind, Batch):
-        joined |= _joined_meta(values)
+        joined |= _joined_meta(batch)
     return make_record(joined, kind)
 
 

@@ -7,11 +7,12 @@ as a store) and `cache` (the loader's pool).
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import GeneratorType
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar, cast, overload
 
 from energon_bridge.errors import ConfigurationError, FatalSampleError
 from energon_bridge.samples import CrudeSample, SourceInfo
@@ -52,12 +53,12 @@ class Cooker(Generic[T_co]):
         return getattr(self.cook, "__qualname__", type(self.cook).__qualname__)
 
     @property
-    def needs_primary(self) -> bool:
+    def need_primary(self) -> bool:
         """Whether it asked for the dataset as a store."""
         return bool(getattr(self.cook, "__need_primary__", False))
 
     @property
-    def needs_cache(self) -> bool:
+    def need_cache(self) -> bool:
         """Whether it asked for the loader's cache pool."""
         return bool(getattr(self.cook, "__need_cache__", False))
 
@@ -78,9 +79,13 @@ def cooker(
     """
 
     def mark(function: Function) -> Function:
-        function.__need_cache__ = need_cache  # type: ignore[attr-defined]
-        function.__need_primary__ = need_primary  # type: ignore[attr-defined]
-        return function
+        @functools.wraps(function)  # the function itself may also be used without the mark
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        marked.__need_cache__ = need_cache  # type: ignore[attr-defined]
+        marked.__need_primary__ = need_primary  # type: ignore[attr-defined]
+        return cast(Function, marked)
 
     return mark if fn is None else mark(fn)
 
@@ -110,7 +115,7 @@ def matching_cooker(cookers: Sequence[Cooker[Any]], subflavors: Mapping[str, Any
 
 def check_call(of: Cooker[Any], stores: Iterable[str]) -> None:
     """Raise ConfigurationError unless a cooker can be called with stores of these names."""
-    names = [*stores, *[PRIMARY] * of.needs_primary, *[CACHE] * of.needs_cache]
+    names = [*stores, *[PRIMARY] * of.need_primary, *[CACHE] * of.need_cache]
     try:
         inspect.signature(of.cook).bind({}, **dict.fromkeys(names))
     except TypeError as error:
@@ -125,9 +130,9 @@ def check_call(of: Cooker[Any], stores: Iterable[str]) -> None:
 def cook_sample(sample: CrudeSample, of: Cooker[Any], stores: Mapping[str, FileStore], cache: CachePool) -> Any:
     """Cook one sample; `stores` has the auxiliary ones, and the dataset itself as `primary` if the cooker needs it."""
     given: dict[str, Any] = dict(stores)
-    if of.needs_primary:
+    if of.need_primary:
         given[PRIMARY] = PrimaryFileStore(given[PRIMARY], sample["__key__"])
-    if of.needs_cache:
+    if of.need_cache:
         given[CACHE] = cache
     cooked = of.cook(sample, **given)
     if cooked is None or isinstance(cooked, GeneratorType):

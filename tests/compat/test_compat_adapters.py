@@ -96,7 +96,7 @@ def test_worker_configurations() -> None:
     assert many.worker_seed(0) == 2273462765
     assert many.rank_worker_id() == 0
     assert config(global_error_handler=stop) == config() != many
-    assert loading.SampleException.from_sample({"__key__": "k"}, "why").args == ("Sample k failed: why",)
+    assert records.SampleException.from_sample({"__key__": "k"}, "why").args == ("Sample k failed: why",)
 
 
 # Wrappers ------------------------------------------------------------------------------------------------------------

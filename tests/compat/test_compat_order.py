@@ -49,7 +49,7 @@ class Numbered(DefaultTaskEncoder):
 
 
 def numbers(batches: Any) -> list[Any]:
-    return [[batch["batch"], batch["numbers"]] for batch in batches]
+    return [[batch["batch"], [tuple(pair) for pair in batch["numbers"]]] for batch in batches]
 
 
 def test_no_row_of_a_pass_is_there_twice(path: Path) -> None:

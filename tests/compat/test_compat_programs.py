@@ -380,7 +380,7 @@ def test_commands_that_are_not_there_say_so() -> None:
 
 def test_inner_parts_of_wrappers_are_refused_by_name() -> None:
     packing = table.resolve("PackingDataset", "wrappers")
-    with pytest.raises(NotProvidedError, match=r"PackingDataset\._savable_fields .* packing_buffer_size"):
+    with pytest.raises(NotProvidedError, match=r"PackingDataset\._savable_fields .* hooks of a task encoder"):
 
         class Packs(packing):  # type: ignore[misc,valid-type]
             _savable_fields = (*packing._savable_fields, "more")

@@ -174,6 +174,26 @@ def test_wrappers_run_as_they_are(data: Path, workers: int) -> None:
     assert seen["val"] == [[[f"val-{n:05d}" for n in (k, k + 1, k + 2)] for k in (0, 3, 6)]] * 2 or workers
 
 
+def test_details_are_as_programs_expect(data: Path, tmp_path: Path) -> None:
+    seen = run_with_ours("details.py", data / "captions", tmp_path / "copy")
+    assert seen["version"] == "7.4.1"
+    assert seen["arrays"]["lengths"] == "torch.int32"
+    assert seen["cookers"] == [True, True, False, False]
+    assert seen["handled"] == [["KeyError", "val-00003", [["val-00003.png", "val-00003.txt"]]]]
+    assert seen["stopped 0"] == seen["stopped 1"] == [True, True]
+    assert seen["prepared"] == ["png", "txt"]
+
+
+@pytest.mark.rival
+@pytest.mark.slow
+def test_details_are_the_same(data: Path, tmp_path: Path, run_with_rival: Program) -> None:
+    ours, rival = (
+        run("details.py", data / "captions", tmp_path / name)
+        for run, name in ((run_with_ours, "ours"), (run_with_rival, "rival"))
+    )
+    assert ours == rival
+
+
 @pytest.mark.rival
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])

@@ -143,6 +143,11 @@ def test_the_menu_of_the_site_has_every_page_once():
     assert sorted(menu) == sorted([*(str(page.relative_to(DOCS)) for page in PAGES), "changelog.md"])
 
 
+def test_the_index_for_language_models_has_every_page_once():
+    listed = re.findall(r"^- \[.+\]\(([^)]+)\)", (DOCS / "llms.txt").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted([*(str(page.relative_to(DOCS)) for page in PAGES), "../CHANGELOG.md"])
+
+
 def test_every_page_is_three_clicks_away():
     """A click opens a part of the menu, or a page."""
 

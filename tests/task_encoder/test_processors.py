@@ -12,6 +12,7 @@ import torch
 from paths import REPOSITORY
 from processors import called, conversation, expands, processor_classes, template_of, tiny_model_config, tiny_processor
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 from transformers.models.auto.processing_auto import processor_class_from_name
 
 from energon_bridge.errors import ConfigurationError, SampleError
@@ -60,7 +61,7 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
 
 def test_every_processor_stands_in_the_table() -> None:
     page = (REPOSITORY / "docs" / "reference" / "models.md").read_text("utf-8")
-    missing = [name for name in classes(all_of_them=True) if f"| {name} |" not in page]
+    missing = [name for name in classes(all_of_them=True) if f"|{name}|" not in page]
     assert not missing, "run scripts/models.py in an environment with torchvision"
 
 
@@ -151,3 +152,31 @@ def test_a_sound_that_its_processor_cuts_off_is_refused(name: str, most: float |
     cutting = ChatTemplateTaskEncoder.for_processor(processor, replace(chat, max_sound_seconds=most))
     for key, value in heard(45, cutting).items():
         assert torch.equal(value, heard(most)[key]), key
+
+
+@pytest.mark.parametrize("name", ["Gemma3Processor", "LlavaNextProcessor"])
+def test_what_is_planned_is_not_tokenised_again_and_anything_else_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = tiny_processor(name)
+    config = ChatConfig(chat_template=template_of(processor), seq_length=60_000)
+    encoder = ChatTemplateTaskEncoder.for_processor(processor, config)
+    sample, text = conversation(1, ["image"], processor)
+    prepared = encoder.preencode_sample(sample)
+    wanted = called(processor, [text], [sample])
+    asked: list[str] = []
+    original = PreTrainedTokenizerFast.__call__
+
+    def count(self: PreTrainedTokenizerFast, texts: list[str], **options: object) -> object:
+        asked.extend(texts)
+        return original(self, texts, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", count)
+    assert torch.equal(encoder.postencode_sample(prepared).visual["pixel_values"], wanted["pixel_values"])
+    assert not asked
+    # A processor that writes something else than it did when the encoder was made:
+    written = type(processor).replace_image_token
+    monkeypatch.setattr(type(processor), "replace_image_token", lambda *a, **k: "a " + written(*a, **k))
+    with pytest.raises(SampleError, match=rf"{name} makes other tokens of the sample than were planned"):
+        encoder.postencode_sample(prepared)
+    assert asked

@@ -404,8 +404,8 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         if finished is None:
             raise SampleError(self._nothing_learned(plans, kept))
         tokens, labels, loss_mask = finished
-        if isinstance(self.family, ProcessorFamily):
-            types = self.family.token_types(sequence.tokens, types)
+        is_own = isinstance(self.family, ProcessorFamily)
+        kinds = self.family.token_types(sequence.tokens, types) if is_own else np.array(types, np.int64)
         counts = Counter(plan.kind for plan in kept)
         heard = counts["audio"] + sum(video.sound is not None for video in videos[: counts["video"]])
         return PreparedSample.derive_from(
@@ -413,7 +413,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             tokens=tokens,
             labels=labels,
             loss_mask=loss_mask,
-            mm_token_type_ids=torch.from_numpy(np.array(types[: len(tokens)], np.int64)),
+            mm_token_type_ids=torch.from_numpy(kinds[: len(tokens)].copy()),
             plans=tuple(kept),
             images=images[: counts["image"]],
             videos=self._deferred_videos(videos[: counts["video"]]),

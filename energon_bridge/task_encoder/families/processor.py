@@ -19,6 +19,7 @@ import inspect
 import re
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -132,6 +133,7 @@ class ProcessorFamily:
     kinds: Mapping[int, int] | None = field(init=False, repr=False, compare=False, default=None)
     nested: bool = field(init=False, repr=False, compare=False, default=True)
     adds_bos: bool = field(init=False, repr=False, compare=False, default=False)
+    replays: bool = field(init=False, repr=False, compare=False, default=True)
 
     def __post_init__(self) -> None:
         name = type(self.processor).__name__
@@ -392,7 +394,9 @@ class ProcessorFamily:
         return True
 
     def _check_values(self) -> None:
-        """Learn what the processor puts before a text, and refuse kinds of media with values that no batch has."""
+        """Learn what the processor puts before a text, whether its tokens may be told to it (see `_Replay`), and refuse
+        kinds of media with values that no batch has.
+        """
         bos = self.processor.tokenizer.bos_token_id
         for kind in list(self.writings):
             outs = [dict(self._blank(kind, _PROBES[kind][0], before=text)) for text in ("a ", "a few words more ")]
@@ -404,6 +408,20 @@ class ProcessorFamily:
             if unfit := _unfit(made, [len(of_text) for of_text in tokens]):
                 del self.writings[kind]
                 self.refused[kind] = f"{type(self.processor).__name__} returns {unfit}"
+            elif not self._takes_replay(kind, outs[0]):
+                object.__setattr__(self, "replays", False)
+
+    def _takes_replay(self, kind: Kind, real: Mapping[str, Any]) -> bool:
+        """Return whether the processor makes the same of a blank medium if it does not tokenise the text."""
+        told = copy(self.processor)
+        told.tokenizer = _Replay(self.processor.tokenizer)
+        try:
+            for _ in range(2):  # the tokens of the first call are told in the second
+                out = dict(self._blank(kind, _PROBES[kind][0], before="a ", processor=told))
+        except Exception:  # it asks for more than tokens
+            return False
+        real = {key: value for key, value in real.items() if key not in _DROPPED}
+        return all(isinstance(out.get(key), Tensor) and torch.equal(out[key], value) for key, value in real.items())
 
     def _from_grid(self, size: Size, times: Sequence[float]) -> str:
         """Return what the processor writes for a video whose frames are patches on a grid."""
@@ -485,18 +503,15 @@ class ProcessorFamily:
             SampleError: The processor cannot take them, or its tokens are not the planned ones.
         """
         name = type(self.processor).__name__
-        sources = _sources(sample.plans, videos)
+        given = {"images": images, "videos": videos, "audio": sounds, "sources": _sources(sample.plans, videos)}
+        out: Mapping[str, Any] | None = None
+        if self.replays:
+            told = copy(self.processor)
+            with suppress(Exception):  # the processor itself says what is wrong
+                told.tokenizer = _Replay(self.processor.tokenizer, self._written_out(sample), sample.tokens.tolist())
+                out = self._called(sample.text, processor=told, **given, special=sample.adds_special)
         try:
-            out = dict(
-                self._called(
-                    sample.text,
-                    images=images,
-                    videos=videos,
-                    audio=sounds,
-                    sources=sources,
-                    special=sample.adds_special,
-                )
-            )
+            out = dict(out or self._called(sample.text, **given, special=sample.adds_special))
         except Exception as error:
             raise SampleError(f"{name} cannot take the sample: {type(error).__name__}: {error}") from error
         tokens = out["input_ids"][0]
@@ -518,14 +533,32 @@ class ProcessorFamily:
         dtype = getattr(torch, self.pixels_dtype)
         return {key: value.to(dtype) if _is_dense(value) else value for key, value in visual.items()}
 
-    def token_types(self, tokens: Sequence[int], planned: Sequence[int]) -> list[int]:
-        """Return the type of each token: 0 text, 1 image, 2 video, 3 sound; the processor's own, where it needs no more
-        than tokens.
+    def _written_out(self, sample: PreparedSample) -> str:
+        """Return the text of a sample with the tokens of its media."""
+        places = "|".join(map(re.escape, sorted({plan.placeholder for plan in sample.plans}, key=len, reverse=True)))
+        plans = iter(sample.plans)
+        return re.sub(places, lambda _: self._in_full(next(plans)), sample.text)
+
+    def _in_full(self, plan: Plan) -> str:
+        """Return the text of a medium, each of its tokens as often as it is there."""
+        if not plan.token_ids:
+            return plan.text
+        repeated = "|".join(map(re.escape, self.processor.tokenizer.convert_ids_to_tokens(plan.token_ids)))
+        runs = iter(plan.runs)
+        return re.sub(repeated, lambda token: token.group() * next(runs), plan.text)
+
+    def token_types(self, tokens: Sequence[int], planned: Sequence[int]) -> np.ndarray:
+        """Return the type of each token, int64: 0 text, 1 image, 2 video, 3 sound; the processor's own, where it needs
+        no more than tokens.
         """
-        if self.kinds is not None:
-            kinds = self.kinds
-            return [kinds.get(token, 0) for token in tokens] if kinds else list(planned)
-        types: list[int] = self.processor.create_mm_token_type_ids([list(tokens)])[0]
+        if self.kinds is None:
+            return np.array(self.processor.create_mm_token_type_ids([list(tokens)])[0], np.int64)
+        if not self.kinds:
+            return np.array(planned, np.int64)
+        sequence = np.array(tokens, np.int64)
+        types = np.zeros_like(sequence)
+        for token, number in self.kinds.items():
+            types[sequence == token] = number
         return types
 
     def positions(self, tokens: Tensor, types: Tensor, visual: Mapping[str, Tensor]) -> Tensor | None:
@@ -706,6 +739,31 @@ def rope_index(model_config: Any) -> Callable[..., Any] | None:
             function: Callable[..., Any] = bare.get_rope_index
             return function
     return None
+
+
+# Tokens that are known ------------------------------------------------------------------------------------------------
+
+
+class _Replay:
+    """The tokenizer of a copy of a processor: of a text whose tokens are known, it returns these.
+
+    A processor's text is as long as all tokens of its media, so that tokenising it again costs as much as pixels. Any
+    other text than the planned one is tokenised, and its tokens are compared.
+    """
+
+    def __init__(self, tokenizer: Any, text: str | None = None, tokens: Sequence[int] = ()) -> None:
+        self._tokenizer, self._text, self._tokens = tokenizer, text, tokens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, text: Any, **options: Any) -> Any:
+        if list(text) == [self._text]:
+            return {"input_ids": [list(self._tokens)]}
+        made = self._tokenizer(text, **options)
+        if self._text is None:
+            self._text, self._tokens = text[0], torch.as_tensor(made["input_ids"])[0].tolist()
+        return made
 
 
 # Processors that need a word ------------------------------------------------------------------------------------------
