@@ -449,8 +449,8 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         """Return the sounds at the rate of the model."""
         if not isinstance(self.family, ProcessorFamily):
             return []
-        rate, longest = self.family.sampling_rate, self.config.max_sound_seconds
-        return [sound_of(value, rate=rate).until(longest) for value in values]
+        longest = self.config.max_sound_seconds
+        return [sound_of(value, rate=self.family.sampling_rate).until(longest) for value in values]
 
     def _planned(
         self, segments: Sequence[Segment], images: Sequence[Any], videos: Sequence[Any], sounds: Sequence[Sound]
