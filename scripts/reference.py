@@ -128,7 +128,7 @@ def cli_page() -> str:
     shared = [record for record, count in counts.items() if count >= SHARED]
     of_runs = [record for record in shared if all(record in records["energon", name].items() for name in RUNS)]
     rest = [record for record in shared if record not in of_runs]
-    lines = ["# Command line", "", NOTE, "", "Every command prints its part of this page with `--help`."]
+    lines = ["# Command line", "", NOTE, "", "`energon COMMAND --help` says more of each."]
     lines += ["If megatron-energon is installed too, the command is `energon-bridge`.", *COMPLETION]
     lines += ["", "## Options of a run", "", f"Of {', '.join(f'`energon {name}`' for name in RUNS)}:"]
     lines += ["", "```text", *map("  ".join, of_runs), "```"]
@@ -147,12 +147,15 @@ def cli_page() -> str:
 
 
 def usage(context: click.Context) -> list[str]:
-    """Return how a command is called and what it does."""
-    help_text = inspect.cleandoc(context.command.help or "").replace("\b\n", "").replace("\b", "").rstrip()
-    words = [word for word in context.command.collect_usage_pieces(context) if word != "[OPTIONS]"]
+    """Return how a command is called, the first paragraph of what it does, and its examples."""
+    first, *others = inspect.cleandoc(context.command.help or "").replace("\b\n", "").rstrip().split("\n\n")
+    examples = [paragraph for paragraph in others if paragraph.removeprefix("Example:").lstrip().startswith("energon ")]
+    paragraphs = [first, *examples]
     if isinstance(context.command, click.Group):
-        help_text += "\n\nCommands: " + ", ".join(context.command.list_commands(context))
-    return [f"Usage: {context.info_name} {' '.join(words)}", "", *textwrap.indent(help_text, "  ").splitlines()]
+        paragraphs.append("Commands: " + ", ".join(context.command.list_commands(context)))
+    words = [word for word in context.command.collect_usage_pieces(context) if word != "[OPTIONS]"]
+    text = textwrap.indent("\n\n".join(paragraphs), "  ")
+    return [f"Usage: {context.info_name} {' '.join(words)}", "", *text.splitlines()]
 
 
 def option_record(context: click.Context, parameter: click.Parameter) -> tuple[str, str] | None:
