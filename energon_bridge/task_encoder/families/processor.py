@@ -506,7 +506,7 @@ class ProcessorFamily:
         given = {"images": images, "videos": videos, "audio": sounds, "sources": _sources(sample.plans, videos)}
         out: Mapping[str, Any] | None = None
         if self.replays:
-            told = copy(self.processor)
+            told = copy(self._timed(videos))
             with suppress(Exception):  # the processor itself says what is wrong
                 told.tokenizer = _Replay(self.processor.tokenizer, self._written_out(sample), sample.tokens.tolist())
                 out = self._called(sample.text, processor=told, **given, special=sample.adds_special)
