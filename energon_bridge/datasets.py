@@ -338,7 +338,8 @@ def _open(source: MixSource, settings: RunSettings, worker_config: WorkerConfig 
         index=index,
         read_timeout_seconds=settings.error_policy.read_timeout_seconds,
     )
-    leaves = open_leaves(mix, opener, shuffle_epochs=settings.shuffle_over_epochs_multiplier)
+    unit = mix.unit if settings.kind == "train" and len(mix.leaves) > 1 else None
+    leaves = open_leaves(mix, opener, shuffle_epochs=settings.shuffle_over_epochs_multiplier, unit=unit)
     index.save()
     if settings.max_tokens_per_microbatch is not None:
         buffer = settings.packing_buffer_size or DEFAULT_LENGTH_BUFFER

@@ -26,8 +26,9 @@ def command(mix: str, steps: int, as_json: bool, **options: Any) -> None:
 
     A step is one microbatch on each rank, with --global-batch-size as many as it takes.
 
-    Numbers are exact where each sample that is drawn gives one row: none is skipped, packed or made several of. Nothing
-    is read but the metadata of the datasets.
+    Numbers are exact where each sample that is drawn gives one row: none is skipped, packed or made several of; but if
+    weights are shares of an amount (`unit: tokens`), they are those of samples of mean length. Nothing is read but the
+    metadata of the datasets.
 
     Example:  energon plan mix.yaml --steps 10000 --batch-size 8 --world-size 64
     """
@@ -45,8 +46,9 @@ def command(mix: str, steps: int, as_json: bool, **options: Any) -> None:
         click.echo(line)
     click.echo()
     print_pairs(_facts(plan))
+    amounts = (f"share of {plan.unit}", f"{plan.unit}, about") if plan.unit else ()
     print_table(
-        ("dataset", "as written", "samples", "share", "draws", "epochs", "bytes, about"),
+        ("dataset", "as written", "samples", "share", "draws", "epochs", "bytes, about", *amounts),
         [
             (
                 leaf_name(asdict(leaf)),
@@ -56,6 +58,7 @@ def command(mix: str, steps: int, as_json: bool, **options: Any) -> None:
                 number(leaf.draws),
                 epochs(leaf.epochs),
                 format_bytes(leaf.bytes),
+                *((f"{leaf.amount_share or 0:.2%}", number(round(leaf.amount or 0))) if plan.unit else ()),
             )
             for leaf in plan.leaves
         ],

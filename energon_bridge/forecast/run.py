@@ -22,7 +22,7 @@ from energon_bridge.loader.fits import WINDOWS, check_fits, check_windows
 from energon_bridge.loader.run_plan import DatasetSpec, RunPlan, plan_run
 from energon_bridge.loader.shares import Sharing, sharing_of, why_unplanned
 from energon_bridge.mix import Blend, Concat, DatasetOpener, LeafRef, Mix, MixSource, Node, WeightSchedule, flatten
-from energon_bridge.mix.leaves import OpenLeaf, kept_samples
+from energon_bridge.mix.leaves import OpenLeaf, counting, kept_samples
 from energon_bridge.mix.tree import EpochizedBlend as MixedEpochs
 from energon_bridge.stream.settings import RunSettings, StreamKind
 from energon_bridge.stream.state import LaneState
@@ -141,7 +141,8 @@ def run_of_state(
     if kind == "train":
         Ownership(plan.num_lanes, world_size, 0)
         # Retired leaves are at the end, and nothing is drawn from them.
-        lanes = {lane: replace(s, leaf_draws=s.leaf_draws[: len(plan.leaves)]) for lane, s in lanes.items()}
+        count = len(plan.leaves)
+        lanes = {lane: replace(s, leaf_draws=s.leaf_draws[:count], sums=s.sums[:count]) for lane, s in lanes.items()}
     per_step = 1
     if kind == "train" and global_batch_size is not None:
         per_step, rest = divmod(global_batch_size, spec.rows * world_size)
@@ -232,7 +233,8 @@ def _spec_of_state(
         )
         # Leaves of the same content differ in their occurrence, which only the identity tells.
         alike = (replace(leaf, occurrence=number) for number in range(len(rows)))
-        leaves.append(next((one for one in alike if one.identity == row["identity"]), leaf))
+        leaf = next((one for one in alike if one.identity == row["identity"]), leaf)
+        leaves.append(counting(leaf, settings["unit"], where=row["path"]) if "unit" in settings else leaf)
     known = {name: settings[name] for name in _STREAM if name in settings}
     return DatasetSpec(
         leaves=tuple(leaves),
@@ -262,7 +264,7 @@ def _mix(kind: str, settings: State, rows: Sequence[State]) -> Mix:
         root = MixedEpochs(children=children, repetitions=shares)
     elif mode == "weights" and "schedule" not in settings and sum(shares) == 1:
         weights = tuple(WeightSchedule(kind="constant", points=((0, share),)) for share in shares)
-        root = Blend(children=children, weights=weights)
+        root = Blend(children=children, weights=weights, unit=settings.get("unit"))
     else:
         what = "weights that several datasets share by their sizes"
         if "schedule" in settings:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.loader.position import Mode, Position
-from energon_bridge.plan.choose import draws_before
+from energon_bridge.plan.choose import standing
 from energon_bridge.stream.finite import DrawnRows, FiniteStream, ListedRows
 from energon_bridge.stream.lane import LaneStreams, Stream
 from energon_bridge.stream.pipeline import Pipeline
@@ -54,8 +54,8 @@ class LaneMode(Mode):
         for lane in self.needed_lanes(at.ownership, at.plan.config.dp_rank):
             microbatches = microbatches_before(lane, begin, lanes)
             draw = microbatches * at.plan.data.rows
-            leaf_draws = draws_before(at.plan.blend, lane, draw)
-            at.lanes[lane] = LaneState(microbatches, draw, 0, tuple(leaf_draws.tolist()))
+            leaf_draws, sums = standing(at.plan.leaves, at.plan.blend, lane, draw)
+            at.lanes[lane] = LaneState(microbatches, draw, 0, tuple(leaf_draws), sums=sums)
 
     def delivered(self, at: Position) -> frozenset[int]:
         leaves = range(len(at.plan.leaves))

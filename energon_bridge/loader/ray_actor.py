@@ -51,9 +51,11 @@ class WorkerActor:
     def __repr__(self) -> str:
         return f"WorkerActor({self._label})"
 
-    def place(self) -> tuple[str, dict[str, str]]:
-        """Return the name of the machine, and what has to be the same here and at the trainer."""
-        return socket.gethostname(), versions()
+    def place(self) -> tuple[str, str, dict[str, str]]:
+        """Return the name of the machine, Ray's of the node, and what has to be the same here and at the trainer."""
+        import ray
+
+        return socket.gethostname(), ray.get_runtime_context().get_node_id(), versions()
 
     def start(self, line: int, work: bytes) -> str | None:
         """Start the worker; return why that cannot be, as what is missing here, or None."""

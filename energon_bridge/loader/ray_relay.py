@@ -32,11 +32,14 @@ from energon_bridge.loader.processes import Board, StackFile
 from energon_bridge.loader.ray_actor import WorkerActor
 from energon_bridge.loader.transport import Arena, BatchMessage, Outbox
 from energon_bridge.loader.workers import AGAIN, CREDIT
+from energon_bridge.rng import key_of
 
 PACKET_BYTES = 1 << 16
 _CALLS = 2
 """Calls of an actor under way: one that it answers, and the next."""
 _LOOK_SECONDS = 0.25
+_AVOIDED_SECONDS = 60.0
+_NODE_LABEL = "ray.io/node-id"
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -47,6 +50,7 @@ class Seat:
     name: str
     since: float
     node: str = ""
+    node_id: str = ""
     versions: dict[str, str] | None = None
     line: Line | None = None
 
@@ -101,6 +105,7 @@ class Relay:
         self._lines: dict[int, Line] = {}
         self._seats: list[Seat] = []
         self._numbers = itertools.count()
+        self._bad: dict[str, float] = {}  # nodes that lost an actor, each avoided until then
         self._busy = time.monotonic()
         self._ended = False
         ray.init(address=options["address"], log_to_driver=False, logging_level=logging.ERROR)
@@ -198,7 +203,9 @@ class Relay:
 
     def _hear_link(self, line: Line) -> None:
         """Take the commands that the trainer has sent to one of its workers."""
-        while line.number in self._lines:
+        if line.number not in self._lines:
+            return  # it has just ended, in this round
+        while True:
             try:
                 command = line.link.recv(1, socket.MSG_DONTWAIT)
             except BlockingIOError:
@@ -228,19 +235,47 @@ class Relay:
         wanted = {key: value for key, value in wanted.items() if value is not None}
         if options["strategy"] == "spread":
             wanted["scheduling_strategy"] = "SPREAD"
+        elif options["strategy"] == "cache":
+            wanted["scheduling_strategy"] = self._home(line)
+        elif avoided := self._avoided():
+            wanted["label_selector"] = (options["label_selector"] or {}) | {_NODE_LABEL: f"!in({','.join(avoided)})"}
         name = f"energon {line.name} #{next(self._numbers)}"
         make = self._ray.remote(max_restarts=0, concurrency_groups={"watch": 2}, **wanted)(WorkerActor)
         actor = make.options(name=name).remote(line.name, options["environment"], options["folder"], sys.path)
         seat = Seat(actor=actor, name=line.name, since=time.monotonic())
         self._seats.append(seat)
 
-        def there(place: tuple[str, dict[str, str]]) -> None:
-            seat.node, seat.versions = place
+        def there(place: tuple[str, str, dict[str, str]]) -> None:
+            seat.node, seat.node_id, seat.versions = place
             if seat.line is not None:
                 self._begin(seat, seat.line)
 
         self._when(actor.place.remote(), there, lambda error: self._lose(seat, error))
         return seat
+
+    def _nodes(self) -> list[dict[str, Any]]:
+        """Return the nodes that are up and have what an actor asks for beside cores, without those that lost one."""
+        asked = set(self._options["resources"] or ())
+        alive = [node for node in self._ray.nodes() if node["Alive"] and asked <= set(node["Resources"])]
+        return [node for node in alive if self._bad.get(node["NodeID"], 0.0) < time.monotonic()]
+
+    def _avoided(self) -> list[str]:
+        """Return the nodes on which an actor was lost a moment ago, if there are others: Ray may not know it yet."""
+        bad = [node for node, until in self._bad.items() if until > time.monotonic()]
+        return bad if bad and self._nodes() else []
+
+    def _home(self, line: Line) -> Any:
+        """Let a worker be on the same node each time, if that has room: the ranges of its lanes are in its cache.
+
+        The node is chosen by rendezvous: when nodes come and go, only the workers of those move.
+        """
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        nodes = self._nodes()
+        if not nodes:
+            return "DEFAULT"
+        chosen = max(nodes, key=lambda node: key_of("home", node["NodeName"], line.name))
+        return NodeAffinitySchedulingStrategy(chosen["NodeID"], soft=True)
 
     def _begin(self, seat: Seat, line: Line) -> None:
         """Start the worker of a line on its actor."""
@@ -306,9 +341,15 @@ class Relay:
         if line is None:
             return
         text = " ".join(str(error).split())
-        if seat.versions is None:
+        setup = self._ray.exceptions.RuntimeEnvSetupError
+        if seat.node_id:
+            self._bad[seat.node_id] = time.monotonic() + _AVOIDED_SECONDS
+        if seat.versions is None and (isinstance(error, setup) or "creation task" in text):
             self._answer("start", line.number, "refused", text)
             self._forget(line)
+        elif not line.board.has_begun and line.work:  # its node went before the actor was there
+            line.seat = self._new_seat(line)
+            line.seat.line = line
         elif not line.board.has_begun:
             self._answer("start", line.number, "there", (seat.node, seat.versions))
             self._end(line, None, f"its actor was lost on {seat.node}: {text}")

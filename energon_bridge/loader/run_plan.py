@@ -20,9 +20,10 @@ from energon_bridge.format.foreign import ForeignDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.mix import Mix
 from energon_bridge.mix.leaves import OpenLeaf
+from energon_bridge.plan.amounts import AmountBlend
 from energon_bridge.plan.bans import LeafBans
-from energon_bridge.plan.blend import Blend, ChangedBlend, EpochizedBlend, InTurns, LeafWeights, WeightedBlend
-from energon_bridge.plan.choose import PassDraws
+from energon_bridge.plan.blend import ChangedBlend, EpochizedBlend, InTurns, LeafWeights, WeightedBlend
+from energon_bridge.plan.choose import AnyBlend, PassDraws
 from energon_bridge.plan.leaf import LeafOrder, slice_length
 from energon_bridge.plan.weights import ChangedWeights, MixWeights
 from energon_bridge.rng import key_of
@@ -193,13 +194,18 @@ class DatasetSpec(NotForDataLoader):
         """How the leaves are combined: `single`, `weights`, `repetitions` or `concat`."""
         return self.mix.mode if len(self.leaves) > 1 else "single"
 
+    @property
+    def unit(self) -> str | None:
+        """What the weights of an endless blend are shares of, an expression of columns; None: of draws."""
+        return self.mix.unit if self.kind == "train" and self.mode == "weights" else None
+
     @cached_property
     def weights(self) -> MixWeights:
         """The weights of the mix, in order of the leaves' identities."""
         place = {leaf.identity: number for number, leaf in enumerate(self.leaves)}
         return MixWeights(
             mix=self.mix,
-            sizes=tuple(leaf.num_samples for leaf in self.leaves),
+            sizes=tuple(leaf.num_samples if leaf.amounts is None else leaf.amounts.total for leaf in self.leaves),
             order=tuple(place[leaf.identity] for leaf in self.ordered),
         )
 
@@ -293,7 +299,7 @@ class RunPlan:
     config: WorkerConfig
     num_lanes: int
     leaves: tuple[Leaf, ...]
-    blend: Blend | None
+    blend: AnyBlend | None
     changes: ChangedWeights
     recorded: dict[str, Any]
 
@@ -412,6 +418,9 @@ def plan_run(
         }
         if data.mode == "weights" and data.mix.is_scheduled:
             settings["schedule"] = data.weights.fingerprint()
+        if data.unit is not None:
+            amounts = [leaf.amounts.fingerprint for leaf in data.ordered if leaf.amounts is not None]
+            settings |= {"unit": data.unit, "unit_values": f"{key_of(*amounts):016x}"}
     target = getattr(data.settings.task_encoder.decoder, "image_target", None)
     if target is not None:  # this changes pixels, not the order, and nobody would see it
         settings["image_target"] = list(target)
@@ -456,10 +465,12 @@ def _leaf(data: DatasetSpec, leaf: OpenLeaf, lanes: int, seed: int, *, block: in
         kept=leaf.kept,
         epochs_per_shuffle=leaf.shuffle_epochs or 1,
     )
-    return Leaf(identity=leaf.identity, dataset=leaf.dataset, order=order, aux=leaf.aux)
+    return Leaf(identity=leaf.identity, dataset=leaf.dataset, order=order, aux=leaf.aux, amounts=leaf.amounts)
 
 
-def _blend(data: DatasetSpec, leaves: Sequence[Leaf], lanes: int, seed: int, changes: ChangedWeights) -> Blend | None:
+def _blend(
+    data: DatasetSpec, leaves: Sequence[Leaf], lanes: int, seed: int, changes: ChangedWeights
+) -> AnyBlend | None:
     if len(leaves) == 1 and (data.kind == "finite" or data.mode == "single"):
         return None
     if data.kind == "finite":
@@ -467,6 +478,8 @@ def _blend(data: DatasetSpec, leaves: Sequence[Leaf], lanes: int, seed: int, cha
     if data.mode == "weights":
         parts: list[tuple[int, LeafWeights]] = [(0, data.weights), *changes]
         key = key_of("run", seed)
+        if data.unit is not None:
+            return AmountBlend(parts=tuple(parts), num_lanes=lanes, key=key)
         blends = tuple((start, WeightedBlend(weights=weights, num_lanes=lanes, key=key)) for start, weights in parts)
         return ChangedBlend(parts=blends, num_lanes=lanes) if changes else blends[0][1]
     rank = {leaf.identity: number for number, leaf in enumerate(data.ordered)}

@@ -43,6 +43,12 @@ def column_names(text: str) -> tuple[str, ...]:
     return tuple(sorted({node.id for node in ast.walk(_parse(text)) if isinstance(node, ast.Name)}))
 
 
+def checked_expression(text: str) -> str:
+    """Return an expression without spaces around it; raises ConfigurationError if it cannot be parsed."""
+    _parse(text)
+    return text.strip()
+
+
 def all_of(texts: Sequence[str]) -> str:
     """Return one expression that holds if all of them do; empty if there are none."""
     distinct = list(dict.fromkeys(text.strip() for text in texts))

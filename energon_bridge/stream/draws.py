@@ -16,8 +16,7 @@ import torch
 from PIL import Image
 
 from energon_bridge.errors import EmptyDatasetError
-from energon_bridge.plan.blend import Blend
-from energon_bridge.plan.choose import Chooser
+from energon_bridge.plan.choose import AnyBlend, Chooser
 from energon_bridge.samples.stacking import Slab
 from energon_bridge.stream.pipeline import LoadedDraws, PendingLoads, Pipeline
 from energon_bridge.stream.reader import DrawSpan
@@ -68,7 +67,7 @@ class Draws:
         ahead: Whether to load draws beyond those requested.
     """
 
-    def __init__(self, number: int, pipeline: Pipeline, blend: Blend | None, state: LaneState) -> None:
+    def __init__(self, number: int, pipeline: Pipeline, blend: AnyBlend | None, state: LaneState) -> None:
         self.number = number
         self._pipeline = pipeline
         self._number_of = pipeline.sample_numbers(number)
@@ -77,7 +76,7 @@ class Draws:
         self.origin = state.origin
         self.leaf_draws = list(state.leaf_draws)
         # What has been chosen, and is loaded or loading.
-        self._chooser = Chooser(pipeline.cursors, blend, number, state.draw, state.leaf_draws, state.origin)
+        self._chooser = Chooser(pipeline.cursors, blend, number, state.draw, state.leaf_draws, state.origin, state.sums)
         self._first = state.draw
         self._slab: Slab | None = None
         self._loading = PendingLoads(pipeline)
@@ -88,6 +87,10 @@ class Draws:
         self._outputs_of = self._outputs_size = 0
         # The first microbatch reads only its own draws, so that a resume costs no more than a fresh start.
         self.ahead = False
+
+    def sums(self) -> tuple[int, ...]:
+        """Return the sums of the leaves at the position, in a blend by amounts."""
+        return self._chooser.sums(self.draw)
 
     def prepare(self, draws: int) -> None:
         """Start loading the next draws."""

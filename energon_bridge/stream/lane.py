@@ -16,7 +16,7 @@ from collections.abc import Generator, Iterator, Mapping
 from typing import Any, Protocol
 
 from energon_bridge.errors import HookTimeoutError
-from energon_bridge.plan.blend import Blend
+from energon_bridge.plan.choose import AnyBlend
 from energon_bridge.stream.draws import BatchRow, Draws, batch_rows, reencode, rows_of
 from energon_bridge.stream.grouping import Grouping
 from energon_bridge.stream.packing import Packing
@@ -37,7 +37,7 @@ class Lane:
         state: Where to continue.
     """
 
-    def __init__(self, number: int, pipeline: Pipeline, blend: Blend | None, state: LaneState) -> None:
+    def __init__(self, number: int, pipeline: Pipeline, blend: AnyBlend | None, state: LaneState) -> None:
         self.number = number
         self._pipeline = pipeline
         self._microbatches = state.microbatches
@@ -96,6 +96,7 @@ class Lane:
             BufferedRefs.joined(parts),
             self._batches_taken,
             0 if self._packing is None else self._packing.target,
+            draws.sums(),
         )
 
     def _batch(self, counts: Counts) -> None:
@@ -167,7 +168,7 @@ class Stream(Protocol):
 class LaneStreams:
     """The lanes of one process, each opened on first use."""
 
-    def __init__(self, pipeline: Pipeline, blend: Blend | None, states: Mapping[int, LaneState]) -> None:
+    def __init__(self, pipeline: Pipeline, blend: AnyBlend | None, states: Mapping[int, LaneState]) -> None:
         self.pipeline = pipeline
         self._blend = blend
         self._states = states
