@@ -78,7 +78,7 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 30_290,
+    "core": 30_800,
     "models": 9_600,
     "trainers": 6_510,
     "cloud": 4_250,

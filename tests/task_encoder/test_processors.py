@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from paths import REPOSITORY
@@ -14,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.auto.processing_auto import processor_class_from_name
 
 from energon_bridge.errors import ConfigurationError, SampleError
-from energon_bridge.task_encoder.families import ChatConfig, ChatTemplateTaskEncoder
+from energon_bridge.task_encoder.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder
 from energon_bridge.task_encoder.sequences import TOKEN_INPUTS
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
@@ -59,7 +61,7 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
 
 def test_every_processor_stands_in_the_table() -> None:
     page = (REPOSITORY / "docs" / "reference" / "models.md").read_text("utf-8")
-    missing = [name for name in classes(all_of_them=True) if f"| {name} |" not in page]
+    missing = [name for name in classes(all_of_them=True) if f"|{name}|" not in page]
     assert not missing, "run scripts/models.py in an environment with torchvision"
 
 
@@ -122,6 +124,34 @@ def test_an_encoder_travels_to_its_workers(model_type: str) -> None:
     }
     if model_type == "paddleocr_vl":
         assert torch.equal(there.mrope_position_ids, here.mrope_position_ids)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "most"), [("Qwen2AudioProcessor", 30.0), ("Gemma3nProcessor", 30.0), ("Qwen3ASRProcessor", None)]
+)
+def test_a_sound_that_its_processor_cuts_off_is_refused(name: str, most: float | None) -> None:
+    processor = tiny_processor(name)
+    chat = ChatConfig(chat_template=template_of(processor), seq_length=60_000, over_long="raise")
+    encoder = ChatTemplateTaskEncoder.for_processor(processor, chat)
+    rate = encoder.family.sampling_rate
+    noise = np.random.default_rng(3).standard_normal(45 * rate).astype(np.float32) / 10
+    turns = [{"role": "user", "content": "<audio> what?"}, {"role": "assistant", "content": "A thing."}]
+
+    def heard(seconds: float, encoder: ChatTemplateTaskEncoder = encoder) -> dict[str, Tensor]:
+        sample = ChatSample(__key__="a", messages=turns, audios=[(noise[: int(seconds * rate)], rate)])
+        return encoder.encode(sample).visual
+
+    if most is None:
+        assert not torch.equal(*(next(iter(heard(seconds).values()))[..., -1] for seconds in (45, 44)))
+        return
+    heard(most)
+    for seconds in (most + 0.2, most + 1, 45):
+        with pytest.raises(SampleError, match=f"{name} leaves out the end of a sound of {seconds:.1f} s"):
+            heard(seconds)
+    cutting = ChatTemplateTaskEncoder.for_processor(processor, replace(chat, max_sound_seconds=most))
+    for key, value in heard(45, cutting).items():
+        assert torch.equal(value, heard(most)[key]), key
 
 
 @pytest.mark.parametrize("name", ["Gemma3Processor", "LlavaNextProcessor"])

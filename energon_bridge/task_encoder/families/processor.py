@@ -77,6 +77,8 @@ class Writing:
         more: What is added to the quotient.
         plans: The plans that are known, by what they follow from.
         lengths: The lengths of the sounds whose plans are known, sorted.
+        heard: The longest sound that is known to be heard to its end.
+        cut: The shortest that is known to be cut off.
     """
 
     how: str = "size"
@@ -86,6 +88,8 @@ class Writing:
     more: int = 0
     plans: dict[Any, Plan] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
+    heard: int = 0
+    cut: float = float("inf")
 
     def between(self, length: int) -> Plan | None:
         """Return the plan of a sound if a shorter and a longer one have the same: tokens do not become fewer."""
@@ -229,8 +233,10 @@ class ProcessorFamily:
         return self._known("image", (height, width))
 
     def plan_sound(self, length: int) -> Plan:
-        """Return the plan of a sound of so many samples."""
-        return self._known("audio", (length,))
+        """Return the plan of a sound of so many samples. Raises SampleError if the processor would cut it off."""
+        plan = self._known("audio", (length,))
+        self._check_heard(length)
+        return plan
 
     def plan_video(self, video: VideoFrames) -> Plan:
         """Return the plan of a video, with its sound if it has one (`video.sound`, a Sound)."""
@@ -258,6 +264,27 @@ class ProcessorFamily:
             token_ids=tuple(known[token] for token in repeated),
         )
 
+    def _check_heard(self, length: int) -> None:
+        """Raise SampleError if the last tenth of a second of a sound of this length makes no difference.
+
+        Most extractors cut sounds off at some length, without a word. A longer sound is tried first, since all that are
+        shorter than one that is heard are heard, too.
+        """
+        writing = self.writings["audio"]
+        for tried in (length + length // 4, length):
+            if not writing.heard < length or tried >= writing.cut:
+                continue
+            silent, ends = (dict(self._blank("audio", (tried,), ends=tone)) for tone in (False, True))
+            if any(not torch.equal(value, ends[name]) for name, value in silent.items() if isinstance(value, Tensor)):
+                writing.heard = tried
+            else:
+                writing.cut = tried
+        if length >= writing.cut:
+            raise SampleError(
+                f"{type(self.processor).__name__} leaves out the end of a sound of {length / self.sampling_rate:.1f} "
+                "s: cut sounds off with max_sound_seconds of the ChatConfig, or leave the sample out"
+            )
+
     def _step_seconds(self, video: VideoFrames) -> float | None:
         """Return the seconds between temporal patches; None if nothing says them."""
         return int(self.processor.video_processor.temporal_patch_size) / video.rate if video.rate else None
@@ -271,7 +298,7 @@ class ProcessorFamily:
             raise SampleError(f"a video has sound, but {type(self.processor).__name__} hears none in videos")
         if seconds is None:
             raise SampleError("a video with sound must tell when its frames are shown: give fps or timestamps")
-        heard, part = self._known("audio", (sound.length,)).tokens, self.processor.video_processor
+        heard, part = self.plan_sound(sound.length).tokens, self.processor.video_processor
         steps = -(-count // int(part.temporal_patch_size))
         key, plans = (plan.tokens, steps, seconds, heard), self.writings["video"].plans
         if key not in plans:
@@ -442,13 +469,16 @@ class ProcessorFamily:
         before: str = "",
         processor: Any = None,
         count: int = 1,
+        ends: bool = False,
     ) -> Mapping[str, Any]:
-        """Return what the processor makes of blank media after a text."""
+        """Return what the processor makes of blank media after a text; `ends`: a sound ends in a tone."""
         blank: Any
         if kind == "image":
             blank = Image.new("RGB", (size[1], size[0]))
         elif kind == "audio":
             blank = np.zeros(size, np.float32)
+            if ends:
+                blank[-(self.sampling_rate // 10) :] = np.sin(np.arange(min(size[0], self.sampling_rate // 10)))
         else:
             frames = torch.zeros(size[0], 3, *size[1:], dtype=torch.uint8)
             blank = VideoFrames(frames=frames, timestamps=tuple(times or [number / 2 for number in range(size[0])]))
@@ -476,7 +506,7 @@ class ProcessorFamily:
         given = {"images": images, "videos": videos, "audio": sounds, "sources": _sources(sample.plans, videos)}
         out: Mapping[str, Any] | None = None
         if self.replays:
-            told = copy(self.processor)
+            told = copy(self._timed(videos))
             with suppress(Exception):  # the processor itself says what is wrong
                 told.tokenizer = _Replay(self.processor.tokenizer, self._written_out(sample), sample.tokens.tolist())
                 out = self._called(sample.text, processor=told, **given, special=sample.adds_special)
