@@ -378,7 +378,7 @@ CHOOSES = f"{PACKAGE}.plan.choose"
 
 def pickers(root: Path) -> list[str]:
     """Return where draws are turned into leaves and samples, outside of the order's own modules."""
-    own = {*(f"{PACKAGE}.plan.{name}" for name in ("amounts", "blend", "leaf")), CHOOSES}
+    own = {*(f"{PACKAGE}.plan.{name}" for name in ("amounts", "blend", "buckets", "leaf")), CHOOSES}
     return [
         f"{path.relative_to(root)}:{node.lineno}"
         for path in python_files(root)
