@@ -26,7 +26,7 @@ from processors import template_of, tiny_model, tiny_model_config, tiny_processo
 from run_outputs import read_losses
 from sources import convert, converted
 
-from energon_bridge import WorkerConfig, get_loader, get_val_dataset
+from energon_bridge import WorkerConfig, get_loader, get_train_dataset, get_val_dataset
 from energon_bridge.av import AVDecoder
 from energon_bridge.cli.main import main as energon
 from energon_bridge.errors import ConfigurationError
@@ -234,3 +234,23 @@ def test_columns_count_sounds_and_videos_and_decode_nothing(
         for name, column in zip(names, zip(*counted, strict=True), strict=True)
         if f"{name[:5]}s" in fields
     )
+
+
+def test_a_preview_shows_samples_as_a_model_gets_them(model_type: str, model: Path, data: Path) -> None:
+    result = CliRunner().invoke(
+        energon, ["preview", str(data), "--processor", str(model), "--batch-size", "2", "--batches", "1", "--json"]
+    )
+    assert result.exit_code == 0, result.output
+    (batch,) = json.loads(result.output)["batches"]
+    encoder = ChatTemplateTaskEncoder.from_pretrained(model, ChatConfig(seq_length=10_000))
+    encoder.cookers = COOKERS
+    none = WorkerConfig(num_workers=0)
+    made = next(iter(get_loader(get_train_dataset(data, batch_size=2, task_encoder=encoder, worker_config=none))))
+    shown = {"pixel_values": made.pixel_values, **made.visual_inputs}
+    shapes = {name: str(tuple(value.shape)) for name, value in shown.items() if value is not None}
+    assert {one.partition(" ")[0]: one.partition(" ")[2].rpartition(" ")[0] for one in batch["inputs"]} == shapes
+    is_audio = model_type == "qwen2_audio"
+    token = encoder.family.processor.audio_token_id if is_audio else encoder.tokenizer.image_token_id
+    for row, tokens in zip(batch["rows"], made.tokens.tolist(), strict=True):
+        (run,) = (one["count"] for segment in row["segments"] for one in segment["tokens"] if one["kind"] == "image")
+        assert run == tokens.count(token) > 1
