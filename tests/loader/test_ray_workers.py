@@ -151,7 +151,7 @@ def stop_an_actor() -> None:
     [
         (kill_a_worker, r"worker \d \(killed by signal 9 on .*\) died"),
         (kill_an_actor, r"worker \d \(its actor was lost on .*\) died"),
-        (stop_an_actor, r"worker \d \(its actor did not answer for \d+ s\) died"),
+        (stop_an_actor, r"worker \d \(its actor was lost on .*: it did not answer for \d+ s\) died"),
     ],
 )
 def test_what_dies_or_stalls_is_replaced_from_what_was_delivered(
