@@ -39,7 +39,7 @@ from energon_bridge.task_encoder.families import ChatConfig, ChatSample, ChatTem
 from energon_bridge.task_encoder.families.registry import NATIVE
 
 MARK = "<!-- The table below is written by scripts/models.py. -->"
-HEADER = "| model types | processor | images | videos | sounds |\n|---|---|---|---|---|"
+HEADER = "|model types|processor|images|videos|sounds|\n|---|---|---|---|---|"
 
 
 def row(name: str) -> str | None:
@@ -52,16 +52,16 @@ def row(name: str) -> str | None:
             return None
         family = ProcessorFamily(processor=tiny_processor(name))
     except ImportError as error:
-        return f"| {types} | {name} | not tried: {' '.join(str(error).split())[:90]} | | |"
+        return f"|{types}|{name}|not tried: {' '.join(str(error).split())[:90]}|||"
     except ConfigurationError as error:
         reason = str(error).partition(": ")[2] or str(error)
-        return f"| {types} | {name} | no: {' '.join(reason.split())} | | |"
+        return f"|{types}|{name}|no: {' '.join(reason.split())}|||"
     cells = []
     for medium in ("image", "video", "audio"):
         refused = family.refused.get(medium, "")
         reason = "" if refused.endswith("takes none") else f"no: {' '.join(refused.split())[:160]}"
         cells.append(family.counts.get(medium, reason))
-    return f"| {types} | {name} | {' | '.join(cells)} |"
+    return f"|{types}|{name}|{'|'.join(cells)}|"
 
 
 def table() -> str:

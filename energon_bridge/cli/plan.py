@@ -45,8 +45,9 @@ def command(
 
     A step is one microbatch on each rank, with --global-batch-size as many as it takes.
 
-    Numbers are exact where each sample that is drawn gives one row: none is skipped, packed or made several of. Nothing
-    is read but the metadata of the datasets.
+    Numbers are exact where each sample that is drawn gives one row: none is skipped, packed or made several of; but if
+    weights are shares of an amount (`unit: tokens`), they are those of samples of mean length. Nothing is read but the
+    metadata of the datasets.
 
     With --cpu-per-sample and --step-seconds it says how many cores the workers need, and with --engine ray and
     --batch-bytes what goes over the network from a Ray cluster.
@@ -77,8 +78,9 @@ def command(
         click.echo(line)
     click.echo()
     print_pairs((*_facts(plan), *_needs(needs, plan.world_size, engine)))
+    amounts = (f"share of {plan.unit}", f"{plan.unit}, about") if plan.unit else ()
     print_table(
-        ("dataset", "as written", "samples", "share", "draws", "epochs", "bytes, about"),
+        ("dataset", "as written", "samples", "share", "draws", "epochs", "bytes, about", *amounts),
         [
             (
                 leaf_name(asdict(leaf)),
@@ -88,6 +90,7 @@ def command(
                 number(leaf.draws),
                 epochs(leaf.epochs),
                 format_bytes(leaf.bytes),
+                *((f"{leaf.amount_share or 0:.2%}", number(round(leaf.amount or 0))) if plan.unit else ()),
             )
             for leaf in plan.leaves
         ],

@@ -83,6 +83,8 @@ class ChatConfig:
         video_fps: Frames per second to take from a video given as a decoder (`AVDecoder`).
         min_num_frames: Fewest frames to take from such a video, if it has that many.
         max_num_frames: Most frames of a video; further frames of a list are cut off.
+        max_sound_seconds: Cut sounds off after so many seconds. None: a sound that is longer than the model's processor
+            takes, which would cut it off in silence, is a SampleError.
         video_sound: Hear the sound tracks of videos given as decoders, in time with their frames, as Qwen2.5-Omni and
             Qwen3-Omni do (`use_audio_in_video`); a video without one is silent.
         over_limit: The same choices for samples over `max_num_images` or `max_visual_tokens`: `truncate` cuts before
@@ -112,6 +114,7 @@ class ChatConfig:
     video_fps: float = 2.0
     min_num_frames: int = 4
     max_num_frames: int | None = 768
+    max_sound_seconds: float | None = None
     video_sound: bool = False
     over_limit: OverLong | Literal["truncate", "drop", "raise"] = OverLong.DROP
     place_images: Literal["before", "after"] = "before"
@@ -128,8 +131,9 @@ class ChatConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigurationError(f"ChatConfig: {name} must be a positive integer, got {value!r}")
-        if not self.video_fps > 0:
-            raise ConfigurationError(f"ChatConfig: video_fps must be positive, got {self.video_fps!r}")
+        for name in ("video_fps", "max_sound_seconds"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ConfigurationError(f"ChatConfig: {name} must be positive, got {value!r}")
         policies = (OverLong.TRUNCATE, OverLong.DROP, OverLong.RAISE)
         for name, choices in (
             ("over_long", policies),
@@ -438,15 +442,15 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         if not isinstance(self.family, ProcessorFamily) or not self.family.hears_videos:
             raise SampleError("a video has sound, but the model of this task encoder hears none in videos")
         rate = self.family.sampling_rate
-        return replace(
-            video, sound=track_of(value, rate=rate) if video.sound is None else sound_of(video.sound, rate=rate)
-        )
+        sound = track_of(value, rate=rate) if video.sound is None else sound_of(video.sound, rate=rate)
+        return replace(video, sound=sound and sound.until(self.config.max_sound_seconds))
 
     def _sounds(self, values: Sequence[Any]) -> list[Sound]:
         """Return the sounds at the rate of the model."""
         if not isinstance(self.family, ProcessorFamily):
             return []
-        return [sound_of(value, rate=self.family.sampling_rate) for value in values]
+        longest = self.config.max_sound_seconds
+        return [sound_of(value, rate=self.family.sampling_rate).until(longest) for value in values]
 
     def _planned(
         self, segments: Sequence[Segment], images: Sequence[Any], videos: Sequence[Any], sounds: Sequence[Sound]
