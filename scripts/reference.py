@@ -24,9 +24,6 @@ import yaml
 import energon_bridge
 import energon_bridge.errors
 from energon_bridge.cli.main import main as energon
-from energon_bridge.datamodule import EnergonMultiModalDataModule
-from energon_bridge.datasets import get_savable_loader, get_train_dataset
-from energon_bridge.topology import WorkerConfig
 from energon_bridge.training.config import DataConfig, RunConfig
 from energon_bridge.training.config_file import data_settings
 
@@ -159,10 +156,13 @@ def usage(context: click.Context) -> list[str]:
 
 
 def option_record(context: click.Context, parameter: click.Parameter) -> tuple[str, str] | None:
-    """Return what gives an option and its words, as the command's help has them, but a number is N."""
+    """Return what gives an option and its words, as the command's help has them; a number is N, without bounds."""
     if not isinstance(parameter, click.Option) or (record := parameter.get_help_record(context)) is None:
         return None
-    return re.sub(r"(INTEGER|FLOAT)( RANGE)?", "N", record[0]), record[1]
+    words = re.sub(
+        r"; \d*\.?\d*<?=?x[<>]=[\d.]+|  \[\d*<?=?x[<>]=[\d.]+\]", "", record[1]
+    )  # bounds are told when they are broken
+    return re.sub(r"(INTEGER|FLOAT)( RANGE)?", "N", record[0]), words
 
 
 def commands(command: click.Command, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], click.Command]]:
@@ -183,8 +183,7 @@ def configuration_page() -> str:
         "`python -m energon_bridge.training --config FILE.yaml [section.key=value ...]` reads these keys. The command",
         "line wins over the file, and the file over the defaults. `--dry-run` prints the result. An unknown key is an",
         "error that names the nearest one. The package has examples, `configs/NAME.yaml`; `--copy-configs configs`",
-        "makes copies to edit. Those of real models are [recipes](../how-to/recipes.md). The [API](api/datasets.md)",
-        "says more of keys that are arguments there.",
+        "makes copies to edit. Those of real models are [recipes](../how-to/recipes.md).",
     ]
     lines += ["", "## The run", "", *section(RunConfig, "")]
     for name, config in get_type_hints(RunConfig).items():
@@ -202,11 +201,8 @@ def section(config: Any, prefix: str) -> list[str]:
         if field.default is not dataclasses.MISSING:
             lines.append(f"|`{prefix}{field.name}`|`{as_yaml(field.default)}`|{described[field.name]}|")
     if config is DataConfig:
-        for takes in (get_savable_loader, get_train_dataset, WorkerConfig, EnergonMultiModalDataModule):
-            described |= arguments_of(takes)
-        for name, setting in data_settings().items():
-            words = re.split(r"(?<=\.) (?=[A-Z])", described[name])[0].replace("None", "null")  # the rest is in the API
-            lines.append(f"|`{prefix}{name}`|`{as_yaml(setting.default)}`|{words}|")
+        settings = ", ".join(f"`{name}: {as_yaml(setting.default)}`" for name, setting in data_settings().items())
+        lines += ["", f"Also settings of the [API](api/datasets.md), as `data.NAME`: {settings}."]
     return lines
 
 

@@ -74,6 +74,8 @@ def run_of_mix(spec: DatasetSpec) -> Run:
     plan = plan_run(spec, spec.worker_config)
     ranks, group = plan.config.dp_size, plan.config.microbatches_per_global_batch
     Ownership(plan.num_lanes, ranks, 0)  # refuses more ranks than lanes
+    if spec.buckets is not None:
+        raise _of_buckets()
     return Run(spec=spec, plan=plan, per_step=1 if group is None or spec.finite else group // ranks)
 
 
@@ -109,6 +111,8 @@ def run_of_state(
     """
     saved = read(state)
     settings, kind, lanes = saved.settings, saved.kind, saved.lanes
+    if "buckets" in settings:
+        raise _of_buckets()
     held = sum(len(lane.held.rows) for lane in lanes.values())
     if "packing_buffer_size" in settings or "grouped" in settings or held:
         raise ConfigurationError(
@@ -154,6 +158,13 @@ def run_of_state(
     elif "balance_window_of" in settings and settings["balance_window_of"] % world_size == 0:
         per_step = settings["balance_window_of"] // world_size
     return Run(spec=spec, plan=plan, state=state, lanes=lanes, per_step=per_step)
+
+
+def _of_buckets() -> ConfigurationError:
+    return ConfigurationError(
+        "the microbatches of this run come from buckets (group_by), which forecasts do not know: `energon preview` "
+        "with --config lets the run deliver them"
+    )
 
 
 def shared_out(run: Run, cost: Any, group: int | None, window: int | None) -> Run:

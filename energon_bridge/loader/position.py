@@ -227,10 +227,10 @@ class Position:
     def set_weights(self, weights: Mapping[str, Any] | Sequence[Any], from_draw: int | None) -> int:
         """Change the weights from a global draw on; return that draw."""
         data = self.plan.data
-        if data.finite or data.mode != "weights":
+        if data.finite or data.mode != "weights" or data.buckets is not None:
             raise ConfigurationError(
                 f"set_weights needs an endless blend by weights, but this loader delivers a {data.kind} stream of mode "
-                f"{data.mode!r}"
+                f"{data.mode!r}{' in buckets (group_by)' if data.buckets is not None else ''}"
             )
         given = self._by_identity(weights)
         lanes = self.plan.num_lanes

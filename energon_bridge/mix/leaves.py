@@ -21,7 +21,7 @@ from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import JsonlDataset, is_jsonl, open_jsonl
 from energon_bridge.format.key_index import key_index_version
 from energon_bridge.format.nvmeta import read_info
-from energon_bridge.mix.expression import all_of, column_names, evaluate, evaluate_number
+from energon_bridge.mix.expression import all_of, column_names, evaluate, evaluate_number, evaluate_value
 from energon_bridge.mix.flatten import Mix
 from energon_bridge.mix.joins import aux_of_join, open_join
 from energon_bridge.mix.opener import DatasetOpener
@@ -260,6 +260,18 @@ def numbers_of_samples(
     columns, hint = _leaf_columns(dataset, text, 0, dataset.num_samples, where=where, use=use, counts=counts)
     try:
         return evaluate_number(text, columns, num_samples=dataset.num_samples)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{dataset.path}: {error}{hint}") from error
+
+
+def values_of_samples(dataset: PreparedDataset | JoinedDataset, text: str) -> np.ndarray:
+    """Return what an expression of columns gives for each sample, numbers or texts, shape (dataset.num_samples,).
+
+    Raises ConfigurationError for a wrong expression or column, MetadataError for a dataset that can have none.
+    """
+    columns, hint = _leaf_columns(dataset, text, 0, dataset.num_samples, where=dataset.path, use="grouped by them")
+    try:
+        return evaluate_value(text, columns, num_samples=dataset.num_samples)
     except ConfigurationError as error:
         raise ConfigurationError(f"{dataset.path}: {error}{hint}") from error
 

@@ -22,6 +22,7 @@ from energon_bridge.mix.leaves import Amounts
 from energon_bridge.plan.amounts import AmountBlend, AmountDraws
 from energon_bridge.plan.bans import LeafBans
 from energon_bridge.plan.blend import Blend
+from energon_bridge.plan.buckets import BucketBlend
 from energon_bridge.plan.leaf import LeafOrder, Round
 from energon_bridge.rng import IntArray
 
@@ -30,8 +31,8 @@ _FEWEST, _MOST = 32, 256
 """Draws looked up at a time; of a lane few at first, since there are many."""
 
 
-AnyBlend: TypeAlias = Blend | AmountBlend
-"""Says which leaf each draw of a lane comes from: by its number alone, or by what was drawn before."""
+AnyBlend: TypeAlias = Blend | AmountBlend | BucketBlend
+"""Says which leaf each draw of a lane comes from: by its number alone, by what was drawn before, or by its bucket."""
 
 
 class OrderedLeaf(Protocol):
@@ -219,6 +220,7 @@ class Chooser(Generic[R]):
         if isinstance(blend, AmountBlend):
             self._amounts = AmountDraws(blend, cursors.leaves, lane, draw, leaf_draws, sums, origin)
         else:
+            assert not isinstance(blend, BucketBlend)  # each of its buckets has a chooser of its own
             self._blend = blend
         self.draw, self.leaf_draws = draw, list(leaf_draws)
 
@@ -372,6 +374,7 @@ def standing(leaves: Sequence[OrderedLeaf], blend: AnyBlend | None, lane: int, d
     """
     if blend is None:
         return Standing([draw])
+    assert not isinstance(blend, BucketBlend)
     if not isinstance(blend, AmountBlend):
         return Standing(blend.counts(lane, draw).tolist())
     counts, draws = np.zeros(len(leaves), dtype=np.int64), AmountDraws(blend, leaves, lane, 0, [0] * len(leaves), (), 0)

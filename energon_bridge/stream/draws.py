@@ -59,6 +59,7 @@ class Draws:
         pipeline: Shared by all lanes of the process.
         blend: Says which leaf a draw comes from; None if there is one leaf.
         state: Where to continue.
+        rows: Rows of a microbatch that is made of the draws; default: those of the pipeline.
 
     Attributes:
         draw: Number of the next draw, or of the current one while samples are left of it.
@@ -67,9 +68,11 @@ class Draws:
         ahead: Whether to load draws beyond those requested.
     """
 
-    def __init__(self, number: int, pipeline: Pipeline, blend: AnyBlend | None, state: LaneState) -> None:
+    def __init__(
+        self, number: int, pipeline: Pipeline, blend: AnyBlend | None, state: LaneState, rows: int | None = None
+    ) -> None:
         self.number = number
-        self._pipeline = pipeline
+        self._pipeline, self.rows = pipeline, rows or pipeline.rows
         self._number_of = pipeline.sample_numbers(number)
         self.draw = state.draw
         self.taken = state.taken
@@ -220,9 +223,9 @@ class Draws:
             count = min(pipeline.chunk, draw - chooser.draw)
             into = self._slab_row() if pipeline.slabs is not None else None
             if into is not None:
-                count = min(count, pipeline.rows - into[1])
+                count = min(count, self.rows - into[1])
             spans = chooser.spans(count)
-            if (chooser.draw - self._first) % pipeline.rows == 0:
+            if (chooser.draw - self._first) % self.rows == 0:
                 self._slab = None  # full; only its images keep it
             rounds = self.ahead and pipeline.settings.reads_rounds
             self._loading.schedule(spans, ahead=rounds, into=into)
@@ -233,9 +236,9 @@ class Draws:
 
     def _slab_row(self) -> tuple[Slab, int] | None:
         """Return the slab of the microbatch that the next draw probably belongs to, and its row there."""
-        row = (self._chooser.draw - self._first) % self._pipeline.rows
+        row = (self._chooser.draw - self._first) % self.rows
         if not row and self._pipeline.slabs is not None:
-            self._slab = self._pipeline.slabs.slab(self._pipeline.rows)
+            self._slab = self._pipeline.slabs.slab(self.rows)
         return None if self._slab is None else (self._slab, row)
 
     def _read_ahead(self, spans: list[DrawSpan]) -> None:

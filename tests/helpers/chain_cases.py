@@ -500,6 +500,39 @@ def with_unit(tree: dict[str, Any], rng: random.Random, unit: str | None = None)
     return inner if unit is not None else inner | {"unit": rng.choice(UNITS)}
 
 
+GROUPED_BY: list[list[str]] = [
+    ["number % 3"],
+    ["number // 50", "tenth"],
+    ["tier(number, 0, 5, 40, 200)"],
+    ["number % 2 == 0"],
+]
+"""By which samples of the datasets of `SHARDS` are put into buckets."""
+UNBUCKETED = ("several", *PACKING)
+"""Encoders whose microbatches cannot come from buckets."""
+
+
+def with_buckets(chain: Chain, rng: random.Random) -> Chain:
+    """Let the microbatches of a chain come from buckets."""
+
+    def constant(tree: dict[str, Any]) -> dict[str, Any]:
+        kind = next((kind for kind in CHILDREN if kind in tree), None)
+        out = with_unit(tree, rng, "") if kind is None else tree | {kind: [constant(child) for child in tree[kind]]}
+        return out | {"weight": rng.choice([1, 2, 0.3])} if "weight" in out else out
+
+    lanes = rng.choice([1, 2, 3, 4, 6, 12])
+    run = chain.run | {"num_lanes": lanes, "microbatches_per_global_batch": rng.choice([None, lanes])}
+    legs = []
+    for leg in chain.legs:
+        ranks = rng.choice([ranks for ranks in RANKS if lanes % ranks == 0])
+        events = tuple(replace(event, later=None) for event in leg.events if event.kind == "ban")
+        legs.append(replace(leg, ranks=ranks, events=events, processes=leg.processes and ranks * leg.workers in FORKED))
+    settings = chain.settings | {"group_by": rng.choice(GROUPED_BY)}
+    if rng.random() < 0.5:
+        settings["bucket_batch_size"] = rng.choice(["1 + number % 5", "3 + number // 100"])
+    features = tuple(name for name in chain.features if name == "refuses")
+    return replace(chain, tree=constant(chain.tree), run=run, legs=tuple(legs), settings=settings, features=features)
+
+
 def drawn_media(rng: random.Random) -> str | None:
     """Draw the kind of model of a chain with media; ENERGON_CHAIN_MEDIA makes all of them such."""
     share = 1 if os.environ.get("ENERGON_CHAIN_MEDIA") else 0.1
@@ -564,6 +597,13 @@ def drawn_chain(seed: int, number: int) -> Chain:
     tree = with_filters(tree, filtering, around=(whole,) if whole else ())
     settings |= {"filter": whole} if whole else {}
     chain = Chain(tree=tree, base=base, features=tuple(features), settings=settings, run=run, legs=legs, media=media)
+    buckets = random.Random(f"{seed} {number} buckets")
+    countable = (
+        not (finite or grouped) and media is None and not pictures and rows is not None and base not in UNBUCKETED
+    )
+    endless = "blend_epochized" not in str(tree) and "concat" not in tree and "unit" not in str(tree)
+    if countable and endless and buckets.random() < 0.3:
+        return with_buckets(chain, buckets)
     if finite and random.Random(f"{seed} {number} validation").random() < 0.5:
         legs = tuple(replace(leg, events=()) for leg in legs)  # it leaves out what is banned at once
         return replace(chain, validation=True, legs=legs)
