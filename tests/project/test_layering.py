@@ -79,7 +79,7 @@ ROOMS = {
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
     "core": 30_800,
-    "models": 9_600,
+    "models": 9_700,
     "trainers": 6_510,
     "cloud": 4_250,
     "tools": 13_290,
