@@ -29,7 +29,7 @@ class CostWarmup:
         >>> for step in range(2):
         ...     for length in range(10 + step, 60, 10):
         ...         cost.record({"tokens": torch.zeros(2, length)}, 0.1 + 0.002 * length)
-        ...     cost.step()
+        ...     changed = cost.step()
         >>> round(cost.fitted.constant, 6), round(cost.fitted.cost.tokens, 6)
         (0.1, 0.001)
 
