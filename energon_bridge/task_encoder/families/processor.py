@@ -75,7 +75,8 @@ class Writing:
         one: With `count`, the plan of some size: only the number of tokens differs.
         factor: What the count is divided by.
         more: What is added to the quotient.
-        plans: The plans that are known, by what they follow from.
+        plans: The plans that are known, by the size of a medium and the times of frames.
+        shapes: With `shape`, those of the shapes that are known.
         lengths: The lengths of the sounds whose plans are known, sorted.
         heard: The longest sound that is known to be heard to its end.
         cut: The shortest that is known to be cut off.
@@ -87,6 +88,7 @@ class Writing:
     factor: int = 1
     more: int = 0
     plans: dict[Any, Plan] = field(default_factory=dict)
+    shapes: dict[Any, Plan] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
     heard: int = 0
     cut: float = float("inf")
@@ -328,8 +330,6 @@ class ProcessorFamily:
         key: Any = size
         if writing.how == "constant":
             key = None
-        elif writing.how == "shape":
-            key = _SHAPES[type(self.processor).__name__](self.processor, *size)
         elif times is not None and writing.how != "count":
             key = (size, tuple(times))
         if key not in writing.plans:
@@ -348,15 +348,24 @@ class ProcessorFamily:
             return replace(writing.one, runs=(writing.counted(size) // writing.factor + writing.more,))
         if writing.how == "grid":
             return self._plan(kind, self._from_grid(size, times or ()))
-        if writing.how == "shape" and (name := _BY_SHAPE.get(type(self.processor).__name__)):
+        if writing.how == "shape":
             shape = _SHAPES[type(self.processor).__name__](self.processor, *size)
-            return self._plan(kind, self.processor.replace_image_token({name: [shape]}, 0))
+            if shape not in writing.shapes:
+                writing.shapes[shape] = self._plan(kind, self._of_shape(shape, size))
+            return writing.shapes[shape]
         if kind == "audio":
             plan = writing.between(size[0])
             insort(writing.lengths, size[0])
             if plan is not None:
                 return plan
         return self._plan(kind, self._written(kind, size, times))
+
+    def _of_shape(self, shape: Any, size: Size) -> str:
+        """Return what the processor writes for an image of a shape, which this size leads to."""
+        name = _BY_SHAPE.get(type(self.processor).__name__)
+        if name is None:
+            return self._written("image", size)
+        return str(self.processor.replace_image_token({name: [shape]}, 0))
 
     def _learned(self, kind: Kind) -> Writing:
         """Learn from blank media what the processor writes."""
@@ -367,12 +376,14 @@ class ProcessorFamily:
         times = [[number / 2 for number in range(size[0])] if kind == "video" else None for size in sizes]
         texts = [self._written(kind, size, of_size) for size, of_size in zip(sizes, times, strict=True)]
         plans = [self._plan(kind, text) for text in texts]
+        if self.options:  # which no count knows
+            return Writing()
         for counted in self._counters(kind):
             if (writing := _counting(counted, sizes, plans)) is not None:
                 return writing
         if kind == "image" and (shape := _SHAPES.get(type(self.processor).__name__)) is not None:
             shapes = [shape(self.processor, *size) for size in sizes]
-            return Writing(how="shape", plans=dict(zip(shapes, plans, strict=True)))
+            return Writing(how="shape", shapes=dict(zip(shapes, plans, strict=True)))
         if kind == "video":
             return Writing(how="grid" if all(map(self._is_from_grid, sizes, times, texts)) else "size")
         return Writing(
@@ -413,6 +424,8 @@ class ProcessorFamily:
 
     def _takes_replay(self, kind: Kind, real: Mapping[str, Any]) -> bool:
         """Return whether the processor makes the same of a blank medium if it does not tokenise the text."""
+        if any(name in real for name in TOKEN_INPUTS):  # which it makes of all tokens
+            return False
         told = copy(self.processor)
         told.tokenizer = _Replay(self.processor.tokenizer)
         try:
@@ -526,6 +539,9 @@ class ProcessorFamily:
         visual = {
             key: value[:, :count] if key in TOKEN_INPUTS else value for key, value in out.items() if key not in _DROPPED
         }
+        for values, mask in _MASKS.items():
+            if values in visual and mask not in visual:
+                visual[mask] = torch.ones(visual[values].shape[:2], dtype=torch.bool)
         if unfit := _unfit([visual], [0]):
             raise SampleError(f"{name} returns {unfit}")
         if self.pixels_dtype == "float32":  # the default: what the processor itself makes
@@ -878,6 +894,9 @@ _SHAPES: Mapping[str, Callable[..., Any]] = {
 
 _BY_SHAPE: Mapping[str, str] = {"PixtralProcessor": "image_sizes"}
 """The name by which a processor writes the text of an image from its shape alone, without a blank one."""
+
+_MASKS: Mapping[str, str] = {"audio_input_features": "audio_attention_mask"}
+"""Masks of values that are padded in a batch, which a processor leaves out of a call with a single one (Phi 4)."""
 
 _WRAPPED: Mapping[str, tuple[str, str]] = {"HunYuanVLProcessor": ("image_start_token", "image_end_token")}
 """Attributes with the text that a processor wants around the token of an image."""
