@@ -80,7 +80,7 @@ ROOMS = {
 BUDGETS = {
     "core": 30_830,
     "models": 9_700,
-    "trainers": 6_510,
+    "trainers": 6_610,
     "cloud": 4_250,
     "tools": 13_340,
     "drop-in": 4_000,
