@@ -39,6 +39,7 @@ from energon_bridge.task_encoder.families import ChatConfig, ChatSample, ChatTem
 from energon_bridge.task_encoder.families.registry import NATIVE
 
 MARK = "<!-- The table below is written by scripts/models.py. -->"
+TESTED = ("5.23.0", "5.24.0")
 HEADER = "|model types|processor|images|videos|sounds|\n|---|---|---|---|---|"
 
 
@@ -67,7 +68,8 @@ def row(name: str) -> str | None:
 def table() -> str:
     """Return the table of all processors."""
     rows = [one for name in processor_classes() if (one := row(name)) is not None]
-    return "\n".join([f"transformers {transformers.__version__}:", "", HEADER, *rows, ""])
+    tested = f"Tested with transformers {' and '.join(TESTED)}; the table is that of {transformers.__version__}:"
+    return "\n".join([tested, "", HEADER, *rows, ""])
 
 
 MEASURED = ("Gemma3", "InternVL", "Qwen3VL", "LlavaNext", "Pixtral", "PaddleOCRVL", "Idefics3")

@@ -7,6 +7,7 @@ buffer have no pixels, and only delivered samples are decoded.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -37,7 +38,7 @@ from energon_bridge.task_encoder.families.rendering import (
     tokenize_segments,
 )
 from energon_bridge.task_encoder.families.sound import DeferredSound, Sound, sound_of, track_of
-from energon_bridge.task_encoder.families.video import decoded, video_of
+from energon_bridge.task_encoder.families.video import decoded, frames_shape, thinned, video_of
 from energon_bridge.task_encoder.families.vision import Family, Plan, PreparedSample, VideoFrames, positions_of
 from energon_bridge.task_encoder.images import Alpha
 from energon_bridge.task_encoder.layout import ImageToken, MultiModalSampleConfig
@@ -83,6 +84,9 @@ class ChatConfig:
         video_fps: Frames per second to take from a video given as a decoder (`AVDecoder`).
         min_num_frames: Fewest frames to take from such a video, if it has that many.
         max_num_frames: Most frames of a video; further frames of a list are cut off.
+        max_video_tokens: Most tokens of all videos of a sample: they get fewer frames, evenly spaced, until they fit.
+        max_video_pixels: Most pixels of all frames of a sample, as they are stored, by fewer frames likewise: what a
+            processor holds of them at a time.
         max_sound_seconds: Cut sounds off after so many seconds. None: a sound that is longer than the model's processor
             takes, which would cut it off in silence, is a SampleError.
         video_sound: Hear the sound tracks of videos given as decoders, in time with their frames, as Qwen2.5-Omni and
@@ -114,6 +118,8 @@ class ChatConfig:
     video_fps: float = 2.0
     min_num_frames: int = 4
     max_num_frames: int | None = 768
+    max_video_tokens: int | None = None
+    max_video_pixels: int | None = None
     max_sound_seconds: float | None = None
     video_sound: bool = False
     over_limit: OverLong | Literal["truncate", "drop", "raise"] = OverLong.DROP
@@ -127,7 +133,7 @@ class ChatConfig:
 
     def __post_init__(self) -> None:
         numbers = ("seq_length", "max_num_images", "max_visual_tokens", "min_num_frames", "max_num_frames")
-        for name in (*numbers, "pad_to_multiple_of"):
+        for name in (*numbers, "max_video_tokens", "max_video_pixels", "pad_to_multiple_of"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigurationError(f"ChatConfig: {name} must be a positive integer, got {value!r}")
@@ -433,7 +439,12 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         config = self.config
         least, most = config.min_num_frames, config.max_num_frames
         videos = [video_of(value, fps=config.video_fps, least=least, most=most) for value in values]
-        return [self._with_sound(video, value) for video, value in zip(videos, values, strict=True)]
+        videos = [self._with_sound(video, value) for video, value in zip(videos, values, strict=True)]
+        if config.max_video_pixels is not None:
+            videos = thinned(videos, lambda video: math.prod(frames_shape(video.frames)), config.max_video_pixels)
+        if config.max_video_tokens is not None and (family := self.family) is not None:
+            videos = thinned(videos, lambda video: family.plan_video(video).tokens, config.max_video_tokens)
+        return videos
 
     def _with_sound(self, video: VideoFrames, value: Any) -> VideoFrames:
         """Return a video with its sound at the rate of the model, undecoded. Raises SampleError if it hears none."""
