@@ -300,7 +300,7 @@ def render() -> str:
         for module, meaning in places.items():
             rows.setdefault(meaning, set()).add(f"`{module}.{name}`" if differs else f"`{name}`")
     ordered = sorted(rows.items(), key=lambda row: (-len(row[1]), row[0]))
-    lines = []
+    lines: list[str] = []
     for header, refused in (("here", False), ("NotProvidedError", True)):
         lines += ["", f"|names|{header}|", "|---|---|"] if lines else [f"|names|{header}|", "|---|---|"]
         lines += [
