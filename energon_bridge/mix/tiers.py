@@ -1,8 +1,8 @@
 """Tiers of sizes, as recipes of diffusion models have them: functions of expressions, and the same for encoders.
 
 *Aspect ratios.* An image goes to the size, of all with sides that are multiples of `step`, whose ratio of sides is
-nearest to its own, as ratios. For each width from the narrowest to the widest the height is the largest with which the
-area is not exceeded; no side is more than `most` times the other. With area 1024 * 1024 and step 64 these are sizes
+nearest to its own, as ratios. The sizes are, for each width, the one with the largest height that does not exceed the
+area, upright and lying; no side is more than `most` times the other. With area 1024 * 1024 and step 64 these are sizes
 such as 1024x1024, 1152x896 and 832x1216.
 
 *Tiers.* A number goes to the largest of some tiers that is not above it: `tier(frames, 1, 17, 33, 65)`.
@@ -14,6 +14,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,8 @@ class AspectTiers:
         >>> tiers = AspectTiers(area=1024 * 1024, step=64)
         >>> tiers.size_of(4000, 3000)
         (1152, 896)
-        >>> dataset = get_train_dataset("data/captions", batch_size=4, group_by=tiers.group_by)
+        >>> len(tiers.sizes), tiers.sizes[0]
+        (13, (704, 1408))
 
     Attributes:
         area: The most pixels.
@@ -67,12 +69,12 @@ class AspectTiers:
 
 @functools.cache
 def _sizes(area: int, step: int, most: float) -> tuple[tuple[int, int], ...]:
-    found = []
+    found = set()
     for width in range(step, area // step + 1, step):
         height = area // width // step * step
         if height and max(width, height) <= most * min(width, height):
-            found.append((width, height))
-    return tuple(found)
+            found |= {(width, height), (height, width)}
+    return tuple(sorted(found, key=lambda size: (Fraction(*size), size)))
 
 
 def _places(width: Any, height: Any, area: int, step: int, most: float) -> np.ndarray:
