@@ -10,6 +10,7 @@ cluster is lost, if the options say so.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
@@ -156,6 +157,14 @@ class RelayProcess:
         self._control.close()
         self.lost = True
 
+    def end(self) -> None:
+        """Let it end, and see to it."""
+        self.close()
+        try:
+            self._process.wait(_KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
 
 class ActorProcess:
     """A worker on the cluster, or beside the trainer if there is no place: what the pool knows of its process."""
@@ -198,6 +207,16 @@ class ActorProcess:
 
 
 _relays: dict[str, RelayProcess] = {}
+
+
+@atexit.register
+def _end_relays() -> None:
+    """Let the relays of this process end with it."""
+    for relay in _relays.values():
+        if relay.process_id == os.getpid():
+            relay.end()
+
+
 _lines = iter(range(1, 1 << 62))
 
 
@@ -270,6 +289,8 @@ class RayEngine:
             key = f"{os.getpid()} {json.dumps(options, sort_keys=True, default=repr)}"
             relay = _relays.get(key)
             if relay is None or not relay.is_alive:
+                if relay is not None:
+                    relay.close()
                 relay = _relays[key] = RelayProcess(options)
             self._relay = relay
         return self._relay

@@ -19,7 +19,7 @@ import pytest
 import torch
 from engine import Numbers, TensorEncoder, config_of, deliver, digest, loaders_of, text_dataset, train_dataset
 from left_behind import descendants
-from ray_cluster import ray_cluster
+from ray_cluster import actor_processes, ray_cluster
 from workers import loader_of, wait_until
 
 from energon_bridge import ErrorPolicy, WorkerConfig, get_savable_loader, get_val_dataset
@@ -134,19 +134,6 @@ def test_an_error_is_raised_here_with_its_traceback_there(data: Path, actors: di
 # Faults --------------------------------------------------------------------------------------------------------------
 
 
-def actor_processes() -> dict[int, list[int]]:
-    """Return the actors of this machine that have been given a worker, each with its workers, which are forks of it."""
-    lines = descendants()
-    found: dict[int, list[int]] = {pid: [] for pid, line in lines.items() if "WorkerActor" in line}
-    for pid in list(found):
-        with contextlib.suppress(OSError):
-            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-            if parent in found:
-                found[parent].append(pid)
-                del found[pid]
-    return {pid: workers for pid, workers in found.items() if workers}
-
-
 def kill_a_worker() -> None:
     os.kill(random.choice([pid for pids in actor_processes().values() for pid in pids]), signal.SIGKILL)
 
@@ -164,7 +151,7 @@ def stop_an_actor() -> None:
     [
         (kill_a_worker, r"worker \d \(killed by signal 9 on .*\) died"),
         (kill_an_actor, r"worker \d \(its actor was lost on .*\) died"),
-        (stop_an_actor, r"worker \d \(its actor did not answer for \d+ s\) died"),
+        (stop_an_actor, r"worker \d \(its actor was lost on .*: it did not answer for \d+ s\) died"),
     ],
 )
 def test_what_dies_or_stalls_is_replaced_from_what_was_delivered(
