@@ -18,7 +18,12 @@ from .errors import (
 )
 from .loader.bans import load_keys as load_keys
 from .loader.savable import SavableDataLoader as SavableDataLoader
-from .mix import Blender as Blender, WeightSchedule as WeightSchedule, register_joiner as register_joiner
+from .mix import (
+    AspectTiers as AspectTiers,
+    Blender as Blender,
+    WeightSchedule as WeightSchedule,
+    register_joiner as register_joiner,
+)
 from .prepare.shard_writer import ShardWriter as ShardWriter, finish_shards as finish_shards
 from .replica import (
     make_balance as make_balance,

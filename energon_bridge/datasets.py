@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from energon_bridge.errors import ConfigurationError, UnknownArgumentError, did_you_mean
@@ -21,6 +21,7 @@ from energon_bridge.loader.position import OnMismatch
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.mix import DatasetOpener, MixSource, index_of_datasets, load_mix, open_mix_index
+from energon_bridge.mix.buckets import cut_into_buckets, with_shares
 from energon_bridge.mix.leaves import OpenLeaf, open_leaves
 from energon_bridge.plan.leaf import DEFAULT_PARALLEL_SHARD_ITERS
 from energon_bridge.stores import CachePool
@@ -57,6 +58,8 @@ def get_train_dataset(
     batch_drop_last: bool = False,
     packing_buffer_size: int | None = None,
     max_tokens_per_microbatch: int | None = None,
+    group_by: str | Sequence[str] | None = None,
+    bucket_batch_size: str | Mapping[str, int] | None = None,
     shuffle_buffer_size: int | None = _UNSET,
     max_samples_per_sequence: int | None = _UNSET,
     parallel_shard_iters: int | None = None,
@@ -95,6 +98,11 @@ def get_train_dataset(
         max_tokens_per_microbatch: Make microbatches of as many samples of similar length as fit into this number,
             padding included, by the encoder's `sample_length`. They are selected from `packing_buffer_size` samples of
             a lane (default 256), and `batch_size`, 1 or None, counts microbatches.
+        group_by: Expressions over columns, such as `AspectTiers(…).group_by`: samples for which they give the same are
+            a bucket, and all microbatches of a global batch, on all ranks, come from one. Buckets take turns in
+            proportion to their samples, and nothing is dropped.
+        bucket_batch_size: Samples in a microbatch of each bucket: an expression, such as `4194304 // (width * height)`,
+            of whose values in a bucket the least counts, or numbers by the names of buckets; default: `batch_size`.
         shuffle_buffer_size: About how many samples of a lane are mixed at a time (default 100); None, 0 or 1: the
             slices are shuffled and read side by side, nothing more. It costs no memory beyond what is read at a time.
         max_samples_per_sequence: The most consecutive samples that are read in one direction, a slice. Slices are
@@ -155,6 +163,8 @@ def get_train_dataset(
         batch_drop_last=batch_drop_last,
         packing_buffer_size=packing_buffer_size,
         max_tokens_per_microbatch=max_tokens_per_microbatch,
+        group_by=(group_by,) if isinstance(group_by, str) else tuple(group_by or ()),
+        bucket_batch_size=bucket_batch_size,
         error_policy=_policy(error_policy, handler),
     )
     return _open(path, settings, worker_config)
@@ -346,13 +356,25 @@ def _open(source: MixSource, settings: RunSettings, worker_config: WorkerConfig 
         index=index,
         read_timeout_seconds=settings.error_policy.read_timeout_seconds,
     )
-    leaves = open_leaves(mix, opener, shuffle_epochs=settings.shuffle_over_epochs_multiplier)
+    unit = mix.unit if settings.kind == "train" and len(mix.leaves) > 1 else None
+    leaves = open_leaves(mix, opener, shuffle_epochs=settings.shuffle_over_epochs_multiplier, unit=unit)
     index.save()
     if settings.max_tokens_per_microbatch is not None:
         buffer = settings.packing_buffer_size or DEFAULT_LENGTH_BUFFER
         settings = dataclasses.replace(settings, batch_size=1, packing_buffer_size=buffer)
     config = worker_config or WorkerConfig.default_worker_config()
-    return DatasetSpec(leaves=leaves, mix=mix, settings=settings, worker_config=config)
+    buckets = None
+    if settings.group_by:
+        if mix.unit or mix.is_scheduled or mix.mode not in ("single", "weights") or settings.kind != "train":
+            mixed = "schedules" if mix.is_scheduled else f"`unit: {mix.unit}`" if mix.unit else f"mode {mix.mode!r}"
+            raise ConfigurationError(
+                "group_by is for endless training on one dataset, or on a blend whose weights are constant shares of "
+                f"samples, but here is {mixed if settings.kind == 'train' else 'repeat=False'}"
+            )
+        own, batch_size = with_shares(mix, leaves), settings.batch_size or 1
+        leaves, buckets = cut_into_buckets(own, settings.group_by, batch_size, settings.bucket_batch_size)
+        settings = dataclasses.replace(settings, batch_size=max(buckets.rows))
+    return DatasetSpec(leaves=leaves, buckets=buckets, mix=mix, settings=settings, worker_config=config)
 
 
 def _encoder(task_encoder: Any, image_decode: str | None) -> Any:

@@ -60,7 +60,7 @@ class WorkerConfig:
             per worker: both need a task encoder that can be pickled, but take over no lock of a thread of this process.
         worker_engine: What workers are: a "process" of this machine, or "ray", an actor on a Ray cluster. Default: what
             the environment variable ENERGON_WORKER_ENGINE says, else "process".
-        ray_options: Of the actors, by name; see "CPU nodes" in the documentation.
+        ray_options: Of the actors, by name; see "CPU nodes" among the guides.
     """
 
     rank: int | None = None

@@ -24,9 +24,6 @@ import yaml
 import energon_bridge
 import energon_bridge.errors
 from energon_bridge.cli.main import main as energon
-from energon_bridge.datamodule import EnergonMultiModalDataModule
-from energon_bridge.datasets import get_savable_loader, get_train_dataset
-from energon_bridge.topology import WorkerConfig
 from energon_bridge.training.config import DataConfig, RunConfig
 from energon_bridge.training.config_file import data_settings
 
@@ -39,7 +36,7 @@ API = {
         "Datasets and loaders",
         ("datasets", "topology", "loader.savable", "loader.bans", "dataloader", "datamodule", "replica"),
     ),
-    "mixes": ("Mixes", ("mix",)),
+    "mixes": ("Mixes", ("mix", "mix.tiers")),
     "samples": ("Samples and batches", ("samples", "samples.devices")),
     "encoders": ("Task encoders", ("task_encoder", "verify")),
     "families": ("Encoders for Hugging Face models", ("task_encoder.families",)),
@@ -128,7 +125,7 @@ def cli_page() -> str:
     shared = [record for record, count in counts.items() if count >= SHARED]
     of_runs = [record for record in shared if all(record in records["energon", name].items() for name in RUNS)]
     rest = [record for record in shared if record not in of_runs]
-    lines = ["# Command line", "", NOTE, "", "Every command prints its part of this page with `--help`."]
+    lines = ["# Command line", "", NOTE, "", "`energon COMMAND --help` says more of each."]
     lines += ["If megatron-energon is installed too, the command is `energon-bridge`.", *COMPLETION]
     lines += ["", "## Options of a run", "", f"Of {', '.join(f'`energon {name}`' for name in RUNS)}:"]
     lines += ["", "```text", *map("  ".join, of_runs), "```"]
@@ -147,19 +144,25 @@ def cli_page() -> str:
 
 
 def usage(context: click.Context) -> list[str]:
-    """Return how a command is called and what it does."""
-    help_text = inspect.cleandoc(context.command.help or "").replace("\b\n", "").replace("\b", "").rstrip()
-    words = [word for word in context.command.collect_usage_pieces(context) if word != "[OPTIONS]"]
+    """Return how a command is called, the first paragraph of what it does, and its examples."""
+    first, *others = inspect.cleandoc(context.command.help or "").replace("\b\n", "").rstrip().split("\n\n")
+    examples = [paragraph for paragraph in others if paragraph.removeprefix("Example:").lstrip().startswith("energon ")]
+    paragraphs = [first, *examples]
     if isinstance(context.command, click.Group):
-        help_text += "\n\nCommands: " + ", ".join(context.command.list_commands(context))
-    return [f"Usage: {context.info_name} {' '.join(words)}", "", *textwrap.indent(help_text, "  ").splitlines()]
+        paragraphs.append("Commands: " + ", ".join(context.command.list_commands(context)))
+    words = [word for word in context.command.collect_usage_pieces(context) if word != "[OPTIONS]"]
+    text = textwrap.indent("\n\n".join(paragraphs), "  ")
+    return [f"Usage: {context.info_name} {' '.join(words)}", "", *text.splitlines()]
 
 
 def option_record(context: click.Context, parameter: click.Parameter) -> tuple[str, str] | None:
-    """Return what gives an option and its words, as the command's help has them, but a number is N."""
+    """Return what gives an option and its words, as the command's help has them; a number is N, without bounds."""
     if not isinstance(parameter, click.Option) or (record := parameter.get_help_record(context)) is None:
         return None
-    return re.sub(r"(INTEGER|FLOAT)( RANGE)?", "N", record[0]), record[1]
+    words = re.sub(
+        r"; \d*\.?\d*<?=?x[<>]=[\d.]+|  \[\d*<?=?x[<>]=[\d.]+\]", "", record[1]
+    )  # bounds are told when they are broken
+    return re.sub(r"(INTEGER|FLOAT)( RANGE)?", "N", record[0]), words
 
 
 def commands(command: click.Command, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], click.Command]]:
@@ -193,16 +196,13 @@ def configuration_page() -> str:
 def section(config: Any, prefix: str) -> list[str]:
     """Return the table of one section."""
     described = arguments_of(config)
-    lines = ["| key | default | what it says |", "|---|---|---|"]
+    lines = ["|key|default|what it says|", "|---|---|---|"]
     for field in dataclasses.fields(config):
         if field.default is not dataclasses.MISSING:
-            lines.append(f"| `{prefix}{field.name}` | `{as_yaml(field.default)}` | {described[field.name]} |")
+            lines.append(f"|`{prefix}{field.name}`|`{as_yaml(field.default)}`|{described[field.name]}|")
     if config is DataConfig:
-        for takes in (get_savable_loader, get_train_dataset, WorkerConfig, EnergonMultiModalDataModule):
-            described |= arguments_of(takes)
-        for name, setting in data_settings().items():
-            words = described[name].replace("None", "null")
-            lines.append(f"| `{prefix}{name}` | `{as_yaml(setting.default)}` | {words} |")
+        settings = ", ".join(f"`{name}: {as_yaml(setting.default)}`" for name, setting in data_settings().items())
+        lines += ["", f"Also settings of the [API](api/datasets.md), as `data.NAME`: {settings}."]
     return lines
 
 

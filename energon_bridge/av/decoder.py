@@ -257,14 +257,41 @@ class AVDecoder:
         _check(video_clip_ranges, video_unit, ("frames", "seconds"), "video")
         with self._opened() as media:
             return self._reading(
-                media, lambda reader: self._clips(media, reader(), video_clip_ranges, video_unit, video_out_frame_size)
+                media,
+                lambda reader: self._clips(
+                    media, reader(), video_clip_ranges, video_unit, Pixels(video_out_frame_size).of, clip_of
+                ),
+            )
+
+    def map_frames(self, numbers: Sequence[int], function: Callable[[np.ndarray], T]) -> list[T]:
+        """Return what a function makes of the pixels of frames, (height, width, 3), as each of them is decoded.
+
+        So only what it returns is held, not the frames. Raises DecodeError as `get_video_clips` does.
+        """
+        with self._opened() as media:
+            pixels = Pixels(None)
+            return self._reading(
+                media,
+                lambda reader: self._clips(
+                    media,
+                    reader(),
+                    [(number, number) for number in numbers],
+                    "frames",
+                    lambda frame: function(pixels.of(frame)),
+                    lambda rows: rows[0],
+                )[0],
             )
 
     def _clips(
-        self, media: Media, reader: Reader, ranges: Ranges, unit: str, out_frame_size: tuple[int, int] | None
-    ) -> Clips:
-        pixels = Pixels(out_frame_size)
-        clips: Clips = ([], [])
+        self,
+        media: Media,
+        reader: Reader,
+        ranges: Ranges,
+        unit: str,
+        pixels_of: Callable[[Any], Any],
+        joined: Callable[[list[Any]], Any],
+    ) -> tuple[list[Any], list[tuple[float, float]]]:
+        clips: tuple[list[Any], list[tuple[float, float]]] = ([], [])
         for begin, end in ranges:
             number = int(begin) if unit == "frames" else None
             time = reader.time_of(number) if number is not None else ticks(begin, reader.base)
@@ -279,14 +306,14 @@ class AVDecoder:
             for frame in reader.frames(first):
                 start = frame.pts if start is None else start
                 until = reader.end_of(frame)
-                rows.append(pixels.of(frame))
+                rows.append(pixels_of(frame))
                 if len(rows) >= limit or until > last or reader.after(frame.pts) is None:
                     break
             if start is None or (number is None and is_over(media, reader, Fraction(begin), until)):
                 if self.leaves_out_beyond:
                     continue
                 raise beyond(media, f"{unit[:-1]} {begin:g}", f"{float(until * reader.base):g} s")
-            clips[0].append(clip_of(rows))
+            clips[0].append(joined(rows))
             clips[1].append((float(start * reader.base), float(until * reader.base)))
 
         return clips

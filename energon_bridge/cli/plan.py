@@ -20,17 +20,45 @@ _POOR = 0.8
 @click.command("plan")
 @click.argument("mix", type=click.Path())
 @click.option("--steps", type=click.IntRange(min=0), required=True, help="Steps of the optimizer in the run.")
+@click.option("--engine", type=click.Choice(["process", "ray"]), default="process", help="What workers are.")
+@click.option(
+    "--cpu-per-sample", type=click.FloatRange(min=0), metavar="US", help="CPU of a sample, by `energon bench`."
+)
+@click.option(
+    "--step-seconds", type=click.FloatRange(min=0, min_open=True), help="Time of a step: says what cores it takes."
+)
+@click.option(
+    "--batch-bytes", type=click.IntRange(min=1), help="Bytes of a microbatch, for what goes over the network."
+)
 @run_options
-def command(mix: str, steps: int, as_json: bool, **options: Any) -> None:
+def command(
+    mix: str,
+    steps: int,
+    engine: str,
+    cpu_per_sample: float | None,
+    step_seconds: float | None,
+    batch_bytes: int | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Forecast a training run over MIX: a dataset's folder or URL, or a metadataset's YAML file.
 
     A step is one microbatch on each rank, with --global-batch-size as many as it takes.
 
-    Numbers are exact where each sample that is drawn gives one row: none is skipped, packed or made several of. Nothing
-    is read but the metadata of the datasets.
+    Numbers are exact where each sample that is drawn gives one row: none is skipped, packed or made several of; but if
+    weights are shares of an amount (`unit: tokens`), they are those of samples of mean length. Nothing is read but the
+    metadata of the datasets.
+
+    With --cpu-per-sample and --step-seconds it says how many cores the workers need, and with --engine ray and
+    --batch-bytes what goes over the network from a Ray cluster.
 
     Example:  energon plan mix.yaml --steps 10000 --batch-size 8 --world-size 64
     """
+    asked = {"--cpu-per-sample": cpu_per_sample, "--step-seconds": step_seconds}
+    asked |= {"--batch-bytes": batch_bytes} if engine == "ray" or batch_bytes is not None else {}
+    missing = [name for name, value in asked.items() if value is None]
+    if missing and (engine == "ray" or len(missing) < len(asked)):
+        raise click.UsageError(f"what workers need follows from {', '.join(asked)}: {', '.join(missing)} is not given")
     # They import torch, which no help text needs.
     from energon_bridge.forecast.epochs import forecast
     from energon_bridge.forecast.run import run_of_mix
@@ -38,15 +66,21 @@ def command(mix: str, steps: int, as_json: bool, **options: Any) -> None:
 
     run = run_of_mix(open_mix(mix, options))
     plan = forecast(run, steps)
+    needs: dict[str, float] = {}
+    if cpu_per_sample is not None and step_seconds is not None and steps:
+        needs["cores"] = 1e-6 * cpu_per_sample * plan.draws / (steps * step_seconds)
+        if batch_bytes is not None:
+            needs["bytes_per_second"] = batch_bytes * plan.microbatches / (steps * step_seconds)
     if as_json:
-        print_json(asdict(plan))
+        print_json(asdict(plan) | ({"workers_need": needs} if needs else {}))
         return
     for line in describe(run.spec.mix):
         click.echo(line)
     click.echo()
-    print_pairs(_facts(plan))
+    print_pairs((*_facts(plan), *_needs(needs, plan.world_size, engine)))
+    amounts = (f"share of {plan.unit}", f"{plan.unit}, about") if plan.unit else ()
     print_table(
-        ("dataset", "as written", "samples", "share", "draws", "epochs", "bytes, about"),
+        ("dataset", "as written", "samples", "share", "draws", "epochs", "bytes, about", *amounts),
         [
             (
                 leaf_name(asdict(leaf)),
@@ -56,6 +90,7 @@ def command(mix: str, steps: int, as_json: bool, **options: Any) -> None:
                 number(leaf.draws),
                 epochs(leaf.epochs),
                 format_bytes(leaf.bytes),
+                *((f"{leaf.amount_share or 0:.2%}", number(round(leaf.amount or 0))) if plan.unit else ()),
             )
             for leaf in plan.leaves
         ],
@@ -91,6 +126,17 @@ def _facts(plan: Forecast) -> Iterator[tuple[str, str]]:
     if plan.mix_epoch is not None:
         done = plan.draws / plan.mix_epoch
         yield "mix epoch", f"{plan.mix_epoch:,.10g} samples; {epochs(done)} mix epochs in all"
+
+
+def _needs(needs: dict[str, float], ranks: int, engine: str) -> Iterator[tuple[str, str]]:
+    """Say what the workers of all ranks, and of each, need."""
+    if "cores" in needs:
+        where = "on the Ray cluster" if engine == "ray" else "beside the trainers"
+        yield "cores", f"{needs['cores']:,.1f} for workers {where}, {needs['cores'] / ranks:,.2f} for each rank"
+    if "bytes_per_second" in needs:
+        over = needs["bytes_per_second"]
+        each, every = format_bytes(int(over / ranks)), format_bytes(int(over))
+        yield "network" if engine == "ray" else "batches", f"{each}/s into each rank, {every}/s in all"
 
 
 def _mixing(plan: Forecast) -> Iterator[str]:

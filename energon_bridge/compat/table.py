@@ -298,9 +298,9 @@ def render() -> str:
         differs = len(set(places.values())) > 1
         for module, meaning in places.items():
             rows.setdefault(meaning, set()).add(f"`{module}.{name}`" if differs else f"`{name}`")
-    lines = ["| names | here |", "|---|---|"]
+    lines = ["|names|here|", "|---|---|"]
     lines += [
-        f"| {', '.join(sorted(names, key=lambda name: (name.lower(), name)))} | {meaning} |"
+        f"|{', '.join(sorted(names, key=lambda name: (name.lower(), name)))}|{meaning}|"
         for meaning, names in sorted(rows.items(), key=lambda row: (-len(row[1]), row[0]))
     ]
     return "\n".join(lines) + "\n"

@@ -1,6 +1,7 @@
 """How far a run gets in every leaf: closed forms of the order, nothing is simulated or read.
 
-Draws are those of a run in which no sample is skipped; a skipped sample makes its lane draw one more.
+Draws are those of a run in which no sample is skipped; a skipped sample makes its lane draw one more. In a blend by
+amounts they are about those: as if each dataset's samples had their mean amount.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from energon_bridge.forecast.run import Run
 from energon_bridge.mix import Node
 from energon_bridge.mix.schedule import plain_number
 from energon_bridge.mix.tree import Blend, EpochizedBlend, JoinRef, LeafRef
-from energon_bridge.plan.choose import Cursor, draws_before
+from energon_bridge.plan.amounts import AmountBlend, expected_draws
+from energon_bridge.plan.choose import Cursor, standing
 from energon_bridge.plan.leaf import LeafOrder
 from energon_bridge.rng import IntArray
 from energon_bridge.topology import Ownership, WorkerConfig, first_microbatch, microbatches_before, step_of
@@ -35,6 +37,8 @@ class LeafForecast:
         num_samples: Samples of it.
         written: Its weight or repetitions as the mix has them, from the outermost blend inwards.
         share: Its part of all draws at the beginning of the run.
+        amount, amount_share: In a blend by amounts: about how much of its unit is drawn, and its weight when the run
+            begins; None otherwise.
         draws: Samples of it that are drawn.
         epochs: How often it is gone through.
         bytes: About how many bytes of it are read.
@@ -52,11 +56,13 @@ class LeafForecast:
     epochs: float
     bytes: int
     mixing: float | None
+    amount: float | None = None
+    amount_share: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharePoint:
-    """The shares of the leaves, in order of the mix, at a global draw and the step that it falls in."""
+    """The weights of the leaves, in order of the mix and with sum 1, at a global draw and the step that it falls in."""
 
     global_draw: int
     step: int
@@ -73,6 +79,7 @@ class Forecast:
         masked_share: Share of the delivered microbatches that are masked, as the ranks do not divide the lanes.
         even_world_size: The nearest number of ranks that would mask none.
         mode: How the leaves are combined.
+        unit: What weights are shares of, such as `tokens`; None: draws.
         microbatches: Real ones, all ranks together.
         draws: Samples drawn, all ranks together.
         num_samples: Samples of all leaves, each once.
@@ -94,6 +101,7 @@ class Forecast:
     even_world_size: int
     batch_size: int | None
     mode: str
+    unit: str | None
     microbatches: int
     draws: int
     num_samples: int
@@ -120,7 +128,7 @@ def forecast(run: Run, steps: int) -> Forecast:
     counts = draws_per_leaf(run, steps)
     sizes = np.array([leaf.num_samples for leaf in spec.ordered])
     order = _order_of_mix(run)
-    shares = _shares(run, 0)
+    shares, weights = _shares(run, 0), _weights(run, 0) if spec.unit else None
     leaves = []
     looked_at = max(1, min(plan.num_lanes, _LANES_LOOKED_AT // len(spec.leaves)))
     for leaf, number, written in zip(spec.leaves, order, _written(run), strict=True):
@@ -135,6 +143,8 @@ def forecast(run: Run, steps: int) -> Forecast:
                 epochs=drawn / leaf.num_samples,
                 bytes=int(drawn * mean),
                 mixing=None if leaf.shuffle_epochs is None else mixing(plan.leaves[number].order, looked_at),
+                amount=None if leaf.amounts is None else drawn * leaf.amounts.mean(leaf.num_samples),
+                amount_share=None if weights is None else weights[number],
             )
         )
     mixed = [(leaf.share, leaf.mixing) for leaf in leaves if leaf.mixing is not None and leaf.share]
@@ -150,6 +160,7 @@ def forecast(run: Run, steps: int) -> Forecast:
         even_world_size=ownership.nearest_even_world_size(),
         batch_size=spec.settings.batch_size,
         mode=spec.mode,
+        unit=spec.unit,
         microbatches=first_microbatch(steps * run.per_step, num_lanes=plan.num_lanes, world_size=ranks),
         draws=int(counts.sum()),
         num_samples=spec.num_samples,
@@ -167,7 +178,11 @@ def draws_per_leaf(run: Run, steps: int) -> IntArray:
     lanes = run.num_lanes
     m = first_microbatch(steps * run.per_step, num_lanes=lanes, world_size=run.world_size)
     draws = [microbatches_before(lane, m, lanes) * run.spec.rows for lane in range(lanes)]
-    return np.sum([draws_before(run.plan.blend, lane, draw) for lane, draw in enumerate(draws)], axis=0)
+    leaves, blend = run.plan.leaves, run.plan.blend
+    if isinstance(blend, AmountBlend):
+        ends = np.rint(np.cumsum(expected_draws(blend, leaves, sum(draws)))).astype(np.int64)
+        return ends - np.concatenate(([0], ends[:-1]))
+    return np.sum([standing(leaves, blend, lane, draw).leaf_draws for lane, draw in enumerate(draws)], axis=0)
 
 
 def _first_end(run: Run, sizes: IntArray) -> int | None:
@@ -191,10 +206,20 @@ def _shares(run: Run, global_draw: int) -> list[float]:
     """Return the part of the draws that each leaf gets, in order of identity."""
     spec = run.spec
     if spec.mode == "weights":
-        weights = [float(weight) for weight in spec.weights.at(global_draw)]
-        return [weight / math.fsum(weights) for weight in weights]
+        weights = _weights(run, global_draw)
+        if spec.unit is None:
+            return weights
+        means = [leaf.amounts.mean(leaf.num_samples) for leaf in spec.ordered if leaf.amounts is not None]
+        draws = [weight / mean for weight, mean in zip(weights, means, strict=True)]
+        return [one / math.fsum(draws) for one in draws]
     epoch = sum(spec.epoch_samples)
     return [float(samples / epoch) for samples in spec.epoch_samples]
+
+
+def _weights(run: Run, global_draw: int) -> list[float]:
+    """Return the weights of a blend, in order of identity; they add up to 1."""
+    weights = [float(weight) for weight in run.spec.weights.at(global_draw)]
+    return [weight / math.fsum(weights) for weight in weights]
 
 
 def share_curve(run: Run, steps: int, points: int = 64) -> tuple[SharePoint, ...]:
@@ -222,7 +247,7 @@ def _schedule(
     curve = []
     for point in sorted({0, *(point for point in run.spec.weights.points() if point < draws), draws} | between):
         m = point // lanes // rows * lanes + point % lanes
-        shares = _shares(run, point)
+        shares = _weights(run, point)
         turn = step_of(m, num_lanes=lanes, world_size=run.world_size)
         step = steps if point == draws else turn // run.per_step
         curve.append(SharePoint(global_draw=point, step=step, shares=tuple(shares[number] for number in order)))

@@ -22,7 +22,7 @@ from energon_bridge.loader.fits import WINDOWS, check_fits, check_windows
 from energon_bridge.loader.run_plan import DatasetSpec, RunPlan, plan_run
 from energon_bridge.loader.shares import Sharing, sharing_of, why_unplanned
 from energon_bridge.mix import Blend, Concat, DatasetOpener, LeafRef, Mix, MixSource, Node, WeightSchedule, flatten
-from energon_bridge.mix.leaves import OpenLeaf, kept_samples
+from energon_bridge.mix.leaves import OpenLeaf, counting, kept_samples
 from energon_bridge.mix.tree import EpochizedBlend as MixedEpochs
 from energon_bridge.stream.settings import RunSettings, StreamKind
 from energon_bridge.stream.state import LaneState
@@ -74,6 +74,8 @@ def run_of_mix(spec: DatasetSpec) -> Run:
     plan = plan_run(spec, spec.worker_config)
     ranks, group = plan.config.dp_size, plan.config.microbatches_per_global_batch
     Ownership(plan.num_lanes, ranks, 0)  # refuses more ranks than lanes
+    if spec.buckets is not None:
+        raise _of_buckets()
     return Run(spec=spec, plan=plan, per_step=1 if group is None or spec.finite else group // ranks)
 
 
@@ -109,6 +111,8 @@ def run_of_state(
     """
     saved = read(state)
     settings, kind, lanes = saved.settings, saved.kind, saved.lanes
+    if "buckets" in settings:
+        raise _of_buckets()
     held = sum(len(lane.held.rows) for lane in lanes.values())
     if "packing_buffer_size" in settings or "grouped" in settings or held:
         raise ConfigurationError(
@@ -141,7 +145,8 @@ def run_of_state(
     if kind == "train":
         Ownership(plan.num_lanes, world_size, 0)
         # Retired leaves are at the end, and nothing is drawn from them.
-        lanes = {lane: replace(s, leaf_draws=s.leaf_draws[: len(plan.leaves)]) for lane, s in lanes.items()}
+        count = len(plan.leaves)
+        lanes = {lane: replace(s, leaf_draws=s.leaf_draws[:count], sums=s.sums[:count]) for lane, s in lanes.items()}
     per_step = 1
     if kind == "train" and global_batch_size is not None:
         per_step, rest = divmod(global_batch_size, spec.rows * world_size)
@@ -153,6 +158,13 @@ def run_of_state(
     elif "balance_window_of" in settings and settings["balance_window_of"] % world_size == 0:
         per_step = settings["balance_window_of"] // world_size
     return Run(spec=spec, plan=plan, state=state, lanes=lanes, per_step=per_step)
+
+
+def _of_buckets() -> ConfigurationError:
+    return ConfigurationError(
+        "the microbatches of this run come from buckets (group_by), which forecasts do not know: `energon preview` "
+        "with --config lets the run deliver them"
+    )
 
 
 def shared_out(run: Run, cost: Any, group: int | None, window: int | None) -> Run:
@@ -232,7 +244,8 @@ def _spec_of_state(
         )
         # Leaves of the same content differ in their occurrence, which only the identity tells.
         alike = (replace(leaf, occurrence=number) for number in range(len(rows)))
-        leaves.append(next((one for one in alike if one.identity == row["identity"]), leaf))
+        leaf = next((one for one in alike if one.identity == row["identity"]), leaf)
+        leaves.append(counting(leaf, settings["unit"], where=row["path"]) if "unit" in settings else leaf)
     known = {name: settings[name] for name in _STREAM if name in settings}
     return DatasetSpec(
         leaves=tuple(leaves),
@@ -262,7 +275,7 @@ def _mix(kind: str, settings: State, rows: Sequence[State]) -> Mix:
         root = MixedEpochs(children=children, repetitions=shares)
     elif mode == "weights" and "schedule" not in settings and sum(shares) == 1:
         weights = tuple(WeightSchedule(kind="constant", points=((0, share),)) for share in shares)
-        root = Blend(children=children, weights=weights)
+        root = Blend(children=children, weights=weights, unit=settings.get("unit"))
     else:
         what = "weights that several datasets share by their sizes"
         if "schedule" in settings:

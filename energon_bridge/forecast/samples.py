@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -22,7 +22,8 @@ from energon_bridge.format.key_index import KeyIndex, keys_at, keys_of_shard, lo
 from energon_bridge.format.nvmeta import INDEX_SQLITE, meta_path, read_info
 from energon_bridge.loader.document import read_leaves
 from energon_bridge.loader.shares import GlobalBatches, SharedBatch, Sharing
-from energon_bridge.plan.choose import Chooser, UnbannedDraws, draws_before, plain_cursors
+from energon_bridge.plan.amounts import AmountBlend
+from energon_bridge.plan.choose import Chooser, UnbannedDraws, plain_cursors, standing
 from energon_bridge.storage import LocalStore
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.state import LaneState
@@ -186,10 +187,10 @@ def name_shared_steps(
     for step in steps:
         begin = sharing.begin(step * sharing.group)
         while not window or window[-1].number < step:
-            if planned is None or (planned.end <= begin and not names.has_bans):
-                # Without bans, positions of lanes are computed directly.
+            if planned is None or (planned.end <= begin and not names.walks):
+                # Without bans and amounts, positions of lanes are computed directly.
                 known = sharing.begin(run.microbatches)
-                start = begin if not names.has_bans else known if known <= begin else 0
+                start = begin if not names.walks else known if known <= begin else 0
                 lanes = {lane: names.lane_at(lane, start, known) for lane in range(run.num_lanes)}
                 planned = sharing.batches(run.plan, lanes, start)
             window = planned.next_window(states=False)
@@ -251,9 +252,11 @@ class _Names:
         self._run = run
         self._sample_names = _SampleNames(run.plan.leaves, keys=keys)
         self._cursors = plain_cursors(run.plan.leaves)
-        # Where samples are banned, the draws of a lane from a microbatch on, and the next microbatch that they give.
+        # Of lanes whose draws depend on those before (bans, amounts): the draws from a microbatch on, and the next
+        # microbatch that they give.
         self._walks: dict[int, tuple[int, int, UnbannedDraws]] = {}
-        self.has_bans = any(leaf.bans is not None for leaf in run.plan.leaves)
+        bans = any(leaf.bans is not None for leaf in run.plan.leaves)
+        self.walks = bans or isinstance(run.plan.blend, AmountBlend)
 
     def lane_at(self, lane: int, m: int, known: int) -> LaneState:
         """Return the position of a lane before microbatch m, assuming no draw was banned since the state.
@@ -265,14 +268,17 @@ class _Names:
     def _moved(self, lane: int, stand: LaneState, m: int) -> LaneState:
         number, blend = microbatches_before(lane, m, self._run.num_lanes), self._run.plan.blend
         draw = stand.draw + (number - stand.microbatches) * self._run.spec.rows
-        before, after = (draws_before(blend, lane, at - stand.origin) for at in (stand.draw, draw))
-        leaf_draws = (np.array(stand.leaf_draws) + after - before).tolist()
-        return LaneState(number, draw, 0, tuple(leaf_draws), stand.origin)
+        if draw == stand.draw:
+            return replace(stand, microbatches=number, taken=0)
+        leaves = self._run.plan.leaves
+        before, after = (standing(leaves, blend, lane, at - stand.origin).leaf_draws for at in (stand.draw, draw))
+        leaf_draws = np.array(stand.leaf_draws) + after - np.array(before)
+        return LaneState(number, draw, 0, tuple(leaf_draws.tolist()), stand.origin)
 
     def microbatch(self, m: int, rank: int) -> NamedMicrobatch:
         lane, rows = m % self._run.num_lanes, self._run.spec.rows
         stand, number = self._stand(lane, m), microbatches_before(lane, m, self._run.num_lanes)
-        if self.has_bans:  # each that has come moves the later ones
+        if self.walks:
             first, at, draws = self._walks.get(lane) or (-1, 0, None)
             if draws is None or first != stand.microbatches or at > number:
                 first = at = stand.microbatches
@@ -288,7 +294,8 @@ class _Names:
 
     def _draws(self, lane: int, at: LaneState, taken: int) -> UnbannedDraws:
         blend = self._run.plan.blend
-        return UnbannedDraws(Chooser(self._cursors, blend, lane, at.draw, at.leaf_draws, at.origin), taken)
+        chooser = Chooser(self._cursors, blend, lane, at.draw, at.leaf_draws, at.origin, at.sums)
+        return UnbannedDraws(chooser, taken)
 
     def _stand(self, lane: int, m: int) -> LaneState:
         """Return the known position of a lane before microbatch m: from the state, or fresh."""
@@ -310,9 +317,9 @@ class _Names:
     @cached_property
     def _is_one_mix(self) -> bool:
         """Whether the lanes of the state have drawn from the leaves what this mix would have from the beginning on."""
-        blend = self._run.plan.blend
+        leaves, blend = self._run.plan.leaves, self._run.plan.blend
         return all(
-            not state.origin and state.leaf_draws == tuple(draws_before(blend, lane, state.draw).tolist())
+            not state.origin and [*state.leaf_draws] == standing(leaves, blend, lane, state.draw).leaf_draws
             for lane, state in self._run.lanes.items()
         )
 

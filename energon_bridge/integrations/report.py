@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -336,6 +337,9 @@ def _planned(loader: Any, spec: DatasetSpec, rows: Sequence[State]) -> list[floa
         return [100 * (row["draws"] or 0) / total if total else None for row in rows]
     weighs = spec.mode in ("weights", "single")
     shares = {leaf.identity: leaf.share if weighs else leaf.share * leaf.num_samples for leaf in spec.leaves}
+    if spec.unit is not None:  # an amount: the larger the samples, the fewer are drawn
+        means = {leaf.identity: leaf.amounts.mean(leaf.num_samples) for leaf in spec.leaves if leaf.amounts is not None}
+        shares = {identity: share / Fraction(means[identity]) for identity, share in shares.items()}
     total = sum(shares.values())
     return [float(100 * shares[row["identity"]] / total) if row["identity"] in shares else None for row in rows]
 

@@ -16,6 +16,7 @@ It has built-in types only, so it loads with `torch.load` and its defaults, as J
      "lanes": {"numbers": column,
                 "microbatches": column, "draws": column, ...     # `LANE_COLUMNS` of `stream/state.py`
                "leaf_draws": column,         # lane by lane, leaf by leaf
+               "leaf_sums": column,          # likewise, in a blend by amounts
                "held": column, "held_rows": [column, ...], "held_members": [column, ...]},
      "checksum": 16 hexadecimal digits}
 
@@ -82,6 +83,7 @@ _SETTINGS = {
     "balance_window_of": (1, 1 << 32),
 }
 """Settings that are numbers or None."""
+_MOST_SUM = 1 << 61
 _MOST_COUNTED = 1 << 56
 """Bytes are counted, too."""
 OF_THE_RUN = ("kind", "settings", *_NUMBERS)
@@ -144,7 +146,12 @@ def write(saved: SavedRun) -> State:
     ]
     document |= {"format": FORMAT, "format_version": FORMAT_VERSION, "order_version": ORDER_VERSION}
     document |= {} if saved.ranks is None else {"ranks": list(saved.ranks)}
-    return sign(document | {"leaves": _write_leaves(saved.leaves), "lanes": write_lanes(saved.lanes)})
+    lanes = write_lanes(saved.lanes)
+    if "unit" in saved.settings:
+        nothing = (0,) * len(saved.leaves)
+        states = [saved.lanes[number] for number in sorted(saved.lanes)]
+        lanes["leaf_sums"] = encode_column([one for state in states for one in state.sums or nothing])
+    return sign(document | {"leaves": _write_leaves(saved.leaves), "lanes": lanes})
 
 
 def _write_leaves(leaves: Sequence[State]) -> State:
@@ -428,11 +435,18 @@ def _read_lanes(entry: State, leaves: Sequence[State], num_lanes: int) -> dict[i
     draws = _in_range(draws, where, 0, LARGEST).reshape(size, len(leaves))
     if (draws.sum(axis=1) > columns["draw"]).any():
         raise damaged(where, "counts more draws from the leaves than the lane made")
+    sums: list[list[int]] = [[]] * size
+    if "leaf_sums" in entry:
+        where = "lanes.leaf_sums"
+        found = decode_column(entry["leaf_sums"], size * len(leaves), where)
+        sums = _in_range(found, where, 0, _MOST_SUM).reshape(size, len(leaves)).tolist()
     held = _read_held(entry, leaves, size)
     return {
-        number: LaneState(leaf_draws=tuple(of_leaves), held=rows, **dict(zip(columns, values, strict=True)))
-        for number, of_leaves, rows, *values in zip(
-            numbers.tolist(), draws.tolist(), held, *columns.values(), strict=True
+        number: LaneState(
+            leaf_draws=tuple(of_leaves), held=rows, sums=tuple(summed), **dict(zip(columns, values, strict=True))
+        )
+        for number, of_leaves, rows, summed, *values in zip(
+            numbers.tolist(), draws.tolist(), held, sums, *columns.values(), strict=True
         )
     }
 

@@ -44,7 +44,7 @@ WINDOWS = "balance_window"
 _ABSENT = {WINDOWS: 1}
 """The value of a setting that a state or run lacks, if not None."""
 _OF_WINDOWS = (WINDOWS, "balance_window_of", "balance_window_cost")
-_OF_THE_MIX = ("mode", "schedule", "shuffle")
+_OF_THE_MIX = ("mode", "schedule", "shuffle", "unit", "unit_values")
 
 
 def check_fits(saved: SavedRun, kind: str, settings: State, leaves: list[State], *, adapt: bool = False) -> list[str]:
@@ -131,6 +131,12 @@ def check_windows(then: State, now: Mapping[str, object]) -> None:
 
 
 def _mismatch(name: str, then: object, now: object) -> SettingMismatchError:
+    if name == "unit_values" and then is not None and now is not None:
+        return SettingMismatchError(
+            "the column that the weights of the mix are shares of (`unit`) has other values than when the state was "
+            "saved, and the order of samples depends on them: restore the column, or resume with "
+            'on_mismatch="adapt" to continue with the new values'
+        )
     return _SETTING_ERRORS.get(name, SettingMismatchError)(
         f"the state was saved with {name}={then!r}, this run has {name}={now!r}: "
         f"{_AFFECTED.get(name, 'the order of samples')} depends on it; set {name}={then!r} to resume, or start a "

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.loader.position import Mode, Position
-from energon_bridge.plan.choose import draws_before
+from energon_bridge.plan.buckets import BucketBlend
+from energon_bridge.plan.choose import standing
 from energon_bridge.stream.finite import DrawnRows, FiniteStream, ListedRows
 from energon_bridge.stream.lane import LaneStreams, Stream
 from energon_bridge.stream.pipeline import Pipeline
@@ -53,9 +54,13 @@ class LaneMode(Mode):
         at.lanes = {}
         for lane in self.needed_lanes(at.ownership, at.plan.config.dp_rank):
             microbatches = microbatches_before(lane, begin, lanes)
+            if isinstance(at.plan.blend, BucketBlend):
+                draws = at.plan.blend.leaf_draws(lane, microbatches)
+                at.lanes[lane] = LaneState(microbatches, sum(draws), 0, tuple(draws))
+                continue
             draw = microbatches * at.plan.data.rows
-            leaf_draws = draws_before(at.plan.blend, lane, draw)
-            at.lanes[lane] = LaneState(microbatches, draw, 0, tuple(leaf_draws.tolist()))
+            leaf_draws, sums = standing(at.plan.leaves, at.plan.blend, lane, draw)
+            at.lanes[lane] = LaneState(microbatches, draw, 0, tuple(leaf_draws), sums=sums)
 
     def delivered(self, at: Position) -> frozenset[int]:
         leaves = range(len(at.plan.leaves))
@@ -63,6 +68,10 @@ class LaneMode(Mode):
 
     def first_banned(self, at: Position, from_draw: int | None) -> int:
         lanes = at.plan.num_lanes
+        if at.plan.data.buckets is not None:
+            if from_draw is not None:
+                raise ConfigurationError("ban: draws have no common number with group_by: leave out from_draw")
+            return 0  # draws that were made are not taken back
         first = min(at.lane_state(lane).draw * lanes + lane for lane in at.own_lanes)
         if from_draw is None:
             return at.agreed("ban", first, min)

@@ -83,8 +83,8 @@ class Engine(Protocol):
         """Start a worker; it is there when `settle` returns."""
         ...
 
-    def settle(self) -> None:
-        """Wait for the workers that were started. Raises LoaderError if one cannot be."""
+    def settle(self, *, wait: bool = True) -> None:
+        """Wait for the workers that were started, or look after them. Raises LoaderError if one cannot be started."""
         ...
 
     def ending(self, process: Any) -> tuple[int | None, str]:
@@ -139,6 +139,10 @@ class Worker:
     def has_sent(self, milliseconds: int) -> bool:
         """Wait some time for a message, or the end of the worker; say whether there is any."""
         return bool(self._poll.poll(milliseconds))
+
+    def fileno(self) -> int:
+        """Return the descriptor of its link."""
+        return self._link.fileno()
 
     def receive(self, flags: int = 0) -> bytes | None:
         """Return the next message; b"" if the worker is gone, None if there is none for a while."""
@@ -222,6 +226,7 @@ class WorkerPool:
 
     Attributes:
         restarts: How often workers were replaced.
+        hedges: How often a second worker was started for a slow one.
     """
 
     def __init__(
@@ -247,7 +252,8 @@ class WorkerPool:
         # Of each worker, since it last sent a microbatch:
         self._deaths = [0] * number
         self._suspects = [Counter[tuple[int, int]]() for _ in range(number)]
-        self.restarts = 0
+        self._rivals: dict[int, Worker] = {}  # second workers of slow ones
+        self.restarts = self.hedges = 0
         _pools.add(self)
 
     # Delivering -------------------------------------------------------------------------------------------------------
@@ -284,6 +290,8 @@ class WorkerPool:
             else:
                 with record_function(_RANGE):
                     data = self._waited_for(worker, unit)
+            if self._rivals:
+                worker = self._first(worker, bool(data))
             if not data:
                 self._replace(worker)
                 continue
@@ -313,7 +321,8 @@ class WorkerPool:
 
     def metrics(self) -> dict[str, float]:
         """Return what is to be counted of the workers, by name (`metrics.flat_metrics`)."""
-        return {"ready": self.ready, "worker_restarts": self.restarts, **self._engine.metrics()}
+        hedges = {} if self._engine.hedge_seconds is None else {"worker_hedges": self.hedges}
+        return {"ready": self.ready, "worker_restarts": self.restarts, **hedges, **self._engine.metrics()}
 
     # Watching over ----------------------------------------------------------------------------------------------------
 
@@ -323,11 +332,27 @@ class WorkerPool:
         Raises:
             HookTimeoutError: It takes too long, and the run is to end then.
         """
-        since, reported, unbegun = time.monotonic(), 0, False
+        since, reported, unbegun, rival = time.monotonic(), 0, False, self._rivals.get(worker.number)
+        hedge = self._engine.hedge_seconds
         while True:
-            data = worker.receive()
+            if rival is None:
+                data = worker.receive()
+            else:
+                self._engine.settle(wait=False)
+                sent = select.select([worker, rival], [], [], self._look)[0]
+                if rival in sent and worker not in sent:
+                    if data := rival.receive(socket.MSG_DONTWAIT):
+                        self._workers[worker.number], self._rivals[worker.number] = rival, worker
+                        return data
+                    self._drop(self._rivals.pop(worker.number))  # it is gone itself
+                    rival = hedge = None
+                data = worker.receive(socket.MSG_DONTWAIT) if worker in sent else None
             if data is not None:
                 return data
+            if hedge is not None and rival is None and worker.board.has_begun and time.monotonic() - since > hedge:
+                logger.warning("%s is slow: a second worker makes the same", f"{self._where}, worker {worker.number}")
+                rival = self._rivals[worker.number] = self._started(worker.number)
+                self.hedges += 1
             if worker.is_gone:
                 last = worker.receive(socket.MSG_DONTWAIT)  # it may have sent something on its way out
                 return last or b""
@@ -335,6 +360,18 @@ class WorkerPool:
                 unbegun = self._judge_beginning(worker, unbegun)
             elif self._watchdog is not None:
                 reported = self._judge(worker, unit, self._watchdog, since, reported)
+
+    def _first(self, worker: Worker, has_sent: bool) -> Worker:
+        """Return which of two workers that make the same was first, and end the other; one that is gone is replaced."""
+        number = worker.number
+        if has_sent and (other := self._rivals.pop(number, None)) is not None:
+            self._drop(other)
+        return self._workers[number]
+
+    def _drop(self, worker: Worker) -> None:
+        worker.kill()
+        worker.end(_END_SECONDS)
+        worker.close()
 
     def _judge_beginning(self, worker: Worker, reported: bool) -> bool:
         """Kill a worker that has not started in time; return whether it was logged."""
@@ -453,13 +490,14 @@ class WorkerPool:
             logger.error(
                 "%s killed its worker %d times in a row and is not tried again", ", ".join(running), _DEATHS_OF_A_SAMPLE
             )
-        self._workers[number] = self._started(number)
+        self._workers[number] = self._rivals.pop(number) if number in self._rivals else self._started(number)
         worker.close()
         self._engine.settle()
 
     def stop(self) -> None:
         """Stop the workers. A busy worker gets some seconds to finish."""
-        workers, self._workers = self._workers, []
+        workers, self._workers = [*self._workers, *self._rivals.values()], []
+        self._rivals.clear()
         for worker in workers:
             worker.ask_to_end()
         deadline = time.monotonic() + _END_SECONDS
@@ -472,7 +510,7 @@ class WorkerPool:
 
     def forget(self) -> None:
         """Let go of workers that another process started, of which this one is a fork."""
-        self._workers = []
+        self._workers, self._rivals = [], {}
 
 
 _OPEN_FILES = "The process has as many files open as it may: raise the limit (`ulimit -n`), or lower num_workers"

@@ -227,10 +227,10 @@ class Position:
     def set_weights(self, weights: Mapping[str, Any] | Sequence[Any], from_draw: int | None) -> int:
         """Change the weights from a global draw on; return that draw."""
         data = self.plan.data
-        if data.finite or data.mode != "weights":
+        if data.finite or data.mode != "weights" or data.buckets is not None:
             raise ConfigurationError(
                 f"set_weights needs an endless blend by weights, but this loader delivers a {data.kind} stream of mode "
-                f"{data.mode!r}"
+                f"{data.mode!r}{' in buckets (group_by)' if data.buckets is not None else ''}"
             )
         given = self._by_identity(weights)
         lanes = self.plan.num_lanes
@@ -343,7 +343,11 @@ class Position:
         if self._parked:
             nothing = (0,) * len(self._parked)
             lanes = {
-                lane: dataclasses.replace(s, leaf_draws=s.leaf_draws + self._parked_draws.get(lane, nothing))
+                lane: dataclasses.replace(
+                    s,
+                    leaf_draws=s.leaf_draws + self._parked_draws.get(lane, nothing),
+                    sums=s.sums + nothing if s.sums else (),
+                )
                 for lane, s in lanes.items()
             }
         leaves = [
@@ -405,14 +409,15 @@ class Position:
         place = {row["identity"]: number for number, row in enumerate(saved)}
         kept = [place.pop(row["identity"], None) for row in self.plan.table]
         gone = list(place.values())
-        relative = self.plan.data.mode in ("repetitions", "concat")
+        relative = self.plan.data.mode in ("repetitions", "concat") or self.plan.data.unit is not None
         self.lanes, self._parked_draws = {}, {}
         for number, state in lanes.items():
             self._parked_draws[number] = tuple([state.leaf_draws[old] for old in gone])
             draws = tuple([0 if old is None else state.leaf_draws[old] for old in kept])
+            sums = tuple([0 if old is None else state.sums[old] for old in kept]) if state.sums else ()
             if not changed:
                 self.lanes[number] = (
-                    state if draws == state.leaf_draws else dataclasses.replace(state, leaf_draws=draws)
+                    state if draws == state.leaf_draws else dataclasses.replace(state, leaf_draws=draws, sums=sums)
                 )
                 continue
             # In another mix nobody knows which leaf a half-used draw came from, so it is drawn again.
@@ -425,6 +430,7 @@ class Position:
                 origin=draw if relative else 0,
                 held=_renumbered(state.held, kept),
                 batches_taken=0,
+                sums=(),  # by amounts, lanes begin anew with the new mix
             )
         nothing = dict.fromkeys(COUNTERS, 0)
         given = (nothing if old is None or not counts else saved[old]["counts"] for old in kept)

@@ -10,6 +10,7 @@ cluster is lost, if the options say so.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
@@ -49,7 +50,7 @@ DEFAULTS: dict[str, Any] = {
     "on_cluster_loss": "local",
 }
 """The options, in words in docs/how-to/cpu-nodes.md."""
-_CHOICES = {"strategy": ("pack", "spread"), "on_cluster_loss": ("local", "raise")}
+_CHOICES = {"strategy": ("pack", "spread", "cache"), "on_cluster_loss": ("local", "raise")}
 _STATE_SECONDS, _KILL_SECONDS = 3.0, 5.0
 _SERVE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -66,6 +67,8 @@ def options_of(given: dict[str, Any] | None) -> dict[str, Any]:
             raise ConfigurationError(f"ray_options: {name} must be one of {', '.join(_CHOICES[name])}, got {value!r}")
         if name.endswith("_seconds") and value is not None and not (isinstance(value, int | float) and value > 0):
             raise ConfigurationError(f"ray_options: {name} must be a number of seconds above 0, got {value!r}")
+    if given and given.get("strategy") == "cache" and given.get("label_selector"):
+        raise ConfigurationError("ray_options: strategy='cache' chooses nodes by resources, not by label_selector")
     return DEFAULTS | (given or {})
 
 
@@ -154,6 +157,14 @@ class RelayProcess:
         self._control.close()
         self.lost = True
 
+    def end(self) -> None:
+        """Let it end, and see to it."""
+        self.close()
+        try:
+            self._process.wait(_KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
 
 class ActorProcess:
     """A worker on the cluster, or beside the trainer if there is no place: what the pool knows of its process."""
@@ -196,6 +207,16 @@ class ActorProcess:
 
 
 _relays: dict[str, RelayProcess] = {}
+
+
+@atexit.register
+def _end_relays() -> None:
+    """Let the relays of this process end with it."""
+    for relay in _relays.values():
+        if relay.process_id == os.getpid():
+            relay.end()
+
+
 _lines = iter(range(1, 1 << 62))
 
 
@@ -268,6 +289,8 @@ class RayEngine:
             key = f"{os.getpid()} {json.dumps(options, sort_keys=True, default=repr)}"
             relay = _relays.get(key)
             if relay is None or not relay.is_alive:
+                if relay is not None:
+                    relay.close()
                 relay = _relays[key] = RelayProcess(options)
             self._relay = relay
         return self._relay
@@ -298,7 +321,7 @@ class RayEngine:
         self._starting.append((work.number, process, here, start_here))
         return process
 
-    def settle(self) -> None:
+    def settle(self, *, wait: bool = True) -> None:
         """Wait for the actors that were asked for, and start those workers here that the cluster has no place for.
 
         Raises:
@@ -308,8 +331,10 @@ class RayEngine:
         unplaced = []
         for number, process, here, start_here in starting:
             assert process.relay is not None
-            answer = process.relay.answer("start", process.number)
-            if answer is None:  # the relay is gone, which the pool sees
+            answer = process.relay.answer("start", process.number, None if wait else 0.0)
+            if answer is None and process.relay.is_alive:
+                self._starting.append((number, process, here, start_here))
+            elif answer is None:  # which the pool sees
                 here.close()
             elif answer[0] == "unplaced":
                 unplaced.append(number)

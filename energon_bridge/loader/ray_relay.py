@@ -4,9 +4,8 @@ The trainer knows of no Ray: it has links, boards and arenas as it has of worker
 this process instead. What befalls the cluster (its head ends, and with it every process that is connected) ends this
 process and not the training.
 
-It waits for commands of the trainer and for answers of actors. A *line* is what the trainer sees as one worker. Its
-*seat* is an actor, which is asked for as many microbatches as the trainer gave credits for. Answers are copied out of
-Ray's object store into the arena of the line, and are gone from the store then.
+A *line* is what the trainer sees as one worker. Its *seat* is an actor, whose microbatches come over a connection, in
+frames (`ray_actor`), and are read from it into the arena of the line. What Ray says comes as events from its threads.
 
 The trainer sends pickled requests with descriptors over a control socket, a packet each; answers go back there. This
 process ends when that socket is closed, and when it has had no line for a while.
@@ -24,19 +23,22 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from energon_bridge.loader.processes import Board, StackFile
-from energon_bridge.loader.ray_actor import WorkerActor
+from energon_bridge.loader.ray_actor import FRAME, LINE, Ending, WorkerActor
 from energon_bridge.loader.transport import Arena, BatchMessage, Outbox
-from energon_bridge.loader.workers import AGAIN, CREDIT
+from energon_bridge.loader.workers import AGAIN
+from energon_bridge.rng import key_of
 
 PACKET_BYTES = 1 << 16
-_CALLS = 2
-"""Calls of an actor under way: one that it answers, and the next."""
 _LOOK_SECONDS = 0.25
+_AT_ONCE_BYTES = 1 << 18
+_CONNECT_SECONDS = 10.0
+_AVOIDED_SECONDS = 60.0
+_NODE_LABEL = "ray.io/node-id"
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -47,6 +49,8 @@ class Seat:
     name: str
     since: float
     node: str = ""
+    node_id: str = ""
+    address: tuple[str, int, bytes] = ("", 0, b"")
     versions: dict[str, str] | None = None
     line: Line | None = None
 
@@ -56,9 +60,11 @@ class Line:
     """What the trainer sees as one worker.
 
     Attributes:
-        granted, sent: Microbatches of this pass that it may have, and has.
-        calls: Calls under way, of this pass.
-        since: When the last of them came back, or the first one was made.
+        tcp: The connection to its actor.
+        front: What has come of a frame, until its pickle is there.
+        message: The message of a frame whose bytes are coming, with the places for these that are not full.
+        owed: Microbatches that it may have and has not.
+        since: When the last one came.
         watched: When the actor was asked for its board, which it has not answered yet.
     """
 
@@ -73,10 +79,12 @@ class Line:
     ahead: int
     interval: float
     deadline: float
-    granted: int
+    owed: int
+    tcp: socket.socket | None = None
+    front: bytearray = field(default_factory=bytearray)
+    message: tuple[Any, ...] | None = None
+    waiting: list[memoryview] = field(default_factory=list)
     current: int = 0
-    sent: int = 0
-    calls: int = 0
     since: float = 0.0
     watched: float = 0.0
     seat: Seat | None = None
@@ -101,6 +109,7 @@ class Relay:
         self._lines: dict[int, Line] = {}
         self._seats: list[Seat] = []
         self._numbers = itertools.count()
+        self._bad: dict[str, float] = {}  # nodes that lost an actor, each avoided until then
         self._busy = time.monotonic()
         self._ended = False
         ray.init(address=options["address"], log_to_driver=False, logging_level=logging.ERROR)
@@ -172,7 +181,7 @@ class Relay:
             board=Board.at(board),
             stacks=StackFile(stacks),
             work=blob,
-            granted=facts["ahead"],
+            owed=facts["ahead"],
             deadline=time.monotonic() + self._options["placement_timeout_seconds"],
             **facts,
         )
@@ -197,27 +206,26 @@ class Relay:
         self._when(call, lambda text: self._answer("state", number, text), lambda error: None)
 
     def _hear_link(self, line: Line) -> None:
-        """Take the commands that the trainer has sent to one of its workers."""
-        while line.number in self._lines:
+        """Pass the commands on that the trainer has sent to one of its workers."""
+        if line.number not in self._lines:
+            return  # it has just ended, in this round
+        commands = b""
+        while True:
             try:
                 command = line.link.recv(1, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 break
             except ConnectionError:
                 command = b""
-            if command == CREDIT:
-                line.granted += 1
-            elif command == AGAIN:
-                line.current, line.granted, line.sent, line.calls = line.current + 1, line.ahead, 0, 0
-                line.board.start_pass()
-                if line.arena is not None:
-                    line.arena.forget()
-                assert line.seat is not None
-                line.seat.actor.again.options(concurrency_group="watch").remote(line.number, line.current)
-            else:
+            if not command:
                 self._end(line, 0, "was told to end")
                 return
-        self._ask(line)
+            commands += command
+            line.owed = line.ahead if command == AGAIN else line.owed + 1
+        line.since = max(line.since, time.monotonic() - line.interval / 2)
+        if line.tcp is not None:
+            with contextlib.suppress(OSError):  # Ray says what became of the actor
+                line.tcp.send(commands)
 
     # Actors ----------------------------------------------------------------------------------------------------------
 
@@ -228,19 +236,44 @@ class Relay:
         wanted = {key: value for key, value in wanted.items() if value is not None}
         if options["strategy"] == "spread":
             wanted["scheduling_strategy"] = "SPREAD"
+        elif options["strategy"] == "cache":
+            wanted["scheduling_strategy"] = self._home(line)
+        elif avoided := self._avoided():
+            wanted["label_selector"] = (options["label_selector"] or {}) | {_NODE_LABEL: f"!in({','.join(avoided)})"}
         name = f"energon {line.name} #{next(self._numbers)}"
         make = self._ray.remote(max_restarts=0, concurrency_groups={"watch": 2}, **wanted)(WorkerActor)
         actor = make.options(name=name).remote(line.name, options["environment"], options["folder"], sys.path)
         seat = Seat(actor=actor, name=line.name, since=time.monotonic())
         self._seats.append(seat)
 
-        def there(place: tuple[str, dict[str, str]]) -> None:
-            seat.node, seat.versions = place
+        def there(place: tuple[Any, ...]) -> None:
+            seat.node, seat.node_id, seat.address, seat.versions = place
             if seat.line is not None:
                 self._begin(seat, seat.line)
 
         self._when(actor.place.remote(), there, lambda error: self._lose(seat, error))
         return seat
+
+    def _nodes(self) -> list[dict[str, Any]]:
+        """Return the nodes that are up and have what an actor asks for beside cores, without those that lost one."""
+        asked = set(self._options["resources"] or ())
+        alive = [node for node in self._ray.nodes() if node["Alive"] and asked <= set(node["Resources"])]
+        return [node for node in alive if self._bad.get(node["NodeID"], 0.0) < time.monotonic()]
+
+    def _avoided(self) -> list[str]:
+        """Return the nodes on which an actor was lost a moment ago, if there are others: Ray may not know it yet."""
+        bad = [node for node, until in self._bad.items() if until > time.monotonic()]
+        return bad if bad and self._nodes() else []
+
+    def _home(self, line: Line) -> Any:
+        """Let a worker be on the same node each time, if that has room: the ranges of its lanes are in its cache."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        nodes = self._nodes()
+        if not nodes:
+            return "DEFAULT"
+        identities = {node["NodeName"]: node["NodeID"] for node in nodes}
+        return NodeAffinitySchedulingStrategy(identities[home_of(line.name, identities)], soft=True)
 
     def _begin(self, seat: Seat, line: Line) -> None:
         """Start the worker of a line on its actor."""
@@ -252,48 +285,90 @@ class Relay:
                 self._answer("start", line.number, "refused", f"{missing} (on {seat.node})")
                 self._forget(line)
                 return
+            try:
+                line.tcp = socket.create_connection(seat.address[:2], timeout=_CONNECT_SECONDS)
+                line.tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                line.tcp.sendall(seat.address[2] + LINE.pack(line.number))
+                line.tcp.setblocking(False)
+            except OSError as error:
+                self._lose(seat, ConnectionError(f"no connection to {seat.address[0]}:{seat.address[1]}: {error}"))
+                return
             line.board.begin()
+            line.work, line.since = b"", time.monotonic()
             self._answer("start", line.number, "there", (seat.node, seat.versions))
             self._selector.register(line.link, selectors.EVENT_READ, lambda: self._hear_link(line))
-            self._ask(line)
+            self._selector.register(line.tcp, selectors.EVENT_READ, lambda: self._read(line))
+
+        def ended(ending: Ending | None) -> None:
+            if line.number in self._lines and ending is not None:
+                code, how, said = ending
+                self._read(line)  # what it had sent before
+                line.board.show(said)
+                self._end(line, code, how)
 
         call = seat.actor.start.remote(line.number, line.work)
-        line.work, line.deadline = b"", float("inf")
+        line.deadline, line.since, line.watched = float("inf"), time.monotonic(), 0.0
         self._when(call, started, lambda error: self._lose(seat, error))
+        self._when(seat.actor.serve.remote(line.number), ended, lambda error: self._lose(seat, error))
 
-    def _ask(self, line: Line) -> None:
-        """Have as many calls under way as there are microbatches to be made."""
-        seat = line.seat
-        assert seat is not None
-        while line.calls < min(_CALLS, line.granted - line.sent):
-            if not line.calls:
-                line.since = time.monotonic()
-            line.calls += 1
-            current = line.current
-            self._when(
-                seat.actor.take.remote(line.number, current, line.granted),
-                lambda answer, current=current: self._taken(line, current, answer),  # type: ignore[misc]
-                lambda error: self._lose(seat, error),
-            )
+    def _read(self, line: Line) -> None:
+        """Read what has come from an actor, frame by frame, and hand each to the trainer when it is complete."""
+        while line.number in self._lines and line.tcp is not None:
+            try:
+                if line.waiting:
+                    got = line.tcp.recv_into(line.waiting[0])
+                    line.waiting[0] = line.waiting[0][got:]
+                    if not len(line.waiting[0]):
+                        line.waiting.pop(0)
+                    # A packet at a time would wake this loop a hundred times for a megabyte.
+                    least = min(_AT_ONCE_BYTES, len(line.waiting[0])) if line.waiting else 1
+                    line.tcp.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
+                else:
+                    missing = FRAME.size - len(line.front)
+                    if missing <= 0:
+                        missing = FRAME.size + FRAME.unpack_from(line.front)[1] - len(line.front)
+                    data = line.tcp.recv(missing)
+                    line.front += data
+                    got = len(data)
+                    if got == missing and len(line.front) > FRAME.size:
+                        self._open_frame(line)
+            except BlockingIOError:
+                return
+            except OSError:
+                got = 0
+            if not got:  # Ray says why
+                self._selector.unregister(line.tcp)
+                line.tcp.close()
+                line.tcp = None
+            elif line.message is not None and not line.waiting:
+                self._forward(line)
 
-    def _taken(self, line: Line, current: int, answer: Any) -> None:
-        """Hand what an actor has made to the trainer."""
-        if self._lines.get(line.number) is not line or current != line.current:
-            return
-        line.calls -= 1
+    def _open_frame(self, line: Line) -> None:
+        """Find places for the bytes of a frame that has begun."""
+        current, failed, *parts = pickle.loads(line.front[FRAME.size :])
+        line.front.clear()
+        if current > line.current:
+            line.current = current
+            line.board.start_pass()
+            if line.arena is not None:
+                line.arena.forget()
+        message = BatchMessage(*parts)
+        if not isinstance(message.place, bytes):
+            lengths: list[Any] = [message.place, *(length for _, length in message.elsewhere)]
+            (first, _), *others = reserved = line.outbox.reserve(lengths)
+            line.waiting = [view for _, view in reserved if len(view)]
+            numbers = [number for number, _ in message.elsewhere]
+            message = BatchMessage(first, tuple(zip(numbers, (place for place, _ in others), strict=True)))
+        line.message = current, failed, *message
+
+    def _forward(self, line: Line) -> None:
+        """Hand a microbatch to the trainer."""
+        with contextlib.suppress(ConnectionError):  # the end of the link is heard of as of any command
+            line.link.send(pickle.dumps(line.message, pickle.HIGHEST_PROTOCOL))
+        line.message = None
+        line.board.sent()
+        line.owed -= 1
         line.since = time.monotonic()
-        if isinstance(answer, tuple):
-            code, how, said = answer
-            line.board.show(said)
-            self._end(line, code, how)
-            return
-        for failed, message in answer:
-            placed = line.outbox.relay(BatchMessage(*message))
-            with contextlib.suppress(ConnectionError):  # the end of the link is heard of as of any command
-                line.link.send(pickle.dumps((current, failed, *placed), pickle.HIGHEST_PROTOCOL))
-            line.board.sent()
-            line.sent += 1
-        self._ask(line)
 
     def _lose(self, seat: Seat, error: Exception) -> None:
         """Give an actor up that has ended, or whose node has."""
@@ -306,12 +381,17 @@ class Relay:
         if line is None:
             return
         text = " ".join(str(error).split())
-        if seat.versions is None:
+        setup = self._ray.exceptions.RuntimeEnvSetupError
+        if seat.node_id:
+            self._bad[seat.node_id] = time.monotonic() + _AVOIDED_SECONDS
+        if seat.versions is None and (isinstance(error, setup) or "creation task" in text):
             self._answer("start", line.number, "refused", text)
             self._forget(line)
-        elif not line.board.has_begun:
-            self._answer("start", line.number, "there", (seat.node, seat.versions))
-            self._end(line, None, f"its actor was lost on {seat.node}: {text}")
+        elif line.work:  # before it had begun
+            line.since = line.watched = 0.0
+            line.deadline = time.monotonic() + self._options["placement_timeout_seconds"]
+            line.seat = self._new_seat(line)
+            line.seat.line = line
         else:
             self._end(line, None, f"its actor was lost on {seat.node}: {text}")
 
@@ -336,6 +416,10 @@ class Relay:
             self._selector.unregister(line.link)
         if line.seat is not None:
             line.seat.line, line.seat.since = None, time.monotonic()
+        if line.tcp is not None:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(line.tcp)
+            line.tcp.close()
         line.link.close()
         line.outbox.close()
         line.stacks.close()
@@ -353,9 +437,9 @@ class Relay:
                 self._ray.kill(seat.actor)
                 self._answer("start", line.number, "unplaced", "")
                 self._forget(line)
-            elif line.watched and now - line.watched > options["silence_seconds"]:
-                self._end(line, None, f"its actor did not answer for {now - line.watched:.0f} s", keep=False)
-            elif line.calls and not line.watched and now - line.since > line.interval:
+            elif line.watched and now - line.watched > options["silence_seconds"] and seat is not None:
+                self._lose(seat, TimeoutError(f"it did not answer for {now - line.watched:.0f} s"))
+            elif line.since and line.owed > 0 and not line.watched and now - line.since > line.interval:
                 self._watch(line)
         for seat in [seat for seat in self._seats if seat.line is None]:
             if now - seat.since > options["idle_seconds"]:
@@ -372,12 +456,17 @@ class Relay:
         line.watched = time.monotonic()
 
         def answered(said: tuple[bytes, int] | None) -> None:
-            line.watched = 0.0
+            line.watched, line.since = 0.0, time.monotonic()
             if said is not None and self._lines.get(line.number) is line:
                 line.board.show(said)
 
         call = seat.actor.status.options(concurrency_group="watch").remote(line.number)
         self._when(call, answered, lambda error: self._lose(seat, error))
+
+
+def home_of(worker: str, nodes: Iterable[str]) -> str:
+    """Return the node of a worker, by rendezvous: when nodes come and go, only the workers of those move."""
+    return max(nodes, key=lambda node: key_of("home", node, worker))
 
 
 def main(descriptor: int) -> None:

@@ -19,10 +19,13 @@ from energon_bridge.errors import ConfigurationError, WrongUseError
 from energon_bridge.format.foreign import ForeignDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.mix import Mix
+from energon_bridge.mix.buckets import Buckets
 from energon_bridge.mix.leaves import OpenLeaf
+from energon_bridge.plan.amounts import AmountBlend
 from energon_bridge.plan.bans import LeafBans
-from energon_bridge.plan.blend import Blend, ChangedBlend, EpochizedBlend, InTurns, LeafWeights, WeightedBlend
-from energon_bridge.plan.choose import PassDraws
+from energon_bridge.plan.blend import ChangedBlend, EpochizedBlend, InTurns, LeafWeights, WeightedBlend
+from energon_bridge.plan.buckets import BucketBlend
+from energon_bridge.plan.choose import AnyBlend, PassDraws
 from energon_bridge.plan.leaf import LeafOrder, slice_length
 from energon_bridge.plan.weights import ChangedWeights, MixWeights
 from energon_bridge.rng import key_of
@@ -85,6 +88,7 @@ class DatasetSpec(NotForDataLoader):
         mix: How they are combined.
         settings: How they are ordered and made into microbatches.
         worker_config: Who loads what, unless a loader is given another.
+        buckets: The buckets of its leaves, if microbatches come from buckets.
     """
 
     __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)  # annotations of energon users give it type arguments
@@ -93,9 +97,11 @@ class DatasetSpec(NotForDataLoader):
     mix: Mix
     settings: RunSettings
     worker_config: WorkerConfig
+    buckets: Buckets | None = None
 
     def __post_init__(self) -> None:
-        _ = self.grouped  # raises if hooks exclude each other
+        if self.grouped and self.buckets is not None:  # asking raises if hooks exclude each other
+            raise ConfigurationError("group_by and batch_group_criterion both choose the samples of a microbatch")
         for leaf in self.leaves:
             check_cooker(self.settings.task_encoder, leaf.dataset, leaf.aux)
         if self.kind != "passes":
@@ -185,6 +191,9 @@ class DatasetSpec(NotForDataLoader):
 
     def epoch_length(self, world_size: int) -> int:
         """Return the microbatches of one rank in an epoch of an endless stream; at least 1."""
+        if self.buckets is not None:
+            batches = sum(Fraction(n, rows) for n, rows in zip(self.buckets.samples, self.buckets.rows, strict=True))
+            return max(1, int(batches / world_size))
         samples = self.settings.conventions.epoch_samples(self.epoch_samples)
         return max(1, int(samples // (self.rows * world_size)))
 
@@ -193,13 +202,18 @@ class DatasetSpec(NotForDataLoader):
         """How the leaves are combined: `single`, `weights`, `repetitions` or `concat`."""
         return self.mix.mode if len(self.leaves) > 1 else "single"
 
+    @property
+    def unit(self) -> str | None:
+        """What the weights of an endless blend are shares of, an expression of columns; None: of draws."""
+        return self.mix.unit if self.kind == "train" and self.mode == "weights" else None
+
     @cached_property
     def weights(self) -> MixWeights:
         """The weights of the mix, in order of the leaves' identities."""
         place = {leaf.identity: number for number, leaf in enumerate(self.leaves)}
         return MixWeights(
             mix=self.mix,
-            sizes=tuple(leaf.num_samples for leaf in self.leaves),
+            sizes=tuple(leaf.num_samples if leaf.amounts is None else leaf.amounts.total for leaf in self.leaves),
             order=tuple(place[leaf.identity] for leaf in self.ordered),
         )
 
@@ -293,7 +307,7 @@ class RunPlan:
     config: WorkerConfig
     num_lanes: int
     leaves: tuple[Leaf, ...]
-    blend: Blend | None
+    blend: AnyBlend | None
     changes: ChangedWeights
     recorded: dict[str, Any]
 
@@ -390,6 +404,8 @@ def plan_run(
     lanes = num_lanes or config.num_lanes
     if data.finite:  # a pass has no lanes, so any number of ranks can share it
         lanes = max(lanes or ranks, ranks)
+    if data.buckets is not None:
+        lanes = _lanes_of_buckets(config, lanes)
     lanes = lanes or default_num_lanes(ranks, config.microbatches_per_global_batch)
     settings: dict[str, Any] = {"seed": seed, "batch_size": data.settings.batch_size}
     if data.finite:
@@ -410,8 +426,14 @@ def plan_run(
             "shuffle": shuffle[0] if len(set(shuffle)) == 1 else shuffle,
             "mode": data.mode,
         }
+        if data.buckets is not None:
+            sizes = zip(data.buckets.names, data.buckets.rows, strict=True)
+            settings |= {"buckets": [f"{name}: {rows}" for name, rows in sizes]}
         if data.mode == "weights" and data.mix.is_scheduled:
             settings["schedule"] = data.weights.fingerprint()
+        if data.unit is not None:
+            amounts = [leaf.amounts.fingerprint for leaf in data.ordered if leaf.amounts is not None]
+            settings |= {"unit": data.unit, "unit_values": f"{key_of(*amounts):016x}"}
     target = getattr(data.settings.task_encoder.decoder, "image_target", None)
     if target is not None:  # this changes pixels, not the order, and nobody would see it
         settings["image_target"] = list(target)
@@ -434,11 +456,25 @@ def plan_run(
     )
 
 
+def _lanes_of_buckets(config: WorkerConfig, lanes: int | None) -> int:
+    """Return L of a run with buckets: a lap over the lanes is a global batch, or several of one bucket."""
+    group = config.microbatches_per_global_batch
+    lanes = lanes or group or config.dp_size
+    if group is not None and lanes % group:
+        raise ConfigurationError(
+            f"group_by: {lanes} lanes are no multiple of the {group} microbatches of a global batch, so some global "
+            f"batches would have two buckets: keep the global batch that the run began with, or leave out num_lanes"
+        )
+    return lanes
+
+
 def _leaf(data: DatasetSpec, leaf: OpenLeaf, lanes: int, seed: int, *, block: int) -> Leaf:
     shuffle = leaf.shuffle_epochs is not None
     # A pass has one lane, but slices as long as a run's.
     cut = default_num_lanes(1) if data.finite else lanes
-    length = slice_length(leaf.num_samples, cut, data.rows, data.settings.max_samples_per_sequence)
+    rows = data.rows if data.buckets is None else data.buckets.rows[data.buckets.of_leaf[leaf.identity]]
+    block = rows if block and data.buckets is not None else block
+    length = slice_length(leaf.num_samples, cut, rows, data.settings.max_samples_per_sequence)
     iters = data.settings.parallel_shard_iters
     group = leaf.dataset.group_rows if isinstance(leaf.dataset, ForeignDataset) else 0
     if length < group and leaf.num_samples >= _FEWEST_GROUPS * group * cut:
@@ -450,16 +486,27 @@ def _leaf(data: DatasetSpec, leaf: OpenLeaf, lanes: int, seed: int, *, block: in
         slice_length=length,
         shuffle_buffer_size=data.settings.shuffle_buffer_size,
         parallel_shard_iters=iters,
-        block=block if shuffle else data.rows,
+        block=block if shuffle else rows,
         shuffle=shuffle,
         first_sample=leaf.start,
         kept=leaf.kept,
         epochs_per_shuffle=leaf.shuffle_epochs or 1,
     )
-    return Leaf(identity=leaf.identity, dataset=leaf.dataset, order=order, aux=leaf.aux)
+    return Leaf(identity=leaf.identity, dataset=leaf.dataset, order=order, aux=leaf.aux, amounts=leaf.amounts)
 
 
-def _blend(data: DatasetSpec, leaves: Sequence[Leaf], lanes: int, seed: int, changes: ChangedWeights) -> Blend | None:
+def _blend(
+    data: DatasetSpec, leaves: Sequence[Leaf], lanes: int, seed: int, changes: ChangedWeights
+) -> AnyBlend | None:
+    if data.buckets is not None:
+        total = sum(leaf.share for leaf in data.ordered)
+        return BucketBlend(
+            rows=data.buckets.rows,
+            of_leaf=tuple(data.buckets.of_leaf[leaf.identity] for leaf in data.ordered),
+            weights=tuple(leaf.share / total for leaf in data.ordered),
+            num_lanes=lanes,
+            key=key_of("run", seed),
+        )
     if len(leaves) == 1 and (data.kind == "finite" or data.mode == "single"):
         return None
     if data.kind == "finite":
@@ -467,6 +514,8 @@ def _blend(data: DatasetSpec, leaves: Sequence[Leaf], lanes: int, seed: int, cha
     if data.mode == "weights":
         parts: list[tuple[int, LeafWeights]] = [(0, data.weights), *changes]
         key = key_of("run", seed)
+        if data.unit is not None:
+            return AmountBlend(parts=tuple(parts), num_lanes=lanes, key=key)
         blends = tuple((start, WeightedBlend(weights=weights, num_lanes=lanes, key=key)) for start, weights in parts)
         return ChangedBlend(parts=blends, num_lanes=lanes) if changes else blends[0][1]
     rank = {leaf.identity: number for number, leaf in enumerate(data.ordered)}

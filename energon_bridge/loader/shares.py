@@ -114,6 +114,8 @@ def why_unplanned(data: DatasetSpec) -> str | None:
         return f"the loader stands in for {other}"
     if data.settings.max_tokens_per_microbatch is not None:
         return "max_tokens_per_microbatch makes microbatches of the lengths of encoded samples"
+    if data.buckets is not None:
+        return "microbatches come from buckets (group_by), in which they are alike"
     if data.grouped:
         return f"{type(encoder).__name__} batches by groups (batch_group_criterion)"
     for hook in _ONE_OF_ONE:

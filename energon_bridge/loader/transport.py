@@ -101,14 +101,21 @@ class Arena:
 
     def write(self, chunks: Sequence[memoryview | bytes], total: int) -> tuple[int, int, int] | None:
         """Copy chunks into a free block and return its (slot, offset, length), or None if there is no room."""
-        with self._lock:
-            place = self._claim(total, _WRITTEN)
-        if place is None:
+        reserved = self.reserve(total)
+        if reserved is None:
             return None
-        slot, offset = place
-        view = memoryview(self._map)
-        _copy(chunks, view[_HEADER + offset : _HEADER + offset + total])
-        return slot, offset, total
+        place, view = reserved
+        _copy(chunks, view)
+        return place
+
+    def reserve(self, total: int) -> tuple[tuple[int, int, int], memoryview] | None:
+        """Return a free block as (slot, offset, length), with its memory, or None if there is no room."""
+        with self._lock:
+            found = self._claim(total, _WRITTEN)
+        if found is None:
+            return None
+        slot, offset = found
+        return (slot, offset, total), memoryview(self._map)[_HEADER + offset : _HEADER + offset + total]
 
     def lend(self, size: int) -> Block | None:
         """Return a block for the worker to write into, given back when nothing refers to it; None: there is no room."""
@@ -265,18 +272,21 @@ class Outbox:
         data = self._arena.take_back(*place)
         return number, self._placed(data)
 
-    def relay(self, message: BatchMessage) -> BatchMessage:
-        """Return the message for bytes that another worker packed, and that were `lifted` out of its memory."""
-        if isinstance(message.place, bytes):
-            return message
+    def reserve(self, lengths: Sequence[int]) -> list[tuple[Place, memoryview]]:
+        """Return places for the bytes of a message that are still to come, and where to write them."""
         self._files.append([])
-        first, *others = (self._placed(data) for data in (message.place, *(data for _, data in message.elsewhere)))
+        places = [self._reserved(length) for length in lengths]
         if len(self._files) > self._kept:
             self._close_oldest()
-        return BatchMessage(first, tuple(zip((number for number, _ in message.elsewhere), others, strict=True)))
+        return places
 
-    def _placed(self, bytes_: Any) -> Place:
-        data = memoryview(bytes_)
+    def _reserved(self, length: int) -> tuple[Place, memoryview]:
+        if self._arena is not None and (found := self._arena.reserve(length)) is not None:
+            return found
+        file = self._new_file(length)
+        return MemoryFile(os.getpid(), file, length), memoryview(mmap.mmap(file, length))
+
+    def _placed(self, data: memoryview) -> Place:
         return (self._arena and self._arena.write([data], len(data))) or self._file([data], len(data))
 
     def close(self) -> None:
@@ -289,12 +299,16 @@ class Outbox:
             os.close(file)
 
     def _file(self, chunks: Sequence[memoryview | bytes], total: int) -> MemoryFile:
-        file = os.memfd_create("energon-batch")
-        os.ftruncate(file, total)
+        file = self._new_file(total)
         with mmap.mmap(file, total) as mapped, memoryview(mapped) as view:
             _copy(chunks, view)
-        self._files[-1].append(file)
         return MemoryFile(os.getpid(), file, total)
+
+    def _new_file(self, total: int) -> int:
+        file = os.memfd_create("energon-batch")
+        self._files[-1].append(file)
+        os.ftruncate(file, total)
+        return file
 
 
 class MemoryFile(NamedTuple):

@@ -234,7 +234,7 @@ class LocalProcesses:
         arguments = work, link, arena, board, stacks, os.getpid() if self.forks else 0
         return start_process(self._method, f"energon-worker-{work.number}", run_worker, arguments)
 
-    def settle(self) -> None:
+    def settle(self, *, wait: bool = True) -> None:
         """Nothing is waited for: a process that does not begin is noticed when it is due."""
 
     def ending(self, process: Any) -> tuple[int | None, str]:

@@ -15,6 +15,7 @@ from energon_bridge.mix.opener import DatasetOpener, MixIndex
 from energon_bridge.mix.paths import resolve_path, user_cache
 from energon_bridge.mix.schedule import WeightSchedule, parse_weight
 from energon_bridge.mix.subset import SubsetRange, evaluate_subset, merge_subsets
+from energon_bridge.mix.tiers import AspectTiers
 from energon_bridge.mix.tree import (
     AuxRef,
     Blend,
@@ -31,6 +32,7 @@ from energon_bridge.mix.tree import (
 )
 
 __all__ = [
+    "AspectTiers",
     "AuxRef",
     "Blend",
     "Blender",

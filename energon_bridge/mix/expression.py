@@ -3,8 +3,8 @@
 Filters keep the samples for which one is true; costs of balance are the numbers that one gives.
 
 A subset of Python's grammar: column names, numbers, strings, True and False, comparisons (chained ones too), `in` and
-`not in` a literal list, `and`, `or`, `not`, + - * / // % and parentheses. Nothing is executed: the syntax tree is
-walked, so an expression from a file is data. NaN compares false, except with `!=`.
+`not in` a literal list, `and`, `or`, `not`, + - * / // %, parentheses and the functions of `mix/tiers.py`. Nothing is
+executed: the syntax tree is walked, so an expression from a file is data. NaN compares false, except with `!=`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import NoReturn
 import numpy as np
 
 from energon_bridge.errors import ConfigurationError, did_you_mean
+from energon_bridge.mix.tiers import FUNCTIONS
 
 _MOST_CHARACTERS = 4000
 _LARGEST = 2.0**62
@@ -40,7 +41,15 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[np.ndarray, np.ndarray], np.ndar
 
 def column_names(text: str) -> tuple[str, ...]:
     """Return the columns that an expression names, sorted; raises ConfigurationError if it cannot be parsed."""
-    return tuple(sorted({node.id for node in ast.walk(_parse(text)) if isinstance(node, ast.Name)}))
+    nodes = [*ast.walk(_parse(text))]
+    functions = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    return tuple(sorted({node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in functions}))
+
+
+def checked_expression(text: str) -> str:
+    """Return an expression without spaces around it; raises ConfigurationError if it cannot be parsed."""
+    _parse(text)
+    return text.strip()
 
 
 def all_of(texts: Sequence[str]) -> str:
@@ -78,6 +87,14 @@ def evaluate_number(text: str, columns: Mapping[str, np.ndarray], *, num_samples
             f"expression {text!r}: gives {numbers[wrong[0]]} for sample {wrong[0]}, expected a number of at least 0."
         )
     return numbers
+
+
+def evaluate_value(text: str, columns: Mapping[str, np.ndarray], *, num_samples: int) -> np.ndarray:
+    """Return the number or text that an expression gives for each sample; raises ConfigurationError, also for NaN."""
+    value = _value(text, columns)
+    if value.dtype.kind == "f" and not np.isfinite(value).all():
+        raise ConfigurationError(f"expression {text!r}: gives NaN or infinity for some samples.")
+    return np.broadcast_to(value, (num_samples,))
 
 
 def _value(text: str, columns: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -129,6 +146,8 @@ class _Evaluation:
                 return np.negative(number) if isinstance(sign, ast.USub) else number
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
                 return self._arithmetic(node, left, op, right)
+            case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
+                return self._called(node, name, [self._number(part) for part in args])
             case ast.Compare(left=left, ops=ops, comparators=rights):
                 kept: np.ndarray = np.asarray(True)
                 for comparison, right in zip(ops, rights, strict=True):
@@ -166,6 +185,12 @@ class _Evaluation:
                 self._refuse(node, "exceeds 64 bits for some samples")
         return np.asarray(_ARITHMETIC[type(op)](first, second))
 
+    def _called(self, node: ast.expr, name: str, values: list[np.ndarray]) -> np.ndarray:
+        try:
+            return FUNCTIONS[name](*values)
+        except (TypeError, ValueError) as error:
+            return self._refuse(node, f"cannot be computed: {error}")
+
     def _compare(self, left: ast.expr, op: ast.cmpop, right: ast.expr) -> np.ndarray:
         if isinstance(op, ast.In | ast.NotIn):
             if not isinstance(right, ast.List | ast.Tuple):
@@ -184,7 +209,7 @@ class _Evaluation:
     def _refuse(self, node: ast.expr, why: str) -> NoReturn:
         raise ConfigurationError(
             f"expression {self._text!r}: `{ast.unparse(node)}` {why}. Use columns, numbers, strings, comparisons, "
-            f"`in` with a list, and, or, not, and + - * / // %."
+            f"`in` with a list, and, or, not, + - * / // %, and {', '.join(FUNCTIONS)}."
         )
 
 

@@ -57,6 +57,11 @@ class Mix:
     is_scheduled: bool = False
 
     @property
+    def unit(self) -> str | None:
+        """What the weights are shares of: an expression of columns, such as `tokens`; None: draws."""
+        return self.root.unit if isinstance(self.root, Blend) else None
+
+    @property
     def needs_sizes(self) -> bool:
         """Whether weights depend on the numbers of samples of the leaves."""
         return any(leaf.size_group is not None for leaf in self.leaves)
@@ -64,8 +69,8 @@ class Mix:
     def weights_at(self, global_draw: int, sizes: Sequence[int] | None = None) -> tuple[float, ...]:
         """Return the effective weights of all leaves at a global draw; they add up to 1.
 
-        `sizes` are the numbers of samples of the leaves; only a mix with `needs_sizes` asks for them. Raises
-        ValueError in a mode that has no weights.
+        `sizes` are the numbers of samples of the leaves, or with a `unit` their amounts; only a mix with `needs_sizes`
+        asks for them. Raises ValueError in a mode that has no weights.
         """
         if self.mode != "weights":
             raise ValueError(f"a mix of mode {self.mode!r} has no weights")
@@ -99,8 +104,10 @@ def flatten(root: Node) -> Mix:
     """List the leaves of a tree with their effective weights or repetitions.
 
     Raises MetadataError, naming both places, if blends by weight and by repetitions or endless blends in a
-    concatenation are nested, and if no leaf of a blend can ever be drawn.
+    concatenation are nested, if no leaf of a blend can ever be drawn, and if a blend counts something else than the one
+    around it.
     """
+    _check_units(root, root.unit if isinstance(root, Blend) else None)
     mode, leaves = _flatten(root, groups=itertools.count())
     seen: Counter[Hashable] = Counter()
     numbered: list[MixLeaf] = []
@@ -110,6 +117,20 @@ def flatten(root: Node) -> Mix:
         seen[identity] += 1
     is_scheduled = any(not schedule.is_constant for schedule in _schedules(root))
     return Mix(mode=mode, leaves=tuple(numbered), root=root, is_scheduled=is_scheduled)
+
+
+def _check_units(node: Node, unit: str | None) -> None:
+    """Raise unless all blends below a node count what the outermost one does."""
+    if isinstance(node, (LeafRef, JoinRef)):
+        return
+    if isinstance(node, Blend) and node.unit not in (None, unit):
+        around = "draws" if unit is None else f"`{unit}`"
+        raise MetadataError(
+            f"{node.where}: its weights are shares of `{node.unit}`, but those of the blend around it are shares of "
+            f"{around}. Write `unit: {node.unit}` at the outermost blend: it holds for all blends inside."
+        )
+    for child in node.children:
+        _check_units(child, unit)
 
 
 def _flatten(node: Node, *, groups: Iterator[int]) -> tuple[MixMode, list[MixLeaf]]:
@@ -229,7 +250,8 @@ def _lines(node: Node, *, leaves: Iterator[MixLeaf], head: str, tail: str, note:
         yield f"{head}{_leaf(next(leaves))}{note}"
         return
     name = {Blend: "blend", EpochizedBlend: "blend_epochized", Concat: "concat"}[type(node)]
-    yield f"{head}{name}{note}  ({node.where})"
+    unit = f" of {node.unit}" if isinstance(node, Blend) and node.unit else ""
+    yield f"{head}{name}{unit}{note}  ({node.where})"
     for position, child in enumerate(node.children):
         is_last = position == len(node.children) - 1
         inner = _note(node, position)

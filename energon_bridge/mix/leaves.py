@@ -21,7 +21,7 @@ from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import JsonlDataset, is_jsonl, open_jsonl
 from energon_bridge.format.key_index import key_index_version
 from energon_bridge.format.nvmeta import read_info
-from energon_bridge.mix.expression import all_of, column_names, evaluate, evaluate_number
+from energon_bridge.mix.expression import all_of, column_names, evaluate, evaluate_number, evaluate_value
 from energon_bridge.mix.flatten import Mix
 from energon_bridge.mix.joins import aux_of_join, open_join
 from energon_bridge.mix.opener import DatasetOpener
@@ -30,6 +30,30 @@ from energon_bridge.mix.tree import AuxRef, JoinRef, LeafRef, combine_multiplier
 from energon_bridge.rng import IntArray
 from energon_bridge.samples import CrudeSample
 from energon_bridge.storage import as_far, open_store
+
+_PARTS = 1024
+"""Amounts are whole numbers of such parts of one."""
+_MOST_AMOUNT = 2.0**50
+"""The largest sum of the amounts of a leaf; so no run reaches 2^63 parts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amounts:
+    """How much each sample of a leaf counts in a blend by amounts.
+
+    Attributes:
+        of_samples: By number in the dataset, in parts of 1/1024, shape (dataset.num_samples,).
+        total: The sum over the samples of the leaf.
+        fingerprint: A hash of the amounts of these samples.
+    """
+
+    of_samples: np.ndarray
+    total: int
+    fingerprint: str
+
+    def mean(self, num_samples: int) -> float:
+        """Return the mean amount of the samples of a leaf that has so many."""
+        return self.total / _PARTS / num_samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +70,7 @@ class OpenLeaf:
         aux_fingerprint: A hash of the contents of `aux`; empty if there is none.
         filter: The expression that its samples fulfil; empty if there is none.
         kept: With a filter: the numbers of these samples, ascending, shape (num_samples,).
+        amounts: In a blend by amounts: those of its samples.
 
     Attributes:
         identity: A hash of the leaf's content, independent of its location: 16 hex digits.
@@ -62,6 +87,7 @@ class OpenLeaf:
     aux_fingerprint: str = ""
     filter: str = ""
     kept: np.ndarray | None = field(default=None, repr=False, compare=False)
+    amounts: Amounts | None = field(default=None, repr=False, compare=False)
     identity: str = field(init=False)
     part: str = field(init=False)
 
@@ -112,10 +138,13 @@ class OpenLeaf:
         return any(as_far(part.store) is not None for part in parts)
 
 
-def open_leaves(mix: Mix, opener: DatasetOpener, *, shuffle_epochs: int | None) -> tuple[OpenLeaf, ...]:
+def open_leaves(
+    mix: Mix, opener: DatasetOpener, *, shuffle_epochs: int | None, unit: str | None = None
+) -> tuple[OpenLeaf, ...]:
     """Open the leaves of a mix, in its order; a dataset that is reached twice is opened once.
 
-    `shuffle_epochs` is combined with what the mix says for each dataset.
+    `shuffle_epochs` is combined with what the mix says for each dataset. With a `unit`, an expression of columns, the
+    leaves have amounts.
 
     Raises:
         DatasetError: One of them cannot be used; each reason has its own subclass.
@@ -147,20 +176,51 @@ def open_leaves(mix: Mix, opener: DatasetOpener, *, shuffle_epochs: int | None) 
         text = all_of(ref.filters) if isinstance(ref, LeafRef) else ""
         kept = kept_samples(dataset, text, start, stop, where=ref.where) if text else None
         share = entry.weight if entry.repetitions is None else entry.repetitions
-        leaves.append(
-            OpenLeaf(
-                dataset=dataset,
-                start=start,
-                stop=stop,
-                share=Fraction(1) if share is None else share,
-                shuffle_epochs=combine_multipliers(shuffle_epochs, ref.shuffle_over_epochs_multiplier),
-                aux=aux,
-                aux_fingerprint=_aux_fingerprint(aux, where=ref.where),
-                filter=text,
-                kept=kept,
-            )
+        leaf = OpenLeaf(
+            dataset=dataset,
+            start=start,
+            stop=stop,
+            share=Fraction(1) if share is None else share,
+            shuffle_epochs=combine_multipliers(shuffle_epochs, ref.shuffle_over_epochs_multiplier),
+            aux=aux,
+            aux_fingerprint=_aux_fingerprint(aux, where=ref.where),
+            filter=text,
+            kept=kept,
         )
+        leaves.append(leaf if unit is None else counting(leaf, unit, where=ref.where))
     return number_leaves(leaves)
+
+
+def counting(leaf: OpenLeaf, unit: str, *, where: str) -> OpenLeaf:
+    """Return a leaf with the amounts of its samples, by an expression of columns.
+
+    Raises ConfigurationError for a wrong expression or column, MetadataError for a dataset that can have none.
+    """
+    path = leaf.dataset.path
+    found = numbers_of_samples(leaf.dataset, unit, where=where, use="counted by them", counts=True)
+    whole = np.rint(found * _PARTS)
+    own = whole[leaf.start : leaf.stop] if leaf.kept is None else whole[leaf.kept]
+    total = float(own.sum())
+    if not 0 < total <= _MOST_AMOUNT * _PARTS:
+        raise ConfigurationError(
+            f"{path}: its {leaf.num_samples} samples have {total / _PARTS:g} `{unit}` together, and the weights of the "
+            f"blend are shares of it: expected more than 0, and at most {_MOST_AMOUNT:g}"
+        )
+    small = np.int32 if float(whole.max()) <= np.iinfo(np.int32).max else np.int64
+    own, whole = own.astype(np.int64), whole.astype(small)
+    digest = hashlib.blake2b(own.tobytes(), digest_size=8).hexdigest()
+    amounts = Amounts(of_samples=whole, total=int(own.sum()), fingerprint=digest)
+    return dataclasses.replace(leaf, amounts=amounts)
+
+
+_REMEDIES = {
+    "tokens": "--processor MODEL (or --encoder MODULE:ENCODER)",
+    "bytes": "--bytes",
+    "sound_seconds": "--sound-seconds",
+    "width": "--image-size",
+    "height": "--image-size",
+}
+"""What makes a column, by its name."""
 
 
 def kept_samples(
@@ -182,21 +242,49 @@ def kept_samples(
     return numbers.astype(np.int32) if stop <= np.iinfo(np.int32).max else numbers
 
 
-def numbers_of_samples(dataset: PreparedDataset | JoinedDataset, text: str, *, where: str) -> np.ndarray:
+def numbers_of_samples(
+    dataset: PreparedDataset | JoinedDataset,
+    text: str,
+    *,
+    where: str,
+    use: str = "balanced by them",
+    counts: bool = False,
+) -> np.ndarray:
     """Return the number that an expression of columns gives for each sample, floats of shape (dataset.num_samples,).
+
+    `use` and `counts` (the weights of a blend are shares of it) are for the errors.
 
     Raises ConfigurationError for a wrong expression or column, MetadataError for a column of other shards or a dataset
     that can have none.
     """
-    columns, hint = _leaf_columns(dataset, text, 0, dataset.num_samples, where=where, use="balanced by them")
+    columns, hint = _leaf_columns(dataset, text, 0, dataset.num_samples, where=where, use=use, counts=counts)
     try:
         return evaluate_number(text, columns, num_samples=dataset.num_samples)
     except ConfigurationError as error:
         raise ConfigurationError(f"{dataset.path}: {error}{hint}") from error
 
 
+def values_of_samples(dataset: PreparedDataset | JoinedDataset, text: str) -> np.ndarray:
+    """Return what an expression of columns gives for each sample, numbers or texts, shape (dataset.num_samples,).
+
+    Raises ConfigurationError for a wrong expression or column, MetadataError for a dataset that can have none.
+    """
+    columns, hint = _leaf_columns(dataset, text, 0, dataset.num_samples, where=dataset.path, use="grouped by them")
+    try:
+        return evaluate_value(text, columns, num_samples=dataset.num_samples)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{dataset.path}: {error}{hint}") from error
+
+
 def _leaf_columns(
-    dataset: PreparedDataset | JoinedDataset, text: str, start: int, stop: int, *, where: str, use: str
+    dataset: PreparedDataset | JoinedDataset,
+    text: str,
+    start: int,
+    stop: int,
+    *,
+    where: str,
+    use: str,
+    counts: bool = False,
 ) -> tuple[dict[str, np.ndarray], str]:
     """Return the columns that an expression names, of the samples in [start, stop), and a hint if there are none."""
     if isinstance(dataset, (JoinedDataset, JsonlDataset)):
@@ -211,6 +299,10 @@ def _leaf_columns(
         known = added = read_columns(dataset.store)
         columns = {name: column_of(dataset, name, added)[start:stop] for name in column_names(text) if name in added}
         hint = "" if added else f" Add one: energon columns add {dataset.path} --help"
+    missing = [name for name in column_names(text) if name not in known]
+    if counts and missing:
+        how = _REMEDIES.get(missing[0], f"{missing[0]} --of MODULE:FUNCTION")
+        hint = f" The weights of its blend are shares of `{text}`. Add it: energon columns add {dataset.path} {how}"
     if len(columns) < len(known):  # for the error, which lists them
         columns |= {name: np.empty(0) for name in known.keys() - columns.keys()}
     return columns, hint

@@ -9,7 +9,7 @@ from typing import Any, Self, Union
 
 from energon_bridge.errors import ConfigurationError, MetadataError
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG
-from energon_bridge.mix.expression import column_names
+from energon_bridge.mix.expression import checked_expression, column_names
 from energon_bridge.mix.flatten import Mix, flatten
 from energon_bridge.mix.metadataset import read_metadataset_dict, read_metadataset_file
 from energon_bridge.mix.opener import MIN_DATASETS, MixIndex, index_folders
@@ -131,7 +131,9 @@ def _read_blender(blender: Blender, *, base: str, direct: LeafRef, index: MixInd
         for position, (child, _) in enumerate(blender.items)
     )
     weights = tuple(schedule for _, schedule in blender.items if schedule is not None)
-    return Blend(children=children, weights=weights, where=where) if weights else Concat(children=children, where=where)
+    if not weights:
+        return Concat(children=children, where=where)
+    return Blend(children=children, weights=weights, unit=blender.unit, where=where)
 
 
 def _refuse_configs(direct: LeafRef, what: str) -> None:
@@ -172,11 +174,13 @@ class Blender:
         >>> loader = get_savable_loader(get_train_dataset(mix, batch_size=4))
 
     `items` accepts pairs or Megatron's flat list and becomes (child, WeightSchedule) pairs; all schedules are None if
-    the sizes of the datasets decide. Relative paths are relative to the current directory.
+    the sizes of the datasets decide. Relative paths are relative to the current directory. With a `unit`, such as
+    "tokens", weights are shares of that column (or expression of columns), and not of samples.
     Raises ConfigurationError.
     """
 
     items: Sequence[Any]
+    unit: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.items, (str, bytes, Mapping)) or not isinstance(self.items, Iterable):
@@ -193,6 +197,11 @@ class Blender:
             for position, (child, weight) in enumerate(pairs)
         ]
         object.__setattr__(self, "items", tuple(read))
+        if self.unit is not None:
+            if by_size or not isinstance(self.unit, str):
+                what = "needs weights" if by_size else "must be a column or an expression of columns"
+                raise ConfigurationError(f"Blender: unit={self.unit!r} {what}")
+            object.__setattr__(self, "unit", checked_expression(self.unit))
 
     @classmethod
     def from_prefixes(cls, prefixes: Sequence[Any], weights: Sequence[Any] | None = None) -> Self:

@@ -10,11 +10,12 @@ Version 2 (`__module__: megatron.energon`, `__class__: MetadatasetV2`): a split 
     {path, split_part, subflavors, shuffle_over_epochs_multiplier, dataset_config, split_config, aux, subset, filter}
     {join: [reference, ...] or {name: reference, ...}, joiner, split_part, subflavors,
      shuffle_over_epochs_multiplier, dataset_config, split_config, subset}
-    {blend: [item + weight, ...], subset}
+    {blend: [item + weight, ...], subset, unit}
     {blend_epochized: [item + repetitions, ...], subset}
     {concat: [item, ...], subset}                          # an extension of ours, as is nesting items in place
 
-`filter`, which all but a join may have, is an extension of ours too: an expression over columns (`mix/expression.py`).
+`filter`, which all but a join may have, and `unit`, what the weights of a blend are shares of, are extensions of ours
+too: expressions over columns (`mix/expression.py`).
 
 `path` may be another metadataset. Sources: reference sections 1.12 and 1.13.
 
@@ -34,7 +35,7 @@ from typing import Any, get_args
 from energon_bridge.errors import ConfigurationError, MetadataError, UnknownSplitError, did_you_mean
 from energon_bridge.format.documents import expect_keys, expect_mapping, expect_string, wrong_type
 from energon_bridge.format.join import Nonmatch
-from energon_bridge.mix.expression import column_names
+from energon_bridge.mix.expression import checked_expression
 from energon_bridge.mix.opener import MixIndex
 from energon_bridge.mix.paths import DatasetKind, kind_of_reference, resolve_path, split_path
 from energon_bridge.mix.schedule import exact_number, parse_weight
@@ -190,7 +191,7 @@ _WITHOUT_EFFECT = ("subset", "shuffle_over_epochs_multiplier")  # in an entry of
 _STRUCTURE_KEYS = {
     "path": _REFERENCE_KEYS,
     "join": _JOIN_KEYS,
-    "blend": frozenset({"blend", "subset", "filter"}),
+    "blend": frozenset({"blend", "subset", "filter", "unit"}),
     "blend_epochized": frozenset({"blend_epochized", "subset", "filter"}),
     "concat": frozenset({"concat", "subset", "filter"}),
 }
@@ -333,7 +334,8 @@ def _read_item(value: Any, *, field: str, scope: Scope, extra: str | None = None
         for child, place in _items(item["blend"], field=f"{field}.blend", scope=scope):
             children.append(_read_item(child, field=place, scope=inner, extra="weight"))
             weights.append(parse_weight(child.get("weight", 1), where=scope.where, field=f"{place}.weight"))
-        return Blend(children=tuple(children), weights=tuple(weights), where=at)
+        unit = _expression(item, "unit", field=field, scope=scope)
+        return Blend(children=tuple(children), weights=tuple(weights), unit=unit, where=at)
     repetitions = []
     for child, place in _items(item["blend_epochized"], field=f"{field}.blend_epochized", scope=scope):
         children.append(_read_item(child, field=place, scope=inner, extra="repetitions"))
@@ -355,14 +357,17 @@ def _within(scope: Scope, subset: SubsetRange | None) -> Scope:
 
 def _filters(item: dict[str, Any], *, field: str, scope: Scope) -> tuple[str, ...]:
     """Return the filters around an item and its own."""
-    text = read_text(item, "filter", where=scope.where, field=field)
-    if text is None:
-        return scope.filters
+    text = _expression(item, "filter", field=field, scope=scope)
+    return scope.filters if text is None else (text, *scope.filters)
+
+
+def _expression(item: dict[str, Any], key: str, *, field: str, scope: Scope) -> str | None:
+    """Return an optional expression of columns."""
+    text = read_text(item, key, where=scope.where, field=field)
     try:
-        column_names(text)
+        return text if text is None else checked_expression(text)
     except ConfigurationError as error:
-        raise MetadataError(f"{scope.where}, field `{field}.filter`: {error}") from error
-    return (text, *scope.filters)
+        raise MetadataError(f"{scope.where}, field `{field}.{key}`: {error}") from error
 
 
 def _read_reference(item: dict[str, Any], *, field: str, scope: Scope) -> Node:

@@ -105,10 +105,14 @@ class JoinRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blend:
-    """An endless blend: each draw takes a child with probability weight / sum of weights."""
+    """An endless blend: each child gets weight / sum of weights of the draws, or of an amount.
+
+    `unit` is the amount, a column or an expression of columns; None: draws.
+    """
 
     children: tuple[Node, ...]
     weights: tuple[WeightSchedule, ...]
+    unit: str | None = None
     where: str = field(default="", compare=False)
 
 

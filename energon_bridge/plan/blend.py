@@ -159,6 +159,17 @@ _COUNTED = 16
 """Draws per leaf up to which drawing them is cheaper than counting by arithmetic."""
 
 
+def pieces_of(weights: LeafWeights) -> list[tuple[int, int]]:
+    """Return the global draws from which on weights are constant, each with the draw whose weights hold there."""
+    points = [0, *(point for point in weights.points() if point > 0)]
+    starts = []
+    for low, high in pairwise(points):
+        pieces = min(_MOST_PIECES, math.isqrt(high - low) // 4 + 1) if weights.moves else 1
+        starts += [low + (high - low) * number // pieces for number in range(pieces)]
+    starts.append(points[-1])
+    return [*((start, (start + later - 1) // 2) for start, later in pairwise(starts)), (starts[-1], starts[-1])]
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightedBlend:
     """Leaves chosen by weight, without end.
@@ -203,14 +214,13 @@ class WeightedBlend:
         return total
 
     @cached_property
+    def _pieces(self) -> list[tuple[int, int]]:
+        return pieces_of(self.weights)
+
+    @cached_property
     def _starts(self) -> list[int]:
         """The global draws from which on weights are constant, ascending."""
-        points = [0, *(point for point in self.weights.points() if point > 0)]
-        starts = []
-        for low, high in pairwise(points):
-            pieces = min(_MOST_PIECES, math.isqrt(high - low) // 4 + 1) if self.weights.moves else 1
-            starts += [low + (high - low) * number // pieces for number in range(pieces)]
-        return [*starts, points[-1]]
+        return [start for start, _ in self._pieces]
 
     def _end(self, lane: int, piece: int) -> int | None:
         """Return the first draw of a lane after a piece; None for the last one."""
@@ -221,8 +231,7 @@ class WeightedBlend:
     def _interval(self, piece: int) -> tuple[UIntArray, int]:
         """Return the thresholds of the leaves in a piece, and the last leaf that has a weight."""
         if piece not in self._intervals:
-            start, *later = self._starts[piece : piece + 2]
-            weights = self.weights.at((start + later[0] - 1) // 2 if later else start)
+            weights = self.weights.at(self._pieces[piece][1])
             self._intervals[piece] = thresholds(weights), max(leaf for leaf, one in enumerate(weights) if one > 0)
         return self._intervals[piece]
 

@@ -13,13 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from energon_bridge.mix.leaves import Amounts
+from energon_bridge.plan.amounts import AmountBlend, AmountDraws
 from energon_bridge.plan.bans import LeafBans
 from energon_bridge.plan.blend import Blend
+from energon_bridge.plan.buckets import BucketBlend
 from energon_bridge.plan.leaf import LeafOrder, Round
 from energon_bridge.rng import IntArray
 
@@ -28,13 +31,19 @@ _FEWEST, _MOST = 32, 256
 """Draws looked up at a time; of a lane few at first, since there are many."""
 
 
+AnyBlend: TypeAlias = Blend | AmountBlend | BucketBlend
+"""Says which leaf each draw of a lane comes from: by its number alone, by what was drawn before, or by its bucket."""
+
+
 class OrderedLeaf(Protocol):
-    """What choosing needs of a leaf: its order, and its banned samples."""
+    """What choosing needs of a leaf: its order, its banned samples, and their amounts if the weights count them."""
 
     @property
     def order(self) -> LeafOrder: ...
     @property
     def bans(self) -> LeafBans | None: ...
+    @property
+    def amounts(self) -> Amounts | None: ...
 
 
 class Drawn(Protocol):
@@ -189,6 +198,7 @@ class Chooser(Generic[R]):
         draw: The next draw.
         leaf_draws: Draws made before in each leaf.
         origin: Draw at which the blend begins.
+        sums: The sums of the leaves, in a blend by amounts.
 
     Attributes:
         draw, leaf_draws: Those of the position that choosing has reached.
@@ -197,20 +207,34 @@ class Chooser(Generic[R]):
     def __init__(
         self,
         cursors: Cursors[R],
-        blend: Blend | None,
+        blend: AnyBlend | None,
         lane: int,
         draw: int,
         leaf_draws: Sequence[int],
         origin: int = 0,
+        sums: Sequence[int] = (),
     ) -> None:
-        self._cursors, self._blend, self._lane, self._origin = cursors, blend, lane, origin
+        self._cursors, self._lane, self._origin = cursors, lane, origin
+        self._amounts: AmountDraws | None = None
+        self._blend: Blend | None = None
+        if isinstance(blend, AmountBlend):
+            self._amounts = AmountDraws(blend, cursors.leaves, lane, draw, leaf_draws, sums, origin)
+        else:
+            assert not isinstance(blend, BucketBlend)  # each of its buckets has a chooser of its own
+            self._blend = blend
         self.draw, self.leaf_draws = draw, list(leaf_draws)
+
+    def sums(self, draw: int) -> tuple[int, ...]:
+        """Return the sums of the leaves before a draw, not before one asked about earlier; none without amounts."""
+        return () if self._amounts is None else self._amounts.sums(draw)
 
     def spans(self, count: int) -> list[Span[R]]:
         """Choose the next `count` draws."""
         first, lane = self.draw, self._lane
         of_leaves: list[tuple[int, Sequence[int]]] = [(0, range(count))]
-        if self._blend is not None:
+        if self._amounts is not None:
+            of_leaves = by_leaf(self._amounts.take(count))
+        elif self._blend is not None:
             of_leaves = by_leaf(self._leaves(count))
         spans: list[Span[R]] = []
         for leaf, places in of_leaves:
@@ -268,7 +292,7 @@ class PassDraws:
     """
 
     leaves: Sequence[OrderedLeaf]
-    blend: Blend | None
+    blend: AnyBlend | None
     first: int = 0
     num_draws: int
 
@@ -279,8 +303,8 @@ class PassDraws:
     def picks(self, start: int, stop: int) -> Picks:
         """Return draws [start, stop) of the pass."""
         draw = self.first + start
-        leaf_draws = draws_before(self.blend, 0, draw).tolist()
-        return Chooser(self._cursors, self.blend, 0, draw, leaf_draws).picks(stop - start)
+        leaf_draws, sums = standing(self.leaves, self.blend, 0, draw)
+        return Chooser(self._cursors, self.blend, 0, draw, leaf_draws, sums=sums).picks(stop - start)
 
 
 class UnbannedDraws:
@@ -301,6 +325,10 @@ class UnbannedDraws:
         # The draws looked up and not taken, and the places of those that are not banned.
         self._members: IntArray = np.zeros((0, 4), dtype=np.int64)
         self._kept: IntArray = np.zeros(0, dtype=np.int64)
+
+    def sums(self) -> tuple[int, ...]:
+        """Return the sums of the leaves at the position."""
+        return self._chooser.sums(self.draw)
 
     def take(self, wanted: int) -> tuple[IntArray, IntArray | None]:
         """Return the members of the next `wanted` picks, and the banned draws of each leaf before them if any."""
@@ -328,6 +356,30 @@ class UnbannedDraws:
         self._members = np.concatenate((self._members, members))
 
 
-def draws_before(blend: Blend | None, lane: int, draw: int) -> IntArray:
-    """Return a lane's draws of each leaf before a draw of its blend, shape (leaves,)."""
-    return np.array([draw]) if blend is None else blend.counts(lane, draw)
+class Standing(NamedTuple):
+    """Where a lane is before a draw: its draws of each leaf, and the sums of a blend by amounts."""
+
+    leaf_draws: list[int]
+    sums: tuple[int, ...] = ()
+
+
+_STRETCH = 1 << 14
+"""Draws gone through at once."""
+
+
+def standing(leaves: Sequence[OrderedLeaf], blend: AnyBlend | None, lane: int, draw: int) -> Standing:
+    """Return where a lane is before a draw of its blend.
+
+    It is computed at once, but for a blend by amounts, which goes through all draws: some microseconds for each.
+    """
+    if blend is None:
+        return Standing([draw])
+    assert not isinstance(blend, BucketBlend)
+    if not isinstance(blend, AmountBlend):
+        return Standing(blend.counts(lane, draw).tolist())
+    counts, draws = np.zeros(len(leaves), dtype=np.int64), AmountDraws(blend, leaves, lane, 0, [0] * len(leaves), (), 0)
+    for first in range(0, draw, _STRETCH):
+        size = min(_STRETCH, draw - first)
+        counts += np.bincount(draws.take(size), minlength=counts.size)
+        draws.sums(first + size)  # what came before is not needed again
+    return Standing(counts.tolist(), draws.sums(draw))

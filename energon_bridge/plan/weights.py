@@ -24,7 +24,7 @@ class MixWeights:
 
     Args:
         mix: The mix.
-        sizes: Samples of each leaf, in order of the mix.
+        sizes: Samples of each leaf, or their amounts in a blend by amounts, in order of the mix.
         order: For each identity in turn, the place of its leaf in the mix.
     """
 

@@ -154,6 +154,16 @@ def balanced(loader: Any, balance: Balance | None) -> Any:
     planned = isinstance(balance.cost, ColumnCost) and balance.own_share is not False
     if alone and (size is None or not planned) and balance.window == 1:
         return loader
+    if balance.window > 1 and getattr(loader, "spec", None) is not None and loader.spec.buckets is not None:
+        raise ConfigurationError(
+            f"balance: window={balance.window} makes new global batches of several, which come from different buckets "
+            "(group_by): leave out the window"
+        )
+    if balance.window > 1 and not getattr(balance.cost, "finished", True):
+        raise ConfigurationError(
+            f"balance: with window={balance.window} the cost decides which samples a global batch has, and a "
+            "CostWarmup changes it during the run: fit first, then start a run with its weights"
+        )
     size = _check(loader, balance, asks=not planned)
     if isinstance(balance.cost, ColumnCost):
         why = "own_share=False" if balance.own_share is False else why_unplanned(loader.spec)

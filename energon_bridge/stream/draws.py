@@ -16,8 +16,7 @@ import torch
 from PIL import Image
 
 from energon_bridge.errors import EmptyDatasetError
-from energon_bridge.plan.blend import Blend
-from energon_bridge.plan.choose import Chooser
+from energon_bridge.plan.choose import AnyBlend, Chooser
 from energon_bridge.samples.stacking import Slab
 from energon_bridge.stream.pipeline import LoadedDraws, PendingLoads, Pipeline
 from energon_bridge.stream.reader import DrawSpan
@@ -60,6 +59,7 @@ class Draws:
         pipeline: Shared by all lanes of the process.
         blend: Says which leaf a draw comes from; None if there is one leaf.
         state: Where to continue.
+        rows: Rows of a microbatch that is made of the draws; default: those of the pipeline.
 
     Attributes:
         draw: Number of the next draw, or of the current one while samples are left of it.
@@ -68,16 +68,18 @@ class Draws:
         ahead: Whether to load draws beyond those requested.
     """
 
-    def __init__(self, number: int, pipeline: Pipeline, blend: Blend | None, state: LaneState) -> None:
+    def __init__(
+        self, number: int, pipeline: Pipeline, blend: AnyBlend | None, state: LaneState, rows: int | None = None
+    ) -> None:
         self.number = number
-        self._pipeline = pipeline
+        self._pipeline, self.rows = pipeline, rows or pipeline.rows
         self._number_of = pipeline.sample_numbers(number)
         self.draw = state.draw
         self.taken = state.taken
         self.origin = state.origin
         self.leaf_draws = list(state.leaf_draws)
         # What has been chosen, and is loaded or loading.
-        self._chooser = Chooser(pipeline.cursors, blend, number, state.draw, state.leaf_draws, state.origin)
+        self._chooser = Chooser(pipeline.cursors, blend, number, state.draw, state.leaf_draws, state.origin, state.sums)
         self._first = state.draw
         self._slab: Slab | None = None
         self._loading = PendingLoads(pipeline)
@@ -88,6 +90,10 @@ class Draws:
         self._outputs_of = self._outputs_size = 0
         # The first microbatch reads only its own draws, so that a resume costs no more than a fresh start.
         self.ahead = False
+
+    def sums(self) -> tuple[int, ...]:
+        """Return the sums of the leaves at the position, in a blend by amounts."""
+        return self._chooser.sums(self.draw)
 
     def prepare(self, draws: int) -> None:
         """Start loading the next draws."""
@@ -217,9 +223,9 @@ class Draws:
             count = min(pipeline.chunk, draw - chooser.draw)
             into = self._slab_row() if pipeline.slabs is not None else None
             if into is not None:
-                count = min(count, pipeline.rows - into[1])
+                count = min(count, self.rows - into[1])
             spans = chooser.spans(count)
-            if (chooser.draw - self._first) % pipeline.rows == 0:
+            if (chooser.draw - self._first) % self.rows == 0:
                 self._slab = None  # full; only its images keep it
             rounds = self.ahead and pipeline.settings.reads_rounds
             self._loading.schedule(spans, ahead=rounds, into=into)
@@ -230,9 +236,9 @@ class Draws:
 
     def _slab_row(self) -> tuple[Slab, int] | None:
         """Return the slab of the microbatch that the next draw probably belongs to, and its row there."""
-        row = (self._chooser.draw - self._first) % self._pipeline.rows
+        row = (self._chooser.draw - self._first) % self.rows
         if not row and self._pipeline.slabs is not None:
-            self._slab = self._pipeline.slabs.slab(self._pipeline.rows)
+            self._slab = self._pipeline.slabs.slab(self.rows)
         return None if self._slab is None else (self._slab, row)
 
     def _read_ahead(self, spans: list[DrawSpan]) -> None:

@@ -15,8 +15,9 @@ from collections import Counter, deque
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any, Protocol
 
-from energon_bridge.errors import HookTimeoutError
-from energon_bridge.plan.blend import Blend
+from energon_bridge.errors import FatalSampleError, HookTimeoutError
+from energon_bridge.plan.buckets import BucketBlend
+from energon_bridge.plan.choose import AnyBlend
 from energon_bridge.stream.draws import BatchRow, Draws, batch_rows, reencode, rows_of
 from energon_bridge.stream.grouping import Grouping
 from energon_bridge.stream.packing import Packing
@@ -37,11 +38,13 @@ class Lane:
         state: Where to continue.
     """
 
-    def __init__(self, number: int, pipeline: Pipeline, blend: Blend | None, state: LaneState) -> None:
+    def __init__(self, number: int, pipeline: Pipeline, blend: AnyBlend | None, state: LaneState) -> None:
         self.number = number
         self._pipeline = pipeline
         self._microbatches = state.microbatches
-        self._draws = Draws(number, pipeline, blend, state)
+        self._blend, self._leaf_draws = blend, list(state.leaf_draws)
+        self._buckets: dict[int, Draws] = {}
+        self._draws = self._bucket(state.microbatches) or Draws(number, pipeline, blend, state)
         self._first_draw = state.draw
         self._first_microbatch = state.microbatches
         held = state.held.entries()
@@ -54,8 +57,27 @@ class Lane:
         self._batches_taken = state.batches_taken
         self._batched = [_row(refs, output) for stage, refs, output in held if stage is Stage.BATCH]
 
+    def _bucket(self, microbatch: int) -> Draws | None:
+        """Return the draws in the bucket that a microbatch comes from; None without buckets."""
+        blend = self._blend
+        if not isinstance(blend, BucketBlend):
+            return None
+        bucket = blend.bucket(microbatch)
+        draws = self._buckets.get(bucket)
+        if draws is None:
+            state = LaneState(0, blend.draws(bucket, self._leaf_draws), 0, tuple(self._leaf_draws))
+            draws = Draws(self.number, self._pipeline, blend.blends[bucket], state, blend.rows[bucket])
+            self._buckets[bucket] = draws
+        return draws
+
     def prepare(self, microbatches: int) -> None:
         """Start loading the draws that the next microbatches will probably need."""
+        if self._buckets:
+            coming = Counter(self._bucket(self._microbatches + number) for number in range(microbatches))
+            for bucket, count in coming.items():
+                assert bucket is not None
+                bucket.prepare(count * bucket.rows)
+            return
         made = self._microbatches - self._first_microbatch
         draws = self._pipeline.rows
         if made and (self._packing or self._grouping):
@@ -65,6 +87,7 @@ class Lane:
     def produce(self) -> LaneBatch:
         """Return the next microbatch and the state of the lane after it."""
         counts = Counts()
+        self._draws = self._bucket(self._microbatches) or self._draws
         with self._pipeline.user_code():
             first, attempts = self._draws.draw, 0
             while not self._batches:
@@ -80,10 +103,20 @@ class Lane:
             if self._packing is not None:
                 self._packing.settle(self._pipeline.rows, counts)
         self._draws.ahead = True
-        return LaneBatch(batch, self._pipeline.rows, self._state(), counts)
+        return LaneBatch(batch, self._draws.rows, self._state(), counts)
 
     def _state(self) -> LaneState:
         draws = self._draws
+        if isinstance(self._blend, BucketBlend):
+            if draws.taken or self._batches:
+                raise FatalSampleError(
+                    f"{type(self._pipeline.code.encoder).__name__} makes several samples or batches of one, so "
+                    "microbatches of one bucket (group_by) cannot follow from their numbers: make one of each"
+                )
+            for leaf, bucket in enumerate(self._blend.of_leaf):
+                if bucket in self._buckets:
+                    self._leaf_draws[leaf] = self._buckets[bucket].leaf_draws[leaf]
+            return LaneState(self._microbatches, sum(self._leaf_draws), 0, tuple(self._leaf_draws))
         parts = [stage.waiting() for stage in (self._packing, self._grouping) if stage is not None]
         if self._batched:
             parts.insert(0, BufferedRefs.of((Stage.BATCH, row.members, row.output) for row in self._batched))
@@ -96,6 +129,7 @@ class Lane:
             BufferedRefs.joined(parts),
             self._batches_taken,
             0 if self._packing is None else self._packing.target,
+            draws.sums(),
         )
 
     def _batch(self, counts: Counts) -> None:
@@ -113,7 +147,7 @@ class Lane:
         elif self._packing is not None:
             rows = [self._packing.take(counts) for _ in range(pipeline.rows)]
         else:
-            drawn = self._draws.collect(pipeline.rows, counts)
+            drawn = self._draws.collect(self._draws.rows, counts)
             batches = pipeline.batches(drawn.samples, drawn.keys, drawn.leaves, self.number, self._microbatches, counts)
             self._batches.extend(batches)
             if len(batches) > 1:
@@ -167,7 +201,7 @@ class Stream(Protocol):
 class LaneStreams:
     """The lanes of one process, each opened on first use."""
 
-    def __init__(self, pipeline: Pipeline, blend: Blend | None, states: Mapping[int, LaneState]) -> None:
+    def __init__(self, pipeline: Pipeline, blend: AnyBlend | None, states: Mapping[int, LaneState]) -> None:
         self.pipeline = pipeline
         self._blend = blend
         self._states = states

@@ -18,6 +18,7 @@ from energon_bridge.format.foreign import ForeignDataset, field_map_of
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import PART, JsonlDataset, parse_line
 from energon_bridge.mix import AuxRef
+from energon_bridge.mix.leaves import Amounts
 from energon_bridge.plan.bans import LeafBans
 from energon_bridge.plan.leaf import LeafOrder, Round
 from energon_bridge.rng import IntArray, fold
@@ -39,13 +40,14 @@ _NO_PARTS: tuple[str, ...] = ()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
-    """One dataset of a stream: its description, its order, the stores of its cooker, and its bans."""
+    """One dataset of a stream: its description, its order, the stores of its cooker, its bans and its amounts."""
 
     identity: str
     dataset: PreparedDataset | JoinedDataset
     order: LeafOrder
     aux: Mapping[str, AuxRef] = field(default_factory=dict)
     bans: LeafBans | None = None
+    amounts: Amounts | None = field(default=None, repr=False, compare=False)
 
 
 def user_key_of(leaf: Leaf) -> int:

@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_bridge.errors import ConfigurationError, FatalSampleError
-from energon_bridge.plan.blend import Blend
-from energon_bridge.plan.choose import Chooser, Cursors, UnbannedDraws
+from energon_bridge.plan.choose import AnyBlend, Chooser, Cursors, UnbannedDraws
 from energon_bridge.plan.leaf import Round
 from energon_bridge.rng import IntArray
 from energon_bridge.stream.draws import BatchRow, batch_rows, encode_rows
@@ -70,7 +69,7 @@ class PlanRules:
     """
 
     leaves: tuple[Leaf, ...]
-    blend: Blend | None
+    blend: AnyBlend | None
     tables: tuple[SampleTable, ...]
     rows: int
     packer: Packer[Any] | None = None
@@ -127,7 +126,7 @@ class PlannedLane:
         self.number = number
         self._rules = rules
         self._microbatches = state.microbatches
-        chooser = Chooser(cursors, rules.blend, number, state.draw, state.leaf_draws, state.origin)
+        chooser = Chooser(cursors, rules.blend, number, state.draw, state.leaf_draws, state.origin, state.sums)
         self._draws, self._origin = UnbannedDraws(chooser), state.origin
         size, held = rules.buffer_size, state.held
         self._buffer = PackBuffer(size, held, state.buffer or first_target(number, size))
@@ -180,6 +179,7 @@ class PlannedLane:
             self._buffer.waiting() if packs else NOTHING_HELD,
             0,
             self._buffer.target if packs else 0,
+            draws.sums(),
         )
 
     def _take(self, wanted: int, lost: Counts) -> IntArray:

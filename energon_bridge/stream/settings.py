@@ -63,6 +63,8 @@ class RunSettings:
     virtual_epoch_length: int | None = None
     limit: int | None = None
     # Samples and microbatches.
+    group_by: tuple[str, ...] = ()
+    bucket_batch_size: str | Mapping[str, int] | None = None
     task_encoder: Any
     batch_size: int | None
     batch_drop_last: bool = False
@@ -78,8 +80,15 @@ class RunSettings:
         check_numbers({name: getattr(self, name) for name in _LEAST})
         if self.shuffle_over_epochs_multiplier != -1:
             check_number("shuffle_over_epochs_multiplier", self.shuffle_over_epochs_multiplier, 1)
+        if self.bucket_batch_size is not None and not self.group_by:
+            raise ConfigurationError("bucket_batch_size is for the buckets of group_by, which is not given")
+        if self.group_by and (self.batch_size is None or self.packing_buffer_size is not None):
+            given = "batch_size=None" if self.batch_size is None else "packing_buffer_size=…"
+            raise ConfigurationError(f"group_by makes microbatches of the samples of a bucket: {given} does not fit")
         if (most := self.max_tokens_per_microbatch) is None:
             return
+        if self.group_by:
+            raise ConfigurationError("group_by and max_tokens_per_microbatch both choose the samples of a microbatch")
         if most > MAX_LIMIT:
             raise ConfigurationError(f"max_tokens_per_microbatch={most} must be at most {MAX_LIMIT}")
         if self.batch_size not in (None, 1):

@@ -145,6 +145,7 @@ class LaneState:
         held: Rows that were drawn and are not delivered yet, if the encoder packs or groups.
         batches_taken: Batches already delivered of those that batch hooks made from the rows of stage BATCH.
         buffer: Samples in the packing buffer at which the next selection is made; 0 for a lane that begins.
+        sums: In a blend by amounts: the sums of the leaves (`plan/amounts.py`); empty for a lane that begins.
     """
 
     microbatches: int = field(metadata=_column("microbatches"))
@@ -155,6 +156,7 @@ class LaneState:
     held: BufferedRefs = NOTHING_HELD
     batches_taken: int = field(default=0, metadata=_column("batches_taken", most=1 << 32))
     buffer: int = field(default=0, metadata=_column("buffers", most=1 << 32))
+    sums: tuple[int, ...] = ()
 
     def plain(self) -> tuple[Any, ...]:
         """Return the values as plain tuples, to cross to the training process with a microbatch."""

@@ -248,7 +248,7 @@ def fit_cost(measured: Iterable[tuple[Any, float]], *, patch_size: int = 14) -> 
     Raises:
         ConfigurationError: There are fewer than 8, a time is not a positive number, or no time depends on the batch.
     """
-    return _fitted(((_counts(batch, patch_size), taken) for batch, taken in measured), patch_size)
+    return fit_counts(((counts_of(batch, patch_size), taken) for batch, taken in measured), patch_size)
 
 
 def record_time(path: str | os.PathLike[str], batches: Sequence[Any], seconds: float, *, patch_size: int = 14) -> None:
@@ -260,7 +260,7 @@ def record_time(path: str | os.PathLike[str], batches: Sequence[Any], seconds: f
         seconds: Of their forward and backward passes, together.
         patch_size: Side of a patch in pixels, where images are no patches yet.
     """
-    counts = np.mean([_counts(batch, patch_size) for batch in batches], 0).tolist()
+    counts = np.mean([counts_of(batch, patch_size) for batch in batches], 0).tolist()
     line = dict(zip(_COUNTED, counts, strict=True)) | {"seconds": seconds / len(batches), "patch_size": patch_size}
     with Path(path).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
@@ -293,18 +293,19 @@ def fit_times(path: str | os.PathLike[str]) -> FittedCost:
             yield row[:-1], row[-1]
 
     counted = list(measured())
-    return _fitted(counted, patch_size)
+    return fit_counts(counted, patch_size)
 
 
 _COUNTED = ("tokens", "attention", "patches")
 
 
-def _counts(batch: Any, patch_size: int) -> tuple[float, ...]:
+def counts_of(batch: Any, patch_size: int) -> tuple[float, ...]:
+    """Return the tokens, pairs of tokens and patches of a microbatch."""
     return num_tokens(batch), attention_pairs(batch), vision_patches(batch, patch_size)
 
 
-def _fitted(measured: Iterable[tuple[tuple[float, ...], float]], patch_size: int) -> FittedCost:
-    """Fit the weights to counts and seconds of microbatches."""
+def fit_counts(measured: Iterable[tuple[tuple[float, ...], float]], patch_size: int) -> FittedCost:
+    """Fit the weights to the counts (`counts_of`) and seconds of microbatches; raises as `fit_cost`."""
     rows: list[tuple[float, ...]] = []
     seconds: list[float] = []
     for row, taken in measured:

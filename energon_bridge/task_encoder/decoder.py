@@ -7,6 +7,7 @@
     json jsn                     json.loads
     npy, npz                     an array, a dict of arrays
     pth                          torch.load(weights_only=True)
+    safetensors                  a dict of tensors
     ten tb                       a list of arrays (webdataset's tenbin)
     mp msg, cbor                 msgpack, cbor2 or cbor, if that package is installed
     AV_EXTENSIONS                an AVDecoder, or as `av_decode` says
@@ -332,6 +333,33 @@ def _pth(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
+def _safetensors(data: bytes) -> dict[str, torch.Tensor]:
+    """Read the tensors of a file: the length of a header, the header in JSON, and the values."""
+    buffer = bytearray(data)  # so that the tensors can be written to
+    (length,) = struct.unpack_from("<Q", buffer)
+    begin = 8 + length
+    if begin > len(buffer):
+        raise ValueError(f"its header has {length} bytes, in {len(buffer)} bytes")
+    tensors = {}
+    for name, entry in json.loads(buffer[8:begin]).items():
+        if name == "__metadata__":
+            continue
+        dtype, shape, (first, end) = getattr(torch, _TYPES[entry["dtype"]]), entry["shape"], entry["data_offsets"]
+        if not 0 <= first <= end <= len(buffer) - begin or math.prod(shape) * dtype.itemsize != end - first:
+            raise ValueError(f"tensor {name!r} of {shape} {dtype} does not fit bytes {first} to {end}")
+        values = (
+            torch.frombuffer(buffer, dtype=dtype, count=math.prod(shape), offset=begin + first) if end > first else None
+        )
+        tensors[name] = torch.empty(shape, dtype=dtype) if values is None else values.reshape(shape)
+    return tensors
+
+
+_TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool", "U8": "uint8"}
+_TYPES |= {"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "F8_E4M3": "float8_e4m3fn"}
+_TYPES |= {"F8_E5M2": "float8_e5m2", "U16": "uint16", "U32": "uint32", "U64": "uint64"}
+"""Types of torch by their names in safetensors."""
+
+
 def _tenbin(data: bytes) -> list[np.ndarray]:
     # webdataset's own splitting trusts the lengths, and never ends on a negative one
     from webdataset import tenbin
@@ -379,6 +407,7 @@ _CODECS: dict[str, Callable[[bytes], Any]] = {
     "npy": _npy,
     "npz": _npz,
     "pth": _pth,
+    "safetensors": _safetensors,
 }
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from types import MappingProxyType
@@ -212,13 +212,12 @@ class PixelPath:
         """Return the shape of the patches of a video whose frames are scaled to a size."""
         return -(-frames // self.times) * math.prod(self.grid(*size)), self._patch_values
 
-    def video(self, frames: Iterable[Any], size: Size, memory: np.ndarray | None = None) -> Tensor:
+    def video(self, scaled: list[np.ndarray], size: Size, memory: np.ndarray | None = None) -> Tensor:
         """Return the patches of a video with its frames scaled to a size; a patch spans `times` frames.
 
         The last frame is repeated to fill its patch. `memory` is as for `image`.
         """
-        scaled = [self.scaled(self.rgb(frame), size) for frame in frames]
-        scaled += scaled[-1:] * (-len(scaled) % self.times)
+        scaled = scaled + scaled[-1:] * (-len(scaled) % self.times)
         out = _placed(self.video_shape(len(scaled), size), self.dtype, memory)
         count = math.prod(self.grid(*size))
         for step in range(len(scaled) // self.times):

@@ -8,6 +8,7 @@ has the channels.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -109,4 +110,14 @@ def concat_visual(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     Rows without an image add nothing; without any image the result is empty.
     """
     names = dict.fromkeys(name for row in rows for name in row)
-    return {name: concat_pad([row[name] for row in rows if name in row]) for name in names}
+    joined = {name: [row[name] for row in rows if name in row] for name in names}
+    for name in _NUMBERS.keys() & names.keys():
+        patches = accumulate((one.shape[0] * one.shape[1] for one in joined[_NUMBERS[name]]), initial=0)
+        joined[name] = [
+            torch.where(one >= 0, one + first, one) for one, first in zip(joined[name], patches, strict=False)
+        ]
+    return {name: concat_pad(values) for name, values in joined.items()}
+
+
+_NUMBERS = {"image_token_pooling": "pixel_values", "video_token_pooling": "pixel_values_videos"}
+"""Results that are numbers of patches, from 0 on in each row (below 0: none), and what has these: (n, patches, …)."""

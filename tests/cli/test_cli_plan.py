@@ -49,6 +49,21 @@ def test_the_first_leaf_to_end(data: Path, mix: str) -> None:
     assert {found["leaves"][place]["identity"] for place in found["ends_first"]} == ended != set()
 
 
+def test_what_workers_need(data: Path) -> None:
+    """By hand: 10 steps of 4 ranks and 2 samples, 5 ms of CPU each, in 20 s."""
+    mix = data / "weights.yaml"
+    asked = ("plan", mix, "--steps", 10, *OPTIONS, "--world-size", 4, "--cpu-per-sample", 5000, "--step-seconds", 2)
+    assert answer(*asked)["workers_need"] == {"cores": pytest.approx(80 * 0.005 / 20)}
+    asked = (*asked, "--engine", "ray", "--batch-bytes", 3_000_000)
+    needs = {"cores": pytest.approx(0.02), "bytes_per_second": pytest.approx(3e6 * 40 / 20)}
+    assert answer(*asked)["workers_need"] == needs
+    said = energon(*asked).output
+    assert "0.0 for workers on the Ray cluster, 0.01 for each rank" in said
+    result = energon("plan", mix, "--steps", 10, *OPTIONS, "--engine", "ray", "--step-seconds", 2)
+    assert result.exit_code == 2
+    assert "--cpu-per-sample, --batch-bytes is not given" in result.output
+
+
 def test_weights_as_written_and_as_shares(data: Path) -> None:
     leaves = answer("plan", data / "weights.yaml", "--steps", 9, *OPTIONS)["leaves"]
     assert [leaf["written"] for leaf in leaves] == ["3", "1", "0.5"]

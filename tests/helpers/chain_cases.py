@@ -90,7 +90,9 @@ FILTERS: dict[str, Callable[[int], bool]] = {
 def write_data(folder: Path) -> Path:
     """Write the datasets that chains are over."""
     for name, counts in SHARDS.items():
-        add_column(str(text_dataset(folder / name, train=counts)), "number", number_of, made_of="number")
+        path = str(text_dataset(folder / name, train=counts))
+        add_column(path, "number", number_of, made_of="number")
+        add_column(path, "tenth", tenth_of, made_of="tenth")
     for name, count in LINES.items():
         lines = "".join(f'{{"text": "line {number}"}}\n' for number in range(count))
         (folder / f"{name}.jsonl").write_text(lines)
@@ -108,6 +110,10 @@ def write_data(folder: Path) -> Path:
 
 def number_of(sample: TextSample) -> int:
     return int(sample.text.split()[1])
+
+
+def tenth_of(sample: TextSample) -> float:
+    return (3 + number_of(sample) * 7 % 11) / 10
 
 
 def tens_of(sample: TextSample) -> int:
@@ -477,6 +483,56 @@ def with_filters(
     return out
 
 
+UNITS = ("number + 1", "1 + number % 5 * 30", "tenth", "1 + number // 50 * 7.25")
+"""Amounts of the samples of the datasets of `SHARDS`."""
+
+
+def with_unit(tree: dict[str, Any], rng: random.Random, unit: str | None = None) -> dict[str, Any]:
+    """Let the weights of a blend be shares of an amount; datasets without columns become others."""
+    kind = next((kind for kind in CHILDREN if kind in tree), None)
+    if kind is None:
+        if ranges_of(tree, ()) != [range(0)]:
+            return tree
+        return {"path": f"./{rng.choice(['few', 'some', 'mid', 'large'])}"} | {
+            name: tree[name] for name in NUMBERS.values() if name in tree
+        }
+    inner = tree | {kind: [with_unit(child, rng, unit or "") for child in tree[kind]]}
+    return inner if unit is not None else inner | {"unit": rng.choice(UNITS)}
+
+
+GROUPED_BY: list[list[str]] = [
+    ["number % 3"],
+    ["number // 50", "tenth"],
+    ["tier(number, 0, 5, 40, 200)"],
+    ["number % 2 == 0"],
+]
+"""By which samples of the datasets of `SHARDS` are put into buckets."""
+UNBUCKETED = ("several", *PACKING)
+"""Encoders whose microbatches cannot come from buckets."""
+
+
+def with_buckets(chain: Chain, rng: random.Random) -> Chain:
+    """Let the microbatches of a chain come from buckets."""
+
+    def constant(tree: dict[str, Any]) -> dict[str, Any]:
+        kind = next((kind for kind in CHILDREN if kind in tree), None)
+        out = with_unit(tree, rng, "") if kind is None else tree | {kind: [constant(child) for child in tree[kind]]}
+        return out | {"weight": rng.choice([1, 2, 0.3])} if "weight" in out else out
+
+    lanes = rng.choice([1, 2, 3, 4, 6, 12])
+    run = chain.run | {"num_lanes": lanes, "microbatches_per_global_batch": rng.choice([None, lanes])}
+    legs = []
+    for leg in chain.legs:
+        ranks = rng.choice([ranks for ranks in RANKS if lanes % ranks == 0])
+        events = tuple(replace(event, later=None) for event in leg.events if event.kind == "ban")
+        legs.append(replace(leg, ranks=ranks, events=events, processes=leg.processes and ranks * leg.workers in FORKED))
+    settings = chain.settings | {"group_by": rng.choice(GROUPED_BY)}
+    if rng.random() < 0.5:
+        settings["bucket_batch_size"] = rng.choice(["1 + number % 5", "3 + number // 100"])
+    features = tuple(name for name in chain.features if name == "refuses")
+    return replace(chain, tree=constant(chain.tree), run=run, legs=tuple(legs), settings=settings, features=features)
+
+
 def drawn_media(rng: random.Random) -> str | None:
     """Draw the kind of model of a chain with media; ENERGON_CHAIN_MEDIA makes all of them such."""
     share = 1 if os.environ.get("ENERGON_CHAIN_MEDIA") else 0.1
@@ -528,6 +584,9 @@ def drawn_chain(seed: int, number: int) -> Chain:
     listed = finite and (base in PACKING or bool({"groups", "equal"} & {*features}))
     most, leaves = 100 if listed else 1 << 30, LEAVES if media is None else TALK_LEAVES[media]
     tree = dict(PICTURE_LEAF) if pictures else drawn_tree(rng, kinds, finite, most, leaves=leaves)
+    units = random.Random(f"{seed} {number} units")
+    by_unit = "blend" in tree and media is None and units.random() < 0.5
+    tree = with_unit(tree, units) if by_unit else tree
     changeable = num_leaves(tree) if "blend" in tree and num_leaves(tree) > 1 else 0
     legs = tuple(drawn_legs(rng, run, min(90, 240 // (rows or 1)) // (4 if media else 1)))
     legs = tuple(with_events(legs, random.Random(f"{seed} {number} events"), changeable, finite))
@@ -538,6 +597,13 @@ def drawn_chain(seed: int, number: int) -> Chain:
     tree = with_filters(tree, filtering, around=(whole,) if whole else ())
     settings |= {"filter": whole} if whole else {}
     chain = Chain(tree=tree, base=base, features=tuple(features), settings=settings, run=run, legs=legs, media=media)
+    buckets = random.Random(f"{seed} {number} buckets")
+    countable = (
+        not (finite or grouped) and media is None and not pictures and rows is not None and base not in UNBUCKETED
+    )
+    endless = "blend_epochized" not in str(tree) and "concat" not in tree and "unit" not in str(tree)
+    if countable and endless and buckets.random() < 0.3:
+        return with_buckets(chain, buckets)
     if finite and random.Random(f"{seed} {number} validation").random() < 0.5:
         legs = tuple(replace(leg, events=()) for leg in legs)  # it leaves out what is banned at once
         return replace(chain, validation=True, legs=legs)

@@ -85,6 +85,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_thinker": {"text_config.rope_parameters": _MROPE, "audio_config.num_mel_bins": 80},
 }
 """Settings of models that fit the defaults of their processors."""
+PADDED = {"AudioFlamingo3Processor", "GlmAsrProcessor", "MusicFlamingoProcessor"}
+"""Processors that pad sounds to 30 seconds, unless a call says how to pad."""
 REPLACING = ("replace_image_token", "replace_video_token", "replace_audio_token")
 
 
@@ -341,7 +343,9 @@ def called(processor: Any, texts: list[str], samples: list[ChatSample]) -> dict[
         given |= {"load_audio_from_video": True, "audio_from_video_indices": sources}
     if "Omni" in type(processor).__name__ and type(processor).__name__.startswith("Qwen") and videos:
         given["videos_kwargs"]["fps"] = videos[0].fps  # it takes one rate for all
-    padding = {"padding": True} if len(texts) > 1 else {}
+    padding: dict[str, Any] = {"padding": True, "padding_side": "right"} if len(texts) > 1 else {}
+    if padding and type(processor).__name__ in PADDED:
+        padding = {"text_kwargs": padding}
     return dict(processor(text=texts, add_special_tokens=False, return_tensors="pt", **padding, **given))
 
 

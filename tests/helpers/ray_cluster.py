@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
+from left_behind import descendants
 
 STORE_BYTES = 200 << 20
 
@@ -23,4 +27,19 @@ def ray_cluster(*cpus: int) -> Iterator[Any]:
             nodes.add_node(num_cpus=number, object_store_memory=STORE_BYTES, include_dashboard=False)
         yield nodes
     finally:
+        for pid in descendants():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)  # what a test has stopped could not end
         nodes.shutdown()
+
+
+def actor_processes() -> dict[int, list[int]]:
+    """Return the actors of this machine that have been given a worker, each with its workers, which are forks of it."""
+    found: dict[int, list[int]] = {pid: [] for pid, line in descendants().items() if "WorkerActor" in line}
+    for pid in list(found):
+        with suppress(OSError):
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            if parent in found:
+                found[parent].append(pid)
+                del found[pid]
+    return {pid: workers for pid, workers in found.items() if workers}

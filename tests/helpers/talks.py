@@ -7,6 +7,7 @@ import json
 import random
 import wave
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -108,17 +109,21 @@ def _medium(rng: random.Random, kind: str, clips: list[bytes]) -> bytes:
 
 @cache
 def _loaded(folder: Path) -> tuple[Any, Any, str]:
-    """Return the tokenizer, family and chat template of a model, with sounds of at most a second."""
+    """Return the tokenizer, family and chat template of a model, with small videos and sounds of at most a second."""
     from transformers import WhisperFeatureExtractor
 
-    from energon_bridge.task_encoder.families import ProcessorFamily
+    from energon_bridge.task_encoder.families import ProcessorFamily, QwenFamily
     from energon_bridge.task_encoder.families.registry import load_pretrained
 
     made = load_pretrained(folder)
     family, template = made.family, made.chat_template or made.tokenizer.chat_template
-    if isinstance(family, ProcessorFamily) and hasattr(family.processor, "feature_extractor"):
+    if isinstance(family, QwenFamily):
+        family = replace(family, video_min_pixels=16 * 16, video_max_pixels=4 * 32 * 32)
+    elif isinstance(family, ProcessorFamily) and hasattr(family.processor, "feature_extractor"):
         family.processor.feature_extractor = WhisperFeatureExtractor(chunk_length=1)
-        family = ProcessorFamily(processor=family.processor, model_config=family.model_config)
+        small = {"videos_kwargs": {"size": {"shortest_edge": 16 * 16, "longest_edge": 4 * 32 * 32}}}
+        options = small if "video" in family.counts else {}
+        family = ProcessorFamily(processor=family.processor, model_config=family.model_config, options=options)
     return made.tokenizer, family, template
 
 
@@ -145,5 +150,5 @@ def talk_encoder(folder: Path, media: str, features: tuple[type, ...], several: 
     tokenizer, family, template = _loaded(folder / "models" / media)
     kind = type("Talks", (*features, Talks), {"cookers": (Cooker(cook_conversation, {"of": "media"}), *cookers)})
     return kind(
-        tokenizer, family, ChatConfig(seq_length=256, chat_template=template, min_num_frames=2, max_num_frames=4)
+        tokenizer, family, ChatConfig(seq_length=400, chat_template=template, min_num_frames=2, max_num_frames=4)
     )

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import random
+import re
+import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -12,14 +18,16 @@ from typing import Any
 import pytest
 import torch
 from engine import Numbers, TensorEncoder, config_of, deliver, digest, loaders_of, text_dataset, train_dataset
-from ray_cluster import ray_cluster
-from workers import loader_of
+from left_behind import descendants
+from ray_cluster import actor_processes, ray_cluster
+from workers import loader_of, wait_until
 
 from energon_bridge import ErrorPolicy, WorkerConfig, get_savable_loader, get_val_dataset
 from energon_bridge.errors import ConfigurationError, LoaderError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 
+LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
 SHARDS = [5, 9, 1, 14, 8]
 
 
@@ -123,6 +131,155 @@ def test_an_error_is_raised_here_with_its_traceback_there(data: Path, actors: di
         next(iter(loader))
 
 
+# Faults --------------------------------------------------------------------------------------------------------------
+
+
+def kill_a_worker() -> None:
+    os.kill(random.choice([pid for pids in actor_processes().values() for pid in pids]), signal.SIGKILL)
+
+
+def kill_an_actor() -> None:
+    os.kill(random.choice([*actor_processes()]), signal.SIGKILL)
+
+
+def stop_an_actor() -> None:
+    os.kill(random.choice([*actor_processes()]), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (kill_a_worker, r"worker \d \(killed by signal 9 on .*\) died"),
+        (kill_an_actor, r"worker \d \(its actor was lost on .*\) died"),
+        (stop_an_actor, r"worker \d \(its actor was lost on .*: it did not answer for \d+ s\) died"),
+    ],
+)
+def test_what_dies_or_stalls_is_replaced_from_what_was_delivered(
+    data: Path, actors: dict[str, Any], fault: Callable[[], None], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults = 30 if LONG else 2
+    actors["ray_options"] |= {"silence_seconds": 2.0} if fault is stop_an_actor else {}
+    with closing(loader_of(data, 2, **actors)) as loader:
+        found = []
+        for number in range(faults * 12):
+            found.append(digest(next(iter(loader))))
+            if number % 12 == 3:
+                fault()
+        assert loader.metrics()["worker_restarts"] == faults
+        assert len(re.findall(said, caplog.text)) == faults
+    assert found == expected_of(data, faults * 12)
+
+
+def test_a_sample_that_ends_its_worker_is_left_out(data: Path, actors: dict[str, Any]) -> None:
+    class Poisonous(TensorEncoder):
+        def __init__(self, ends: bool) -> None:
+            super().__init__()
+            self.ends = ends
+
+        def encode_sample(self, sample: Any) -> Any:
+            if sample.__key__ == "00003":
+                if self.ends:
+                    os._exit(7)
+                raise ValueError("poisonous")
+            return super().encode_sample(sample)
+
+    with closing(loader_of(data, 2, Poisonous(ends=True), **actors)) as loader:
+        found = [digest(batch) for batch in islice(loader, 40)]
+        assert loader.metrics()["errors"] >= 1
+    assert found == expected_of(data, 40, task_encoder=Poisonous(ends=False))
+
+
+class SlowOnce(TensorEncoder):
+    """Takes its time in the first process that comes to a sample."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def encode_sample(self, sample: Any) -> Any:
+        if sample.__key__ == "00003":
+            with contextlib.suppress(FileExistsError):
+                (self.folder / "was here").mkdir()
+                time.sleep(1000)
+        return super().encode_sample(sample)
+
+
+def test_a_slow_worker_gets_a_rival_and_the_first_answer_wins(
+    data: Path, actors: dict[str, Any], tmp_path: Path
+) -> None:
+    actors["ray_options"] |= {"hedge_after_seconds": 1.0}
+    with closing(loader_of(data, 2, SlowOnce(tmp_path), **actors)) as loader:
+        found = [digest(batch) for batch in islice(loader, 60)]
+        assert (tmp_path / "was here").exists()
+        assert loader.metrics()["worker_hedges"] >= 1
+        assert loader.metrics()["worker_restarts"] == 0
+    assert found == expected_of(data, 60)
+
+
+def test_a_hang_is_named_and_replaced_by_the_watchdog(
+    data: Path, actors: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = train_dataset(data, task_encoder=SlowOnce(tmp_path))
+    config = config_of(1, 2, **actors)
+    watched = {"watchdog_timeout_seconds": 1.5, "on_hang": "replace"}
+    with closing(get_savable_loader(dataset, worker_config=config, **watched)) as loader:  # type: ignore[arg-type]
+        found = [digest(batch) for batch in islice(loader, 60)]
+        assert loader.metrics()["worker_restarts"] >= 1
+    assert re.search(r"rank 0, worker \d, unit \d+: a microbatch has been in the making for", caplog.text)
+    assert f"encode_sample of {data}" in caplog.text
+    assert "test_ray_workers.py" in caplog.text  # where its thread is
+    assert found == expected_of(data, 60)
+
+
+def test_what_the_cluster_cannot_place_runs_beside_the_trainer(
+    data: Path, actors: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    actors["ray_options"] |= {"resources": {"nowhere": 1}, "placement_timeout_seconds": 1}
+    with closing(loader_of(data, 2, **actors)) as loader:
+        assert [digest(batch) for batch in islice(loader, 20)] == expected_of(data, 20)
+        counted = loader.metrics()
+        assert (counted["worker_actors"], counted["local_workers"]) == (0, 2)
+    assert re.search(r"no place for 2 of 2 workers \(0, 1\) within 1 s, .*processes beside the trainer", caplog.text)
+
+
+def test_nodes_and_the_head_may_go(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with ray_cluster(0, 2, 2) as cluster:
+        options = {"address": cluster.address, "placement_timeout_seconds": 200, "strategy": "spread"}
+        loaders = [
+            loader_of(data, 2, worker_engine="ray", ray_options=options | {"on_cluster_loss": loss})
+            for loss in ("local", "raise")
+        ]
+        found = [[digest(next(iter(loader))) for _ in range(10)] for loader in loaders]
+        cluster.remove_node(min(cluster.worker_nodes, key=str), allow_graceful=False)
+        for digests, loader in zip(found, loaders, strict=True):
+            digests += [digest(next(iter(loader))) for _ in range(20)]
+        cluster.remove_node(cluster.head_node, allow_graceful=False)
+        found[0] += [digest(next(iter(loaders[0]))) for _ in range(30)]
+        assert found[0] == expected_of(data, 60)
+        assert loaders[0].metrics()["local_workers"] == 2
+        with pytest.raises(LoaderError, match=r"the Ray cluster is lost.*Nothing delivered is lost.*save_state_rank"):
+            found[1].extend(digest(batch) for batch in islice(loaders[1], 30))
+        state = loaders[1].save_state_rank()
+        for loader in loaders:
+            loader.close()
+        with closing(loader_of(data, 1)) as loader:
+            loader.restore_state_rank(state)
+            found[1] += [digest(next(iter(loader))) for _ in range(10)]
+        assert found[1] == expected_of(data, len(found[1]))
+
+
+def test_nothing_is_left_behind(data: Path, actors: dict[str, Any]) -> None:
+    actors["ray_options"] |= {"idle_seconds": 0.5}
+    before = set(descendants())
+    with closing(loader_of(data, 2, **actors)) as loader:
+        next(iter(loader))
+        assert len(actor_processes()) >= 2
+    del loader
+    assert wait_until(lambda: not actor_processes(), 20)
+    relays = [line for pid, line in descendants().items() if pid not in before and "ray_relay" in line]
+    assert wait_until(lambda: not [pid for pid, line in descendants().items() if line in relays], 20)
+
+
 # Settings ------------------------------------------------------------------------------------------------------------
 
 
@@ -140,7 +297,7 @@ def test_the_environment_chooses_what_is_not_chosen(monkeypatch: pytest.MonkeyPa
     ("options", "said"),
     [
         ({"adress": "auto"}, "there is no option 'adress' Did you mean 'address'"),
-        ({"strategy": "wide"}, "strategy must be one of pack, spread, got 'wide'"),
+        ({"strategy": "wide"}, "strategy must be one of pack, spread, cache, got 'wide'"),
         ({"silence_seconds": 0}, "silence_seconds must be a number of seconds above 0, got 0"),
         ({"address": "127.0.0.1:1"}, "no Ray cluster at 127.0.0.1:1"),
     ],

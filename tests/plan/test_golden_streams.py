@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -15,6 +16,8 @@ from energon_bridge import DefaultTaskEncoder, get_train_dataset
 from energon_bridge.plan.leaf import ORDER_VERSION
 
 MICROBATCHES = 60
+SAVED_AFTER = 23
+STATES = Path(__file__).parents[1] / "fixtures" / "states-0.1.0.json"
 
 
 @pytest.fixture(scope="module")
@@ -58,15 +61,33 @@ STREAMS: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 
 
+def opened(data: Path, name: str, state: Any = None) -> Any:
+    source, options, _ = STREAMS[name]
+    options = {"batch_size": 4, "task_encoder": DefaultTaskEncoder()} | options
+    num_lanes = options.pop("num_lanes", None)
+    dataset = get_train_dataset(source(data), worker_config=config_of(1, 0), **options)
+    (loader,) = loaders_of(dataset, 1, 0, num_lanes=num_lanes, state=state)
+    return loader
+
+
+def digest(loader: Any, microbatches: int) -> str:
+    keys = [key for batch in islice(loader, microbatches) for key in batch.__key__]
+    return hashlib.blake2b(" ".join(keys).encode(), digest_size=8).hexdigest()
+
+
 @pytest.mark.parametrize("name", STREAMS)
 def test_the_stream_of_0_1_0(data: Path, name: str) -> None:
     """A change here breaks every saved state: raise ORDER_VERSION, and keep these values for the old one."""
     assert ORDER_VERSION == 1
-    source, options, expected = STREAMS[name]
-    options = {"batch_size": 4, "task_encoder": DefaultTaskEncoder()} | options
-    num_lanes = options.pop("num_lanes", None)
-    dataset = get_train_dataset(source(data), worker_config=config_of(1, 0), **options)
-    (loader,) = loaders_of(dataset, 1, 0, num_lanes=num_lanes)
-    keys = [key for batch in islice(loader, MICROBATCHES) for key in batch.__key__]
+    loader = opened(data, name)
+    assert digest(loader, MICROBATCHES) == STREAMS[name][2]
     loader.close()
-    assert hashlib.blake2b(" ".join(keys).encode(), digest_size=8).hexdigest() == expected
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_state_of_0_1_0_goes_on(data: Path, name: str) -> None:
+    """The file was written by 0.1.0 and stays: states, and what came after each in the run that was not stopped."""
+    saved = json.loads(STATES.read_text())[name]
+    loader = opened(data, name, state=saved["state"])
+    assert digest(loader, MICROBATCHES - SAVED_AFTER) == saved["rest"]
+    loader.close()

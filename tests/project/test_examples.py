@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,31 @@ def load(name: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cells, one after the other in one process; values of last lines are shown as a notebook shows them."""
+    path = EXAMPLES / "first_run.ipynb"
+    notebook = json.loads(path.read_text())
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    shown = []
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            links = re.findall(r"\]\(([^)]+)\)", source)
+            assert [link for link in links if not (EXAMPLES / link).exists()] == []
+            continue
+        assert (cell["outputs"], cell["execution_count"]) == ([], None), "clear the outputs"
+        body = ast.parse(source).body
+        last = body.pop() if isinstance(body[-1], ast.Expr) else None
+        exec(compile(ast.Module(body, []), str(path), "exec"), namespace)
+        if last is not None:
+            value = eval(compile(ast.Expression(last.value), str(path), "eval"), namespace)
+            shown.append(value._repr_html_() if hasattr(value, "_repr_html_") else repr(value))
+    namespace["loader"].close()
+    assert any(re.search(r"<table.*a (red|green|blue) (circle|square)", text, re.DOTALL) for text in shown)
 
 
 def plain_loop(folder: Path, steps: int, *options: str, processes: int = 1) -> list[float]:

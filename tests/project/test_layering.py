@@ -78,11 +78,11 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 29_760,
-    "models": 9_600,
-    "trainers": 6_510,
+    "core": 30_830,
+    "models": 9_700,
+    "trainers": 6_610,
     "cloud": 4_250,
-    "tools": 13_250,
+    "tools": 13_340,
     "drop-in": 4_000,
     "training": 4_540,
 }
@@ -378,7 +378,7 @@ CHOOSES = f"{PACKAGE}.plan.choose"
 
 def pickers(root: Path) -> list[str]:
     """Return where draws are turned into leaves and samples, outside of the order's own modules."""
-    own = {*(f"{PACKAGE}.plan.{name}" for name in ("blend", "leaf")), CHOOSES}
+    own = {*(f"{PACKAGE}.plan.{name}" for name in ("amounts", "blend", "buckets", "leaf")), CHOOSES}
     return [
         f"{path.relative_to(root)}:{node.lineno}"
         for path in python_files(root)

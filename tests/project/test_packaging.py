@@ -78,3 +78,9 @@ def test_script(script):
 def test_the_changelog_has_a_place_for_the_next_change():
     headings = re.findall(r"^## \[(.+?)\]", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] == "Unreleased"
+
+
+def test_the_changes_of_a_release_are_read_in_a_minute():
+    """A merge that brings back the long notes of development fails here."""
+    sections = re.split(r"^## ", (REPOSITORY / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]
+    assert [section.splitlines()[0] for section in sections if len(section.splitlines()) > 50] == []

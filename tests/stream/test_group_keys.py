@@ -170,7 +170,7 @@ NANS: list[Any] = [
     [torch.tensor([1.0, float("nan")])],
     {"a": np.nan},
     Frozen(float("nan")),
-    np.datetime64("NaT"),
+    np.datetime64("NaT", "s"),
     complex(0, float("nan")),
 ]
 

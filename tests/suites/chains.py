@@ -170,7 +170,7 @@ def happened(loaders: list[SavableDataLoader], event: Event, losses: Losses, fin
     def ban(keys: list[str], later: int | None) -> int:
         first = None if finite else min(lane.draw * count + number for number, lane in lanes.items())
         start = 0 if later == -1 else given(first, later)
-        start = None if finite else start
+        start = None if finite or loaders[0].spec.buckets is not None else start
         return changed(lambda one: one.ban(keys, from_draw=start, ignore_unknown=True))
 
     def given(first: int | None, later: int | None) -> int | None:

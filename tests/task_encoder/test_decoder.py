@@ -92,6 +92,30 @@ def test_arrays():
     assert decode("pth", PTH.getvalue())["a"].tolist() == [1, 1]
 
 
+def safetensors_of(dtype: str, shape: list[int], places: list[int]) -> bytes:
+    text = json.dumps({"a": {"dtype": dtype, "shape": shape, "data_offsets": places}}).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(9)
+
+
+def test_safetensors_are_those_of_the_library():
+    from safetensors.torch import save
+
+    tensors = {
+        "latent": torch.randn(4, 3, 5, dtype=torch.bfloat16),
+        "odd": torch.tensor([True]),
+        "ids": torch.arange(7),
+        "empty": torch.zeros(0, 3, dtype=torch.float16),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "bytes": torch.arange(3, dtype=torch.uint8),
+    }
+    found = SampleDecoder().decode("x.safetensors", save(tensors, metadata={"model": "vae"}))
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+        found[name].zero_()
+
+
 class Payload:
     """What a hostile file would do on being unpickled."""
 
@@ -119,6 +143,12 @@ def tenbin_chunk(length: int) -> bytes:
         ("npz", NPY, "npz"),
         ("pth", pickle.dumps(Payload(), protocol=2), "UnpicklingError"),
         ("pth", saved(lambda stream: torch.save(Payload(), stream)), "UnpicklingError"),
+        ("safetensors", b"short", "error"),
+        ("safetensors", (1 << 40).to_bytes(8, "little"), "header has 1099511627776 bytes"),
+        ("safetensors", safetensors_of("F32", [2], [0, 9]), "fit"),
+        ("safetensors", safetensors_of("F32", [2], [4, 13]), "fit"),
+        ("safetensors", safetensors_of("F32", [-2, -1], [0, 8]), ""),
+        ("safetensors", safetensors_of("Q4", [2], [0, 8]), "Q4"),
         ("ten", b"not tenbin at all", "no tenbin chunk at byte 0"),
         ("ten", tenbin_chunk(-80), "no tenbin chunk at byte 0"),
         ("tb", tenbin_chunk(65), "no tenbin chunk at byte 0"),

@@ -285,3 +285,28 @@ def test_of_a_wav_only_the_header_is_read_for_its_length(tmp_path: Path, codec: 
     decoder = AVDecoder.open(path)
     assert sound_of(decoder, rate=16000).length == 20 * 16000
     assert decoder.bytes_read < 100_000 < path.stat().st_size / 30
+
+
+@pytest.mark.parametrize("name", ["a.wav", "a.m4a", "a.opus", "low.mp3"])
+def test_a_sound_that_is_cut_off_is_the_beginning_of_the_whole(
+    name: str, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = undecoded(files[name], 16000, monkeypatch)
+    cut = whole.until(1.25)
+    assert cut.length == 20000
+    assert whole.until(4.0) is whole.until(None) is whole
+    samples = cut.get()
+    assert samples.shape == (20000,)
+    assert error(samples[:19900], whole.get()[:19900]) < 1e-4  # but for the edge of the resampling filter
+    given = sound_of((whole.get(), 16000), rate=16000).until(1.25)
+    np.testing.assert_array_equal(given.get(), whole.get()[:20000])
+
+
+def test_a_late_track_may_be_cut_off_before_it_begins(tmp_path: Path) -> None:
+    quiet = {"options": {"x264-params": "log-level=0"}}
+    film = write_video(tmp_path / "film.mp4", sound="flac", frames=50, container={"strict": "-2"}, **quiet)
+    late = track_of(AVDecoder(delayed(film, tmp_path / "late.mp4", 0.5).read_bytes()), rate=48000)
+    assert late is not None
+    assert not late.until(0.3).get().any()
+    assert late.until(0.3).get().shape == (14400,)
+    assert late.until(0.7).get()[25000:].any()

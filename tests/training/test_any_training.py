@@ -137,7 +137,9 @@ def test_killed_and_resumed_training_gives_the_same_losses(
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_the_command_that_convert_shows_trains_a_twin_whatever_stops_it(name: str, tmp_path: Path) -> None:
+def test_the_command_that_convert_shows_trains_a_twin_whatever_stops_it(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     if "omni" in name:
         pytest.importorskip("torchvision")
     source = conversations(tmp_path, TWINS[name])
@@ -152,6 +154,7 @@ def test_the_command_that_convert_shows_trains_a_twin_whatever_stops_it(name: st
     twin = words[4].replace(shown, name)
     runs = (load_config(twin, [*words[5:], *own, f"run_dir={tmp_path / name}"]) for name in ("whole", "killed"))
     check_killed_and_resumed(*runs)
+    assert "skipped" not in caplog.text  # each sample was learned from
 
 
 def test_a_processor_without_a_chat_template_is_named(model_type: str, model: Path, data: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -30,12 +31,14 @@ from energon_bridge import (
     get_train_dataset,
 )
 from energon_bridge.av import AVDecoder
-from energon_bridge.errors import DecodeError
+from energon_bridge.av.streams import VideoReader
+from energon_bridge.errors import DecodeError, SampleError
 from energon_bridge.samples import stacking
 from energon_bridge.task_encoder.deferred import Deferred, decode_deferred
 from energon_bridge.task_encoder.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder, VideoFrames
 from energon_bridge.task_encoder.families.qwen import DeferredVideo
 from energon_bridge.task_encoder.families.video import video_of
+from energon_bridge.task_encoder.pixels import PixelPath
 
 NUMBER, BROKEN = 8, 3
 FRAMES = 27
@@ -215,3 +218,99 @@ def test_times_of_a_constant_rate_cost_no_reading(clips: list[bytes]) -> None:
     video = video_of(decoder, fps=2.0, least=4, most=None)
     assert video.timestamps == tuple(number / 10 for number in video.frames.numbers)
     assert decoder.bytes_read < len(clips[0]) / 2
+
+
+TOKENS = [10_000, 700, 333, 60, 7]
+
+
+def frames_of(videos: list[Any]) -> list[list[int]]:
+    return [list(video.frames.numbers) for video in videos]
+
+
+@pytest.mark.parametrize("budget", TOKENS)
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_videos_get_the_frames_that_a_budget_of_tokens_allows(name: str, budget: int, clips: list[bytes]) -> None:
+    made: Any = encoder_of(name)
+    config = ChatConfig(seq_length=20_000, video_fps=10.0, min_num_frames=1, max_video_tokens=budget)
+    task_encoder = ChatTemplateTaskEncoder(made.tokenizer, made.family, config)
+    turns = [{"role": "user", "content": "<video><video>"}, {"role": "assistant", "content": "ok"}]
+    sample = ChatSample(__key__="s", messages=turns, videos=[AVDecoder(clips[0]), AVDecoder(clips[1])])
+    every = [video_of(AVDecoder(clip), fps=10.0, least=1, most=None) for clip in clips[:2]]
+    if budget == TOKENS[-1]:
+        with pytest.raises(SampleError, match=f"with a single frame each; their budget is {budget}"):
+            task_encoder.preencode_sample(sample)
+        return
+    prepared = task_encoder.preencode_sample(sample)
+    assert sum(plan.tokens for plan in prepared.plans) <= budget
+    videos = [one.video if isinstance(one, DeferredVideo) else one for one in prepared.videos]
+    if budget == TOKENS[0]:
+        assert frames_of(videos) == frames_of(every)
+    for video, whole in zip(videos, every, strict=True):
+        numbers = video.frames.numbers
+        steps = np.diff(numbers)
+        assert set(numbers) <= set(whole.frames.numbers)
+        assert not len(steps) or (numbers[0], numbers[-1]) == (0, FRAMES - 1)
+        assert not len(steps) or steps.max() - steps.min() <= 1  # evenly spaced
+        assert video.timestamps == pytest.approx([number / 10 for number in numbers])
+        assert video.fps == pytest.approx(whole.fps * len(numbers) / len(whole.frames.numbers))
+    assert len(task_encoder.postencode_sample(prepared).visual["video_grid_thw"]) == 2
+
+
+def test_given_frames_are_thinned_as_undecoded_ones(clips: list[bytes]) -> None:
+    made: Any = encoder_of("qwen2_5_vl")
+    config = ChatConfig(seq_length=20_000, video_fps=10.0, max_video_pixels=10 * 64 * 48 + 5)
+    task_encoder = ChatTemplateTaskEncoder(made.tokenizer, made.family, config)
+    turns = [{"role": "user", "content": "<video>"}, {"role": "assistant", "content": "ok"}]
+    frames = torch.stack(video_of(AVDecoder(clips[0]), fps=10.0, least=4, most=None).frames.get())
+    videos = [AVDecoder(clips[0]), *(VideoFrames(frames=given, fps=10.0) for given in (frames, list(frames)))]
+    made_of = [task_encoder.encode(ChatSample(__key__="s", messages=turns, videos=[video])).visual for video in videos]
+    assert made_of[0]["video_grid_thw"][0, 0] == 5  # ten frames
+    for other in made_of[1:]:
+        assert other.keys() == made_of[0].keys()
+        assert all(torch.equal(value, made_of[0][name]) for name, value in other.items())
+
+
+def test_of_a_long_clip_only_what_is_shown_is_decoded_and_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten minutes, 6,000 frames: eight are shown. Key frames are 2 s apart."""
+    options = {"x264-params": "keyint=20:min-keyint=20:scenecut=0:log-level=0", "preset": "ultrafast"}
+    path = write_video(tmp_path / "long.mp4", frames=6000, rate=10, size=(96, 64), options=options)
+    config = ChatConfig(seq_length=20_000, min_num_frames=8, max_num_frames=8)
+    made: Any = encoder_of("qwen2_5_vl")
+    task_encoder = ChatTemplateTaskEncoder(made.tokenizer, made.family, config)
+    turns = [{"role": "user", "content": "<video>"}, {"role": "assistant", "content": "ok"}]
+    decoder = AVDecoder(path.read_bytes())
+    decoded: list[int] = []
+    original = VideoReader._next
+
+    def counted(self: Any, first: int) -> Any:
+        decoded.append(first)
+        return original(self, first)
+
+    monkeypatch.setattr(VideoReader, "_next", counted)
+    prepared = task_encoder.preencode_sample(ChatSample(__key__="s", messages=turns, videos=[decoder]))
+    assert not decoded
+    held: list[Any] = []
+    most: list[int] = []
+    scaled = PixelPath.scaled
+
+    def watched(self: PixelPath, frame: np.ndarray, size: Any) -> np.ndarray:
+        held.append(weakref.ref(frame))
+        most.append(sum(one() is not None for one in held))
+        return scaled(self, frame, size)
+
+    monkeypatch.setattr(PixelPath, "scaled", watched)
+    (video,) = prepared.videos
+    pixels = video.decoded()
+    assert video.video.timestamps[-1] == pytest.approx(599.9)
+    assert pixels.visual["video_grid_thw"].tolist()[0] == 4
+    assert len(held) == 8
+    assert max(most) <= 2  # of the frames as they are stored
+    assert 8 <= len(decoded) <= 8 * 20  # no more than from the key frame before each
+    numbers = video.video.frames.numbers
+    with av.open(str(path)) as container:
+        every = enumerate(container.decode(video=0))
+        wanted = [frame.to_ndarray(format="rgb24") for number, frame in every if number in numbers]
+    frames = [torch.from_numpy(one).permute(2, 0, 1) for one in wanted]
+    given = VideoFrames(frames=torch.stack(frames), fps=video.video.fps)
+    expected = task_encoder.family.process([], [given], [task_encoder.family.plan_video(given)])
+    assert torch.equal(pixels.visual["pixel_values_videos"], expected["pixel_values_videos"])

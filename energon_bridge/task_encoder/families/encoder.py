@@ -7,6 +7,7 @@ buffer have no pixels, and only delivered samples are decoded.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -37,7 +38,7 @@ from energon_bridge.task_encoder.families.rendering import (
     tokenize_segments,
 )
 from energon_bridge.task_encoder.families.sound import DeferredSound, Sound, sound_of, track_of
-from energon_bridge.task_encoder.families.video import decoded, video_of
+from energon_bridge.task_encoder.families.video import decoded, frames_shape, thinned, video_of
 from energon_bridge.task_encoder.families.vision import Family, Plan, PreparedSample, VideoFrames, positions_of
 from energon_bridge.task_encoder.images import Alpha
 from energon_bridge.task_encoder.layout import ImageToken, MultiModalSampleConfig
@@ -83,6 +84,11 @@ class ChatConfig:
         video_fps: Frames per second to take from a video given as a decoder (`AVDecoder`).
         min_num_frames: Fewest frames to take from such a video, if it has that many.
         max_num_frames: Most frames of a video; further frames of a list are cut off.
+        max_video_tokens: Most tokens of all videos of a sample: they get fewer frames, evenly spaced, until they fit.
+        max_video_pixels: Most pixels of all frames of a sample, as they are stored, by fewer frames likewise: what a
+            processor holds of them at a time.
+        max_sound_seconds: Cut sounds off after so many seconds. None: a sound that is longer than the model's processor
+            takes, which would cut it off in silence, is a SampleError.
         video_sound: Hear the sound tracks of videos given as decoders, in time with their frames, as Qwen2.5-Omni and
             Qwen3-Omni do (`use_audio_in_video`); a video without one is silent.
         over_limit: The same choices for samples over `max_num_images` or `max_visual_tokens`: `truncate` cuts before
@@ -112,6 +118,9 @@ class ChatConfig:
     video_fps: float = 2.0
     min_num_frames: int = 4
     max_num_frames: int | None = 768
+    max_video_tokens: int | None = None
+    max_video_pixels: int | None = None
+    max_sound_seconds: float | None = None
     video_sound: bool = False
     over_limit: OverLong | Literal["truncate", "drop", "raise"] = OverLong.DROP
     place_images: Literal["before", "after"] = "before"
@@ -124,12 +133,13 @@ class ChatConfig:
 
     def __post_init__(self) -> None:
         numbers = ("seq_length", "max_num_images", "max_visual_tokens", "min_num_frames", "max_num_frames")
-        for name in (*numbers, "pad_to_multiple_of"):
+        for name in (*numbers, "max_video_tokens", "max_video_pixels", "pad_to_multiple_of"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigurationError(f"ChatConfig: {name} must be a positive integer, got {value!r}")
-        if not self.video_fps > 0:
-            raise ConfigurationError(f"ChatConfig: video_fps must be positive, got {self.video_fps!r}")
+        for name in ("video_fps", "max_sound_seconds"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ConfigurationError(f"ChatConfig: {name} must be positive, got {value!r}")
         policies = (OverLong.TRUNCATE, OverLong.DROP, OverLong.RAISE)
         for name, choices in (
             ("over_long", policies),
@@ -400,8 +410,8 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         if finished is None:
             raise SampleError(self._nothing_learned(plans, kept))
         tokens, labels, loss_mask = finished
-        if isinstance(self.family, ProcessorFamily):
-            types = self.family.token_types(sequence.tokens, types)
+        is_own = isinstance(self.family, ProcessorFamily)
+        kinds = self.family.token_types(sequence.tokens, types) if is_own else np.array(types, np.int64)
         counts = Counter(plan.kind for plan in kept)
         heard = counts["audio"] + sum(video.sound is not None for video in videos[: counts["video"]])
         return PreparedSample.derive_from(
@@ -409,7 +419,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             tokens=tokens,
             labels=labels,
             loss_mask=loss_mask,
-            mm_token_type_ids=torch.from_numpy(np.array(types[: len(tokens)], np.int64)),
+            mm_token_type_ids=torch.from_numpy(kinds[: len(tokens)].copy()),
             plans=tuple(kept),
             images=images[: counts["image"]],
             videos=self._deferred_videos(videos[: counts["video"]]),
@@ -429,7 +439,12 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         config = self.config
         least, most = config.min_num_frames, config.max_num_frames
         videos = [video_of(value, fps=config.video_fps, least=least, most=most) for value in values]
-        return [self._with_sound(video, value) for video, value in zip(videos, values, strict=True)]
+        videos = [self._with_sound(video, value) for video, value in zip(videos, values, strict=True)]
+        if config.max_video_pixels is not None:
+            videos = thinned(videos, lambda video: math.prod(frames_shape(video.frames)), config.max_video_pixels)
+        if config.max_video_tokens is not None and (family := self.family) is not None:
+            videos = thinned(videos, lambda video: family.plan_video(video).tokens, config.max_video_tokens)
+        return videos
 
     def _with_sound(self, video: VideoFrames, value: Any) -> VideoFrames:
         """Return a video with its sound at the rate of the model, undecoded. Raises SampleError if it hears none."""
@@ -438,15 +453,15 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         if not isinstance(self.family, ProcessorFamily) or not self.family.hears_videos:
             raise SampleError("a video has sound, but the model of this task encoder hears none in videos")
         rate = self.family.sampling_rate
-        return replace(
-            video, sound=track_of(value, rate=rate) if video.sound is None else sound_of(video.sound, rate=rate)
-        )
+        sound = track_of(value, rate=rate) if video.sound is None else sound_of(video.sound, rate=rate)
+        return replace(video, sound=sound and sound.until(self.config.max_sound_seconds))
 
     def _sounds(self, values: Sequence[Any]) -> list[Sound]:
         """Return the sounds at the rate of the model."""
         if not isinstance(self.family, ProcessorFamily):
             return []
-        return [sound_of(value, rate=self.family.sampling_rate) for value in values]
+        longest = self.config.max_sound_seconds
+        return [sound_of(value, rate=self.family.sampling_rate).until(longest) for value in values]
 
     def _planned(
         self, segments: Sequence[Segment], images: Sequence[Any], videos: Sequence[Any], sounds: Sequence[Sound]

@@ -19,6 +19,7 @@ import inspect
 import re
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -74,8 +75,11 @@ class Writing:
         one: With `count`, the plan of some size: only the number of tokens differs.
         factor: What the count is divided by.
         more: What is added to the quotient.
-        plans: The plans that are known, by what they follow from.
+        plans: The plans that are known, by the size of a medium and the times of frames.
+        shapes: With `shape`, those of the shapes that are known.
         lengths: The lengths of the sounds whose plans are known, sorted.
+        heard: The longest sound that is known to be heard to its end.
+        cut: The shortest that is known to be cut off.
     """
 
     how: str = "size"
@@ -84,7 +88,10 @@ class Writing:
     factor: int = 1
     more: int = 0
     plans: dict[Any, Plan] = field(default_factory=dict)
+    shapes: dict[Any, Plan] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
+    heard: int = 0
+    cut: float = float("inf")
 
     def between(self, length: int) -> Plan | None:
         """Return the plan of a sound if a shorter and a longer one have the same: tokens do not become fewer."""
@@ -128,6 +135,7 @@ class ProcessorFamily:
     kinds: Mapping[int, int] | None = field(init=False, repr=False, compare=False, default=None)
     nested: bool = field(init=False, repr=False, compare=False, default=True)
     adds_bos: bool = field(init=False, repr=False, compare=False, default=False)
+    replays: bool = field(init=False, repr=False, compare=False, default=True)
 
     def __post_init__(self) -> None:
         name = type(self.processor).__name__
@@ -227,8 +235,10 @@ class ProcessorFamily:
         return self._known("image", (height, width))
 
     def plan_sound(self, length: int) -> Plan:
-        """Return the plan of a sound of so many samples."""
-        return self._known("audio", (length,))
+        """Return the plan of a sound of so many samples. Raises SampleError if the processor would cut it off."""
+        plan = self._known("audio", (length,))
+        self._check_heard(length)
+        return plan
 
     def plan_video(self, video: VideoFrames) -> Plan:
         """Return the plan of a video, with its sound if it has one (`video.sound`, a Sound)."""
@@ -256,6 +266,27 @@ class ProcessorFamily:
             token_ids=tuple(known[token] for token in repeated),
         )
 
+    def _check_heard(self, length: int) -> None:
+        """Raise SampleError if the last tenth of a second of a sound of this length makes no difference.
+
+        Most extractors cut sounds off at some length, without a word. A longer sound is tried first, since all that are
+        shorter than one that is heard are heard, too.
+        """
+        writing = self.writings["audio"]
+        for tried in (length + length // 4, length):
+            if not writing.heard < length or tried >= writing.cut:
+                continue
+            silent, ends = (dict(self._blank("audio", (tried,), ends=tone)) for tone in (False, True))
+            if any(not torch.equal(value, ends[name]) for name, value in silent.items() if isinstance(value, Tensor)):
+                writing.heard = tried
+            else:
+                writing.cut = tried
+        if length >= writing.cut:
+            raise SampleError(
+                f"{type(self.processor).__name__} leaves out the end of a sound of {length / self.sampling_rate:.1f} "
+                "s: cut sounds off with max_sound_seconds of the ChatConfig, or leave the sample out"
+            )
+
     def _step_seconds(self, video: VideoFrames) -> float | None:
         """Return the seconds between temporal patches; None if nothing says them."""
         return int(self.processor.video_processor.temporal_patch_size) / video.rate if video.rate else None
@@ -269,7 +300,7 @@ class ProcessorFamily:
             raise SampleError(f"a video has sound, but {type(self.processor).__name__} hears none in videos")
         if seconds is None:
             raise SampleError("a video with sound must tell when its frames are shown: give fps or timestamps")
-        heard, part = self._known("audio", (sound.length,)).tokens, self.processor.video_processor
+        heard, part = self.plan_sound(sound.length).tokens, self.processor.video_processor
         steps = -(-count // int(part.temporal_patch_size))
         key, plans = (plan.tokens, steps, seconds, heard), self.writings["video"].plans
         if key not in plans:
@@ -299,8 +330,6 @@ class ProcessorFamily:
         key: Any = size
         if writing.how == "constant":
             key = None
-        elif writing.how == "shape":
-            key = _SHAPES[type(self.processor).__name__](self.processor, *size)
         elif times is not None and writing.how != "count":
             key = (size, tuple(times))
         if key not in writing.plans:
@@ -319,15 +348,24 @@ class ProcessorFamily:
             return replace(writing.one, runs=(writing.counted(size) // writing.factor + writing.more,))
         if writing.how == "grid":
             return self._plan(kind, self._from_grid(size, times or ()))
-        if writing.how == "shape" and (name := _BY_SHAPE.get(type(self.processor).__name__)):
+        if writing.how == "shape":
             shape = _SHAPES[type(self.processor).__name__](self.processor, *size)
-            return self._plan(kind, self.processor.replace_image_token({name: [shape]}, 0))
+            if shape not in writing.shapes:
+                writing.shapes[shape] = self._plan(kind, self._of_shape(shape, size))
+            return writing.shapes[shape]
         if kind == "audio":
             plan = writing.between(size[0])
             insort(writing.lengths, size[0])
             if plan is not None:
                 return plan
         return self._plan(kind, self._written(kind, size, times))
+
+    def _of_shape(self, shape: Any, size: Size) -> str:
+        """Return what the processor writes for an image of a shape, which this size leads to."""
+        name = _BY_SHAPE.get(type(self.processor).__name__)
+        if name is None:
+            return self._written("image", size)
+        return str(self.processor.replace_image_token({name: [shape]}, 0))
 
     def _learned(self, kind: Kind) -> Writing:
         """Learn from blank media what the processor writes."""
@@ -338,12 +376,14 @@ class ProcessorFamily:
         times = [[number / 2 for number in range(size[0])] if kind == "video" else None for size in sizes]
         texts = [self._written(kind, size, of_size) for size, of_size in zip(sizes, times, strict=True)]
         plans = [self._plan(kind, text) for text in texts]
+        if self.options:  # which no count knows
+            return Writing()
         for counted in self._counters(kind):
             if (writing := _counting(counted, sizes, plans)) is not None:
                 return writing
         if kind == "image" and (shape := _SHAPES.get(type(self.processor).__name__)) is not None:
             shapes = [shape(self.processor, *size) for size in sizes]
-            return Writing(how="shape", plans=dict(zip(shapes, plans, strict=True)))
+            return Writing(how="shape", shapes=dict(zip(shapes, plans, strict=True)))
         if kind == "video":
             return Writing(how="grid" if all(map(self._is_from_grid, sizes, times, texts)) else "size")
         return Writing(
@@ -365,7 +405,9 @@ class ProcessorFamily:
         return True
 
     def _check_values(self) -> None:
-        """Learn what the processor puts before a text, and refuse kinds of media with values that no batch has."""
+        """Learn what the processor puts before a text, whether its tokens may be told to it (see `_Replay`), and refuse
+        kinds of media with values that no batch has.
+        """
         bos = self.processor.tokenizer.bos_token_id
         for kind in list(self.writings):
             outs = [dict(self._blank(kind, _PROBES[kind][0], before=text)) for text in ("a ", "a few words more ")]
@@ -377,6 +419,22 @@ class ProcessorFamily:
             if unfit := _unfit(made, [len(of_text) for of_text in tokens]):
                 del self.writings[kind]
                 self.refused[kind] = f"{type(self.processor).__name__} returns {unfit}"
+            elif not self._takes_replay(kind, outs[0]):
+                object.__setattr__(self, "replays", False)
+
+    def _takes_replay(self, kind: Kind, real: Mapping[str, Any]) -> bool:
+        """Return whether the processor makes the same of a blank medium if it does not tokenise the text."""
+        if any(name in real for name in TOKEN_INPUTS):  # which it makes of all tokens
+            return False
+        told = copy(self.processor)
+        told.tokenizer = _Replay(self.processor.tokenizer)
+        try:
+            for _ in range(2):  # the tokens of the first call are told in the second
+                out = dict(self._blank(kind, _PROBES[kind][0], before="a ", processor=told))
+        except Exception:  # it asks for more than tokens
+            return False
+        real = {key: value for key, value in real.items() if key not in _DROPPED}
+        return all(isinstance(out.get(key), Tensor) and torch.equal(out[key], value) for key, value in real.items())
 
     def _from_grid(self, size: Size, times: Sequence[float]) -> str:
         """Return what the processor writes for a video whose frames are patches on a grid."""
@@ -424,13 +482,16 @@ class ProcessorFamily:
         before: str = "",
         processor: Any = None,
         count: int = 1,
+        ends: bool = False,
     ) -> Mapping[str, Any]:
-        """Return what the processor makes of blank media after a text."""
+        """Return what the processor makes of blank media after a text; `ends`: a sound ends in a tone."""
         blank: Any
         if kind == "image":
             blank = Image.new("RGB", (size[1], size[0]))
         elif kind == "audio":
             blank = np.zeros(size, np.float32)
+            if ends:
+                blank[-(self.sampling_rate // 10) :] = np.sin(np.arange(min(size[0], self.sampling_rate // 10)))
         else:
             frames = torch.zeros(size[0], 3, *size[1:], dtype=torch.uint8)
             blank = VideoFrames(frames=frames, timestamps=tuple(times or [number / 2 for number in range(size[0])]))
@@ -455,18 +516,15 @@ class ProcessorFamily:
             SampleError: The processor cannot take them, or its tokens are not the planned ones.
         """
         name = type(self.processor).__name__
-        sources = _sources(sample.plans, videos)
+        given = {"images": images, "videos": videos, "audio": sounds, "sources": _sources(sample.plans, videos)}
+        out: Mapping[str, Any] | None = None
+        if self.replays:
+            told = copy(self._timed(videos))
+            with suppress(Exception):  # the processor itself says what is wrong
+                told.tokenizer = _Replay(self.processor.tokenizer, self._written_out(sample), sample.tokens.tolist())
+                out = self._called(sample.text, processor=told, **given, special=sample.adds_special)
         try:
-            out = dict(
-                self._called(
-                    sample.text,
-                    images=images,
-                    videos=videos,
-                    audio=sounds,
-                    sources=sources,
-                    special=sample.adds_special,
-                )
-            )
+            out = dict(out or self._called(sample.text, **given, special=sample.adds_special))
         except Exception as error:
             raise SampleError(f"{name} cannot take the sample: {type(error).__name__}: {error}") from error
         tokens = out["input_ids"][0]
@@ -481,6 +539,9 @@ class ProcessorFamily:
         visual = {
             key: value[:, :count] if key in TOKEN_INPUTS else value for key, value in out.items() if key not in _DROPPED
         }
+        for values, mask in _MASKS.items():
+            if values in visual and mask not in visual:
+                visual[mask] = torch.ones(visual[values].shape[:2], dtype=torch.bool)
         if unfit := _unfit([visual], [0]):
             raise SampleError(f"{name} returns {unfit}")
         if self.pixels_dtype == "float32":  # the default: what the processor itself makes
@@ -488,14 +549,32 @@ class ProcessorFamily:
         dtype = getattr(torch, self.pixels_dtype)
         return {key: value.to(dtype) if _is_dense(value) else value for key, value in visual.items()}
 
-    def token_types(self, tokens: Sequence[int], planned: Sequence[int]) -> list[int]:
-        """Return the type of each token: 0 text, 1 image, 2 video, 3 sound; the processor's own, where it needs no more
-        than tokens.
+    def _written_out(self, sample: PreparedSample) -> str:
+        """Return the text of a sample with the tokens of its media."""
+        places = "|".join(map(re.escape, sorted({plan.placeholder for plan in sample.plans}, key=len, reverse=True)))
+        plans = iter(sample.plans)
+        return re.sub(places, lambda _: self._in_full(next(plans)), sample.text)
+
+    def _in_full(self, plan: Plan) -> str:
+        """Return the text of a medium, each of its tokens as often as it is there."""
+        if not plan.token_ids:
+            return plan.text
+        repeated = "|".join(map(re.escape, self.processor.tokenizer.convert_ids_to_tokens(plan.token_ids)))
+        runs = iter(plan.runs)
+        return re.sub(repeated, lambda token: token.group() * next(runs), plan.text)
+
+    def token_types(self, tokens: Sequence[int], planned: Sequence[int]) -> np.ndarray:
+        """Return the type of each token, int64: 0 text, 1 image, 2 video, 3 sound; the processor's own, where it needs
+        no more than tokens.
         """
-        if self.kinds is not None:
-            kinds = self.kinds
-            return [kinds.get(token, 0) for token in tokens] if kinds else list(planned)
-        types: list[int] = self.processor.create_mm_token_type_ids([list(tokens)])[0]
+        if self.kinds is None:
+            return np.array(self.processor.create_mm_token_type_ids([list(tokens)])[0], np.int64)
+        if not self.kinds:
+            return np.array(planned, np.int64)
+        sequence = np.array(tokens, np.int64)
+        types = np.zeros_like(sequence)
+        for token, number in self.kinds.items():
+            types[sequence == token] = number
         return types
 
     def positions(self, tokens: Tensor, types: Tensor, visual: Mapping[str, Tensor]) -> Tensor | None:
@@ -678,6 +757,31 @@ def rope_index(model_config: Any) -> Callable[..., Any] | None:
     return None
 
 
+# Tokens that are known ------------------------------------------------------------------------------------------------
+
+
+class _Replay:
+    """The tokenizer of a copy of a processor: of a text whose tokens are known, it returns these.
+
+    A processor's text is as long as all tokens of its media, so that tokenising it again costs as much as pixels. Any
+    other text than the planned one is tokenised, and its tokens are compared.
+    """
+
+    def __init__(self, tokenizer: Any, text: str | None = None, tokens: Sequence[int] = ()) -> None:
+        self._tokenizer, self._text, self._tokens = tokenizer, text, tokens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, text: Any, **options: Any) -> Any:
+        if list(text) == [self._text]:
+            return {"input_ids": [list(self._tokens)]}
+        made = self._tokenizer(text, **options)
+        if self._text is None:
+            self._text, self._tokens = text[0], torch.as_tensor(made["input_ids"])[0].tolist()
+        return made
+
+
 # Processors that need a word ------------------------------------------------------------------------------------------
 
 
@@ -790,6 +894,9 @@ _SHAPES: Mapping[str, Callable[..., Any]] = {
 
 _BY_SHAPE: Mapping[str, str] = {"PixtralProcessor": "image_sizes"}
 """The name by which a processor writes the text of an image from its shape alone, without a blank one."""
+
+_MASKS: Mapping[str, str] = {"audio_input_features": "audio_attention_mask"}
+"""Masks of values that are padded in a batch, which a processor leaves out of a call with a single one (Phi 4)."""
 
 _WRAPPED: Mapping[str, tuple[str, str]] = {"HunYuanVLProcessor": ("image_start_token", "image_end_token")}
 """Attributes with the text that a processor wants around the token of an image."""

@@ -28,7 +28,7 @@ from torch import Tensor
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.samples.stacking import concat_pad
 from energon_bridge.task_encoder.deferred import Deferred
-from energon_bridge.task_encoder.families.video import FramesToDecode, decoded, frames_shape
+from energon_bridge.task_encoder.families.video import FramesToDecode, frames_shape
 from energon_bridge.task_encoder.families.vision import Plan, VideoFrames, check_tokens
 from energon_bridge.task_encoder.pixels import (
     MadePixels,
@@ -207,7 +207,7 @@ class QwenFamily:
         rows, columns = self._patches(*(size := self._video_size(count, height, width)))
         step = self.temporal_patch_size
         if self.path is not None:
-            return self.path.video(video.frames, size, memory), (-(-count // step), rows, columns)
+            return self.path.video(self._scaled(video.frames, size), size, memory), (-(-count // step), rows, columns)
         resample = Image.Resampling(int(self.image_processor.resample))
         frames = [as_pil(frame).resize((size[1], size[0]), resample) for frame in video.frames]
         frames += frames[-1:] * (-count % step)
@@ -217,6 +217,14 @@ class QwenFamily:
         patches = patches.reshape(len(frames) // step, step, rows * columns, -1, step, side, side)
         picked = torch.stack([patches[:, time, :, :, time] for time in range(step)], dim=3)
         return picked.reshape(len(frames) // step * rows * columns, -1), (len(frames) // step, rows, columns)
+
+    def _scaled(self, frames: Any, size: tuple[int, int]) -> list[np.ndarray]:
+        """Return frames at a size; undecoded ones one by one, so that they are never all held as they are stored."""
+        path = self.path
+        assert path is not None
+        if isinstance(frames, FramesToDecode):
+            return frames.mapped(lambda frame: path.scaled(frame, size))
+        return [path.scaled(path.rgb(frame), size) for frame in frames]
 
     def _video_size(self, count: int, height: int, width: int) -> tuple[int, int]:
         area = (self.video_min_pixels, self.video_max_pixels)
@@ -256,7 +264,7 @@ class DeferredVideo(Deferred):
 
     def decoded(self, memory: np.ndarray | None = None) -> MadePixels:
         """Return the pixels. Raises DecodeError."""
-        patches, grid = self.family._process_video(decoded(self.video), memory)
+        patches, grid = self.family._process_video(self.video, memory)
         return MadePixels({"pixel_values_videos": patches, "video_grid_thw": torch.tensor(grid)})
 
 

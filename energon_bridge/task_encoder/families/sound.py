@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,7 @@ class Sound:
         decoder: The file.
         begin: The time in the file at which the sound begins, in seconds.
         lead: Silent samples before it, at its own rate: a video begins earlier than its sound.
+        cut: Whether the file has more.
     """
 
     rate: int
@@ -52,6 +53,7 @@ class Sound:
     decoder: AVDecoder | None = None
     begin: float = 0.0
     lead: int = 0
+    cut: bool = False
 
     @property
     def length(self) -> int:
@@ -68,6 +70,14 @@ class Sound:
         """Whether decoding runs no user code and can run on any thread, with a decoder of its own."""
         return self.decoder is None or isinstance(self.decoder.stream, bytes | ByteRange)
 
+    def until(self, seconds: float | None) -> Sound:
+        """Return the sound up to a time from its beginning; None: the whole."""
+        length = self.own_length if seconds is None else max(1, int(seconds * self.own_rate))
+        if length >= self.own_length:
+            return self
+        samples = None if self.samples is None else self.samples[:length]
+        return replace(self, own_length=length, samples=samples, lead=min(self.lead, length), cut=True)
+
     def get(self) -> np.ndarray:
         """Return the samples, float32 of shape (length,).
 
@@ -81,7 +91,9 @@ class Sound:
         assert self.decoder is not None
         decoder = copy(self.decoder) if self.alone else self.decoder  # samples may share one
         planned = self.own_length - self.lead
-        end = self.begin + planned / self.own_rate + 2 * _INEXACT_SECONDS
+        if not planned:
+            return np.zeros(self.lead, np.float32)
+        end = self.begin + planned / self.own_rate + 2 * _INEXACT_SECONDS * (not self.cut)
         clips, _ = decoder.get_audio_clips([(self.begin, end)])
         samples = _mono(clips[0].numpy()) if clips else np.empty(0, np.float32)
         if abs(len(samples) - planned) > _INEXACT_SECONDS * self.own_rate:

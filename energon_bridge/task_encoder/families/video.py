@@ -9,7 +9,7 @@ shown.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
@@ -54,6 +54,12 @@ class FramesToDecode:
         decoder = self.decoder
         return isinstance(decoder, AVDecoder) and isinstance(decoder.stream, bytes | ByteRange)
 
+    def mapped(self, function: Callable[[np.ndarray], np.ndarray]) -> list[np.ndarray]:
+        """Return what a function makes of the pixels of each frame, (height, width, 3). Raises DecodeError."""
+        decoder: Any = copy(self.decoder)  # samples may share one
+        made: list[np.ndarray] = decoder.map_frames(self.numbers, function)
+        return made
+
     def get(self) -> list[Tensor]:
         """Return the frames, uint8 of shape (3, height, width). Raises DecodeError."""
         decoder = copy(self.decoder) if self.alone else self.decoder  # samples may share one
@@ -79,6 +85,38 @@ def video_of(value: Any, *, fps: float, least: int, most: int | None) -> VideoFr
     if most is None or isinstance(video.frames, FramesToDecode) or len(video.frames) <= most:
         return video
     return replace(video, frames=video.frames[:most], timestamps=video.timestamps and video.timestamps[:most])
+
+
+def thinned(videos: Sequence[VideoFrames], cost: Callable[[VideoFrames], int], most: int) -> list[VideoFrames]:
+    """Return videos with as many of their frames, evenly spaced, as cost no more than a budget together.
+
+    Raises SampleError if a single frame of each costs more.
+    """
+    videos = list(videos)
+    counts = [frames_shape(video.frames)[0] for video in videos]
+    while (total := sum(map(cost, videos))) > most:
+        if max(counts) == 1:
+            raise SampleError(f"the videos of the sample take {total} with a single frame each; their budget is {most}")
+        counts = [max(1, min(count - 1, int(count * most / total))) for count in counts]
+        videos = [_with_frames(video, count) for video, count in zip(videos, counts, strict=True)]
+    return videos
+
+
+def _with_frames(video: VideoFrames, count: int) -> VideoFrames:
+    """Return a video with so many of its frames, the first and the last among them."""
+    frames, total = video.frames, frames_shape(video.frames)[0]
+    kept = np.linspace(0, total - 1, count).round().astype(int).tolist()
+    if isinstance(frames, FramesToDecode):
+        frames = replace(frames, numbers=tuple(frames.numbers[number] for number in kept))
+    else:
+        frames = frames[kept] if isinstance(frames, Tensor) else [frames[number] for number in kept]
+    times = video.timestamps or (video.rate and [number / video.rate for number in range(total)])
+    return replace(
+        video,
+        frames=frames,
+        fps=video.rate and video.rate * count / total,
+        timestamps=tuple(times[number] for number in kept) if times else None,
+    )
 
 
 def decoded(video: VideoFrames) -> VideoFrames:

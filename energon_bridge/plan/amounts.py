@@ -1,0 +1,280 @@
+"""The order of a mix whose weights are shares of an amount, such as tokens, and not of samples.
+
+Every sample has an amount, known from a column. A lane draws from the leaf for which *drawn amount / weight* is least;
+of several, from the first. So over any stretch of a lane the amount of a leaf is within `max_i + p_i sum_j max_j` of
+its share p_i, where max_j is the largest amount of a sample of leaf j: a bound that does not grow with the stretch.
+What the lane has drawn is known from the order alone, so nobody else is asked, and ranks and workers do not matter.
+
+A lane keeps one whole number for each leaf, its *sum*, from which it continues: the amount drawn since the weights last
+changed, and what it was ahead then of the leaf that was to come next. Lanes begin apart, each leaf with a sum between 0
+and its mean amount, a part of it that is spread over the lanes as the draws of a weighted mix are (`plan/blend.py`). A
+leaf without a weight keeps its sum. Banned draws count nothing; every other draw counts its amount, whatever becomes of
+the sample later.
+
+Amounts are whole multiples of 1/1024 and sums exact; only *sum / weight* is a float, the quotient of two numbers, which
+IEEE 754 rounds alike everywhere. So neither the machine nor how many draws are looked up at once changes the order.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from energon_bridge.mix.leaves import Amounts
+from energon_bridge.plan.bans import LeafBans
+from energon_bridge.plan.blend import LeafWeights, lane_step, pieces_of
+from energon_bridge.plan.leaf import LeafOrder
+from energon_bridge.rng import MASK64, FloatArray, IntArray, fold
+
+_PHASE = 7
+_FEWEST, _MOST = 32, 512
+"""Draws chosen at a time: of a lane few at first, since there are many."""
+_LOOKED_UP = 32
+"""Draws of a leaf looked up at once, at least."""
+
+
+class AmountLeaf(Protocol):
+    """What choosing by amounts needs of a leaf."""
+
+    @property
+    def order(self) -> LeafOrder: ...
+    @property
+    def bans(self) -> LeafBans | None: ...
+    @property
+    def amounts(self) -> Amounts | None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class AmountBlend:
+    """The weights of a mix by amounts.
+
+    Args:
+        parts: Weights, each from a global draw on, in rising order; the first from 0 on.
+        num_lanes: L.
+        key: Key of the run.
+    """
+
+    parts: tuple[tuple[int, LeafWeights], ...]
+    num_lanes: int
+    key: int
+
+    @cached_property
+    def _pieces(self) -> list[tuple[int, LeafWeights, int]]:
+        """The global draws from which on weights are constant, whose weights those are, and at which draw."""
+        found = []
+        ends = [start for start, _ in self.parts[1:]]
+        for number, (first, weights) in enumerate(self.parts):
+            last = ends[number] if number < len(ends) else None
+            pieces = pieces_of(weights)
+            for (start, at), end in zip(pieces, [*(start for start, _ in pieces[1:]), None], strict=True):
+                if (last is None or start < last) and (end is None or end > first):
+                    found.append((max(start, first), weights, at))
+        return found
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """The global draws from which on weights are constant, ascending."""
+        return [start for start, _, _ in self._pieces]
+
+    def piece(self, global_draw: int) -> int:
+        """Return the number of the piece of constant weights that a global draw is in."""
+        return bisect_right(self.starts, global_draw) - 1
+
+    def shares(self, piece: int) -> list[Fraction]:
+        """Return the shares of the leaves in a piece; they add up to 1."""
+        found = self._shares.get(piece)
+        if found is None:
+            _, weights, at = self._pieces[piece]
+            exact = [Fraction(weight) for weight in weights.at(at)]
+            total = sum(exact)
+            found = self._shares[piece] = [weight / total for weight in exact]
+        return found
+
+    @cached_property
+    def _shares(self) -> dict[int, list[Fraction]]:
+        return {}
+
+    def first_sum(self, lane: int, leaf: AmountLeaf) -> int:
+        """Return the sum of a leaf with which a lane begins."""
+        assert leaf.amounts is not None
+        phase = (fold(self.key, _PHASE, leaf.order.key) + lane * lane_step(self.num_lanes)) & MASK64
+        return phase * leaf.amounts.total // leaf.order.num_samples >> 64
+
+
+class _Chosen(NamedTuple):
+    """Consecutive draws: the first one, the leaf and amount of each, and the sums before them."""
+
+    first: int
+    leaves: IntArray
+    amounts: IntArray
+    sums: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.first + self.leaves.size
+
+
+class AmountDraws:
+    """The leaves of the draws of one lane, from a position on.
+
+    Args:
+        blend: The weights.
+        leaves: The leaves.
+        lane: The lane.
+        draw: The next draw.
+        leaf_draws: Draws made before in each leaf.
+        sums: The sums of the leaves.
+        origin: Draw at which the lane began with this mix.
+    """
+
+    def __init__(
+        self,
+        blend: AmountBlend,
+        leaves: Sequence[AmountLeaf],
+        lane: int,
+        draw: int,
+        leaf_draws: Sequence[int],
+        sums: Sequence[int],
+        origin: int,
+    ) -> None:
+        self._blend, self._leaves, self._lane, self._origin = blend, leaves, lane, origin
+        self._draw, self._leaf_draws = draw, list(leaf_draws)
+        self._given = tuple(sums) or (0,) * len(leaves)
+        self._sums = list(self._given)
+        if draw == origin:
+            self._sums = [blend.first_sum(lane, leaf) for leaf in leaves]
+        self._chosen: deque[_Chosen] = deque()
+        self._ahead: list[IntArray] = [np.zeros(0, dtype=np.int64)] * len(leaves)  # amounts of the next draws
+        self._size, self._at = _FEWEST, draw
+        self._bans = sorted({start for leaf in leaves if leaf.bans is not None for start in leaf.bans.starts.tolist()})
+        self._banned_from = -1
+
+    def take(self, count: int) -> IntArray:
+        """Return the leaves of the next draws, shape (count,)."""
+        parts = []
+        while count:
+            if self._at == self._draw:
+                self._chosen.append(self._choose())
+            last = self._chosen[-1]
+            part = last.leaves[self._at - last.first : self._at - last.first + count]
+            parts.append(part)
+            self._at += part.size
+            count -= part.size
+        return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.zeros(0, dtype=np.int64)])
+
+    def sums(self, draw: int) -> tuple[int, ...]:
+        """Return the sums of the leaves before a draw, not before one asked about earlier."""
+        chosen = self._chosen
+        while chosen and chosen[0].end < draw:
+            chosen.popleft()
+        if not chosen or draw <= max(chosen[0].first, self._origin):
+            return self._given if draw != self._origin else (0,) * len(self._leaves)
+        first = chosen[0]
+        sums = np.array(first.sums, dtype=np.int64)
+        np.add.at(sums, first.leaves[: draw - first.first], first.amounts[: draw - first.first])
+        return tuple(sums.tolist())
+
+    def _choose(self) -> _Chosen:
+        """Choose some draws, all with the same weights and bans."""
+        blend, draw, lanes = self._blend, self._draw, self._blend.num_lanes
+        now = draw * lanes + self._lane
+        piece = blend.piece(now)
+        shares = blend.shares(piece)
+        if draw > self._origin and (old := blend.shares(blend.piece(now - lanes))) != shares:
+            reached = min(one / share for one, share in zip(self._sums, old, strict=True) if share)
+            self._sums = [round(one - share * reached) for one, share in zip(self._sums, old, strict=True)]
+        count = min([self._size, *(-((self._lane - end) // lanes) - draw for end in self._next_changes(now))])
+        self._size = min(_MOST, 2 * self._size)
+        active = [number for number, share in enumerate(shares) if share]
+        weights = [float(shares[number]) for number in active]
+        wanted = self._guesses(active, weights, count)
+        while True:
+            starts, amounts = self._starts(active, wanted)
+            keys = np.concatenate([one / weight for one, weight in zip(starts, weights, strict=True)])
+            ends = np.cumsum([one.size for one in starts]) - 1
+            order = np.argsort(keys, kind="stable")  # ties in order of the leaves, and of their draws
+            places = np.empty_like(order)
+            places[order] = np.arange(order.size)
+            known = int(places[ends].min())  # what comes after is not looked up yet
+            if 2 * known >= count:
+                break
+            slowest = int(places[ends].argmin())
+            wanted[slowest] = 2 * wanted[slowest] + count
+        order = order[: min(known, count)]
+        sizes = [one.size for one in starts]
+        leaves, amounts = np.repeat(np.array(active), sizes)[order], amounts[order]
+        chosen = _Chosen(draw, leaves, amounts, tuple(self._sums))
+        for leaf, number in zip(active, np.bincount(leaves, minlength=len(shares))[active].tolist(), strict=True):
+            self._sums[leaf] += int(self._ahead[leaf][:number].sum())
+            self._ahead[leaf] = self._ahead[leaf][number:]
+            self._leaf_draws[leaf] += number
+        self._draw += order.size
+        return chosen
+
+    def _next_changes(self, now: int) -> list[int]:
+        """Return the next global draws at which weights or bans change; forget amounts if bans have."""
+        known = bisect_right(self._bans, now)
+        banned_from = self._bans[known - 1] if known else -1
+        if banned_from != self._banned_from:
+            self._banned_from, self._ahead = banned_from, [one[:0] for one in self._ahead]
+        piece = self._blend.piece(now) + 1
+        return [*self._bans[known : known + 1], *self._blend.starts[piece : piece + 1]]
+
+    def _guesses(self, active: Sequence[int], weights: Sequence[float], count: int) -> list[int]:
+        """Return how many of so many draws each leaf will probably have, and some more."""
+        rates = []
+        for leaf, weight in zip(active, weights, strict=True):
+            amounts = self._leaves[leaf].amounts
+            assert amounts is not None
+            rates.append(weight * self._leaves[leaf].order.num_samples / amounts.total)
+        total = sum(rates)
+        return [int(count * rate / total * 1.1) + 4 for rate in rates]
+
+    def _starts(self, active: Sequence[int], wanted: Sequence[int]) -> tuple[list[IntArray], IntArray]:
+        """Return the sums of some leaves before each of their next draws and after the last, and the amounts."""
+        starts, amounts = [], []
+        for leaf, count in zip(active, wanted, strict=True):
+            while self._ahead[leaf].size < count:
+                self._look_up(leaf, count - self._ahead[leaf].size)
+            ahead = self._ahead[leaf][:count]
+            sums = np.empty(count + 1, dtype=np.int64)
+            sums[0] = self._sums[leaf]
+            np.cumsum(ahead, out=sums[1:])
+            sums[1:] += self._sums[leaf]
+            starts.append(sums)
+            amounts += [ahead, _NONE]
+        return starts, np.concatenate(amounts)
+
+    def _look_up(self, number: int, count: int) -> None:
+        """Look up the amounts of further draws of a leaf."""
+        leaf, ahead = self._leaves[number], self._ahead[number]
+        assert leaf.amounts is not None
+        first = self._leaf_draws[number] + ahead.size
+        rounds = leaf.order.rounds_at(self._lane, first, max(count, _LOOKED_UP))
+        samples = rounds.indices[first - rounds.first :]
+        found = leaf.amounts.of_samples[samples].astype(np.int64)
+        if leaf.bans is not None:
+            found[leaf.bans.at(samples, np.full(samples.size, self._banned_from))] = 0
+        self._ahead[number] = np.concatenate((ahead, found))
+
+
+_NONE: IntArray = np.zeros(1, dtype=np.int64)
+"""In place of the amount of a draw that is not looked up yet."""
+
+
+def expected_draws(blend: AmountBlend, leaves: Sequence[AmountLeaf], draws: int) -> FloatArray:
+    """Return about how many of the first global draws come from each leaf, by the mean amounts of their samples."""
+    total = np.zeros(len(leaves))
+    sizes = np.array([leaf.order.num_samples for leaf in leaves], dtype=np.float64)
+    amounts = np.array([leaf.amounts.total for leaf in leaves if leaf.amounts is not None], dtype=np.float64)
+    for piece, (start, end) in enumerate(zip(blend.starts, [*blend.starts[1:], draws], strict=True)):
+        rates = np.array([float(share) for share in blend.shares(piece)]) * sizes / amounts
+        total += max(0, min(end, draws) - start) * rates / rates.sum()
+    return total

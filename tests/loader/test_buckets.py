@@ -1,0 +1,227 @@
+"""`group_by`: one bucket on all ranks in each global batch, each sample as often, on any topology and after stops."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine import (
+    SkippingEncoder,
+    TensorEncoder,
+    config_of,
+    digest,
+    is_masked,
+    loaders_of,
+    numbers_of,
+    text_dataset,
+)
+
+from energon_bridge import AspectTiers, Blender, get_train_dataset
+from energon_bridge.errors import ConfigurationError, EnergonError, FatalSampleError, SettingMismatchError
+from energon_bridge.forecast.run import run_of_mix
+from energon_bridge.loader.run_plan import DatasetSpec
+from energon_bridge.prepare.columns import add_column
+from energon_bridge.replica.balance import balanced, make_balance
+from energon_bridge.task_encoder.costs import BatchCost
+
+TIERS = AspectTiers(area=512 * 512)
+GROUP = 6
+SHAPES = [(640, 480), (1000, 480), (300, 900), (512, 500)]
+
+
+def number_of(sample: Any) -> int:
+    return int(sample.text.split()[1])
+
+
+def shape_of(number: int) -> tuple[int, int]:
+    return SHAPES[(0, 0, 1, 0, 2, 0, 1, 0, 3, 0)[number % 10]]
+
+
+def name_of(number: int) -> str:
+    return "{}x{}".format(*TIERS.size_of(*shape_of(number)))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("buckets")
+    for name, counts in {"a": [150, 93], "b": [40, 20]}.items():
+        path = str(text_dataset(folder / name, train=counts))
+        add_column(path, "width", lambda sample: shape_of(number_of(sample))[0], made_of="width")
+        add_column(path, "height", lambda sample: shape_of(number_of(sample))[1], made_of="height")
+        add_column(path, "number", number_of, made_of="number")
+    text_dataset(folder / "bare", train=[5])
+    return folder
+
+
+def opened(source: Any, encoder: Any = None, **kwargs: Any) -> DatasetSpec:
+    settings: dict[str, Any] = {"batch_size": 4, "group_by": TIERS.group_by, "worker_config": config_of(1, 0)}
+    source = str(source) if isinstance(source, Path) else source
+    return get_train_dataset(source, task_encoder=encoder or TensorEncoder(), **(settings | kwargs))
+
+
+def ranks_of(dataset: DatasetSpec, ranks: int = 1, workers: int = 0, group: int | None = GROUP) -> list[Any]:
+    return loaders_of(dataset, ranks, workers, num_lanes=None, microbatches_per_global_batch=group)
+
+
+def test_each_global_batch_has_one_bucket_and_each_sample_comes_as_often(data: Path) -> None:
+    sizes = {"384x640": 3, "512x512": 8, "640x384": 5}
+    dataset = opened(data / "a", bucket_batch_size=sizes)
+    assert dataset.buckets is not None
+    rows = dict(zip(dataset.buckets.names, dataset.buckets.rows, strict=True))
+    assert rows == sizes | {"576x448": 4}
+    names = Counter(name_of(number) for number in range(243))
+    assert dict(zip(dataset.buckets.names, dataset.buckets.samples, strict=True)) == names
+    (loader,) = ranks_of(dataset)
+    batches = [numbers_of(batch) for batch in islice(loader, 200 * GROUP)]
+    seen: Counter[int] = Counter()
+    laps: Counter[str] = Counter()
+    epoch = sum(count / rows[name] for name, count in names.items()) / GROUP
+    for lap in range(200):
+        parts = batches[lap * GROUP : lap * GROUP + GROUP]
+        (name,) = {name_of(number) for part in parts for number in part}
+        assert {len(part) for part in parts} == {rows[name]}
+        laps[name] += 1
+        seen.update(number for part in parts for number in part)
+        for bucket, count in names.items():  # in proportion all along
+            assert abs(laps[bucket] - (lap + 1) * count / rows[bucket] / GROUP / epoch) < 2.5
+    for name, count in names.items():  # nothing is dropped where an epoch of the bucket ends
+        times = [seen[number] for number in range(243) if name_of(number) == name]
+        assert len(times) == count
+        assert max(times) - min(times) <= 1
+
+
+@pytest.mark.parametrize("buffer", [0, 100])
+def test_a_bucket_is_the_stream_of_its_samples_alone(data: Path, buffer: int) -> None:
+    """So its batches are mixed as those of a dataset that has nothing else."""
+    dataset = opened(data / "a", bucket_batch_size="6 - width // 500", shuffle_buffer_size=buffer)
+    assert dataset.buckets is not None
+    (loader,) = ranks_of(dataset)
+    batches = list(islice(loader, 90 * GROUP))
+    for name, rows in zip(dataset.buckets.names, dataset.buckets.rows, strict=True):
+        width, height = name.split("x")
+        chosen = f"{TIERS.group_by[0]} == {width} and {TIERS.group_by[1]} == {height}"
+        alone = opened(data / "a", filter=chosen, batch_size=rows, group_by=None, shuffle_buffer_size=buffer)
+        own = [numbers for numbers in map(numbers_of, batches) if name_of(numbers[0]) == name]
+        assert own == [numbers_of(batch) for batch in islice(loaders_of(alone, 1, 0, num_lanes=GROUP)[0], len(own))]
+
+
+def test_weights_hold_over_all_buckets(data: Path) -> None:
+    blend = Blender([(data / "a", 1), (Blender([(data / "b", 1)]), 3)])
+    dataset = opened(blend, bucket_batch_size="2 + width // 300")
+    (loader,) = ranks_of(dataset)
+    drawn = Counter(
+        leaf.dataset.path
+        for batch in islice(loader, 1200)
+        for key in batch.__restore_key__[3]
+        for leaf in dataset.leaves
+        if leaf.identity == key[0]
+    )
+    assert drawn[str(data / "b")] / drawn.total() == pytest.approx(0.75, abs=0.02)
+    twice = opened(Blender([(data / "a", 1), (data / "a", 1)]))
+    assert len(twice.leaves) == len({leaf.identity for leaf in twice.leaves}) == 8
+
+
+@pytest.mark.parametrize("encoder", [TensorEncoder, SkippingEncoder])
+def test_the_same_on_any_topology_and_after_stops(data: Path, encoder: Any) -> None:
+    blend = Blender([(data / "a", 2), (data / "b", 1)])
+    dataset = opened(blend, encoder(), bucket_batch_size="2 + width // 400")
+    (alone,) = ranks_of(dataset)
+    expected = [digest(batch) for batch in islice(alone, 120)]
+    found: list[str] = []
+    states: list[Any] = []
+    for ranks, workers, steps in ((2, 0, 6), (3, 2, 7), (1, 1, 21), (6, 0, 6), (1, 3, 30)):
+        loaders = ranks_of(dataset, ranks, workers)
+        for loader in loaders if states else ():
+            loader.restore_state_rank(json.loads(json.dumps(states)))
+        streams = [iter(loader) for loader in loaders]
+        for _ in range(steps):
+            row = [next(stream) for stream in streams]
+            assert len({name_of(number) for batch in row for number in numbers_of(batch)}) == 1
+            found += [digest(batch) for batch in row if not is_masked(batch)]
+        states = [loader.save_state_rank() for loader in loaders]
+    assert found == expected
+    started = ranks_of(dataset)[0]
+    if encoder is TensorEncoder:  # a seek assumes that nothing is skipped
+        started.seek(50)
+        assert [digest(batch) for batch in islice(started, 70)] == expected[50:]
+
+
+def test_a_sample_is_found_and_banned(data: Path) -> None:
+    dataset = opened(data / "a")
+    (loader,) = ranks_of(dataset)
+    batch = next(iter(loader))
+    assert digest(loader.restore_sample(json.loads(json.dumps(batch.__restore_key__)))) == digest(batch)
+    gone = list(range(0, 240, 7))
+    loader.ban([f"{number:05d}" for number in gone])
+    later = {number for batch in islice(iter(loader), 400) for number in numbers_of(batch)}
+    assert later == set(range(243)) - set(gone)
+    with pytest.raises(ConfigurationError, match="from_draw"):
+        loader.ban(["00001"], from_draw=5)
+    with pytest.raises(ConfigurationError, match="group_by"):
+        loader.set_weights([1])
+
+
+def test_states_keep_to_their_buckets_and_global_batch(data: Path) -> None:
+    dataset = opened(data / "a")
+    (loader,) = ranks_of(dataset)
+    list(islice(loader, 20))
+    state = loader.save_state_rank()
+    for other in (opened(data / "a", batch_size=5), opened(data / "a", group_by="width")):
+        with pytest.raises((SettingMismatchError, EnergonError)):
+            ranks_of(other)[0].restore_state_rank(state)
+    with pytest.raises(ConfigurationError, match="global batch"):
+        ranks_of(dataset, group=4)[0].restore_state_rank(state)
+    for group in (None, 3, 2):  # parts of a lap have one bucket, too
+        ranks_of(dataset, group=group)[0].restore_state_rank(state)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"group_by": "number"}, None),
+        ({"group_by": "weight"}, "no column 'weight'"),
+        ({"group_by": "number / 0"}, "divisor"),
+        ({"group_by": "aspect_width(width, height, 100, 64)"}, "no size"),
+        ({"group_by": "aspect_width(width)"}, "cannot be computed"),
+        ({"group_by": "sum(width)"}, "not allowed"),
+        ({"batch_size": None}, "batch_size=None"),
+        ({"packing_buffer_size": 9}, "packing_buffer_size"),
+        ({"repeat": False}, "repeat=False"),
+        ({"bucket_batch_size": "100 - width"}, "expected at least 1"),
+        ({"bucket_batch_size": {"1x1": 3}}, "names no bucket"),
+        ({"group_by": None, "bucket_batch_size": "3"}, "group_by"),
+    ],
+)
+def test_mistakes_are_named(data: Path, settings: dict[str, Any], words: str | None) -> None:
+    if words is None:
+        assert len(opened(data / "a", **settings).leaves) == 243
+        return
+    with pytest.raises(ConfigurationError, match=words):
+        opened(data / "a", **settings)
+
+
+def test_what_does_not_fit_buckets_says_so(data: Path) -> None:
+    for mix, words in (
+        (Blender([(data / "a", 1), (data / "b", 1)], unit="width"), "unit"),
+        (Blender([(data / "a", None), (data / "b", None)]), "concat"),
+        (Blender([(data / "a", 1), (data / "bare", 1)]), "no column"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            opened(mix)
+    dataset = opened(data / "a", worker_config=config_of(1, 0, num_lanes=None, microbatches_per_global_batch=GROUP))
+    with pytest.raises(ConfigurationError, match="group_by"):
+        run_of_mix(dataset)
+    with pytest.raises(ConfigurationError, match="window=2"):
+        balanced(ranks_of(dataset)[0], make_balance(BatchCost(), window=2))
+
+    class Several(TensorEncoder):
+        def encode_batch(self, batch: Any) -> Any:
+            yield batch
+            yield batch
+
+    with pytest.raises(FatalSampleError, match="make one of each"):
+        next(iter(ranks_of(opened(data / "a", Several()))[0]))
