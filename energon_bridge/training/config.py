@@ -158,6 +158,10 @@ class DataConfig:
         max_pixels: Larger images are shrunk to this area, in the same way. Both hold for the frames of videos, too.
         max_num_images: Maximum images and videos per sample; samples with more are skipped and counted. null: no limit.
         max_num_frames: Maximum frames of a video, which has two for each second otherwise; null: 768.
+        max_video_tokens: Maximum tokens of all videos of a sample, which get fewer frames to fit; null: no limit.
+        video_sound: true: omni models hear the sound tracks of videos, in time with their frames. null: they do not.
+        max_sound_seconds: Sounds are cut off after so many seconds. null: a sound that is longer than the model takes
+            is an error.
         settings: Further settings of the data module, by name.
     """
 
@@ -184,6 +188,9 @@ class DataConfig:
     max_pixels: int | None = None
     max_num_images: int | None = None
     max_num_frames: int | None = None
+    max_video_tokens: int | None = None
+    video_sound: bool | None = None
+    max_sound_seconds: float | None = None
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -371,6 +378,7 @@ class RunConfig:
             "data.max_pixels": self.data.max_pixels,
             "data.max_num_images": self.data.max_num_images,
             "data.max_num_frames": self.data.max_num_frames,
+            "data.max_video_tokens": self.data.max_video_tokens,
             "train.max_steps": self.train.max_steps,
             "train.log_interval": self.train.log_interval,
             "validation.max_new_tokens": self.validation.max_new_tokens,

@@ -57,11 +57,11 @@ ENCODER_SETTINGS = (
     "min_pixels",
     "max_pixels",
     "max_num_images",
-    "max_num_frames",
+    *("max_num_frames", "max_video_tokens", "video_sound", "max_sound_seconds"),
 )
 """Fields of `DataConfig` that are for the encoder, not for the data module."""
 
-_CHAT_ONLY = ("system", "min_pixels", "max_pixels", "max_num_images", "max_num_frames")
+_CHAT_ONLY = ENCODER_SETTINGS[ENCODER_SETTINGS.index("system") :]
 _MOST_FRAMES = 768
 
 
@@ -157,6 +157,9 @@ def _chat_encoder(
             system=config.system,
             max_num_images=config.max_num_images,
             max_num_frames=config.max_num_frames or _MOST_FRAMES,
+            max_video_tokens=config.max_video_tokens,
+            video_sound=bool(config.video_sound),
+            max_sound_seconds=config.max_sound_seconds,
         ),
         packer=_packer(config),
     )
