@@ -274,18 +274,19 @@ def _refuse(name: str, advice: str) -> Any:
     return refused_class(name, advice) if name[:1].isupper() else refused_function(name, advice)
 
 
+_REFUSES = "NotProvidedError: "
 _MEANING = {
     "ours": "`{target}`",
     "adapter": "an adapter",
     "value": "{target}",
     "state": "{advice}",
-    "refused": "NotProvidedError: {advice}",
+    "refused": _REFUSES + "{advice}",
     "type variable": "a type variable",
 }
 
 
 def render() -> str:
-    """Return the table of all names, in Markdown: those that mean the same in a row; with modules where they differ."""
+    """Return tables of all names, in Markdown: those that mean the same in a row, with modules where they differ."""
     meanings: dict[str, dict[str, str]] = {}
     for module, names in modules().items():
         for name in names:
@@ -298,11 +299,15 @@ def render() -> str:
         differs = len(set(places.values())) > 1
         for module, meaning in places.items():
             rows.setdefault(meaning, set()).add(f"`{module}.{name}`" if differs else f"`{name}`")
-    lines = ["|names|here|", "|---|---|"]
-    lines += [
-        f"|{', '.join(sorted(names, key=lambda name: (name.lower(), name)))}|{meaning}|"
-        for meaning, names in sorted(rows.items(), key=lambda row: (-len(row[1]), row[0]))
-    ]
+    ordered = sorted(rows.items(), key=lambda row: (-len(row[1]), row[0]))
+    lines: list[str] = []
+    for header, refused in (("here", False), ("NotProvidedError", True)):
+        lines += ["", f"|names|{header}|", "|---|---|"] if lines else [f"|names|{header}|", "|---|---|"]
+        lines += [
+            f"|{', '.join(sorted(names, key=lambda name: (name.lower(), name)))}|{meaning.removeprefix(_REFUSES)}|"
+            for meaning, names in ordered
+            if meaning.startswith(_REFUSES) == refused
+        ]
     return "\n".join(lines) + "\n"
 
 
