@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from energon_bridge.errors import ConfigurationError, UnknownArgumentError, did_you_mean
+from energon_bridge.format.checksums import Checksums
 from energon_bridge.loader.position import OnMismatch
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
@@ -71,6 +72,7 @@ def get_train_dataset(
     split_config: str = "split.yaml",
     trust_remote_code: bool = False,
     filter: str | None = None,  # noqa: A002 - the word of mixes, too
+    checksums: Checksums = "sampled",
     error_policy: ErrorPolicy | None = None,
     handler: Handler | None = None,
     **kwargs: Any,
@@ -121,6 +123,9 @@ def get_train_dataset(
         split_config: Name of the file in `.nv-meta` that says which shards belong to which split part.
         filter: Expression over columns, such as `tokens < 4096 and language == "en"`; only samples that fulfil it are
             read. Every dataset of a mix needs the columns (`energon columns add`).
+        checksums: Which samples are compared with the checksums of `energon prepare --checksums` when they are read:
+            "always" all, "sampled" one of 16, others in each epoch, "never" none. One that differs is a sample that
+            cannot be read. Datasets without checksums are read as they are.
         error_policy: What becomes of samples that cannot be read, decoded or encoded; default: `ErrorPolicy()`.
         handler: Decides on each failed sample in the convention of webdataset, given the exception: True leaves the
             sample out, False or raising stops the run. The same as `ErrorPolicy(on_error=handler)`.
@@ -147,6 +152,7 @@ def get_train_dataset(
         split_config=split_config,
         trust_remote_code=trust_remote_code,
         filter=filter,
+        checksums=checksums,
         shuffle_over_epochs_multiplier=shuffle_over_epochs_multiplier,
         shuffle_buffer_size=0 if shuffle_buffer_size is None else shuffle_buffer_size,
         max_samples_per_sequence=max_samples_per_sequence,
@@ -180,6 +186,7 @@ def get_val_dataset(
     split_config: str = "split.yaml",
     trust_remote_code: bool = False,
     filter: str | None = None,  # noqa: A002 - the word of mixes, too
+    checksums: Checksums = "sampled",
     error_policy: ErrorPolicy | None = None,
     handler: Handler | None = None,
     **kwargs: Any,
@@ -208,6 +215,7 @@ def get_val_dataset(
         split_config=split_config,
         trust_remote_code=trust_remote_code,
         filter=filter,
+        checksums=checksums,
         shuffle_over_epochs_multiplier=None,
         limit=limit,
         task_encoder=_encoder(task_encoder, image_decode),

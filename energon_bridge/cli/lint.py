@@ -41,6 +41,7 @@ class _Problems:
 @click.option("--dataset-config", default="dataset.yaml", show_default=True, help="Dataset file in .nv-meta.")
 @click.option("--split-config", default="split.yaml", show_default=True, help="Split file in .nv-meta.")
 @click.option("--encoder", default=None, metavar="MODULE:ENCODER", help="Run this task encoder over all samples, too.")
+@click.option("--deep", is_flag=True, help="Compare the checksums of all parts, too (energon prepare --checksums).")
 @click.option("--duplicates", is_flag=True, help="Name samples of equal content, too; of the column `hash` if there.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: ok, checked, samples, empty, problems.")
 @click.option("--parallel", default=1, show_default=True, type=click.IntRange(min=1), help="Number of processes.")
@@ -54,6 +55,7 @@ def command(
     dataset_config: str,
     split_config: str,
     encoder: str | None,
+    deep: bool,
     duplicates: bool,
     as_json: bool,
     parallel: int,
@@ -100,13 +102,17 @@ def command(
     for part in empty if not as_json else ():
         click.echo(f"The split part {part!r} is empty.")
     workers = choose_engine(engine, address, parallel)
+    if deep and (bare := [dataset for dataset in datasets if not dataset.has_checksums]):
+        raise ConfigurationError(
+            f"{bare[0].path} has no checksums for --deep: energon prepare {bare[0].path} --checksums --force-overwrite"
+        )
     checked = 0
     total = sum(dataset.num_samples - len(dataset.excluded) for dataset in datasets)
     if share is not None:
         total = sum(_task_share(dataset, share) for dataset in datasets)
     for dataset in datasets:
         with shard_progress(f"Checking {dataset.split_part or path}", enabled=progress) as advance:
-            for number, report in enumerate(lint_dataset(dataset, num_workers=workers, task=share), start=1):
+            for number, report in enumerate(lint_dataset(dataset, num_workers=workers, task=share, deep=deep), start=1):
                 checked += report.num_checked
                 for problem in report.problems:
                     problems.add(problem)

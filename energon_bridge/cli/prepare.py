@@ -55,6 +55,7 @@ _SHOWN = 10
 @click.option("--shuffle-tars", is_flag=True, help="Shuffle the tars (always alike) before splitting by ratio.")
 @click.option("--tar-index-only", is_flag=True, help="Only write the indexes of a prepared dataset again.")
 @click.option("--key-index/--no-key-index", default=True, help="Write index.sqlite, which looks samples up by key.")
+@click.option("--checksums", is_flag=True, help="Keep checksums of all samples and parts, which readers compare.")
 @click.option("--fix-duplicates", is_flag=True, help="Rename samples with duplicate keys, in the tars themselves.")
 @click.option("--force-overwrite", is_flag=True, help="Prepare again without asking.")
 @click.option("--skip-dataset-yaml", is_flag=True, help="Write no dataset.yaml.")
@@ -80,6 +81,7 @@ def command(
     shuffle_tars: bool,
     tar_index_only: bool,
     key_index: bool,
+    checksums: bool,
     fix_duplicates: bool,
     force_overwrite: bool,
     skip_dataset_yaml: bool,
@@ -97,6 +99,9 @@ def command(
 
     Tars that have not changed since PATH was prepared are not read again (--tar-index-only reads all of them).
 
+    With --checksums the tars are read whole, and CRC-32 of all samples and parts kept, also of tars that are added
+    later. Training compares some of them, `energon lint --deep` all.
+
     Of a .jsonl file, its index is written beside it. Of a mix (a .yaml), the joins of all splits are looked up once,
     and kept in PATH.cache.
 
@@ -111,7 +116,9 @@ def command(
     share = chosen_task(task, finish=finish)
     media = media_filter(media_metadata_by_glob, media_metadata_by_header, media_metadata_by_extension)
     if is_jsonl(path) or path.endswith(".yaml"):
-        if any((split_ratio, split_parts, sample_type, tar_index_only, media, share, finish, fix_duplicates)):
+        if any(
+            (split_ratio, split_parts, sample_type, tar_index_only, media, share, finish, fix_duplicates, checksums)
+        ):
             what = "a JSONL file" if is_jsonl(path) else "a mix"
             raise ConfigurationError(f"{path} is {what}: these options are for the folder of a dataset.")
         if is_jsonl(path):
@@ -130,10 +137,14 @@ def command(
         if split_ratio or split_parts or sample_type or tar_index_only or media:
             raise ConfigurationError("--task only scans tars: use these options with --finish, or with prepare-media.")
         with shard_progress("Looking into tars", enabled=progress) as advance:
-            count = scan_task(path, share, exclude=exclude, num_workers=workers, progress=advance)
+            count = scan_task(path, share, exclude=exclude, num_workers=workers, checksums=checksums, progress=advance)
         click.echo(f"Task {share}: {count_of(count, 'tar')} done. After all tasks, run --finish.")
         return {"task": str(share), "shards": count}
     if tar_index_only:
+        if checksums:
+            raise ConfigurationError(
+                "--tar-index-only makes existing checksums again by itself: leave out --checksums."
+            )
         if finish:
             raise ConfigurationError("--tar-index-only reads all tars itself: leave out --finish.")
         if media is not None:
@@ -175,6 +186,7 @@ def command(
             dataset_yaml_name=dataset_yaml_name,
             media=media,
             finish=finish,
+            checksums=checksums,
             progress=advance,
         )
     if prepared.media is not None:

@@ -1,4 +1,5 @@
-/* Splitting the bytes of a sample into its parts, where its tar headers are plain: see `parse_sample` in tar.py.
+/* Splitting the bytes of a sample into its parts, where its tar headers are plain: see `parse_sample` in tar.py. And
+   checksums: see `crc32s` in checksums.py.
 
    Every sample that is read goes through here. Whatever is not plain (long names, folders, other spellings of sizes,
    a range that is cut off) is left to the Python code, which knows it all and says what is wrong. */
@@ -6,6 +7,7 @@
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
+#include <stdint.h>
 #include <string.h>
 
 #define BLOCK 512
@@ -127,7 +129,108 @@ static PyObject *split(PyObject *module, PyObject *const *args, Py_ssize_t nargs
     return result;
 }
 
+/* CRC-32 of zlib, sixteen bytes at a time by carry-less multiplication: V. Gopal and others, "Fast CRC computation for
+   generic polynomials using PCLMULQDQ instruction", Intel, 2009. Its constants are powers of x modulo the polynomial. */
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#define FOLD512(x, by, y) \
+    _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(x, by, 0x00), _mm512_clmulepi64_epi128(x, by, 0x11), y, 0x96)
+#define FOLD(x, by) _mm_xor_si128(_mm_clmulepi64_si128(x, by, 0x00), _mm_clmulepi64_si128(x, by, 0x11))
+#define LOAD(at) _mm_loadu_si128((const __m128i *)(at))
+
+static uint32_t by_table(uint32_t crc, const unsigned char *data, size_t length) {
+    static uint32_t table[256];
+    if (!table[1])
+        for (uint32_t i = 256; i-- > 0;) {
+            uint32_t value = i;
+            for (int bit = 0; bit < 8; bit++)
+                value = value & 1 ? value >> 1 ^ 0xEDB88320u : value >> 1;
+            table[i] = value;
+        }
+    while (length--)
+        crc = crc >> 8 ^ table[(crc ^ *data++) & 255];
+    return crc;
+}
+
+/* Fold whole pieces of 256 bytes into 64, with the registers of AVX-512; return how much of the data that were. */
+__attribute__((target("avx512f,vpclmulqdq"))) static size_t fold_wide(const unsigned char *data, size_t length, void *to) {
+    const __m512i by256 = _mm512_broadcast_i32x4(_mm_set_epi64x(0x1322d1430, 0x11542778a));
+    const __m512i by64 = _mm512_broadcast_i32x4(_mm_set_epi64x(0x1c6e41596, 0x154442bd4));
+    __m512i a = _mm512_xor_si512(_mm512_loadu_si512(data), _mm512_zextsi128_si512(_mm_cvtsi32_si128(~0)));
+    __m512i b = _mm512_loadu_si512(data + 64), c = _mm512_loadu_si512(data + 128), d = _mm512_loadu_si512(data + 192);
+    size_t done = 256;
+    for (; length - done >= 256; done += 256) {
+        a = FOLD512(a, by256, _mm512_loadu_si512(data + done));
+        b = FOLD512(b, by256, _mm512_loadu_si512(data + done + 64));
+        c = FOLD512(c, by256, _mm512_loadu_si512(data + done + 128));
+        d = FOLD512(d, by256, _mm512_loadu_si512(data + done + 192));
+    }
+    _mm512_storeu_si512(to, FOLD512(FOLD512(FOLD512(a, by64, b), by64, c), by64, d));
+    return done;
+}
+
+static int has_wide(void) { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq"); }
+
+__attribute__((target("pclmul,sse4.1"))) static uint32_t crc32_of(const unsigned char *data, size_t length) {
+    uint32_t crc = ~0u;
+    if (length >= 64) {
+        const __m128i by64 = _mm_set_epi64x(0x1c6e41596, 0x154442bd4), by16 = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);
+        const __m128i by8 = _mm_set_epi64x(0, 0x163cd6124), poly = _mm_set_epi64x(0x1f7011641, 0x1db710641);
+        const __m128i low = _mm_set_epi32(0, ~0, 0, ~0);
+        unsigned char folded[64];
+        size_t done = 64;
+        __m128i a = _mm_xor_si128(LOAD(data), _mm_cvtsi32_si128((int)crc));
+        __m128i b = LOAD(data + 16), c = LOAD(data + 32), d = LOAD(data + 48);
+        if (length >= 512 && has_wide()) {
+            done = fold_wide(data, length, folded);
+            a = LOAD(folded), b = LOAD(folded + 16), c = LOAD(folded + 32), d = LOAD(folded + 48);
+        }
+        for (data += done, length -= done; length >= 64; data += 64, length -= 64) {
+            a = _mm_xor_si128(FOLD(a, by64), LOAD(data));
+            b = _mm_xor_si128(FOLD(b, by64), LOAD(data + 16));
+            c = _mm_xor_si128(FOLD(c, by64), LOAD(data + 32));
+            d = _mm_xor_si128(FOLD(d, by64), LOAD(data + 48));
+        }
+        a = _mm_xor_si128(FOLD(a, by16), b);
+        a = _mm_xor_si128(FOLD(a, by16), c);
+        a = _mm_xor_si128(FOLD(a, by16), d);
+        for (; length >= 16; data += 16, length -= 16)
+            a = _mm_xor_si128(FOLD(a, by16), LOAD(data));
+        a = _mm_xor_si128(_mm_srli_si128(a, 8), _mm_clmulepi64_si128(a, by16, 0x10));
+        b = _mm_srli_si128(a, 4);
+        a = _mm_xor_si128(_mm_clmulepi64_si128(_mm_and_si128(a, low), by8, 0x00), b);
+        b = _mm_and_si128(_mm_clmulepi64_si128(_mm_and_si128(a, low), poly, 0x10), low);
+        crc = (uint32_t)_mm_extract_epi32(_mm_xor_si128(a, _mm_clmulepi64_si128(b, poly, 0x00)), 1);
+    }
+    return ~by_table(crc, data, length);
+}
+
+static int has_crc32(void) { return __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1"); }
+#else
+static uint32_t crc32_of(const unsigned char *data, size_t length) { return 0; }
+static int has_crc32(void) { return 0; }
+#endif
+
+static PyObject *crc32s(PyObject *module, PyObject *pieces) {
+    if (!has_crc32())
+        return Py_NewRef(Py_None);
+    Py_ssize_t count = PyList_Size(pieces);
+    PyObject *result = count < 0 ? NULL : PyBytes_FromStringAndSize(NULL, 4 * count);
+    for (Py_ssize_t i = 0; result && i < count; i++) {
+        Py_buffer data;
+        if (PyObject_GetBuffer(PyList_GetItem(pieces, i), &data, PyBUF_SIMPLE)) {
+            Py_CLEAR(result);
+            break;
+        }
+        uint32_t crc = crc32_of(data.buf, (size_t)data.len);
+        memcpy(PyBytes_AsString(result) + 4 * i, &crc, 4);
+        PyBuffer_Release(&data);
+    }
+    return result;
+}
+
 static PyMethodDef METHODS[] = {
+    {"crc32s", crc32s, METH_O, "Return the CRC-32 of each buffer of a list as bytes, or None where zlib is as fast."},
     {"split", (PyCFunction)(void (*)(void))split, METH_FASTCALL, "Return key and parts, or None where it is not plain."},
     {NULL, NULL, 0, NULL},
 };

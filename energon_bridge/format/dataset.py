@@ -65,6 +65,7 @@ class PreparedDataset:
     subflavors: dict[str, Any]
     fingerprint: str
     num_samples: int
+    has_checksums: bool = False
     source_path: Any = field(default=None, repr=False, compare=False)
 
     @property
@@ -121,6 +122,7 @@ def read_prepared(
         sizes=sizes,
         excluded=excluded,
         fingerprint=fingerprint,
+        has_checksums=info.has_checksums,
     )
     return dataset, config
 
@@ -135,6 +137,7 @@ def prepared(
     sizes: Sequence[int],
     excluded: frozenset[tuple[str, str]],
     fingerprint: str,
+    has_checksums: bool = False,
 ) -> PreparedDataset:
     """Build a dataset from its parts; `counts` and `sizes` have an entry per shard."""
     return PreparedDataset(
@@ -152,6 +155,7 @@ def prepared(
         subflavors=config.subflavors,
         fingerprint=fingerprint,
         num_samples=sum(counts),
+        has_checksums=has_checksums,
     )
 
 

@@ -175,6 +175,7 @@ SPLIT_JSON = "split.json"
 NOTHING: frozenset[tuple[str, str]] = frozenset()
 DEFAULT_DATASET_CONFIG = "dataset.yaml"
 # The release of energon whose formats are written, and what wrote them; energon's readers take any text here.
+_CHECKSUMS = ".checksums"
 FORMAT_VERSION = f"7.4.1+energon-bridge.{__version__}"
 _MAX_COUNT = 1 << 48
 """More samples than a shard can have (a sample takes at least 512 bytes); sums of counts stay exact in 64 bits."""
@@ -199,6 +200,11 @@ class DatasetInfo:
 
     shard_counts: dict[str, int]
     energon_version: str | None = None
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether there are checksums of its shards (`format/checksums.py`)."""
+        return bool(self.energon_version and self.energon_version.endswith(_CHECKSUMS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,10 +242,11 @@ def prepared_by(energon_version: str | None) -> str:
     """Return a text that names the program that wrote an `.info.json` with this `energon_version`."""
     if energon_version is None:
         return "unknown"
-    own = _OWN_VERSION.fullmatch(energon_version)
+    own = _OWN_VERSION.fullmatch(energon_version.removesuffix(_CHECKSUMS))
     if own is None:
         return f"energon {energon_version}"
-    return f"energon_bridge {own['version']} (format of energon {own['format']})"
+    kept = ", with checksums" * energon_version.endswith(_CHECKSUMS)
+    return f"energon_bridge {own['version']} (format of energon {own['format']}){kept}"
 
 
 def read_info(store: Store) -> DatasetInfo:
@@ -261,6 +268,14 @@ def read_info(store: Store) -> DatasetInfo:
                 raise wrong_type(count, "a number of samples", where=where, field=f"shard_counts.{shard}")
         return DatasetInfo(shard_counts=counts, energon_version=version)
     raise not_prepared(store.root)
+
+
+def has_checksums(store: Store) -> bool:
+    """Whether a dataset, which may not be prepared yet, has checksums."""
+    try:
+        return read_info(store).has_checksums
+    except EnergonError:
+        return False
 
 
 def not_prepared(root: str) -> NotPreparedError:
@@ -286,8 +301,11 @@ def renumbered(store: Store, counts: Mapping[str, int]) -> tuple[str, ...]:
     return () if kept == list(counts)[: len(kept)] else (meta_path(INFO_JSON), meta_path(INFO_YAML))
 
 
-def render_info(shard_counts: Mapping[str, int], *, energon_version: str = FORMAT_VERSION) -> bytes:
+def render_info(
+    shard_counts: Mapping[str, int], *, energon_version: str = FORMAT_VERSION, checksums: bool = False
+) -> bytes:
     """Write `.info.json`."""
+    energon_version += _CHECKSUMS * checksums
     return json.dumps({"energon_version": energon_version, "shard_counts": dict(shard_counts)}, indent=2).encode()
 
 

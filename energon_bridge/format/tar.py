@@ -304,7 +304,7 @@ def _pax_records(body: bytes, *, where: str, offset: int) -> dict[str, str]:
         digits, space, _ = body[position : position + 21].partition(b" ")
         length = int(digits) if space and digits.isdigit() else 0
         name, equals, value = body[position + len(digits) + 1 : position + length - 1].partition(b"=")
-        if not equals or position + length > len(body):
+        if not equals or length <= len(digits) + 1 or position + length > len(body):
             raise CorruptShardError(f"{where}: PAX header at byte {offset} has a broken record at byte {position}.")
         records[name.decode("utf-8", _NAME_ERRORS)] = value.decode("utf-8", _NAME_ERRORS)
         position += length

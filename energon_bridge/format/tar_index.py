@@ -159,14 +159,18 @@ class _Links:
         return self.places[member.name]
 
 
-def scan_tar(store: Store, rel: str) -> ShardScan:
+Take = Callable[["ShardScan", int, bytes], None]
+"""Takes the bytes of a tar in turn, by offset, after the scan has found what begins in them."""
+
+
+def scan_tar(store: Store, rel: str, take: Take | None = None) -> ShardScan:
     """Walk all headers of a tar; raises CorruptShardError naming the shard and the byte offset of the defect.
 
     A tar without samples is an error, too. A compressed one is an UnsupportedShardError. What concerns single samples
-    is noted in `faults`.
+    is noted in `faults`. With `take`, all bytes of the samples are read, once.
     """
     try:
-        return _scan(store, rel)
+        return _scan(store, rel, take)
     except CorruptShardError as error:
         if store.read_range(rel, 0, min(6, store.size(rel))).startswith(_COMPRESSED):
             raise compressed_shard(store.url(rel), exclude=re.escape(rel)) from error
@@ -181,7 +185,7 @@ def compressed_shard(url: str, *, exclude: str, count: int = 1) -> UnsupportedSh
     )
 
 
-def _scan(store: Store, rel: str) -> ShardScan:
+def _scan(store: Store, rel: str, take: Take | None) -> ShardScan:
     where = store.url(rel)
     size = store.size(rel)
     scan = ShardScan()
@@ -198,11 +202,18 @@ def _scan(store: Store, rel: str) -> ShardScan:
         buffer = store.read_range(rel, base, min(max(window, needed), size - base))
         before = len(scan.part_names)
         position, needed = _scan_buffer(scan, others, buffer, base=base, size=size, where=where)
+        if take is not None:
+            take(scan, base, buffer[:position])
+            for offset in range(base + len(buffer), base + position, _MAX_WINDOW):
+                take(scan, offset, store.read_range(rel, offset, min(_MAX_WINDOW, base + position - offset)))
         base += position
         if needed == 0:
             break
         added = len(scan.part_names) - before
-        window = min(window * 4, _MAX_WINDOW) if added > 8 else max(window // 4, _MIN_WINDOW) if added < 4 else window
+        if added > 8 or take is not None:
+            window = min(window * 4, _MAX_WINDOW)
+        elif added < 4:
+            window = max(window // 4, _MIN_WINDOW)
     if not scan.keys:
         raise CorruptShardError(
             f"{where}: no samples before the end of the archive at byte {base}. Leave it out with --exclude "

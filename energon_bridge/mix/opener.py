@@ -47,7 +47,7 @@ from energon_bridge.storage import READ_TIMEOUT_SECONDS, OpenFiles, Stalls, Stor
 #     {<hash>: <content of a dataset.yaml>, ...}
 #     [path of a YAML file of the mix, <hash of its bytes>]       <its content>
 #     [path, split part, dataset config, split config]
-#         [stamps, shards, counts, sizes, excluded, <hash of its config>, fingerprint]       (a line for each dataset)
+#         [stamps, shards, counts, sizes, excluded, <hash of its config>, fingerprint, has checksums]    (one a dataset)
 #
 # The *stamps* of a dataset are `[name, bytes, mtime ns, ctime ns, inode]` of its files in `.nv-meta`, of those in a
 # bucket `[name, bytes, ETag]`, `[name]` for one that is not there. The version is that of the format and that of the
@@ -65,7 +65,7 @@ from energon_bridge.storage import READ_TIMEOUT_SECONDS, OpenFiles, Stalls, Stor
 logger = logging.getLogger(__name__)
 
 FORMAT = "energon_bridge.mix_index"
-VERSION = [1, FINGERPRINT_VERSION]
+VERSION = [2, FINGERPRINT_VERSION]
 MIN_DATASETS = 32
 """Mixes of fewer datasets get no index: they open within milliseconds."""
 _SETTLED_NS = 2_000_000_000
@@ -89,6 +89,7 @@ class Entry(NamedTuple):
     excluded: list[list[str]]
     config: str
     fingerprint: str
+    has_checksums: bool
 
 
 class MixIndex:
@@ -148,8 +149,9 @@ class MixIndex:
         """Return the entry of a dataset if it is still valid."""
         key = _line(place)
         for line in self._saved.get(key, ()):
-            stamps, shards, counts, sizes, excluded, config, fingerprint = json.loads(line)
-            known = Entry(stamps, shards, counts, sizes, excluded, self._configs[config], fingerprint)
+            known = Entry(*json.loads(line))
+            config = known.config
+            known = known._replace(config=self._configs[config])
             if self._is_current(place[0], known):
                 self._entries[key] = (line, config)
                 return known
@@ -407,6 +409,7 @@ class DatasetOpener:
                     excluded=[list(sample) for sample in sorted(dataset.excluded)],
                     config=config.text,
                     fingerprint=dataset.fingerprint,
+                    has_checksums=dataset.has_checksums,
                 ),
             )
         return dataset
@@ -426,6 +429,7 @@ class DatasetOpener:
             sizes=known.sizes,
             excluded=frozenset((shard, key) for shard, key in known.excluded) if known.excluded else NOTHING,
             fingerprint=known.fingerprint,
+            has_checksums=known.has_checksums,
         )
 
 

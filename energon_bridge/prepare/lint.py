@@ -14,7 +14,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from energon_bridge.errors import DecodeError, EmptyDatasetError, EnergonError, FieldAccessError, UnknownSplitError
+from energon_bridge.errors import (
+    CorruptShardError,
+    DecodeError,
+    EmptyDatasetError,
+    EnergonError,
+    FieldAccessError,
+    MetadataError,
+    UnknownSplitError,
+)
+from energon_bridge.format.checksums import read_checksums
 from energon_bridge.format.code import fields_of
 from energon_bridge.format.dataset import PreparedDataset, open_dataset, read_index
 from energon_bridge.format.dataset_config import DatasetConfigs
@@ -194,21 +203,23 @@ def lint_encoded(
 
 
 def lint_dataset(
-    dataset: PreparedDataset, *, num_workers: Workers = 1, task: Task | None = None
+    dataset: PreparedDataset, *, num_workers: Workers = 1, task: Task | None = None, deep: bool = False
 ) -> Iterator[ShardReport]:
     """Check every shard of a split part, or those of a task; yields one report per shard, in their order.
 
-    Excluded samples are left out.
+    Excluded samples are left out. With `deep` all parts are compared with their checksums, too.
     """
     from energon_bridge.task_encoder.decoder import SampleDecoder  # imports torch, which other commands do not need
 
-    check = partial(_check_shard, dataset, SampleDecoder(image_decode="rgba8").decode)
+    check = partial(_check_shard, dataset, SampleDecoder(image_decode="rgba8").decode, deep)
     shards = range(len(dataset.shard_names))
     with closing(map_shards(check, shards if task is None else task.of(shards), num_workers=num_workers)) as reports:
         yield from reports
 
 
-def _check_shard(dataset: PreparedDataset, decode: Callable[[str, memoryview], Any], shard: int) -> ShardReport:
+def _check_shard(
+    dataset: PreparedDataset, decode: Callable[[str, memoryview], Any], deep: bool, shard: int
+) -> ShardReport:
     name = dataset.shard_names[shard]
     problems: list[Problem] = []
 
@@ -228,7 +239,13 @@ def _check_shard(dataset: PreparedDataset, decode: Callable[[str, memoryview], A
     follow = follow_links(dataset.path)
     keys: list[str] = []
     names: list[frozenset[str]] = []
+    checksums = None
     try:
+        if deep:
+            count, size = int(dataset.shard_counts[shard]), int(dataset.shard_sizes[shard])
+            checksums = read_checksums(dataset.store, name, count=count, size=size)
+            if checksums is None:
+                raise MetadataError(f"no checksums: energon prepare {dataset.path} --checksums --force-overwrite")
         if isinstance(dataset, TableDataset):
             for sample in samples_of_tables(dataset, shard):
                 checked += 1
@@ -254,6 +271,8 @@ def _check_shard(dataset: PreparedDataset, decode: Callable[[str, memoryview], A
             checked += 1
             keys.append(key)
             names.append(frozenset(parts))
+            for difference in checksums.differences(index, key, parts, complete=True) if checksums else ():
+                report(CorruptShardError(difference), key=key)
             _check_sample(dataset, decode, index, key, parts, partial(report, key=key))
         for number, rest in find_pieces(keys, names.__getitem__, dataset.store.url(name)):
             report(rest, key=keys[number])

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from energon_bridge.errors import ConfigurationError, EnergonError, MetadataError
+from energon_bridge.format.checksums import ChecksumScan, checksums_path
 from energon_bridge.format.documents import dump_yaml, read_document
 from energon_bridge.format.key_index import (
     KeyIndexWriter,
@@ -44,6 +45,7 @@ from energon_bridge.format.nvmeta import (
     INDEX_UUID,
     INFO_JSON,
     INFO_YAML,
+    has_checksums,
     meta_path,
     read_info,
     render_info,
@@ -98,12 +100,16 @@ def prepare_dataset(
     dataset_yaml_name: str = DEFAULT_DATASET_CONFIG,
     media: MediaFilter | None = None,
     finish: bool = False,
+    checksums: bool = False,
     progress: Progress | None = None,
 ) -> Prepared:
     """Index all tars below a folder (or URL) and write `.nv-meta`; an earlier preparation is replaced.
 
     Tars of an earlier preparation that have not changed since are not read again. With `finish` no tar is read at all:
     tasks have done so (`scan_task`), and a tar that none of them has seen is a ConfigurationError.
+
+    With `checksums` the tars are read whole, and CRC-32 of their samples and parts kept; from then on also of tars that
+    are added.
 
     `dataset_yaml` is the content of the file of that name; None keeps the existing one. `progress(done, total)` counts
     shards. The excludes of an earlier split.yaml are kept, and so is media metadata, unless `media` selects files to
@@ -121,6 +127,7 @@ def prepare_dataset(
     for part, listed in split_parts.items():
         if not listed:
             _logger.info("%s: the split part %r gets none of the %d shards.", store.root, part, len(shards))
+    checksums = checksums or has_checksums(store)
     identity = str(uuid.uuid4())
     with Staging(store) as staging:
         counts, part_names, indexed = _index(
@@ -133,12 +140,13 @@ def prepare_dataset(
             media=media,
             earlier=_earlier(store, key_index=key_index),
             finish=finish,
+            checksums=checksums,
             progress=progress,
         )
         staging.add(meta_path(DEFAULT_SPLIT_CONFIG), render_splits(split_parts, exclude=_old_excludes(store)))
         if dataset_yaml is not None:
             staging.add(meta_path(dataset_yaml_name), dataset_yaml)
-        _commit(store, staging, counts, identity, key_index=key_index)
+        _commit(store, staging, counts, identity, key_index=key_index, checksums=checksums)
     _forget_scans(store)
     return Prepared(shard_counts=counts, split_parts=split_parts, part_names=part_names, media=indexed)
 
@@ -149,6 +157,7 @@ def scan_task(
     *,
     exclude: str | None = None,
     num_workers: Workers = 1,
+    checksums: bool = False,
     progress: Progress | None = None,
 ) -> int:
     """Scan the tars of one task, for `prepare_dataset(..., finish=True)`, and return their number.
@@ -159,7 +168,8 @@ def scan_task(
     store = open_store(path)
     store.check_root()
     shards = task.of(find_shards(store, exclude=exclude))
-    with closing(map_shards(partial(_scan, store, True, False), shards, num_workers=num_workers)) as scans:
+    scan = partial(_scan, store, True, False, checksums or has_checksums(store))
+    with closing(map_shards(scan, shards, num_workers=num_workers)) as scans:
         for number, _ in enumerate(scans):
             if progress is not None:
                 progress(number + 1, len(shards))
@@ -179,13 +189,21 @@ def rebuild_index(
     """
     store = open_store(path)
     store.check_root()
-    shards = list(read_info(store).shard_counts)
+    info = read_info(store)
+    shards, checksums = list(info.shard_counts), info.has_checksums
     identity = str(uuid.uuid4())
     with Staging(store) as staging:
         counts, part_names, _ = _index(
-            store, shards, staging, identity, num_workers=num_workers, key_index=key_index, progress=progress
+            store,
+            shards,
+            staging,
+            identity,
+            num_workers=num_workers,
+            key_index=key_index,
+            checksums=checksums,
+            progress=progress,
         )
-        _commit(store, staging, counts, identity, key_index=key_index)
+        _commit(store, staging, counts, identity, key_index=key_index, checksums=checksums)
     return Prepared(shard_counts=counts, split_parts={}, part_names=part_names)
 
 
@@ -200,10 +218,13 @@ def _index(
     media: MediaFilter | None = None,
     earlier: _Earlier | None = None,
     finish: bool = False,
+    checksums: bool = False,
     progress: Progress | None,
 ) -> tuple[dict[str, int], tuple[str, ...], IndexedMedia | None]:
     """Stage the indexes of all shards; return samples per shard, all part names, sorted, and the media found."""
     known = {} if earlier is None else {shard: earlier.counts[shard] for shard in shards if earlier.has(store, shard)}
+    if checksums:
+        known = {shard: count for shard, count in known.items() if store.exists(checksums_path(shard))}
     new = [shard for shard in shards if shard not in known]
     counts: dict[str, int] = {}
     part_names: set[str] = set(earlier.part_names) if earlier is not None and known else set()
@@ -213,7 +234,7 @@ def _index(
         shards = [*earlier.counts, *new]  # their numbers stay
         in_place = len(known)
     with ExitStack() as stack:
-        scan = partial(_scan, store, len(new) >= _MANY, finish)
+        scan = partial(_scan, store, len(new) >= _MANY, finish, checksums)
         scans = stack.enter_context(closing(map_shards(scan, new, num_workers=num_workers)))
         writer, indexed = None, None
         if key_index:
@@ -240,6 +261,8 @@ def _index(
                         "key index. Leave out --no-key-index, or write files in their place: energon convert SOURCE OUT"
                     )
                 staging.add(index_name(shard), encode_index(record.scan.offsets))
+                if checksums:
+                    staging.add(checksums_path(shard), record.checksums)
                 counts[shard] = len(record.scan.keys)
                 versions[shard] = record.made_of
                 part_names.update(record.scan.part_names)
@@ -261,19 +284,22 @@ def _index(
     return counts, tuple(sorted(part_names)), indexed
 
 
-def _scan(store: Store, keep: bool, find_only: bool, shard: str) -> ShardRecord | None:
+def _scan(store: Store, keep: bool, find_only: bool, checksums: bool, shard: str) -> ShardRecord | None:
     """Scan a tar, or load the scan of an earlier run; with `find_only`, return None if there is none."""
     version, name = _version(store, shard), f"{_SCANS}/{shard}{RECORD_SUFFIX}"
     if store.exists(name):
         with contextlib.suppress(ValueError):
             record = ShardRecord.decode(store.read(name))
-            if record.made_of == version:
+            if record.made_of == version and (record.checksums or not checksums):
                 return record
     if find_only:
         return None
-    scan = scan_tar(store, shard)
+    found = ChecksumScan() if checksums else None
+    scan = scan_tar(store, shard, None if found is None else found.take)
     scan.check()
     record = ShardRecord(scan=scan, made_of=version)
+    if found is not None:
+        record.checksums = found.finish(scan, store, shard).encode()
     if keep:
         store.write(name, record.encode())
     return record
@@ -336,11 +362,13 @@ def _forget_scans(store: Store) -> None:
             store.delete(name)
 
 
-def _commit(store: Store, staging: Staging, counts: dict[str, int], identity: str, *, key_index: bool) -> None:
+def _commit(
+    store: Store, staging: Staging, counts: dict[str, int], identity: str, *, key_index: bool, checksums: bool
+) -> None:
     staging.add(meta_path(INDEX_UUID), identity.encode())
     if store.exists(meta_path(INFO_YAML)):  # older readers use it, so keep it up to date
         staging.add(meta_path(INFO_YAML), dump_yaml({"energon_version": FORMAT_VERSION, "shard_counts": counts}))
-    staging.add(meta_path(INFO_JSON), render_info(counts))
+    staging.add(meta_path(INFO_JSON), render_info(counts, checksums=checksums))
     staging.commit(withdraw=renumbered(store, counts))
     if not key_index:
         store.delete(meta_path(INDEX_SQLITE))  # it describes the old shards

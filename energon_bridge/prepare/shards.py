@@ -11,6 +11,7 @@ Invariants: a shard's bytes depend on its samples alone (owner 0, time 0, mode 6
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -33,6 +34,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from energon_bridge.errors import ConfigurationError, DecodeError, SourceError, StorageError
+from energon_bridge.format.checksums import checksums_path
 from energon_bridge.format.key_index import KeyIndexWriter
 from energon_bridge.format.media import HEAD_BYTES, MediaFilter, metadata_row
 from energon_bridge.format.nvmeta import (
@@ -41,6 +43,7 @@ from energon_bridge.format.nvmeta import (
     INDEX_SQLITE,
     INDEX_UUID,
     INFO_JSON,
+    has_checksums,
     meta_path,
     render_info,
     render_splits,
@@ -82,7 +85,8 @@ class ShardRecord:
     """What the indexes need to know about one shard, and what it was made of.
 
     `fields` gives each field of the sample type the accesses that its samples used; `made_of` identifies the input;
-    `num_rejected` counts answers that were left out because others are preferred.
+    `num_rejected` counts answers that were left out because others are preferred; `checksums` is an encoded
+    `ShardChecksums`, empty if none were asked for.
     """
 
     scan: ShardScan = field(default_factory=ShardScan)
@@ -92,12 +96,14 @@ class ShardRecord:
     size: int = 0
     made_of: str = ""
     num_rejected: int = 0
+    checksums: bytes = b""
 
     def encode(self) -> bytes:
         """Write the record: JSON, a zero byte, and the integers of the scan, each column 64 bits little-endian."""
         scan = self.scan
         plain = {name: getattr(self, name) for name in ("media", "fields", "skipped", "size", "made_of")}
         plain |= {"num_rejected": self.num_rejected} if self.num_rejected else {}  # few conversions have any
+        plain |= {"checksums": base64.b64encode(self.checksums).decode()} if self.checksums else {}
         plain |= {"keys": scan.keys, "part_names": scan.part_names}
         if scan.linked:
             plain["linked"] = list(scan.linked)
@@ -112,6 +118,7 @@ class ShardRecord:
             plain = json.loads(text)
             linked = array("q", plain.pop("linked", ()))
             scan = ShardScan(keys=plain.pop("keys"), part_names=plain.pop("part_names"), linked=linked)
+            plain["checksums"] = base64.b64decode(plain.get("checksums", ""))
             record = cls(scan=scan, **plain)
         except (zlib.error, KeyError, TypeError) as error:
             raise ValueError(f"not a record of a shard: {error}") from error
@@ -332,6 +339,7 @@ def publish(
     fields: dict[str, dict[str, None]] = {}
     identity = hashlib.blake2b(digest_size=16)
     store = open_store(root)
+    checksums = has_checksums(store)
     with Staging(store) as staging:
         with KeyIndexWriter(staging.path(meta_path(INDEX_SQLITE)), shards) as writer:
             for number, shard in enumerate(shards):
@@ -352,12 +360,13 @@ def publish(
         staging.add(meta_path(DEFAULT_SPLIT_CONFIG), render_splits(split_parts))
         staging.add(meta_path(DEFAULT_DATASET_CONFIG), render_dataset_yaml(sample_type, field_map or None))
         staging.add(meta_path(INDEX_UUID), str(uuid.UUID(bytes=identity.digest())).encode())
-        staging.add(meta_path(INFO_JSON), render_info(counts))
+        staging.add(meta_path(INFO_JSON), render_info(counts, checksums=checksums))
         with _writing(root):
             moved = [shard for shard in shards if (parts.path / shard).exists()]
             if any((root / shard).exists() for shard in moved):
                 (root / meta_path(INFO_JSON)).unlink(missing_ok=True)
             for shard in moved:
+                (root / checksums_path(shard)).unlink(missing_ok=True)  # of another tar of this name
                 (root / shard).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(parts.path / shard, root / shard)
         staging.commit(withdraw=renumbered(store, counts))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from energon_bridge.errors import CorruptShardError, DecodeError, FatalSampleError, ShardMissingError
+from energon_bridge.format.checksums import Checksums
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.foreign import ForeignDataset, field_map_of
 from energon_bridge.format.join import JoinedDataset
@@ -69,6 +70,7 @@ class LeafSource:
         cook: Cook | None,
         tolerant: bool,
         barred: Collection[tuple[int, int]] = (),
+        checksums: Checksums = "never",
     ) -> None:
         self.leaf = leaf
         self.path = leaf.dataset.path
@@ -77,7 +79,7 @@ class LeafSource:
         self.values: SampleParser | JoinValues
         dataset = leaf.dataset
         if isinstance(dataset, JoinedDataset):
-            self.reader = reader = JoinReader(dataset, tolerant=tolerant)
+            self.reader = reader = JoinReader(dataset, tolerant=tolerant, checksums=checksums)
             self.values = JoinValues(leaf.identity, dataset, reader, decoder, activities)
         else:
             is_lines = isinstance(dataset, JsonlDataset)
@@ -86,7 +88,7 @@ class LeafSource:
                 self.reader, values = ForeignReader(dataset, tolerant=tolerant), RowParser
             else:
                 unread_from = None if is_lines else getattr(decoder, "unread_from", None)
-                self.reader = LeafReader(dataset, tolerant=tolerant, unread_from=unread_from)
+                self.reader = LeafReader(dataset, tolerant=tolerant, unread_from=unread_from, checksums=checksums)
             self.values = values(leaf.identity, dataset, decoder, activities)
         self.user_key = user_key_of(leaf)
         self.values.barred = Barred(self.user_key, frozenset(index for key, index in barred if key == self.user_key))
@@ -125,7 +127,15 @@ class Sources:
             cook = cook_of(run.task_encoder, of.dataset, of.aux, self._stores, run.cache_pool)
             tolerant = run.error_policy.damaged_shards == "skip"
             barred = self._settings.barred
-            source = LeafSource(of, self._decoder, self._activities, cook=cook, tolerant=tolerant, barred=barred)
+            source = LeafSource(
+                of,
+                self._decoder,
+                self._activities,
+                cook=cook,
+                tolerant=tolerant,
+                barred=barred,
+                checksums=run.checksums,
+            )
             self._open[leaf] = source
         return source
 
@@ -192,9 +202,9 @@ RawRow = tuple[Any, ...]
 class JoinReader:
     """Reads the bytes of rows of a join; safe to use from several threads."""
 
-    def __init__(self, dataset: JoinedDataset, *, tolerant: bool = False) -> None:
+    def __init__(self, dataset: JoinedDataset, *, tolerant: bool = False, checksums: Checksums = "never") -> None:
         self.dataset = dataset
-        self.readers = [LeafReader(part.dataset, tolerant=tolerant) for part in dataset.parts]
+        self.readers = [LeafReader(part.dataset, tolerant=tolerant, checksums=checksums) for part in dataset.parts]
 
     @property
     def slow(self) -> bool:
@@ -213,14 +223,15 @@ class JoinReader:
         """Return shard name and index within the shard of a row's sample in the primary."""
         return self.readers[0].place_of(int(self.dataset.rows[index, 0]))
 
-    def read(self, indices: IntArray) -> list[RawRow]:
+    def read(self, indices: IntArray, epochs: IntArray | None = None) -> list[RawRow]:
         """Return the bytes of each row, in the order given; errors are those of `LeafReader.read`."""
         columns: list[list[memoryview | None]] = []
         for reader, places in zip(self.readers, self.columns(indices), strict=True):
             column: list[memoryview | None] = [None] * places.size
             present = np.flatnonzero(places >= 0)
             if present.size:
-                for row, raw in zip(present.tolist(), reader.read(places[present]), strict=True):
+                raws = reader.read(places[present], None if epochs is None else epochs[present])
+                for row, raw in zip(present.tolist(), raws, strict=True):
                     column[row] = raw
             columns.append(column)
         return list(zip(*columns, strict=True))
@@ -369,7 +380,7 @@ class ForeignReader:
         shard = int(np.searchsorted(self._ends, index, side="right"))
         return self.dataset.shard_names[shard], index - int(self._ends[shard] - self.dataset.shard_counts[shard])
 
-    def read(self, indices: IntArray) -> Sequence[Any]:
+    def read(self, indices: IntArray, epochs: IntArray | None = None) -> Sequence[Any]:
         """Return rows in the order given, with `Unreadable` for rows that are no samples.
 
         Raises:

@@ -16,13 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from energon_bridge.errors import CorruptShardError, ShardMissingError, ShortReadError
+from energon_bridge.format.checksums import Checksums, Verifier
 from energon_bridge.format.dataset import PreparedDataset, read_index
-from energon_bridge.format.tar import Follow, open_sample
+from energon_bridge.format.tar import Follow, open_sample, parse_sample
 from energon_bridge.plan.choose import Span
 from energon_bridge.plan.leaf import Round
 from energon_bridge.rng import IntArray, UIntArray
 from energon_bridge.storage import as_far
 from energon_bridge.storage.ranges import ByteRange
+from energon_bridge.stores.base import follow_links
 
 _INDEX_CACHE_BYTES = 64 << 20
 _SLOW_READ_SECONDS = 0.005
@@ -52,11 +54,12 @@ class Unread:
     Its length is the number of bytes that parsing will read: those of all parts except the ones left in place.
     """
 
-    __slots__ = ("_length", "_reader", "sample")
+    __slots__ = ("_index", "_length", "_reader", "sample")
 
-    def __init__(self, sample: ByteRange, reader: LeafReader) -> None:
+    def __init__(self, sample: ByteRange, reader: LeafReader, index: int) -> None:
         self.sample = sample
         self._reader = reader
+        self._index = index
         self._length = sample.size
 
     def __len__(self) -> int:
@@ -65,8 +68,12 @@ class Unread:
     def parts(
         self, wanted: frozenset[str] | None, keep: Callable[[str], bool], follow: Follow
     ) -> tuple[str, dict[str, Any]]:
-        """Return key and parts (a range instead of bytes if `keep` accepts one); CorruptShardError, StorageError."""
+        """Return key and parts (a range instead of bytes if `keep` accepts one); CorruptShardError, StorageError.
+
+        Of parts that are read here, the checksums are compared.
+        """
         key, found = open_sample(self.sample, parts=wanted, keep=keep, follow=follow)
+        self._reader.check_parts(self._index, key, found, complete=wanted is None)
         kept = sum(part.size for part in found.values() if isinstance(part, ByteRange))
         self._length = max(0, self.sample.size - kept)  # the target of a link is outside of the sample
         self._reader.note_large(kept > 0)
@@ -80,7 +87,7 @@ class Reader(Protocol):
     def slow(self) -> bool: ...
     def shards_of(self, indices: IntArray) -> IntArray: ...
     def place_of(self, index: int) -> tuple[str, int]: ...
-    def read(self, indices: IntArray) -> Sequence[Any]: ...
+    def read(self, indices: IntArray, epochs: IntArray | None = None) -> Sequence[Any]: ...
 
 
 class LeafReader:
@@ -90,6 +97,8 @@ class LeafReader:
         dataset: The dataset.
         tolerant: Read what is left of damaged shards, with `Unreadable` for the samples that are gone.
         unread_from: Return `Unread` for samples of so many bytes or more; None: read all.
+        checksums: Which samples are compared with their checksums, if the dataset has any. `Unreadable` stands for one
+            that differs.
 
     Attributes:
         bytes_read: Bytes read so far, shard indices included.
@@ -97,8 +106,19 @@ class LeafReader:
             page cache, since the interpreter lock changes hands for every range.) Never decides order.
     """
 
-    def __init__(self, dataset: PreparedDataset, *, tolerant: bool = False, unread_from: int | None = None) -> None:
+    def __init__(
+        self,
+        dataset: PreparedDataset,
+        *,
+        tolerant: bool = False,
+        unread_from: int | None = None,
+        checksums: Checksums = "never",
+    ) -> None:
         self.dataset = dataset
+        self._verifier = None
+        if dataset.has_checksums and checksums != "never":
+            follow = follow_links(dataset.path)
+            self._verifier = Verifier(dataset, checksums, lambda raw: parse_sample(raw, follow=follow))
         self._unread_from = unread_from
         self._in_vain = 0
         self._tolerant = tolerant
@@ -119,23 +139,34 @@ class LeafReader:
         shard = int(np.searchsorted(self._ends, index, side="right"))
         return self.dataset.shard_names[shard], index - int(self._ends[shard] - self.dataset.shard_counts[shard])
 
-    def read(self, indices: IntArray) -> list[Any]:
-        """Return the bytes of each sample (a memoryview), in the order given.
+    def read(self, indices: IntArray, epochs: IntArray | None = None) -> list[Any]:
+        """Return the bytes of each sample (a memoryview), in the order given; `epochs` say which of them are verified.
 
         Raises:
             ShortReadError, CorruptShardError, ShardMissingError: A shard or its index is damaged or missing, and the
                 reader is not tolerant.
         """
         try:
-            return self._read(indices)
+            return self._read(indices, epochs)
         except _DAMAGED as error:
             if not self._tolerant:
                 raise
             if indices.size == 1:
                 return [Unreadable(error)]
-        return [self.read(indices[place : place + 1])[0] for place in range(indices.size)]
+        ones = (slice(place, place + 1) for place in range(indices.size))
+        return [self.read(indices[one], None if epochs is None else epochs[one])[0] for one in ones]
 
-    def _read(self, indices: IntArray) -> list[Any]:
+    def check_parts(self, index: int, key: str, parts: dict[str, Any], *, complete: bool) -> None:
+        """Raise CorruptShardError if parts of a sample that was not read at once differ from their checksums."""
+        if self._verifier is None:
+            return
+        shard = int(np.searchsorted(self._ends, index, side="right"))
+        local = index - int(self._ends[shard] - self.dataset.shard_counts[shard])
+        error = self._verifier.error(shard, local, key, parts, complete=complete)
+        if error is not None:
+            raise error
+
+    def _read(self, indices: IntArray, epochs: IntArray | None) -> list[Any]:
         started = time.perf_counter()
         by_place = np.argsort(indices, kind="stable")
         ordered = indices[by_place]
@@ -175,7 +206,12 @@ class LeafReader:
             name = self.dataset.shard_names[shards[row]]
             size = end_list[row] - begin_list[row]
             sample = ByteRange(store=self.dataset.store, rel=name, offset=begin_list[row], size=size)
-            out[places[row]] = Unread(sample, self)
+            out[places[row]] = Unread(sample, self, int(ordered[row]))
+        if self._verifier is not None:
+            rows = self._verifier.chosen(ordered, None if epochs is None else epochs[by_place])
+            raws = [out[places[row]] for row in rows]
+            for row, error in self._verifier.verify(raws, shards[rows].tolist(), local[rows]):
+                out[places[rows[row]]] = Unreadable(error)
         self.slow = self._far is not None or time.perf_counter() - started > _SLOW_READ_SECONDS
         with self._lock:
             self.bytes_read += total
@@ -298,7 +334,8 @@ class RoundBuffer:
         was_read = np.frombuffer(self._was_read, dtype=bool)
         unread = low + np.flatnonzero(~was_read[low:high])
         if unread.size:
-            for place, raw in zip(unread.tolist(), self.reader.read(self.indices[unread]), strict=True):
+            raws = self.reader.read(self.indices[unread], self.epochs[unread])
+            for place, raw in zip(unread.tolist(), raws, strict=True):
                 self._raw[place] = raw
             was_read[unread] = True
 

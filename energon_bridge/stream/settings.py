@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.format.checksums import Checksums
 from energon_bridge.plan.leaf import DEFAULT_PARALLEL_SHARD_ITERS
 from energon_bridge.stores import CachePool, NoCachePool
 from energon_bridge.stream.conventions import Conventions
@@ -53,6 +54,7 @@ class RunSettings:
     split_config: str = "split.yaml"
     trust_remote_code: bool = False
     filter: str | None = None
+    checksums: Checksums = "sampled"
     # Their order.
     shuffle_over_epochs_multiplier: int | None = 1
     shuffle_buffer_size: int = 0
@@ -73,6 +75,8 @@ class RunSettings:
     conventions: Conventions = field(default_factory=Conventions)
 
     def __post_init__(self) -> None:
+        if self.checksums not in get_args(Checksums):
+            raise ConfigurationError(f"checksums must be always, sampled or never, got {self.checksums!r}")
         check_numbers({name: getattr(self, name) for name in _LEAST})
         if self.shuffle_over_epochs_multiplier != -1:
             check_number("shuffle_over_epochs_multiplier", self.shuffle_over_epochs_multiplier, 1)
