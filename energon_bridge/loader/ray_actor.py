@@ -12,6 +12,7 @@ with the length of each place instead of the place. Then come the bytes of the p
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import pickle
@@ -20,6 +21,7 @@ import select
 import socket
 import struct
 import sys
+import time
 from typing import Any
 
 import torch
@@ -88,14 +90,10 @@ class WorkerActor:
         worker = self._worker
         if worker is None or line != self._line:
             return None
-        self._server.settimeout(_CONNECT_SECONDS)
-        expected = self._token + LINE.pack(line)
-        while True:
-            link, _ = self._server.accept()
-            link.settimeout(_CONNECT_SECONDS)
-            if hmac.compare_digest(link.recv(len(expected), socket.MSG_WAITALL), expected):
-                break
-            link.close()  # of another line, which has ended
+        link = self._accepted(line, worker)
+        if link is None:
+            self.stop(line)
+            return None
         link.settimeout(None)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with link:
@@ -119,6 +117,22 @@ class WorkerActor:
                         return self._ended(worker)
                     break
         self.stop(line)
+        return None
+
+    def _accepted(self, line: int, worker: Worker) -> socket.socket | None:
+        """Return the connection of a relay for a line; None if none comes, or the line is not wanted any more."""
+        expected, deadline = self._token + LINE.pack(line), time.monotonic() + _CONNECT_SECONDS
+        self._server.settimeout(_LOOK_SECONDS)
+        while worker is self._worker and time.monotonic() < deadline:
+            try:
+                link, _ = self._server.accept()
+            except TimeoutError:
+                continue
+            link.settimeout(_END_SECONDS)
+            with contextlib.suppress(OSError):
+                if hmac.compare_digest(link.recv(len(expected), socket.MSG_WAITALL), expected):
+                    return link
+            link.close()  # of another line, which has ended
         return None
 
     def _ended(self, worker: Worker) -> Ending:

@@ -279,7 +279,8 @@ class Relay:
         """Start the worker of a line on its actor."""
 
         def started(missing: str | None) -> None:
-            if line.number not in self._lines:
+            if self._lines.get(line.number) is not line:
+                seat.actor.stop.options(concurrency_group="watch").remote(line.number)  # it was not there before
                 return
             if missing is not None:
                 self._answer("start", line.number, "refused", f"{missing} (on {seat.node})")

@@ -142,7 +142,8 @@ def drawn_tree(rng: random.Random) -> tuple[dict[str, Any], bool]:
         return {"concat": leaves}, False
     if kind == "epochized":
         return {"blend_epochized": [one | {"repetitions": rng.choice([1, 2, 0.5])} for one in leaves]}, False
-    return {"blend": [one | {"weight": rng.choice([1, 3, 0.7])} for one in leaves]}, True
+    unit = {"unit": "size"} if rng.random() < 0.4 else {}
+    return {"blend": [one | {"weight": rng.choice([1, 3, 0.7])} for one in leaves]} | unit, True
 
 
 def drawn(seed: int, number: int) -> Chain:
