@@ -343,13 +343,14 @@ def test_a_fork_that_iterates_a_loader_is_told_so(data: Path, num_workers: int) 
 
 def test_a_fork_that_drops_a_loader_or_ends_leaves_its_workers_alone(data: Path) -> None:
     program = f"""
-        import gc, os, sys
+        import gc, logging, os, sys
         sys.path.insert(0, {str(HELPERS)!r})
         from pathlib import Path
         from engine import config_of, train_dataset
         from workers import worker_pids
         from energon_bridge import get_savable_loader
 
+        logging.getLogger("energon_bridge").setLevel(logging.ERROR)  # it says that the stream goes on
         loader = get_savable_loader(train_dataset(Path({str(data)!r})), worker_config=config_of(1, 2))
         batches = iter(loader)
         next(batches)
