@@ -11,6 +11,7 @@ import click
 
 from energon_bridge.cli.output import count_of, listed, print_json, print_table
 from energon_bridge.cli.prepare_options import choose_engine, chosen_task, engine_options, shard_progress, task_options
+from energon_bridge.cli.run_options import encoder_of_model
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.columns import read_columns
 from energon_bridge.format.parallel import available_cores
@@ -26,8 +27,6 @@ from energon_bridge.prepare.columns import (
     sound_seconds,
 )
 from energon_bridge.storage import open_store
-
-_LONGEST = 1 << 24
 
 
 @click.group("columns")
@@ -97,7 +96,7 @@ def add(
         chosen.append((name, _imported(function), function, raw))
     if encoder is not None:
         chosen.append((name or "tokens", TokenCount(_made(_imported(encoder))), f"tokens of {encoder}", False))
-    model = None if processor is None else _encoder_of(processor)
+    model = None if processor is None else encoder_of_model(processor)
     if model is not None:
         chosen.append((None, ModelTokens(model), f"tokens of {processor}", False))
     for flag, of, names, fixed in (
@@ -212,13 +211,6 @@ def _imported(text: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigurationError(f"{text!r}: cannot import it: {error}") from error
-
-
-def _encoder_of(model: str) -> Any:
-    """Return the encoder of a model that cuts nothing off."""
-    from energon_bridge.task_encoder.families import ChatConfig, ChatTemplateTaskEncoder
-
-    return ChatTemplateTaskEncoder.from_pretrained(model, ChatConfig(seq_length=_LONGEST, over_long="raise"))
 
 
 def _made(encoder: Any) -> Any:

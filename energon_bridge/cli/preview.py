@@ -15,7 +15,15 @@ import click
 from rich.console import Console
 
 from energon_bridge.cli.output import count_of, print_json
-from energon_bridge.cli.run_options import is_mix, load_encoder, open_mix, open_run, read_state, run_options
+from energon_bridge.cli.run_options import (
+    encoder_of_model,
+    is_mix,
+    load_encoder,
+    open_mix,
+    open_run,
+    read_state,
+    run_options,
+)
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.samples.showing import counted
 
@@ -26,6 +34,8 @@ if TYPE_CHECKING:
     from energon_bridge.preview.sources import Drawn, SampleSource
 
 _IN_TERMINAL, _ON_PAGES = 4, 1000
+_MODELS = ("config", "encoder", "processor")
+"""Options that say what the batches are for."""
 
 
 class _Count(click.ParamType):
@@ -85,6 +95,7 @@ class _Shown:
 )
 @click.option("--batches", type=click.IntRange(min=1), help="Steps to show of it.  [default: 2]")
 @click.option("--encoder", help="Show batches of your task encoder: MODULE:NAME of an object, or of what makes it.")
+@click.option("--processor", metavar="MODEL", help="Show batches as this model gets them, a folder or name.")
 @click.option("--packing-buffer-size", type=click.IntRange(min=1), help="With --encoder: pack, as training does.")
 @click.option(
     "--mix",
@@ -115,6 +126,8 @@ def command(
                                                             also the mix over a run
     energon preview --config configs/packed.yaml --html look
                                                             batches, token by token
+    energon preview data/chats --processor google/gemma-3-4b-it --batch-size 2
+                                                            as that model gets them
     energon preview runs/shapes --step 160                  the same of a run, by its folder
     energon preview run/step-0000150.ckpt --config run/config.yaml --step 160
                                                             the same of a later step, packed or grouped too
@@ -161,10 +174,12 @@ def _write(shown: _Shown, out: Path) -> str:
 def _opened(source: tuple[str, ...], pages: bool, samples: int | None, options: dict[str, Any]) -> Iterator[_Shown]:
     """Yield what the options request."""
     source = _run_folder(source, options)
-    alone = options["config"] is None and options["encoder"] is None
+    alone = all(options[name] is None for name in _MODELS)
     for name in ("batches", "packing_buffer_size"):
         if alone and options[name] is not None:
-            raise ConfigurationError(f"--{name.replace('_', '-')} is for batches: add --config or --encoder")
+            raise ConfigurationError(
+                f"--{name.replace('_', '-')} is for batches: add --config, --encoder or --processor"
+            )
     steps = options["steps"]
     if options["over"] is not None and not (pages and alone and steps is None and options["step"] is None):
         raise ConfigurationError(
@@ -184,12 +199,13 @@ def _opened(source: tuple[str, ...], pages: bool, samples: int | None, options: 
         config = load_config(options["config"], [name for name in source if name not in files])
         with opened_data(config) as spec:
             yield _batches(files, spec, steps, options, options["config"], per_step=config.accumulate)
-    elif options["encoder"] is not None:
+    elif not alone:
         mixes = [name for name in source if is_mix((name,))]
         mix = options["mix"] or (mixes[0] if len(mixes) == 1 else None)
         if mix is None:
-            raise ConfigurationError("--encoder needs data: give a dataset or mix, or states and --mix")
-        encoder = load_encoder(options["encoder"])
+            raise ConfigurationError("--encoder and --processor need data: give a dataset or mix, or states and --mix")
+        model = options["processor"]
+        encoder = load_encoder(options["encoder"]) if model is None else encoder_of_model(model)
         spec = open_mix(mix, options, task_encoder=encoder, packing_buffer_size=options["packing_buffer_size"])
         group = spec.worker_config.microbatches_per_global_batch
         files = [name for name in source if name not in mixes]
@@ -208,7 +224,7 @@ def _run_folder(source: tuple[str, ...], options: dict[str, Any]) -> tuple[str, 
     That is the latest one, or the latest before the requested step.
     """
     folders = [Path(name) for name in source if (Path(name) / "config.yaml").is_file()]
-    if options["config"] is not None or options["encoder"] is not None or len(folders) != 1:
+    if any(options[name] is not None for name in _MODELS) or len(folders) != 1:
         return source
     options["config"] = str(folders[0] / "config.yaml")
     first = options["step"] if options["steps"] is None else options["steps"].start
@@ -345,6 +361,7 @@ def _print_json(shown: _Shown) -> None:
             "step": batch.step,
             "rank": batch.rank,
             "microbatch": batch.microbatch,
+            "inputs": list(batch.inputs),
             "rows": [
                 {
                     "valid": row.valid,

@@ -34,6 +34,7 @@ class _CountOrNone(click.ParamType):
 
 _MIX_SUFFIXES = (".yaml", ".yml", ".jsonl")
 _POSITIVE = click.IntRange(min=1)
+_LONGEST = 1 << 24
 
 _OPTIONS = (
     click.option("--split-part", default=None, help="Part of the split to read.  [default: train]"),
@@ -198,6 +199,16 @@ def load_encoder(spec: str | None) -> Any:
         return None
     encoder = named(spec, "--encoder", "my_project.encoders:make_encoder")
     return encoder() if isinstance(encoder, type) or not hasattr(encoder, "encode_sample") else encoder
+
+
+def encoder_of_model(model: str) -> Any:
+    """Return the encoder of conversations for a model of transformers, which cuts nothing off."""
+    from energon_bridge.task_encoder.families import ChatConfig, ChatTemplateTaskEncoder
+    from energon_bridge.training.encoder import COOKERS
+
+    encoder = ChatTemplateTaskEncoder.from_pretrained(model, ChatConfig(seq_length=_LONGEST, over_long="raise"))
+    encoder.cookers = COOKERS
+    return encoder
 
 
 def named(spec: str, option: str, example: str) -> Any:

@@ -67,13 +67,17 @@ class ShownRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownBatch:
-    """The batch of a rank in a step; the number of the microbatch is None if it is masked."""
+    """The batch of a rank in a step; the number of the microbatch is None if it is masked.
+
+    `inputs` are the pixels, features and masks that the model gets beside tokens: name, shape and type.
+    """
 
     step: int
     rank: int
     microbatch: int | None
     kind: str
     rows: Sequence[ShownRow]
+    inputs: Sequence[str] = ()
 
     def drawn(self) -> Iterator[Drawn]:
         """Yield the samples of all real rows."""
@@ -196,7 +200,17 @@ def shown(batch: Any, encoder: Any, *, step: int, rank: int, num_lanes: int) -> 
         microbatch=number if any(valid) else None,
         kind=type(batch).__name__,
         rows=rows,
+        inputs=_inputs(get),
     )
+
+
+def _inputs(get: Callable[[str], Any]) -> list[str]:
+    named = {"pixel_values": get("pixel_values"), **(get("visual_inputs") or {})}
+    return [
+        f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        for name, value in named.items()
+        if hasattr(value, "shape")
+    ]
 
 
 def _getter(batch: Any) -> Callable[[str], Any]:

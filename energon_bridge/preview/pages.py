@@ -232,7 +232,14 @@ class _Writer:
             "series": [*names, *(name for name in datasets if name not in names)],
             "histograms": [histogram(name, values) for name, values in self._sizes.items()],
             "batches": [
-                {"step": one.step, "rank": one.rank, "microbatch": one.microbatch, "kind": one.kind} for one in batches
+                {
+                    "step": one.step,
+                    "rank": one.rank,
+                    "microbatch": one.microbatch,
+                    "kind": one.kind,
+                    "inputs": list(one.inputs),
+                }
+                for one in batches
             ],
             "plan": None if forecast is None else _plan(forecast),
         }

@@ -51,6 +51,8 @@ def lines_of_batch(batch: ShownBatch, *, columns: int) -> Iterator[Styled]:
     yield Styled(
         f"step {batch.step:,}, rank {batch.rank}, {where}: {batch.kind} of {counted(len(batch.rows), 'row')}", "bold"
     )
+    if batch.inputs:
+        yield Styled(f"with {', '.join(batch.inputs)}", "dim")
     for number, row in enumerate(batch.rows):
         size = f": {row.length:,} tokens, {row.padding:,} of them padding" if row.length else ""
         yield Styled(f"row {number}{'' if row.valid else ' (masked)'}{size}", "cyan")

@@ -393,7 +393,7 @@ def test_what_lies_before_a_state_is_refused(captions: Path, tmp_path: Path) -> 
         (("--encoder", "previews:encoder"), "give a dataset or mix, or states and --mix"),
         (("--steps", "4:3", "x"), "not of the form A:B"),
         (("--samples", "0", "x"), "neither a number"),
-        (("--batches", "2", "x"), "--batches is for batches: add --config or --encoder"),
+        (("--batches", "2", "x"), "--batches is for batches: add --config, --encoder or --processor"),
         (("no-such-folder/",), "no-such-folder/: no such file or folder"),
     ],
 )

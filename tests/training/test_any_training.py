@@ -26,17 +26,20 @@ from processors import template_of, tiny_model, tiny_model_config, tiny_processo
 from run_outputs import read_losses
 from sources import convert, converted
 
-from energon_bridge import WorkerConfig, get_loader, get_val_dataset
+from energon_bridge import WorkerConfig, get_loader, get_train_dataset, get_val_dataset
+from energon_bridge.av import AVDecoder
 from energon_bridge.cli.main import main as energon
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.columns import read_columns, read_numbers
 from energon_bridge.storage import open_store
+from energon_bridge.task_encoder.deferred import DeferredImage
 from energon_bridge.task_encoder.families import ChatConfig, ChatTemplateTaskEncoder
 from energon_bridge.training import run as training
-from energon_bridge.training.config import RunConfig
+from energon_bridge.training.config import ModelConfig, RunConfig
 from energon_bridge.training.config_file import load_config
 from energon_bridge.training.encoder import COOKERS
 from energon_bridge.training.module import VisionLanguageModule
+from energon_bridge.training.presets import write_preset
 
 TWINS = {
     "idefics3_instruct": ("images",),
@@ -186,3 +189,68 @@ def test_columns_count_the_tokens_of_a_model_from_headers(model_type: str, model
     assert set(lengths) <= set(counted["tokens"].astype(int))
     assert (counted[f"{kind}_tokens"] > 0).all()
     assert (counted["video_tokens"] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("preset", "fields"),
+    [
+        ("tiny-qwen2-audio", ("audios",)),
+        ("tiny-qwen2.5-vl", ("images", "videos")),
+        ("tiny-qwen2.5-omni", ("images", "audios", "videos")),
+    ],
+)
+def test_columns_count_sounds_and_videos_and_decode_nothing(
+    preset: str, fields: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "omni" in preset:
+        pytest.importorskip("torchvision")
+    data = converted(conversations(tmp_path, fields, 9), tmp_path / "data", "--split-ratio", "1,0,0")
+    model = tmp_path / "model"
+    sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "image_size": 32}
+    write_preset(ModelConfig(preset=preset, **sizes), model, lambda: ["which? red green blue user assistant"])
+    with monkeypatch.context() as patch:
+        for kind, name in ((AVDecoder, "get_audio_clips"), (AVDecoder, "get_video_clips"), (DeferredImage, "get")):
+            assert hasattr(kind, name)
+            patch.setattr(kind, name, lambda *a, **k: pytest.fail("decoded"))
+        result = CliRunner().invoke(
+            energon, ["columns", "add", str(data), "--processor", str(model), "--num-workers", "1"]
+        )
+    assert result.exit_code == 0, result.output
+    store = open_store(data)
+    columns = read_columns(store)
+    names = ("tokens", "image_tokens", "audio_tokens", "video_tokens")
+    counted = [tuple(row) for row in zip(*(read_numbers(store, name, columns[name]) for name in names), strict=True)]
+    encoder = ChatTemplateTaskEncoder.from_pretrained(model, ChatConfig(seq_length=10_000))
+    encoder.cookers = COOKERS
+    none = WorkerConfig(num_workers=0)
+    dataset = get_val_dataset(data, split_part="train", batch_size=1, task_encoder=encoder, worker_config=none)
+    tokens = [batch.tokens[0].tolist() for batch in get_loader(dataset)]
+    media = [getattr(encoder.family, f"{kind}_token", None) for kind in ("image", "audio", "video")]
+    ids = [encoder.tokenizer.convert_tokens_to_ids(token) if token else -1 for token in media]
+    assert counted == [(len(of_sample), *map(of_sample.count, ids)) for of_sample in tokens]
+    assert len(counted) == 9
+    assert all(
+        sum(column) > 0
+        for name, column in zip(names, zip(*counted, strict=True), strict=True)
+        if f"{name[:5]}s" in fields
+    )
+
+
+def test_a_preview_shows_samples_as_a_model_gets_them(model_type: str, model: Path, data: Path) -> None:
+    result = CliRunner().invoke(
+        energon, ["preview", str(data), "--processor", str(model), "--batch-size", "2", "--batches", "1", "--json"]
+    )
+    assert result.exit_code == 0, result.output
+    (batch,) = json.loads(result.output)["batches"]
+    encoder = ChatTemplateTaskEncoder.from_pretrained(model, ChatConfig(seq_length=10_000))
+    encoder.cookers = COOKERS
+    none = WorkerConfig(num_workers=0)
+    made = next(iter(get_loader(get_train_dataset(data, batch_size=2, task_encoder=encoder, worker_config=none))))
+    shown = {"pixel_values": made.pixel_values, **made.visual_inputs}
+    shapes = {name: str(tuple(value.shape)) for name, value in shown.items() if value is not None}
+    assert {one.partition(" ")[0]: one.partition(" ")[2].rpartition(" ")[0] for one in batch["inputs"]} == shapes
+    is_audio = model_type == "qwen2_audio"
+    token = encoder.family.processor.audio_token_id if is_audio else encoder.tokenizer.image_token_id
+    for row, tokens in zip(batch["rows"], made.tokens.tolist(), strict=True):
+        (run,) = (one["count"] for segment in row["segments"] for one in segment["tokens"] if one["kind"] == "image")
+        assert run == tokens.count(token) > 1

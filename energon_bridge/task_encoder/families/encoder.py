@@ -330,8 +330,9 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
 
     @property
     def image_token_ids(self) -> frozenset[int]:
-        """Return the placeholder tokens of images and videos."""
-        return frozenset(self._placeholders.values())
+        """Return the tokens that stand for images, videos and sounds."""
+        tokens = frozenset(self._placeholders.values())
+        return self.family.media_tokens or tokens if isinstance(self.family, ProcessorFamily) else tokens
 
     @property
     def pixel_settings(self) -> dict[str, str]:

@@ -178,6 +178,13 @@ class ProcessorFamily:
         return {kind: writing.how for kind, writing in self.writings.items()}
 
     @property
+    def media_tokens(self) -> frozenset[int]:
+        """The tokens that are repeated for media, of the plans so far."""
+        known = self.writings.values()
+        plans = [plan for one in known for plan in (one.one, *one.plans.values(), *one.shapes.values())]
+        return frozenset(token for plan in plans if plan is not None for token in plan.token_ids)
+
+    @property
     def image_processor(self) -> Any:
         """The processor's image processor, if it has one."""
         return getattr(self.processor, "image_processor", None)
