@@ -286,6 +286,9 @@ class InProcessPool:
     def again(self, due: Iterator[tuple[int, int]]) -> bool:
         return False
 
+    def metrics(self) -> dict[str, float]:
+        return {"ready": self.ready, "worker_restarts": self.restarts}
+
     def __next__(self) -> LaneBatch:
         _, number = next(self._due)
         messages, arena, ready = self._workers[number]

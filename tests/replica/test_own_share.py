@@ -148,7 +148,7 @@ def test_a_rank_reads_its_share_and_no_more(data: Path, monkeypatch: pytest.Monk
     asked: list[int] = []
     read = LeafReader.read
     monkeypatch.setattr(
-        LeafReader, "read", lambda self, indices: (asked.extend(indices.tolist()), read(self, indices))[1]
+        LeafReader, "read", lambda self, indices, *more: (asked.extend(indices.tolist()), read(self, indices, *more))[1]
     )
     for kind in ("plain", "packed"):
         loaders = open_shared(sized_dataset(data, kind), 4)
