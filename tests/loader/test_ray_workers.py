@@ -242,6 +242,7 @@ def test_what_the_cluster_cannot_place_runs_beside_the_trainer(
     assert re.search(r"no place for 2 of 2 workers \(0, 1\) within 1 s, .*processes beside the trainer", caplog.text)
 
 
+@pytest.mark.skipif(not LONG, reason="placing actors after the loss of a node takes minutes: ENERGON_LONG_TESTS=1")
 def test_nodes_and_the_head_may_go(data: Path, caplog: pytest.LogCaptureFixture) -> None:
     with ray_cluster(0, 2, 2) as cluster:
         options = {"address": cluster.address, "placement_timeout_seconds": 200, "strategy": "spread"}
@@ -255,8 +256,10 @@ def test_nodes_and_the_head_may_go(data: Path, caplog: pytest.LogCaptureFixture)
             digests += [digest(next(iter(loader))) for _ in range(20)]
         cluster.remove_node(cluster.head_node, allow_graceful=False)
         found[0] += [digest(next(iter(loaders[0]))) for _ in range(30)]
-        assert found[0] == expected_of(data, 60)
-        assert loaders[0].metrics()["local_workers"] == 2
+        while loaders[0].metrics()["local_workers"] < 2:  # what was made before the loss comes first
+            assert len(found[0]) < 2000
+            found[0].append(digest(next(iter(loaders[0]))))
+        assert found[0] == expected_of(data, len(found[0]))
         with pytest.raises(LoaderError, match=r"the Ray cluster is lost.*Nothing delivered is lost.*save_state_rank"):
             found[1].extend(digest(batch) for batch in islice(loaders[1], 30))
         state = loaders[1].save_state_rank()

@@ -63,9 +63,9 @@ def walked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     scan = preparing.scan_tar
 
-    def noted(store: Any, shard: str) -> Any:
+    def noted(store: Any, shard: str, *more: Any) -> Any:
         seen.append(shard)
-        return scan(store, shard)
+        return scan(store, shard, *more)
 
     monkeypatch.setattr(preparing, "scan_tar", noted)
     return seen
@@ -278,6 +278,9 @@ def square(folder: Path, number: int) -> int:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("cluster")
 def test_a_process_that_is_killed_changes_nothing(tmp_path: Path) -> None:
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # its processes do not find this module
     engine = RayEngine()
     assert list(engine.map_shards(partial(square, tmp_path), range(6))) == [0, 1, 4, 9, 16, 25]
     with pytest.raises(CorruptShardError, match="seven"):
