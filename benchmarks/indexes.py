@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from energon_bridge.format.foreign import ForeignRow
 from energon_bridge.rows.megatron_index import open_index
 
 
@@ -56,6 +57,7 @@ def main() -> None:
             began = time.perf_counter()
             (row,) = rows.read(np.array([number]))
             repetition[place] = time.perf_counter() - began
+            assert isinstance(row, ForeignRow)
             assert row.parts["tokens"].tolist() == [number % 65_521] * args.tokens
     first, best = 1e3 * np.median(times[0]), 1e3 * times.min(axis=0).max()
     print(f"a document of {args.documents:,}: median {first:.3f} ms; best of 5, of all at most {best:.3f} ms")
