@@ -206,9 +206,9 @@ def test_nothing_of_a_banned_sample_is_read(data: Path, monkeypatch: pytest.Monk
     read_indices: Counter[int] = Counter()
     read_samples = LeafReader.read
 
-    def counted(self: LeafReader, indices: Any) -> list[Any]:
+    def counted(self: LeafReader, indices: Any, *more: Any) -> list[Any]:
         read_indices.update(indices.tolist())
-        return read_samples(self, indices)
+        return read_samples(self, indices, *more)
 
     monkeypatch.setattr(LeafReader, "read", counted)
     (loader,) = loaders_of(train_dataset(data / "text", batch_size=4), 1, 0)
