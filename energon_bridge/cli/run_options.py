@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.format.foreign import format_named
 
 if TYPE_CHECKING:
     from energon_bridge.forecast.run import Run
@@ -125,7 +126,9 @@ def open_mix(
 def is_mix(source: Sequence[str]) -> bool:
     """Whether an argument names a mix; files with other names are states."""
     path = source[0]
-    return len(source) == 1 and (path.endswith(_MIX_SUFFIXES) or "://" in path or Path(path).is_dir())
+    return len(source) == 1 and (
+        path.endswith(_MIX_SUFFIXES) or "://" in path or Path(path).is_dir() or bool(format_named(path))
+    )
 
 
 def read_state(files: Sequence[str], world_size: int | None) -> tuple[State, int]:

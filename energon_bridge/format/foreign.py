@@ -24,7 +24,7 @@ Location = str | os.PathLike[str]
 
 
 class ForeignRow:
-    """A row that has been read: its key, its parts, and the accesses of its fields."""
+    """A row that has been read: its key, its parts (to decode, if a memoryview), and the accesses of its fields."""
 
     __slots__ = ("fields", "key", "parts")
 
@@ -89,7 +89,7 @@ class ForeignFormat(Protocol):
     """A format of datasets: finds them, and opens them."""
 
     def is_named(self, path: Location) -> bool:
-        """Return whether a path names a file of the format, judging by its name."""
+        """Return whether a path names a file of the format, judging by its name and local files beside it."""
         ...
 
     def is_at(self, path: Location) -> bool:

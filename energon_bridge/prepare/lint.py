@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from energon_bridge.errors import (
     CorruptShardError,
     DecodeError,
@@ -27,17 +29,17 @@ from energon_bridge.format.checksums import read_checksums
 from energon_bridge.format.code import fields_of
 from energon_bridge.format.dataset import PreparedDataset, open_dataset, read_index
 from energon_bridge.format.dataset_config import DatasetConfigs
-from energon_bridge.format.foreign import ForeignRow, field_map_of, format_of_unprepared
+from energon_bridge.format.foreign import ForeignDataset, ForeignRow, field_map_of, format_of_unprepared
 from energon_bridge.format.jsonl import PART, JsonlDataset, is_jsonl, open_jsonl, parse_line
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG, read_info, read_splits
 from energon_bridge.format.parallel import Task, Workers, map_shards
 from energon_bridge.format.tar import parse_sample
 from energon_bridge.format.tar_index import find_pieces
-from energon_bridge.rows.dataset import TableDataset, open_tables, samples_of_tables, table_parts
 from energon_bridge.storage import open_store
 from energon_bridge.stores.base import follow_links
 
 _READ_AHEAD = 8 << 20
+_ROWS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +85,8 @@ def lint_parts(
     """
     if is_jsonl(path):
         return [open_jsonl(path)], []
-    if format_of_unprepared(path):
-        return [open_tables(path, split_part=part) for part in split_parts or table_parts(path)], []
+    if foreign := format_of_unprepared(path):
+        return [foreign.open(path, split_part=part) for part in split_parts or foreign.split_parts(path)], []
     store = open_store(path)
     store.check_root()
     read_info(store)  # an unprepared dataset is the first error to report
@@ -246,8 +248,8 @@ def _check_shard(
             checksums = read_checksums(dataset.store, name, count=count, size=size)
             if checksums is None:
                 raise MetadataError(f"no checksums: energon prepare {dataset.path} --checksums --force-overwrite")
-        if isinstance(dataset, TableDataset):
-            for sample in samples_of_tables(dataset, shard):
+        if isinstance(dataset, ForeignDataset):
+            for sample in read_rows(dataset, shard):
                 checked += 1
                 _check_row(dataset, decode, sample, report)
             return ShardReport(split_part=dataset.split_part, shard=name, num_checked=checked, problems=(*problems,))
@@ -282,7 +284,7 @@ def _check_shard(
 
 
 def _check_row(
-    dataset: TableDataset,
+    dataset: ForeignDataset,
     decode: Callable[[str, memoryview], Any],
     row: ForeignRow | Exception,
     report: Callable[..., None],
@@ -293,7 +295,7 @@ def _check_row(
     decoded: dict[str, Any] = {}
     for part, data in row.parts.items():
         try:
-            decoded[part] = decode(part, data)
+            decoded[part] = decode(part, data) if isinstance(data, memoryview) else data
         except (EnergonError, ImportError) as error:
             report(error, key=row.key, part=part)
     if decoded.keys() == row.parts.keys() and not dataset.is_crude:
@@ -301,6 +303,15 @@ def _check_row(
             dataset.sample_type(__key__=row.key, **field_map_of(tuple(row.fields.items()))(decoded))
         except Exception as error:  # a sample type may raise anything
             report(error, key=row.key)
+
+
+def read_rows(dataset: ForeignDataset, shard: int) -> Iterator[ForeignRow | Exception]:
+    """Yield all rows of a file, or the error of a bad one; raises the errors of `RowReader.read`."""
+    rows = dataset.open_rows()
+    first = int(dataset.shard_counts[:shard].sum())
+    numbers = np.arange(first, first + int(dataset.shard_counts[shard]))
+    for start in range(0, numbers.size, _ROWS_AT_ONCE):
+        yield from rows.read(numbers[start : start + _ROWS_AT_ONCE])
 
 
 def read_samples(dataset: PreparedDataset, shard: int) -> Iterator[tuple[int, memoryview]]:

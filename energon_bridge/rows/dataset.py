@@ -21,7 +21,7 @@ import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -76,7 +76,6 @@ from energon_bridge.storage.helpers import PerProcess
 
 _SUFFIXES = (".parquet", ".arrow")
 _VERSION = 1
-_AT_ONCE = 64
 _KEPT_BYTES = 1 << 30
 """Bytes of row groups that a process keeps; a single large group may exceed it."""
 _REPEATED_ROWS, _REPEATED_GROUPS = 8, 16
@@ -392,15 +391,6 @@ class TableRows:
                 firsts = (np.cumsum(counts) - counts).tolist()
                 known = self._groups[shard] = groups, firsts
             return known
-
-
-def samples_of_tables(dataset: TableDataset, shard: int) -> Iterator[ForeignRow | Exception]:
-    """Yield all rows of a file, or the error of a bad one; raises the errors of `TableRows.read`."""
-    rows = TableRows(dataset)
-    first = int(dataset.shard_counts[:shard].sum())
-    numbers = np.arange(first, first + int(dataset.shard_counts[shard]))
-    for start in range(0, numbers.size, _AT_ONCE):
-        yield from rows.read(numbers[start : start + _AT_ONCE])
 
 
 Batches = list[tuple[int, list[tuple[str, Any]]]]

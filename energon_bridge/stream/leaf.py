@@ -408,7 +408,8 @@ class RowParser(SampleParser):
         return raw.key, _Parts(raw.parts, raw.fields)
 
     def _values(self, parts: dict[str, Any], image: tuple[str, Any] | None) -> dict[str, Any]:
-        return {**super()._values(parts, image), _FIELDS: parts.fields}  # type: ignore[attr-defined]
+        raw = {name: value for name, value in parts.items() if isinstance(value, memoryview)}  # the others are values
+        return {**parts, **super()._values(raw, image), _FIELDS: parts.fields}  # type: ignore[attr-defined]
 
     def _sample(self, key: str, restore_key: RestoreKey, source: SourceInfo, values: dict[str, Any]) -> Any:
         fields = values.pop(_FIELDS)
