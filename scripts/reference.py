@@ -115,7 +115,9 @@ RUNS = ("plan", "which", "preview", "bench", "analyze-debug")
 def cli_page() -> str:
     """Return the help of every command, options that several have once."""
     helps = {
-        names: click.Context(command, info_name=" ".join(names)) for names, command in commands(energon, ("energon",))
+        # click keeps the names of a command's help option from its first context on
+        names: click.Context(command, info_name=" ".join(names), **energon.context_settings)
+        for names, command in commands(energon, ("energon",))
     }
     records = {
         names: dict(filter(None, (option_record(context, option) for option in context.command.params)))
@@ -169,7 +171,7 @@ def commands(command: click.Command, names: tuple[str, ...]) -> Iterator[tuple[t
     """Yield a command and those below it, each with the words that call it."""
     yield names, command
     if isinstance(command, click.Group):
-        context = click.Context(command)
+        context = click.Context(command, **energon.context_settings)
         for name in command.list_commands(context):
             inner = command.get_command(context, name)
             assert inner is not None
