@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -300,6 +301,7 @@ class RayEngine:
         relay = self._connected()
         process = ActorProcess(relay, next(_lines), board, stacks)
         here = link.dup()
+        weakref.finalize(process, here.close)  # also if the answer is an error, or never waited for
 
         def start_here() -> None:
             with here:
