@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import re
@@ -29,6 +30,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
 SHARDS = [5, 9, 1, 14, 8]
+
+
+@pytest.fixture(autouse=True)
+def nothing_for_other_tests() -> Iterator[None]:
+    """Sockets of Ray's that a test has left are collected here, and not in a test of another file."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="module")
