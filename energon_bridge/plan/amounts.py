@@ -40,8 +40,8 @@ _LOOKED_UP = 32
 """Draws of a leaf looked up at once, at least."""
 
 
-class AmountLeaf(Protocol):
-    """What choosing by amounts needs of a leaf."""
+class OrderedLeaf(Protocol):
+    """What choosing needs of a leaf: its order, its banned samples, and their amounts if the weights count them."""
 
     @property
     def order(self) -> LeafOrder: ...
@@ -101,7 +101,7 @@ class AmountBlend:
     def _shares(self) -> dict[int, list[Fraction]]:
         return {}
 
-    def first_sum(self, lane: int, leaf: AmountLeaf) -> int:
+    def first_sum(self, lane: int, leaf: OrderedLeaf) -> int:
         """Return the sum of a leaf with which a lane begins."""
         assert leaf.amounts is not None
         phase = (fold(self.key, _PHASE, leaf.order.key) + lane * lane_step(self.num_lanes)) & MASK64
@@ -137,7 +137,7 @@ class AmountDraws:
     def __init__(
         self,
         blend: AmountBlend,
-        leaves: Sequence[AmountLeaf],
+        leaves: Sequence[OrderedLeaf],
         lane: int,
         draw: int,
         leaf_draws: Sequence[int],
@@ -269,7 +269,7 @@ _NONE: IntArray = np.zeros(1, dtype=np.int64)
 """In place of the amount of a draw that is not looked up yet."""
 
 
-def expected_draws(blend: AmountBlend, leaves: Sequence[AmountLeaf], draws: int) -> FloatArray:
+def expected_draws(blend: AmountBlend, leaves: Sequence[OrderedLeaf], draws: int) -> FloatArray:
     """Return about how many of the first global draws come from each leaf, by the mean amounts of their samples."""
     total = np.zeros(len(leaves))
     sizes = np.array([leaf.order.num_samples for leaf in leaves], dtype=np.float64)

@@ -18,9 +18,7 @@ from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from energon_bridge.mix.leaves import Amounts
-from energon_bridge.plan.amounts import AmountBlend, AmountDraws
-from energon_bridge.plan.bans import LeafBans
+from energon_bridge.plan.amounts import AmountBlend, AmountDraws, OrderedLeaf
 from energon_bridge.plan.blend import Blend
 from energon_bridge.plan.buckets import BucketBlend
 from energon_bridge.plan.leaf import LeafOrder, Round
@@ -33,17 +31,6 @@ _FEWEST, _MOST = 32, 256
 
 AnyBlend: TypeAlias = Blend | AmountBlend | BucketBlend
 """Says which leaf each draw of a lane comes from: by its number alone, by what was drawn before, or by its bucket."""
-
-
-class OrderedLeaf(Protocol):
-    """What choosing needs of a leaf: its order, its banned samples, and their amounts if the weights count them."""
-
-    @property
-    def order(self) -> LeafOrder: ...
-    @property
-    def bans(self) -> LeafBans | None: ...
-    @property
-    def amounts(self) -> Amounts | None: ...
 
 
 class Drawn(Protocol):

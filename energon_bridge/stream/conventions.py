@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, Protocol
 
-from energon_bridge.plan.choose import OrderedLeaf, PassDraws
+from energon_bridge.plan.amounts import OrderedLeaf
+from energon_bridge.plan.choose import PassDraws
 from energon_bridge.stream.pack_buffer import first_target
 from energon_bridge.topology import Ownership, WorkerConfig
 
