@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from energon_bridge.plan.amounts import AmountBlend, AmountDraws, OrderedLeaf
-from energon_bridge.plan.blend import Blend
-from energon_bridge.plan.buckets import BucketBlend
+from energon_bridge.plan.blend import Blend, BucketBlend
 from energon_bridge.plan.leaf import LeafOrder, Round
 from energon_bridge.rng import IntArray
 

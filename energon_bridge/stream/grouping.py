@@ -20,9 +20,9 @@ from typing import Generic, TypeVar
 
 from energon_bridge.errors import EmptyDatasetError, FatalSampleError
 from energon_bridge.stream.draws import BatchRow
-from energon_bridge.stream.hook_values import shown
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.state import BufferedRefs, Counts, Stage
+from energon_bridge.stream.user_code import shown
 
 T = TypeVar("T")
 

@@ -21,12 +21,11 @@ from energon_bridge.errors import ConfigurationError, FatalSampleError
 from energon_bridge.plan.choose import AnyBlend, Chooser, Cursors, UnbannedDraws
 from energon_bridge.plan.leaf import Round
 from energon_bridge.rng import IntArray
+from energon_bridge.stream.conventions import Conventions
 from energon_bridge.stream.draws import BatchRow, batch_rows, encode_rows
 from energon_bridge.stream.leaf import Leaf
-from energon_bridge.stream.pack_buffer import EMPTY_SELECTIONS, PackBuffer, first_target
-from energon_bridge.stream.packing import pack_rows
-from energon_bridge.stream.picked import PickedLoad
-from energon_bridge.stream.pipeline import Pipeline
+from energon_bridge.stream.packing import EMPTY_SELECTIONS, PackBuffer, pack_rows
+from energon_bridge.stream.pipeline import PickedLoad, Pipeline
 from energon_bridge.stream.state import (
     COUNTERS,
     NOTHING_HELD,
@@ -129,7 +128,7 @@ class PlannedLane:
         chooser = Chooser(cursors, rules.blend, number, state.draw, state.leaf_draws, state.origin, state.sums)
         self._draws, self._origin = UnbannedDraws(chooser), state.origin
         size, held = rules.buffer_size, state.held
-        self._buffer = PackBuffer(size, held, state.buffer or first_target(number, size))
+        self._buffer = PackBuffer(size, held, state.buffer or Conventions().first_target(number, size))
         stages = held.rows[:, 0]
         if (
             state.taken
