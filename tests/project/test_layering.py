@@ -82,7 +82,7 @@ BUDGETS = {
     "models": 9_700,
     "trainers": 6_610,
     "cloud": 4_250,
-    "tools": 13_755,
+    "tools": 13_775,
     "drop-in": 4_000,
     "training": 4_540,
 }
