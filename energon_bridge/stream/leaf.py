@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from energon_bridge.errors import CorruptShardError, DecodeError, FatalSampleError, NoCookerError, ShardMissingError
+from energon_bridge.errors import FatalSampleError, NoCookerError
 from energon_bridge.format.checksums import Checksums
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.foreign import ForeignDataset, field_map_of
@@ -23,7 +23,6 @@ from energon_bridge.plan.changes import LeafBans
 from energon_bridge.plan.leaf import LeafOrder, Round
 from energon_bridge.rng import IntArray, fold
 from energon_bridge.samples import META_FIELDS, CrudeSample, SourceInfo
-from energon_bridge.storage import as_far
 from energon_bridge.stores import (
     CachePool,
     DecodeFileStore,
@@ -33,7 +32,7 @@ from energon_bridge.stores import (
     WebdatasetFileStore,
 )
 from energon_bridge.stream.failures import SamplePlace
-from energon_bridge.stream.reader import LeafReader, Reader, RoundBuffer, Unreadable
+from energon_bridge.stream.reader import LeafReader, Reader, RoundBuffer, ShardReader, Unreadable
 from energon_bridge.stream.settings import StreamSettings
 from energon_bridge.stream.steps import Attempt, Begin, PendingSample
 from energon_bridge.stream.values import (
@@ -41,6 +40,7 @@ from energon_bridge.stream.values import (
     Barred,
     Columns,
     FailedSample,
+    RawDraws,
     RestoreKey,
     Rows,
     SampleParser,
@@ -208,13 +208,13 @@ class LeafSource:
             self.values = JoinValues(leaf.identity, dataset, reader, decoder, activities)
         else:
             is_lines = isinstance(dataset, JsonlDataset)
-            values: Any = LineValues if is_lines else sample_parser
+            values: Any = LineParser if is_lines else sample_parser
             if isinstance(dataset, ForeignDataset):
                 self.reader, values = ForeignReader(dataset, tolerant=tolerant), RowParser
             else:
                 unread_from = None if is_lines else getattr(decoder, "unread_from", None)
                 self.reader = LeafReader(dataset, tolerant=tolerant, unread_from=unread_from, checksums=checksums)
-            self.values = values(leaf.identity, dataset, decoder, activities)
+            self.values = values(leaf.identity, dataset, None if is_lines else decoder, activities)
         self.user_key = user_key_of(leaf)
         self.values.barred = Barred(self.user_key, frozenset(index for key, index in barred if key == self.user_key))
 
@@ -270,46 +270,25 @@ class Sources:
         return RoundBuffer(self.source(leaf).reader, found, None if bans is None else bans.among(found.indices))
 
 
-class LineValues(SampleParser):
-    """Makes crude samples from the lines of one JSONL file: `json` is the parsed object. Runs on any thread.
+class LineParser(SampleParser):
+    """Makes crude samples from the lines of one JSONL file: `json` is the parsed object.
 
     The key is the number of the sample. The encoder's decoder is not used, since a line is JSON.
     """
 
-    def make(
-        self,
-        raws: Sequence[Any],
-        indices: Sequence[int],
-        shards: Sequence[int],
-        restore_keys: Sequence[RestoreKey],
-        into: Rows | None = None,
-    ) -> list[Any]:
-        """Return the sample of each line, or a `FailedSample` instead."""
-        path, (shard_name,), subflavors = self._dataset.path, self._dataset.shard_names, self._dataset.subflavors
-        out: list[Any] = []
-        for raw, index, _, restore_key in zip(raws, indices, shards, restore_keys, strict=True):
-            key = str(index)
-            try:
-                value = parse_line(raw)
-            except (DecodeError, TypeError) as error:
-                lost = type(raw) is Unreadable
-                place = SamplePlace(path, shard_name, index, key, (PART,))
-                out.append(FailedSample(raw.error if lost else error, Hook.READ if lost else Hook.DECODE, place))
-                continue
-            sample: dict[str, Any] = {
-                "__key__": key,
-                "__shard__": shard_name,
-                "__restore_key__": restore_key,
-                "__subflavors__": dict(subflavors),
-                "__sources__": (SourceInfo(path, index, shard_name, (f"{key}.{PART}",)),),
-                PART: value,
-            }
-            out.append(CrudeSample(sample))
-        return out
+    def _parse(self, raw: Any, index: int, wanted: frozenset[str] | None) -> tuple[str, dict[str, Any]]:
+        if type(raw) is Unreadable:
+            raise raw.error
+        return str(index), {PART: raw}
+
+    def _values(self, parts: dict[str, Any], image: tuple[str, Any] | None) -> dict[str, Any]:
+        return {PART: parse_line(parts[PART])}
 
     def name_of(self, raw: Any, index: int) -> tuple[str, tuple[str, ...]]:
         """Return key and parts of a sample."""
         return str(index), (PART,)
+
+    lost = name_of
 
 
 # Joins ----------------------------------------------------------------------------------------------------------------
@@ -399,12 +378,13 @@ class JoinValues:
             present = np.flatnonzero(places >= 0)
             column: list[Any] = [None] * places.size
             among = present.tolist()
-            made = self._values[number].make(
+            drawn = RawDraws(
                 [raws[row][number] for row in among],
                 places[present].tolist(),
                 self._reader.readers[number].shards_of(places[present]).tolist(),
                 [keys[row] for row in among],
             )
+            made = self._values[number].make(drawn)
             for row, sample in zip(among, made, strict=True):
                 column[row] = sample
             columns.append(column)
@@ -476,58 +456,23 @@ def _of(part: Any) -> str:
 _FIELDS = "__fields__"
 
 
-class ForeignReader:
-    """Reads rows by index; safe to use from several threads.
+class ForeignReader(ShardReader):
+    """Reads rows by index; `Unreadable` stands for rows that are no samples."""
 
-    Args:
-        dataset: The dataset.
-        tolerant: Return `Unreadable` for rows of files that are damaged or missing.
-
-    Attributes:
-        bytes_read: Bytes of the parts of samples so far.
-        slow: Whether the files are behind a URL, so that reading ahead pays off.
-    """
+    dataset: ForeignDataset
 
     def __init__(self, dataset: ForeignDataset, *, tolerant: bool = False) -> None:
-        self.dataset = dataset
-        self.bytes_read = 0
-        self._tolerant = tolerant
-        self.slow = as_far(dataset.store) is not None
+        super().__init__(dataset, tolerant=tolerant)
         self._rows = dataset.open_rows()
-        self._ends = np.cumsum(dataset.shard_counts)
 
-    def shards_of(self, indices: IntArray) -> IntArray:
-        """Return the number of the file of each index, shape as given."""
-        return np.searchsorted(self._ends, indices, side="right")
-
-    def place_of(self, index: int) -> tuple[str, int]:
-        """Return file and row within the file of a sample."""
-        shard = int(np.searchsorted(self._ends, index, side="right"))
-        return self.dataset.shard_names[shard], index - int(self._ends[shard] - self.dataset.shard_counts[shard])
-
-    def read(self, indices: IntArray, epochs: IntArray | None = None) -> Sequence[Any]:
-        """Return rows in the order given, with `Unreadable` for rows that are no samples.
-
-        Raises:
-            ShardMissingError, CorruptShardError: A file is missing or damaged, and the reader is not tolerant.
-        """
-        try:
-            found = self._rows.read(indices)
-        except (ShardMissingError, CorruptShardError) as error:
-            if not self._tolerant:
-                raise
-            if indices.size == 1:
-                return [Unreadable(error)]
-            return [self.read(indices[place : place + 1])[0] for place in range(indices.size)]
-        rows = [Unreadable(row) if isinstance(row, Exception) else row for row in found]
-        self.bytes_read += sum(map(len, rows))
-        return rows
+    def _read(self, indices: IntArray, epochs: IntArray | None) -> list[Any]:
+        return [Unreadable(row) if isinstance(row, Exception) else row for row in self._rows.read(indices)]
 
 
 class RowParser(SampleParser):
     """Makes the samples of rows, each by its own field accesses: one row may have a PNG where others have JPEGs."""
 
-    def _parse(self, raw: Any, wanted: frozenset[str] | None) -> tuple[str, dict[str, Any]]:
+    def _parse(self, raw: Any, index: int, wanted: frozenset[str] | None) -> tuple[str, dict[str, Any]]:
         if type(raw) is Unreadable:
             raise raw.error
         return raw.key, _Parts(raw.parts, raw.fields)

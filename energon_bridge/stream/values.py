@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from energon_bridge.errors import (
     CorruptShardError,
@@ -41,6 +41,15 @@ Rows = tuple[Slab, Sequence[int]]
 
 Columns = tuple[list[RestoreKey], list[Any], list[int]]
 """The restore keys, samples (or `FailedSample`s) and bytes of consecutive draws."""
+
+
+class RawDraws(NamedTuple):
+    """The stored samples of some draws: bytes, index and number of the shard of each, and its restore key."""
+
+    raws: Sequence[Any]
+    indices: Sequence[int]
+    shards: Sequence[int]
+    restore_keys: Sequence[RestoreKey]
 
 
 NO_PARTS: dict[str, memoryview] = {}
@@ -124,36 +133,29 @@ class SampleParser:
         epochs = buffer.epochs[low:high].tolist()
         identity = self._identity
         keys = [(identity, index, epoch, 0) for index, epoch in zip(indices, epochs, strict=True)]
-        samples = self.make(raws, indices, shards, keys, into)
+        samples = self.make(RawDraws(raws, indices, shards, keys), into)
         now.rest()
         return keys, samples, list(map(len, raws))
 
-    def make(
-        self,
-        raws: Sequence[Any],
-        indices: Sequence[int],
-        shards: Sequence[int],
-        restore_keys: Sequence[RestoreKey],
-        into: Rows | None = None,
-    ) -> list[Any]:
-        """Return the sample or a `FailedSample` for the bytes of each sample, given its index and shard."""
-        dataset = self._dataset
+    def make(self, drawn: RawDraws, into: Rows | None = None) -> list[Any]:
+        """Return the sample or a `FailedSample` for the bytes of each sample."""
+        dataset, (raws, indices, shards, restore_keys) = self._dataset, drawn
         path, names, excluded = dataset.path, dataset.shard_names, dataset.excluded
         source_path = dataset.source_path or path
         now = self._activities.mine()
         now.dataset, now.hook = dataset, Hook.READ
         attempt = Attempt()
         parsed: list[Any] = []  # key and parts of each, or a `FailedSample`
-        drawn = zip(raws, shards, strict=True)
+        each = zip(raws, indices, shards, strict=True)
         while len(parsed) < len(raws):
             with attempt:  # of all, and of those left after a failure
-                for raw, shard in drawn:
-                    found = self._parse(raw, self._parts)
+                for raw, index, shard in each:
+                    found = self._parse(raw, index, self._parts)
                     parsed.append(EXCLUDED if excluded and (names[shard], found[0]) in excluded else found)
                 break
-            index = indices[len(parsed)]
             error = raw.error if type(raw) is Unreadable else self._located(attempt.error, raw, names[shard], index)
-            parsed.append(FailedSample(error, Hook.READ, SamplePlace(path, names[shard], index, "", ())))
+            place = SamplePlace(path, names[shard], index, *self.lost(raw, index))
+            parsed.append(FailedSample(error, Hook.READ, place))
         now.hook = Hook.DECODE
         images: dict[int, tuple[str, Any]] = {}
         rows: Sequence[int] = range(len(parsed))
@@ -231,10 +233,14 @@ class SampleParser:
 
     def name_of(self, raw: Any, index: int) -> tuple[str, tuple[str, ...]]:
         """Return key and parts of a sample, without decoding it."""
-        key, parts = self._parse(raw, None)
+        key, parts = self._parse(raw, index, None)
         return key, tuple(parts)
 
-    def _parse(self, raw: Any, wanted: frozenset[str] | None) -> tuple[str, dict[str, Any]]:
+    def lost(self, raw: Any, index: int) -> tuple[str, tuple[str, ...]]:
+        """Return the same of a sample that cannot be parsed, as far as it is known."""
+        return "", ()
+
+    def _parse(self, raw: Any, index: int, wanted: frozenset[str] | None) -> tuple[str, dict[str, Any]]:
         """Return key and parts of a sample; videos and sound of an unread sample stay unread."""
         if type(raw) is Unread:
             return raw.parts(wanted, self._keeps, self._follow)
@@ -283,19 +289,12 @@ class CodeValues(SampleParser):
         self._accept = dataset.part_filter if callable(dataset.part_filter) else None
         self._accepted: dict[str, bool] = {}
 
-    def make(
-        self,
-        raws: Sequence[Any],
-        indices: Sequence[int],
-        shards: Sequence[int],
-        restore_keys: Sequence[RestoreKey],
-        into: Rows | None = None,
-    ) -> list[Any]:
+    def make(self, drawn: RawDraws, into: Rows | None = None) -> list[Any]:
         """Return for each sample what `SampleParser.make` returns, or a `PendingSample`."""
         now = self._activities.mine()
         now.dataset, now.hook = self._dataset, Hook.DECODE
         out: list[Any] = []
-        for one in zip(raws, indices, shards, restore_keys, strict=True):
+        for one in zip(drawn.raws, drawn.indices, drawn.shards, drawn.restore_keys, strict=True):
             row = None if into is None else (into[0], into[1][len(out)])
             out.append(self._read(*one, row))
         return out
