@@ -28,12 +28,12 @@ from energon_bridge.loader.bans import (
 )
 from energon_bridge.loader.fits import check_fits, check_lanes, merge
 from energon_bridge.loader.run_plan import RunPlan
-from energon_bridge.loader.streams import WorkerFacts, listing_of_pass, open_pipeline
+from energon_bridge.loader.streams import WorkerFacts, open_pipeline
 from energon_bridge.mix import parse_weight
 from energon_bridge.plan.blend import BucketBlend
 from energon_bridge.plan.changes import Ban, GivenWeights, new_keys, with_ban
 from energon_bridge.plan.choose import standing
-from energon_bridge.stream.finite import DrawnRows, FiniteStream, ListedRows, Listing
+from energon_bridge.stream.finite import DrawnRows, FiniteStream, ListedRows, Listing, listing_of_pass
 from energon_bridge.stream.lane import LaneStreams, Stream
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.state import COLUMNS, COUNTERS, LARGEST, BufferedRefs, Counts, LaneBatch, LaneState
@@ -100,7 +100,8 @@ class Position:
             return None
         epoch = self.epoch if self.plan.data.shuffled else 0
         if self._listing is None or self._listing[0] != epoch:
-            self._listing = epoch, *listing_of_pass(self.plan, epoch, self.mode.delivered(self))
+            pipeline = open_pipeline(self.plan, delivered=self.mode.delivered(self))
+            self._listing = epoch, *listing_of_pass(pipeline, self.plan.draws_of_pass(epoch))
         return self._listing[1]
 
     def advance(self) -> None:

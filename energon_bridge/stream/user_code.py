@@ -388,7 +388,7 @@ def _plain(value: Any) -> Hashable:
     if isinstance(value, bytearray):
         return bytes(value)
     if callable(getattr(value, "tolist", None)):  # arrays, tensors and their scalars
-        return _listed(value)
+        return _array_values(value)
     try:
         return _compared(value)
     except _NoValueError:
@@ -397,7 +397,7 @@ def _plain(value: Any) -> Hashable:
     return kind, *(_plain(getattr(value, field.name)) for field in fields(value) if field.compare)
 
 
-def _listed(value: Any) -> Hashable:
+def _array_values(value: Any) -> Hashable:
     if (size := math.prod(getattr(value, "shape", ()))) > _MOST_VALUES:
         raise _NoValueError(f"it has {size} values, and a group has at most {_MOST_VALUES}")
     if isinstance(value, (np.datetime64, np.timedelta64)):  # their units would be lost
