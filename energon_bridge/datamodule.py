@@ -25,7 +25,7 @@ from energon_bridge.datasets import (
     get_val_dataset,
     get_val_datasets,
 )
-from energon_bridge.errors import ConfigurationError, UnknownArgumentError, did_you_mean
+from energon_bridge.errors import ConfigurationError, UnknownArgumentError, check_number, did_you_mean
 from energon_bridge.loader.metrics import dataset_names
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
@@ -159,7 +159,7 @@ class EnergonMultiModalDataModule(_Base):
             ("decoder_seq_length", decoder_seq_length, 1),
             ("balance_window", balance_window, 1),
         ):
-            _check_number(name, value, least, optional=name not in _NEEDED)
+            check_number(f"EnergonMultiModalDataModule: {name}", value, least, optional=name not in _NEEDED)
         numbers = {"shuffle_buffer_size": shuffle_buffer_size, "max_samples_per_sequence": max_samples_per_sequence}
         check_numbers(self.dataset_kwargs | numbers | {"packing_buffer_size": packing_buffer_size})
         chosen: dict[str, Any] = {"replica_loading": replica_loading, "balance": balance}
@@ -594,14 +594,4 @@ def _check_image_processor(image_processor: Any) -> None:
             "expected an image processor, or None. By position the third argument is image_processor, which "
             "Megatron-Bridge does not have from version 0.6 on: give seq_length=…, micro_batch_size=… and what follows "
             "by keyword"
-        )
-
-
-def _check_number(name: str, value: Any, least: int, *, optional: bool) -> None:
-    if value is None and optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigurationError(
-            f"EnergonMultiModalDataModule: {name} must be an integer of at least {least}"
-            f"{' or None' if optional else ''}, got {value!r}"
         )

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from energon_bridge.errors import ConfigurationError, DataParallelError, TooManyRanksError
+from energon_bridge.errors import ConfigurationError, DataParallelError, TooManyRanksError, check_number
 
 logger = logging.getLogger(__name__)
 
@@ -93,12 +93,7 @@ class WorkerConfig:
         minima = {"num_workers": 0, "prefetch_factor": 1, "buffer_bytes": 0, "max_worker_restarts": 0}
         optional = {"num_lanes": 1, "decode_threads": 1, "microbatches_per_global_batch": 1}
         for name, least in (minima | optional).items():
-            value = getattr(self, name)
-            if value is None and name in optional:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigurationError(f"WorkerConfig: {name} must be an integer of at least {least}, got {value!r}")
-
+            check_number(f"WorkerConfig: {name}", getattr(self, name), least, optional=name in optional)
         if self.start_method not in ("fork", "forkserver", "spawn"):
             raise ConfigurationError(
                 f"WorkerConfig: start_method must be 'fork', 'forkserver' or 'spawn', got {self.start_method!r}"

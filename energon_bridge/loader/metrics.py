@@ -17,7 +17,7 @@ from energon_bridge.storage.network import REQUESTS
 from energon_bridge.stream.failures import FailureLog
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.policy import ErrorPolicy
-from energon_bridge.stream.state import COLUMNS, COUNTERS, Counts
+from energon_bridge.stream.state import COUNTERS, Counts
 
 
 def dataset_names(paths: Sequence[str], parts: Sequence[str]) -> list[str]:
@@ -116,7 +116,7 @@ AT_END, AT_EPOCH, AT_ANY_TIME = 1, 5, 100
 
 
 def check_rates(
-    policy: ErrorPolicy, leaves: Sequence[Leaf], counts: Sequence[Sequence[int]], more: Counts, failure_log: FailureLog
+    policy: ErrorPolicy, leaves: Sequence[Leaf], counts: Counts, more: Counts, failure_log: FailureLog
 ) -> None:
     """Check the error rates of the datasets with failures in a microbatch, by the counters of this rank.
 
@@ -126,7 +126,7 @@ def check_rates(
     Args:
         policy: Gives the highest rate allowed.
         leaves: The leaves of the stream.
-        counts: `COLUMNS` of each leaf, before the microbatch.
+        counts: Those before the microbatch.
         more: Counts of the microbatch.
         failure_log: Has the failures.
 
@@ -136,8 +136,8 @@ def check_rates(
     if policy.max_error_rate is None:
         return
     concerned = {leaves[leaf].dataset.path for leaf, added in more.items() if added[_ERRORS]}
-    nothing = [0] * len(COLUMNS)
-    totals = [[a + b for a, b in zip(row, more.get(number, nothing), strict=True)] for number, row in enumerate(counts)]
+    totals = Counts(counts)
+    totals.add(more)
     for path, total in _by_dataset(leaves, totals):
         failed, drawn = total[_ERRORS], total[_ERRORS] + total[_SAMPLES] + total[_SKIPPED]
         if path in concerned and drawn >= policy.min_draws and failed > policy.max_error_rate * drawn:
@@ -149,14 +149,12 @@ def check_rates(
             )
 
 
-def name_losses(
-    leaves: Sequence[Leaf], counts: Sequence[Sequence[int]], failure_log: FailureLog, *, least: int
-) -> None:
+def name_losses(leaves: Sequence[Leaf], counts: Counts, failure_log: FailureLog, *, least: int) -> None:
     """Warn about datasets that delivered nothing or lost more than a twentieth of their draws; once per cause.
 
     Args:
         leaves: The leaves of the stream.
-        counts: `COLUMNS` of each leaf on this rank.
+        counts: Those of this rank.
         failure_log: Has the failures, and knows which warnings were given.
         least: Samples that must have been drawn of a dataset before it is mentioned.
     """
@@ -199,10 +197,11 @@ _REMEDIES = {
 }
 
 
-def _by_dataset(leaves: Sequence[Leaf], counts: Sequence[Sequence[int]]) -> Iterator[tuple[str, list[int]]]:
+def _by_dataset(leaves: Sequence[Leaf], counts: Counts) -> Iterator[tuple[str, list[int]]]:
     """Yield the path of each dataset with the sums of its leaves' counters."""
-    totals: dict[str, list[int]] = {}
-    for leaf, row in zip(leaves, counts, strict=True):
-        total = totals.setdefault(leaf.dataset.path, [0] * len(COLUMNS))
-        total[:] = [a + b for a, b in zip(total, row, strict=True)]
-    yield from totals.items()
+    number_of: dict[str, int] = {}
+    totals = Counts()
+    for leaf, counted in sorted(counts.items()):
+        number = number_of.setdefault(leaves[leaf].dataset.path, len(number_of))
+        totals.add(Counts({number: counted}))
+    yield from zip(number_of, totals.values(), strict=True)

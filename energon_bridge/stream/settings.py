@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.errors import ConfigurationError, check_number
 from energon_bridge.format.checksums import Checksums
 from energon_bridge.plan.leaf import DEFAULT_PARALLEL_SHARD_ITERS
 from energon_bridge.stores import CachePool, NoCachePool
@@ -79,7 +79,7 @@ class RunSettings:
             raise ConfigurationError(f"checksums must be always, sampled or never, got {self.checksums!r}")
         check_numbers({name: getattr(self, name) for name in _LEAST})
         if self.shuffle_over_epochs_multiplier != -1:
-            check_number("shuffle_over_epochs_multiplier", self.shuffle_over_epochs_multiplier, 1)
+            check_number("shuffle_over_epochs_multiplier", self.shuffle_over_epochs_multiplier, 1, optional=True)
         if self.bucket_batch_size is not None and not self.group_by:
             raise ConfigurationError("bucket_batch_size is for the buckets of group_by, which is not given")
         if self.group_by and (self.batch_size is None or self.packing_buffer_size is not None):
@@ -107,13 +107,7 @@ class RunSettings:
 def check_numbers(settings: Mapping[str, Any]) -> None:
     """Raise ConfigurationError if a setting should be a whole number and is not, or is too small."""
     for name in settings.keys() & _LEAST.keys():
-        check_number(name, settings[name], _LEAST[name])
-
-
-def check_number(name: str, value: int | None, least: int) -> None:
-    """Raise ConfigurationError unless a setting is None or a whole number of at least `least`."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-        raise ConfigurationError(f"{name} must be an integer of at least {least} or None, got {value!r}")
+        check_number(name, settings[name], _LEAST[name], optional=True)
 
 
 @dataclass(frozen=True, kw_only=True)
