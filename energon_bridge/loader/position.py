@@ -28,7 +28,7 @@ from energon_bridge.loader.bans import (
 )
 from energon_bridge.loader.fits import check_fits, check_lanes, merge
 from energon_bridge.loader.run_plan import RunPlan
-from energon_bridge.loader.streams import WorkerFacts, open_pipeline
+from energon_bridge.loader.streams import open_pipeline
 from energon_bridge.mix import parse_weight
 from energon_bridge.plan.blend import BucketBlend
 from energon_bridge.plan.changes import Ban, GivenWeights, new_keys, with_ban
@@ -36,6 +36,7 @@ from energon_bridge.plan.choose import standing
 from energon_bridge.stream.finite import DrawnRows, FiniteStream, ListedRows, Listing, listing_of_pass
 from energon_bridge.stream.lane import LaneStreams, Stream
 from energon_bridge.stream.pipeline import Pipeline
+from energon_bridge.stream.settings import WorkerFacts
 from energon_bridge.stream.state import COUNTERS, LARGEST, BufferedRefs, Counts, LaneBatch, LaneState
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.topology import (

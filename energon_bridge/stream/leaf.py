@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -20,7 +20,7 @@ from energon_bridge.format.jsonl import PART, JsonlDataset, is_jsonl, parse_line
 from energon_bridge.mix import AuxRef
 from energon_bridge.mix.leaves import Amounts
 from energon_bridge.plan.changes import LeafBans
-from energon_bridge.plan.leaf import LeafOrder, Round
+from energon_bridge.plan.leaf import LeafOrder
 from energon_bridge.rng import IntArray, fold
 from energon_bridge.samples import META_FIELDS, CrudeSample, SourceInfo
 from energon_bridge.stores import (
@@ -181,41 +181,31 @@ def user_key_of(leaf: Leaf) -> int:
 
 
 class LeafSource:
-    """A leaf that is open in this process.
-
-    `barred` holds user key and index of each sample (of any leaf) that must not be tried again.
-    """
+    """A leaf that is open in this process."""
 
     def __init__(
-        self,
-        leaf: Leaf,
-        decoder: Any,
-        activities: Activities,
-        *,
-        cook: Cook | None,
-        tolerant: bool,
-        barred: Collection[tuple[int, int]] = (),
-        checksums: Checksums = "never",
+        self, leaf: Leaf, settings: StreamSettings, decoder: Any, activities: Activities, stores: StorePool
     ) -> None:
-        self.leaf = leaf
-        self.path = leaf.dataset.path
-        self.cook = cook
+        run, dataset = settings.run, leaf.dataset
+        tolerant, checksums = run.error_policy.damaged_shards == "skip", run.checksums
+        self.leaf, self.path, self.user_key = leaf, dataset.path, user_key_of(leaf)
+        self.cook = cook_of(run.task_encoder, dataset, leaf.aux, stores, run.cache_pool)
         self.reader: Reader
         self.values: SampleParser | JoinValues
-        dataset = leaf.dataset
         if isinstance(dataset, JoinedDataset):
             self.reader = reader = JoinReader(dataset, tolerant=tolerant, checksums=checksums)
             self.values = JoinValues(leaf.identity, dataset, reader, decoder, activities)
+        elif isinstance(dataset, ForeignDataset):
+            self.reader = ForeignReader(dataset, tolerant=tolerant)
+            self.values = RowParser(leaf.identity, dataset, decoder, activities)
+        elif isinstance(dataset, JsonlDataset):
+            self.reader = LeafReader(dataset, tolerant=tolerant, checksums=checksums)
+            self.values = LineParser(leaf.identity, dataset, None, activities)
         else:
-            is_lines = isinstance(dataset, JsonlDataset)
-            values: Any = LineParser if is_lines else sample_parser
-            if isinstance(dataset, ForeignDataset):
-                self.reader, values = ForeignReader(dataset, tolerant=tolerant), RowParser
-            else:
-                unread_from = None if is_lines else getattr(decoder, "unread_from", None)
-                self.reader = LeafReader(dataset, tolerant=tolerant, unread_from=unread_from, checksums=checksums)
-            self.values = values(leaf.identity, dataset, None if is_lines else decoder, activities)
-        self.user_key = user_key_of(leaf)
+            unread_from = getattr(decoder, "unread_from", None)
+            self.reader = LeafReader(dataset, tolerant=tolerant, unread_from=unread_from, checksums=checksums)
+            self.values = sample_parser(leaf.identity, dataset, decoder, activities)
+        barred = () if settings.worker is None else settings.worker.barred
         self.values.barred = Barred(self.user_key, frozenset(index for key, index in barred if key == self.user_key))
 
     def where(self, index: int) -> str:
@@ -231,43 +221,6 @@ class LeafSource:
             (raw,) = self.reader.read(np.array([index], dtype=np.int64))
             key, parts = self.values.name_of(raw, index)
         return SamplePlace(self.leaf.dataset.path, shard, index, key, parts)
-
-
-class Sources:
-    """The leaves of one process, each opened on first use."""
-
-    def __init__(self, leaves: Sequence[Leaf], settings: StreamSettings, decoder: Any, activities: Activities) -> None:
-        self._leaves = leaves
-        self._settings = settings
-        self._decoder = decoder
-        self._activities = activities
-        self._stores = StorePool(decoder)
-        self._open: list[LeafSource | None] = [None] * len(leaves)
-
-    def source(self, leaf: int) -> LeafSource:
-        """Return a leaf that is open."""
-        source = self._open[leaf]
-        if source is None:
-            run, of = self._settings.run, self._leaves[leaf]
-            cook = cook_of(run.task_encoder, of.dataset, of.aux, self._stores, run.cache_pool)
-            tolerant = run.error_policy.damaged_shards == "skip"
-            barred = self._settings.barred
-            source = LeafSource(
-                of,
-                self._decoder,
-                self._activities,
-                cook=cook,
-                tolerant=tolerant,
-                barred=barred,
-                checksums=run.checksums,
-            )
-            self._open[leaf] = source
-        return source
-
-    def buffer(self, leaf: int, found: Round) -> RoundBuffer:
-        """Return the buffer of a round of a leaf."""
-        bans = self._leaves[leaf].bans
-        return RoundBuffer(self.source(leaf).reader, found, None if bans is None else bans.among(found.indices))
 
 
 class LineParser(SampleParser):

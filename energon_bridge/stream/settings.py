@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
@@ -14,7 +14,7 @@ from energon_bridge.stores import CachePool, NoCachePool
 from energon_bridge.stream.conventions import Conventions
 from energon_bridge.stream.failures import FailureLog
 from energon_bridge.stream.policy import ErrorPolicy
-from energon_bridge.stream.watchdog import Words
+from energon_bridge.stream.watchdog import WatchdogSettings, Words
 from energon_bridge.task_encoder.packing import MAX_LIMIT
 from energon_bridge.topology import WorkerConfig
 
@@ -110,6 +110,25 @@ def check_numbers(settings: Mapping[str, Any]) -> None:
         check_number(name, settings[name], _LEAST[name], optional=True)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFacts:
+    """What a worker process knows about itself.
+
+    Attributes:
+        number: Its number among the workers of its rank.
+        words: Where the thread that runs hooks, then each loading thread, write their activity (`Activity.words`).
+        said: Called after each message of its watchdog.
+        barred: Samples that must not be tried again, by `user_key` of their leaf and index.
+        careful: Whether it does one thing at a time, so that it is certain what kills it.
+    """
+
+    number: int
+    words: Sequence[Words]
+    said: Callable[[], None]
+    barred: frozenset[tuple[int, int]]
+    careful: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class StreamSettings:
     """What the streams of a process are given besides their leaves.
@@ -125,9 +144,8 @@ class StreamSettings:
         draws_ahead: Draws of each lane to read ahead if rounds are not read.
         failure_log: Logs failures that no microbatch carries.
         delivered: Leaves that the run has delivered samples of; empty at its start.
-        words: Where the hook thread and then each loading thread write their activity (`Activity.words`).
-        barred: Leaf (`user_key_of`) and index of samples that must not be tried again.
-        in_worker: Microbatches are pickled, for another process.
+        watchdog: How long a microbatch may take; None: as long as it likes.
+        worker: What a worker process knows about itself; None: this is the training process.
     """
 
     run: RunSettings
@@ -140,9 +158,8 @@ class StreamSettings:
     draws_ahead: int
     failure_log: FailureLog
     delivered: Collection[int]
-    words: Sequence[Words]
-    barred: frozenset[tuple[int, int]]
-    in_worker: bool
+    watchdog: WatchdogSettings | None
+    worker: WorkerFacts | None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
