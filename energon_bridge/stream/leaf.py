@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -32,14 +32,14 @@ from energon_bridge.stores import (
     WebdatasetFileStore,
 )
 from energon_bridge.stream.failures import SamplePlace
-from energon_bridge.stream.reader import LeafReader, Reader, RoundBuffer, ShardReader, Unreadable
+from energon_bridge.stream.reader import LeafReader, Reader, ShardReader, Unreadable
 from energon_bridge.stream.settings import StreamSettings
 from energon_bridge.stream.steps import Attempt, Begin, PendingSample
 from energon_bridge.stream.values import (
     EXCLUDED,
     Barred,
-    Columns,
     FailedSample,
+    Parser,
     RawDraws,
     RestoreKey,
     Rows,
@@ -191,7 +191,7 @@ class LeafSource:
         self.leaf, self.path, self.user_key = leaf, dataset.path, user_key_of(leaf)
         self.cook = cook_of(run.task_encoder, dataset, leaf.aux, stores, run.cache_pool)
         self.reader: Reader
-        self.values: SampleParser | JoinValues
+        self.values: Parser
         if isinstance(dataset, JoinedDataset):
             self.reader = reader = JoinReader(dataset, tolerant=tolerant, checksums=checksums)
             self.values = JoinValues(leaf.identity, dataset, reader, decoder, activities)
@@ -294,56 +294,44 @@ class JoinReader:
         return list(zip(*columns, strict=True))
 
 
-class JoinValues:
-    """Makes the samples of the rows of one join; runs on any thread. Takes the arguments of `SampleParser`."""
+class JoinValues(Parser):
+    """Makes the samples of the rows of one join."""
 
     def __init__(
         self, identity: str, dataset: JoinedDataset, reader: JoinReader, decoder: Any, activities: Activities
     ) -> None:
-        self._activities = activities
-        self._identity = identity
-        self._dataset = dataset
+        super().__init__(identity, dataset, activities)
         self._reader = reader
         self._names = dataset.names
-        self.barred = Barred()
         self._values = [
             sample_parser(identity, part.dataset, decoder, activities, number)
             for number, part in enumerate(dataset.parts)
         ]
 
-    def load(self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool, into: Rows | None = None) -> Columns:
-        """Return for each draw [low, high) of a round its key, and a `PendingSample` or a `FailedSample`.
+    def make(self, drawn: RawDraws, into: Rows | None = None) -> list[Any]:
+        """Return a `PendingSample` for each row.
 
         Slab rows stay unused: only the joiner knows which of the images belongs there.
         """
-        indices = buffer.indices[low:high]
-        now = self._activities.mine()
-        now.dataset, now.index, now.hook = self._dataset, int(indices[0]), Hook.READ
-        raws: list[RawRow] = buffer.fetch(low, high, ahead=ahead)
-        epochs = buffer.epochs[low:high].tolist()
-        rows = indices.tolist()
-        if self.barred.indices:
-            raws = [self.barred.instead_of(raw, row) for raw, row in zip(raws, rows, strict=True)]
-        now.at(self.barred.leaf_key, rows[0])
-        keys: list[RestoreKey] = [(self._identity, row, epoch, 0) for row, epoch in zip(rows, epochs, strict=True)]
+        raws, indices, _, keys = drawn
         columns: list[list[Any]] = []
-        for number, places in enumerate(self._reader.columns(indices)):
+        for number, places in enumerate(self._reader.columns(np.array(indices, dtype=np.int64))):
             present = np.flatnonzero(places >= 0)
             column: list[Any] = [None] * places.size
             among = present.tolist()
-            drawn = RawDraws(
+            of_part = RawDraws(
                 [raws[row][number] for row in among],
                 places[present].tolist(),
                 self._reader.readers[number].shards_of(places[present]).tolist(),
                 [keys[row] for row in among],
             )
-            made = self._values[number].make(drawn)
-            for row, sample in zip(among, made, strict=True):
+            for row, sample in zip(among, self._values[number].make(of_part), strict=True):
                 column[row] = sample
             columns.append(column)
-        samples = [PendingSample(partial(self._joined, parts, key)) for *parts, key in zip(*columns, keys, strict=True)]
-        now.rest()
-        return keys, samples, [sum(len(raw) for raw in row if raw is not None) for row in raws]
+        return [PendingSample(partial(self._joined, parts, key)) for *parts, key in zip(*columns, keys, strict=True)]
+
+    def _sizes(self, raws: Sequence[RawRow]) -> list[int]:
+        return [sum(len(raw) for raw in row if raw is not None) for row in raws]
 
     def _joined(self, parts: list[Any], key: RestoreKey, begin: Begin) -> Any:
         _, row, epoch, _ = key
