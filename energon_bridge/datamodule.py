@@ -35,7 +35,7 @@ from energon_bridge.samples.showing import counted, described
 from energon_bridge.stream.settings import check_numbers
 from energon_bridge.task_encoder.checks import check_encoder
 from energon_bridge.task_encoder.costs import BatchCost
-from energon_bridge.topology import WorkerConfig, check_data_parallel, data_parallel_group
+from energon_bridge.topology import WorkerConfig, trainer_groups
 
 logger = logging.getLogger(__name__)
 
@@ -223,15 +223,17 @@ class EnergonMultiModalDataModule(_Base):
 
     def _build_worker_config(self, num_workers: int, split: Literal["train", "val", "test"] = "train") -> WorkerConfig:
         """Return the worker configuration of this process; rank and size are those of the pure data-parallel group."""
+        known = trainer_groups() if self.pg_collection is None else [load("loading", "replica")]
+        groups = [self._mesh_group(), *(each.data_parallel_group(self.pg_collection) for each in known)]
         config = WorkerConfig(
             num_workers=num_workers,
-            data_parallel_group=self._mesh_group() or data_parallel_group(self.pg_collection),
+            data_parallel_group=next((group for group in groups if group is not None), None),
             microbatches_per_global_batch=self._microbatches_per_global_batch(),
             pin_memory=None if self.pin_memory else False,
             **self.worker_kwargs,
         )
         if self.pg_collection is not None:
-            check_data_parallel(config, self.pg_collection)
+            load("loading", "replica").check_data_parallel(config, self.pg_collection)
         per_step = self.micro_batch_size * config.dp_size
         if self.global_batch_size != 1 and self.global_batch_size % per_step:
             raise ConfigurationError(
