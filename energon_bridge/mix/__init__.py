@@ -7,15 +7,14 @@ YAML files. `opener` opens the datasets, helped by an index of an earlier start;
 
 from __future__ import annotations
 
-from energon_bridge.mix.flatten import Mix, MixLeaf, MixMode, describe, flatten
+from energon_bridge.mix.expression import AspectTiers
+from energon_bridge.mix.flatten import Mix, MixLeaf, MixMode, flatten
 from energon_bridge.mix.joins import register_joiner, resolve_joiner
 from energon_bridge.mix.load import Blender, MixSource, index_of_datasets, load_mix, load_tree, open_mix_index
 from energon_bridge.mix.metadataset import metadataset_splits
 from energon_bridge.mix.opener import DatasetOpener, MixIndex
 from energon_bridge.mix.paths import resolve_path, user_cache
 from energon_bridge.mix.schedule import WeightSchedule, parse_weight
-from energon_bridge.mix.subset import SubsetRange, evaluate_subset, merge_subsets
-from energon_bridge.mix.tiers import AspectTiers
 from energon_bridge.mix.tree import (
     AuxRef,
     Blend,
@@ -27,8 +26,11 @@ from energon_bridge.mix.tree import (
     Leaf,
     LeafRef,
     Node,
+    SubsetRange,
     combine_multipliers,
     data_identity,
+    evaluate_subset,
+    merge_subsets,
 )
 
 __all__ = [
@@ -54,7 +56,6 @@ __all__ = [
     "WeightSchedule",
     "combine_multipliers",
     "data_identity",
-    "describe",
     "evaluate_subset",
     "flatten",
     "index_of_datasets",

@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
 from energon_bridge.errors import ConfigurationError, EnergonError, MetadataError, UntrustedCodeError
-from energon_bridge.format.code import import_class
 from energon_bridge.format.dataset import PreparedDataset
-from energon_bridge.format.dataset_config import OWN_PACKAGES
+from energon_bridge.format.dataset_config import OWN_PACKAGES, import_class
 from energon_bridge.format.foreign import ForeignDataset
 from energon_bridge.format.join import JoinedDataset, JoinPart, joined_dataset, open_index
 from energon_bridge.format.parallel import available_cores

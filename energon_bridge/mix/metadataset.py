@@ -39,7 +39,6 @@ from energon_bridge.mix.expression import checked_expression
 from energon_bridge.mix.opener import MixIndex
 from energon_bridge.mix.paths import DatasetKind, kind_of_reference, resolve_path, split_path
 from energon_bridge.mix.schedule import exact_number, parse_weight
-from energon_bridge.mix.subset import SubsetRange, parse_subset
 from energon_bridge.mix.tree import (
     AuxRef,
     Blend,
@@ -50,7 +49,9 @@ from energon_bridge.mix.tree import (
     JoinRef,
     LeafRef,
     Node,
+    SubsetRange,
     combine_multipliers,
+    parse_subset,
 )
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -36,8 +36,8 @@ from energon_bridge.errors import (
     StorageError,
 )
 from energon_bridge.format.key_index import copy_key_index, sqlite_uri
-from energon_bridge.format.kinds import HAS_HEIF, format_by_head, open_heic
 from energon_bridge.format.media import (
+    HAS_HEIF,
     HEAD_BYTES,
     ImageMetadata,
     IndexedMedia,
@@ -45,8 +45,10 @@ from energon_bridge.format.media import (
     MediaKind,
     MediaMetadata,
     create_media_tables,
+    format_by_head,
     metadata_row,
     note_filter,
+    open_heic,
     plain_jpeg,
     write_media_rows,
 )
@@ -60,8 +62,7 @@ from energon_bridge.format.nvmeta import (
 )
 from energon_bridge.format.parallel import Task, Workers, map_shards
 from energon_bridge.prepare.staging import Staging
-from energon_bridge.storage import Store, open_store
-from energon_bridge.storage.ranges import ByteRange
+from energon_bridge.storage import ByteRange, Store, open_store
 
 Progress = Callable[[int, int], None]
 

@@ -40,8 +40,7 @@ from energon_bridge.format.nvmeta import INDEX_SQLITE, meta_path, read_info
 from energon_bridge.format.tar import Follow, Member, parse_sample, split_member_name
 from energon_bridge.format.tar_index import index_name
 from energon_bridge.samples import SourceInfo, add_source_info
-from energon_bridge.storage import LocalStore, Store, open_store
-from energon_bridge.storage.ranges import ByteRange
+from energon_bridge.storage import ByteRange, LocalStore, Store, open_store
 
 
 class Decoder(Protocol):

@@ -13,7 +13,7 @@
     AV_EXTENSIONS                an AVDecoder, or as `av_decode` says
     anything else                the bytes
 
-The extension follows the last dot of the part's name, in upper or lower case; `format/kinds.py` has those of media.
+The extension follows the last dot of the part's name, in upper or lower case; `format/media.py` has those of media.
 Pickles (`pkl`, `pickle`, `pyd`) stay bytes, since reading one can run code; with `read_pickles`, pickles of plain
 values, arrays and tensors are read, and any other is a DecodeError (`pickled`). A decoder keeps no state and may be
 used from many threads; image codecs release the GIL.
@@ -43,13 +43,12 @@ import torch
 
 from energon_bridge.errors import ConfigurationError, DecodeError
 from energon_bridge.format.documents import BOM
-from energon_bridge.format.kinds import extensions_of
-from energon_bridge.format.media import HEAD_BYTES, kind_by_head
+from energon_bridge.format.media import HEAD_BYTES, extensions_of, kind_by_head
 from energon_bridge.registry import load
 from energon_bridge.samples.stacking import Slab
-from energon_bridge.storage.ranges import ByteRange
-from energon_bridge.task_encoder.current import DELIVERING
+from energon_bridge.storage import ByteRange
 from energon_bridge.task_encoder.deferred import DeferredImage
+from energon_bridge.task_encoder.hooks import DELIVERING
 from energon_bridge.task_encoder.images import (
     IMAGE_EXTENSIONS,
     MAX_PIXELS,

@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_bridge.errors import ConfigurationError, OverLongSampleError, SkipSample, UnfitSampleError
-from energon_bridge.task_encoder.current import count_over_long, current_buffer_is_last
+from energon_bridge.task_encoder.hooks import count_over_long, current_buffer_is_last
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Bin packing under several limits at once: which samples share a pack.

@@ -36,7 +36,7 @@ from energon_bridge import (
 from energon_bridge.errors import MetadataError
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.mix import evaluate_subset
-from energon_bridge.mix.subset import SubsetRange, parse_subset
+from energon_bridge.mix.tree import SubsetRange, parse_subset
 from energon_bridge.prepare.columns import add_column
 from energon_bridge.testing import create_captioning_test_dataset
 

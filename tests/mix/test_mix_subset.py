@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from energon_bridge.errors import MetadataError
-from energon_bridge.mix.subset import SubsetRange, evaluate_subset, merge_subsets, parse_subset
+from energon_bridge.mix.tree import SubsetRange, evaluate_subset, merge_subsets, parse_subset
 
 
 def parse(bounds: object, *, allow_absolute: bool = True) -> SubsetRange:

@@ -17,7 +17,7 @@ from forecasts import answer, energon
 from energon_bridge import Blender, WeightSchedule, get_train_dataset, get_val_dataset
 from energon_bridge.errors import ConfigurationError, EnergonError, MetadataError, SettingMismatchError
 from energon_bridge.loader.run_plan import DatasetSpec
-from energon_bridge.mix import describe, load_mix
+from energon_bridge.mix import load_mix
 from energon_bridge.prepare.columns import add_column
 
 COUNTS = {"short": [60, 40], "middle": [50], "long": [30, 7]}
@@ -276,5 +276,3 @@ def test_mistakes_of_blenders_are_named(data: Path) -> None:
         Blender([("a", 1)], unit="tokens >")
     inner = Blender([(data / "short", 1), (data / "long", 1)], unit="tokens")
     assert load_mix(Blender([(inner, 1)], unit=" tokens "), split_part="train").unit == "tokens"
-    lines = describe(load_mix(inner, split_part="train"))
-    assert lines[0].startswith("blend of tokens")

@@ -66,8 +66,8 @@ ROOMS = {
     "trainers": "integrations replica plan.balance stream.planned loader.shares task_encoder.costs",
     "cloud": """
         loader.ray_actor loader.ray_engine loader.ray_relay
-        storage.answers storage.buckets storage.fsspec_store storage.http storage.node_cache storage.remote
-        stores.file_cache
+        storage.answers storage.buckets storage.fsspec_store storage.http storage.node_cache storage.ranges
+        storage.remote stores.file_cache
     """,
     "tools": """
         rows forecast preview verify cli testing prepare.columns prepare.convert prepare.dataset_yaml prepare.duplicates
@@ -82,7 +82,7 @@ BUDGETS = {
     "core": 31_250,
     "models": 9_700,
     "trainers": 7_000,
-    "cloud": 4_250,
+    "cloud": 4_320,
     "tools": 14_960,
     "drop-in": 4_000,
     "training": 4_540,
