@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from energon_bridge.errors import MetadataError, NotPreparedError
 from energon_bridge.format.dataset import FINGERPRINT_VERSION, PreparedDataset, check_counts, prepared, read_prepared
 from energon_bridge.format.dataset_config import DatasetConfig, DatasetConfigs
-from energon_bridge.format.documents import parse_document
+from energon_bridge.format.documents import Value, parse_document
 from energon_bridge.format.foreign import ForeignFormat, format_at, format_named
 from energon_bridge.format.jsonl import open_jsonl
 from energon_bridge.format.nvmeta import (
@@ -418,7 +418,7 @@ class DatasetOpener:
         config = self._indexed_configs.get(known.config)
         if config is None:
             where = store.url(meta_path(place[2]))
-            config = self._configs.build(json.loads(known.config), store=store, where=where)
+            config = self._configs.build(Value(json.loads(known.config), where), store=store)
             self._indexed_configs[known.config] = config
         return prepared(
             store,

@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any
 
 from energon_bridge.errors import MetadataError
-from energon_bridge.format.documents import expect_keys, expect_mapping, wrong_type
+from energon_bridge.format.documents import Value
 from energon_bridge.format.join import Nonmatch
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG
 from energon_bridge.mix.schedule import WeightSchedule
@@ -200,35 +200,31 @@ def data_identity(leaf: Leaf) -> Hashable:
 _EXPECTED = '["25%", "75%"], [100, 200], ["20%", "end"] or [100, "end"]'
 
 
-def parse_subset(value: Any, *, where: str, field: str, allow_absolute: bool) -> SubsetRange | None:
+def parse_subset(value: Value, *, allow_absolute: bool) -> SubsetRange | None:
     """Read `{range: [a, b]}`; `allow_absolute` is False above the leaves. Raises MetadataError naming the place."""
-    if value is None:
+    if value.plain is None:
         return None
-    subset = expect_mapping(value, where=where, field=field)
-    expect_keys(subset, allowed=("range",), required=("range",), where=where, field=field)
-    place = f"{field}.range"
-    bounds = subset["range"]
-    if not isinstance(bounds, list) or len(bounds) != 2:
-        raise wrong_type(bounds, f"two bounds such as {_EXPECTED}", where=where, field=place)
-    first, last = bounds
-    at = f"{where}, field `{place}`"
+    value.check_keys(("range",), required=("range",))
+    bounds = value.get("range")
+    if not isinstance(bounds.plain, list) or len(bounds.plain) != 2:
+        raise bounds.wrong(f"two bounds such as {_EXPECTED}")
+    first, last = bounds.plain
     if type(first) is int and (type(last) is int or last == "end"):
         stop = None if last == "end" else last
         if not allow_absolute:
             raise MetadataError(
-                f"{at}: numbers of samples are only allowed at a dataset or a join, found {bounds!r} (an absolute "
-                "range is only allowed for a leaf dataset). Use percentages here, or move the range to the dataset."
+                f"{bounds.at}: numbers of samples are only allowed at a dataset or a join, found {bounds.plain!r} (an "
+                "absolute range is only allowed for a leaf dataset). Use percentages here, or move the range to the "
+                "dataset."
             )
         if first < 0 or (stop is not None and stop < first):
-            raise wrong_type(bounds, "0 <= start <= end", where=where, field=place)
-        return SubsetRange(start=first, stop=stop, where=at)
+            raise bounds.wrong("0 <= start <= end")
+        return SubsetRange(start=first, stop=stop, where=bounds.at)
     start = _percent(first)
     end = 1.0 if isinstance(last, str) and last.strip() == "end" else _percent(last)
     if start is None or end is None or start > end:
-        raise wrong_type(
-            bounds, f"two percentages or two numbers of samples such as {_EXPECTED}", where=where, field=place
-        )
-    return SubsetRange(ratio=(start, end), where=at)
+        raise bounds.wrong(f"two percentages or two numbers of samples such as {_EXPECTED}")
+    return SubsetRange(ratio=(start, end), where=bounds.at)
 
 
 _WHOLE = SubsetRange()

@@ -438,7 +438,7 @@ def _old_excludes(store: Store) -> list[str]:
     if not store.exists(rel):
         return []
     try:
-        document = read_document(store, rel)
+        document = read_document(store, rel).plain
     except MetadataError:
         return []
     exclude = document.get("exclude") if isinstance(document, dict) else None

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from energon_bridge.cli.plan import describe
 from energon_bridge.errors import ConfigurationError, DatasetNotFoundError, MetadataError, NotPreparedError
 from energon_bridge.mix import Blender, Mix, WeightSchedule, load_mix
 from energon_bridge.storage import LocalStore
@@ -200,15 +201,33 @@ def test_a_blender_in_a_blender_of_one_changes_nothing(pairs, depth):
     assert weights(load_mix(blender, split_part="train")) == expected
 
 
-def test_effective_weights_of_a_nested_file(fixtures):
-    leaves = load_mix(fixtures / "mix_v2.yaml", split_part="train").leaves
-    assert [leaf.leaf.path.removeprefix(str(fixtures)) for leaf in leaves] == [
-        "/captioning",
-        "/vqa",
-        "/captioning",
-        "/vqa",
+# --- the picture --------------------------------------------------------------------------------------------------
+
+
+def test_the_tree_with_effective_weights(fixtures):
+    lines = [
+        line.replace(str(fixtures), "") for line in describe(load_mix(fixtures / "mix_v2.yaml", split_part="train"))
     ]
-    assert [float(leaf.weight) for leaf in leaves] == [0.625, 0.25, 0.09375, 0.03125]
+    assert lines == [
+        "blend  (/mix_v2.yaml, field `splits.train.blend`)",
+        "├──  62.50 %  /captioning  train  25% to 75%  [weight 5]",
+        "├──  25.00 %  /vqa  train  [weight 2]",
+        "└── blend  [weight 1]  (/nested.yaml, field `splits.train.blend`)",
+        "    ├──   9.38 %  /captioning  val  [weight 3]",
+        "    └──   3.12 %  /vqa  val  [weight 1]",
+    ]
+
+
+def test_the_picture_of_the_other_nodes(fixtures):
+    assert describe(load_mix(fixtures / "joined.yaml", split_part="train"))[0].startswith("join image=")
+    assert "× 0.5" in describe(load_mix(fixtures / "mix_epochized.yaml", split_part="train"))[2]
+    schedule = WeightSchedule.linear([(0, 1), (9, 2)])
+    lines = describe(
+        load_mix(Blender([("/a", schedule), ("/a", 1), (Blender.from_prefixes(["/b", "/c"]), 2)]), split_part="t")
+    )
+    assert "[weight linear 0: 1 → 9: 2]" in lines[1]
+    assert "again, stream 1" in lines[2]
+    assert "shared by size in group 0" in lines[4]
 
 
 # --- a thousand datasets ------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from engine import PackingEncoder, TensorEncoder, config_of, digest, is_masked, 
 from forecasts import answer, energon
 
 from energon_bridge import Blender, WeightSchedule, get_train_dataset, get_val_dataset
+from energon_bridge.cli.plan import describe
 from energon_bridge.errors import ConfigurationError, EnergonError, MetadataError, SettingMismatchError
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.mix import load_mix
@@ -276,3 +277,5 @@ def test_mistakes_of_blenders_are_named(data: Path) -> None:
         Blender([("a", 1)], unit="tokens >")
     inner = Blender([(data / "short", 1), (data / "long", 1)], unit="tokens")
     assert load_mix(Blender([(inner, 1)], unit=" tokens "), split_part="train").unit == "tokens"
+    lines = describe(load_mix(inner, split_part="train"))
+    assert lines[0].startswith("blend of tokens")
