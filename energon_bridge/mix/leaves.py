@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -230,12 +230,7 @@ def kept_samples(
     Raises ConfigurationError for a wrong expression or column, MetadataError for a column of other shards or a dataset
     that can have none, and EmptyDatasetError if nothing is kept.
     """
-    columns, hint = _leaf_columns(dataset, text, start, stop, where=where, use="filtered")
-    try:
-        kept = evaluate(text, columns, num_samples=stop - start)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{dataset.path}: {error}{hint}") from error
-    numbers = start + np.flatnonzero(kept)
+    numbers = start + np.flatnonzero(_evaluated(evaluate, dataset, text, start, stop, where=where, use="filtered"))
     if not numbers.size:
         raise EmptyDatasetError(f"{dataset.path}: none of its {stop - start} samples passes the filter {text!r}")
     return numbers.astype(np.int32) if stop <= np.iinfo(np.int32).max else numbers
@@ -256,11 +251,7 @@ def numbers_of_samples(
     Raises ConfigurationError for a wrong expression or column, MetadataError for a column of other shards or a dataset
     that can have none.
     """
-    columns, hint = _leaf_columns(dataset, text, 0, dataset.num_samples, where=where, use=use, counts=counts)
-    try:
-        return evaluate_number(text, columns, num_samples=dataset.num_samples)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{dataset.path}: {error}{hint}") from error
+    return _evaluated(evaluate_number, dataset, text, 0, dataset.num_samples, where=where, use=use, counts=counts)
 
 
 def values_of_samples(dataset: PreparedDataset | JoinedDataset, text: str) -> np.ndarray:
@@ -268,14 +259,12 @@ def values_of_samples(dataset: PreparedDataset | JoinedDataset, text: str) -> np
 
     Raises ConfigurationError for a wrong expression or column, MetadataError for a dataset that can have none.
     """
-    columns, hint = _leaf_columns(dataset, text, 0, dataset.num_samples, where=dataset.path, use="grouped by them")
-    try:
-        return evaluate_value(text, columns, num_samples=dataset.num_samples)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{dataset.path}: {error}{hint}") from error
+    where, count = dataset.path, dataset.num_samples
+    return _evaluated(evaluate_value, dataset, text, 0, count, where=where, use="grouped by them")
 
 
-def _leaf_columns(
+def _evaluated(
+    how: Callable[..., np.ndarray],
     dataset: PreparedDataset | JoinedDataset,
     text: str,
     start: int,
@@ -284,27 +273,32 @@ def _leaf_columns(
     where: str,
     use: str,
     counts: bool = False,
-) -> tuple[dict[str, np.ndarray], str]:
-    """Return the columns that an expression names, of the samples in [start, stop), and a hint if there are none."""
+) -> np.ndarray:
+    """Return what an expression of columns gives for samples [start, stop); `how` is an `evaluate…` function."""
     if isinstance(dataset, (JoinedDataset, JsonlDataset)):
         what = "a join" if isinstance(dataset, JoinedDataset) else "a JSONL file"
         raise MetadataError(f"{where}: {what} has no columns and cannot be {use}: {text}")
+    names, hint = column_names(text), ""
     columns: dict[str, np.ndarray]
-    hint = ""
     if isinstance(dataset, ForeignDataset):
         known: Mapping[str, object] = dict.fromkeys(dataset.columns)
-        columns = {name: dataset.read_values(name)[start:stop] for name in column_names(text) if name in known}
+        columns = {name: dataset.read_values(name)[start:stop] for name in names if name in known}
     else:
         known = added = read_columns(dataset.store)
-        columns = {name: column_of(dataset, name, added)[start:stop] for name in column_names(text) if name in added}
+        columns = {name: column_of(dataset, name, added)[start:stop] for name in names if name in added}
         hint = "" if added else f" Add one: energon columns add {dataset.path} --help"
-    missing = [name for name in column_names(text) if name not in known]
+    missing = [name for name in names if name not in known]
     if counts and missing:
-        how = _REMEDIES.get(missing[0], f"{missing[0]} --of MODULE:FUNCTION")
-        hint = f" The weights of its blend are shares of `{text}`. Add it: energon columns add {dataset.path} {how}"
+        how_to_add = _REMEDIES.get(missing[0], f"{missing[0]} --of MODULE:FUNCTION")
+        hint = (
+            f" The weights of its blend are shares of `{text}`. Add it: energon columns add {dataset.path} {how_to_add}"
+        )
     if len(columns) < len(known):  # for the error, which lists them
         columns |= {name: np.empty(0) for name in known.keys() - columns.keys()}
-    return columns, hint
+    try:
+        return how(text, columns, num_samples=stop - start)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{dataset.path}: {error}{hint}") from error
 
 
 def number_leaves(leaves: Sequence[OpenLeaf]) -> tuple[OpenLeaf, ...]:

@@ -32,7 +32,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache, partial
 from importlib import import_module
 from types import ModuleType
@@ -221,18 +221,10 @@ class SampleDecoder:
 
     def config(self) -> dict[str, Any]:
         """Return the settings as plain values; `image_target` and `image_backend` are also in the state of a run."""
-        return {
-            "type": type(self).__qualname__,
-            "image_decode": self.image_decode,
-            "av_decode": self.av_decode,
-            "video_decode_audio": self.video_decode_audio,
-            "guess_content": self.guess_content,
-            "defer_images": self.defer_images,
-            "image_target": self.image_target,
-            "image_backend": self.image_backend,
-            "max_pixels": self.max_pixels,
-            "max_part_bytes": self.max_part_bytes,
-        }
+        names = (
+            entry.name for entry in fields(SampleDecoder) if entry.name not in ("read_pickles", "av_class", "_form")
+        )
+        return {"type": type(self).__qualname__} | {name: getattr(self, name) for name in names}
 
 
 _HEIC = ("heic", "heif")
