@@ -212,11 +212,6 @@ def create_media_tables(connection: sqlite3.Connection) -> None:
         connection.execute(statement)
 
 
-def write_media(connection: sqlite3.Connection, rows: Iterable[tuple[str, MediaMetadata]]) -> None:
-    """Write the metadata of some files by key, replacing earlier entries."""
-    write_media_rows(connection, ((key, *metadata_row(metadata)) for key, metadata in rows))
-
-
 def write_media_rows(connection: sqlite3.Connection, rows: Iterable[Sequence[str]]) -> None:
     """Write rows of (key, type, JSON), as `metadata_row` makes them."""
     connection.executemany("INSERT OR REPLACE INTO media_metadata VALUES (?, ?, ?)", rows)

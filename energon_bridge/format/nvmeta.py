@@ -167,11 +167,10 @@ SPLIT_JSON = "split.json"
 NOTHING: frozenset[tuple[str, str]] = frozenset()
 DEFAULT_DATASET_CONFIG = "dataset.yaml"
 # The release of energon whose formats are written, and what wrote them; energon's readers take any text here.
-_CHECKSUMS = ".checksums"
+CHECKSUMS = ".checksums"
 FORMAT_VERSION = f"7.4.1+energon-bridge.{__version__}"
 _MAX_COUNT = 1 << 48
 """More samples than a shard can have (a sample takes at least 512 bytes); sums of counts stay exact in 64 bits."""
-_OWN_VERSION = re.compile(r"(?P<format>.+)\+energon-bridge\.(?P<version>.+)")
 
 
 def leads_out(path: str) -> bool:
@@ -196,7 +195,7 @@ class DatasetInfo:
     @property
     def has_checksums(self) -> bool:
         """Whether there are checksums of its shards (`format/checksums.py`)."""
-        return bool(self.energon_version and self.energon_version.endswith(_CHECKSUMS))
+        return bool(self.energon_version and self.energon_version.endswith(CHECKSUMS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,17 +229,6 @@ class Splits:
         return frozenset(samples)
 
 
-def prepared_by(energon_version: str | None) -> str:
-    """Return a text that names the program that wrote an `.info.json` with this `energon_version`."""
-    if energon_version is None:
-        return "unknown"
-    own = _OWN_VERSION.fullmatch(energon_version.removesuffix(_CHECKSUMS))
-    if own is None:
-        return f"energon {energon_version}"
-    kept = ", with checksums" * energon_version.endswith(_CHECKSUMS)
-    return f"energon_bridge {own['version']} (format of energon {own['format']}){kept}"
-
-
 def read_info(store: Store) -> DatasetInfo:
     """Read `.info.json`, or the old `.info.yaml`; raises DatasetNotFoundError, NotPreparedError, MetadataError."""
     for name in (INFO_JSON, INFO_YAML):
@@ -255,6 +243,11 @@ def read_info(store: Store) -> DatasetInfo:
                 raise counts.get(shard).wrong("a number of samples")
         return DatasetInfo(shard_counts=counts.plain, energon_version=info.text("energon_version"))
     raise not_prepared(store.root)
+
+
+def is_prepared(store: Store) -> bool:
+    """Whether a dataset has an `.info.json`, or the old `.info.yaml`."""
+    return any(store.exists(meta_path(name)) for name in (INFO_JSON, INFO_YAML))
 
 
 def has_checksums(store: Store) -> bool:
@@ -292,7 +285,7 @@ def render_info(
     shard_counts: Mapping[str, int], *, energon_version: str = FORMAT_VERSION, checksums: bool = False
 ) -> bytes:
     """Write `.info.json`."""
-    energon_version += _CHECKSUMS * checksums
+    energon_version += CHECKSUMS * checksums
     return json.dumps({"energon_version": energon_version, "shard_counts": dict(shard_counts)}, indent=2).encode()
 
 

@@ -11,7 +11,6 @@ import itertools
 import json
 import logging
 import os
-import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +33,7 @@ from energon_bridge.format.nvmeta import (
 )
 from energon_bridge.mix.paths import split_path, user_cache
 from energon_bridge.mix.tree import LeafRef
-from energon_bridge.storage import READ_TIMEOUT_SECONDS, OpenFiles, Stalls, Store, as_far, open_store
+from energon_bridge.storage import READ_TIMEOUT_SECONDS, OpenFiles, Stalls, Store, as_far, open_store, write_file
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The index of a mix: the metadata of its datasets, kept in a file so that the next start need not read it again.
@@ -231,7 +230,7 @@ class MixIndex:
         head = _line({"format": FORMAT, "version": VERSION, "checksum": _digest(self._payload())}) + b"\n"
         for folder in self._folders:
             try:
-                _write(folder, self._name, itertools.chain((head,), self._payload()))
+                write_file(os.path.join(folder, self._name), itertools.chain((head,), self._payload()))
             except OSError as error:
                 logger.info("%s: cannot write the index of the mix here: %s", folder, error)
             else:
@@ -291,21 +290,6 @@ def _digest(pieces: Iterable[bytes]) -> str:
     for piece in pieces:
         digest.update(piece)
     return digest.hexdigest()
-
-
-def _write(folder: str, name: str, pieces: Iterable[bytes]) -> None:
-    """Write a file as a whole; raises OSError."""
-    os.makedirs(folder, exist_ok=True)
-    # The name is unique even if processes on several machines, whose ids may be equal, write at the same time.
-    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(8)}")
-    try:
-        with open(temporary, "xb") as file:
-            file.writelines(pieces)
-        os.replace(temporary, os.path.join(folder, name))
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 # ---------------------------------------------------------------------------------------------------------------------

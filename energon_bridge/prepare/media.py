@@ -54,9 +54,8 @@ from energon_bridge.format.media import (
 )
 from energon_bridge.format.nvmeta import (
     INDEX_SQLITE,
-    INFO_JSON,
-    INFO_YAML,
     META_FOLDER,
+    is_prepared,
     meta_path,
     read_info,
 )
@@ -111,7 +110,7 @@ def prepare_media(
     """
     store = open_store(path)
     store.check_root()
-    is_dataset = _is_dataset(store)
+    is_dataset = is_prepared(store)
     rel = meta_path(INDEX_SQLITE)
     with Staging(store) as staging:
         index = staging.path(rel)
@@ -151,10 +150,10 @@ def media_task(
     """
     store = open_store(path)
     store.check_root()
-    portions = task.of(_list_shards(store) if _is_dataset(store) else _list_portions(store, media))
+    portions = task.of(_list_shards(store) if is_prepared(store) else _list_portions(store, media))
     with tempfile.TemporaryDirectory(prefix="energon-media-") as folder:
         index = os.path.join(folder, INDEX_SQLITE)
-        if _is_dataset(store):
+        if is_prepared(store):
             copy_key_index(store, index)
         read_portion = partial(_read_portion, store, index, media)
         with closing(
@@ -164,10 +163,6 @@ def media_task(
                 if progress is not None:
                     progress(number + 1, len(portions))
     return len(portions)
-
-
-def _is_dataset(store: Store) -> bool:
-    return any(store.exists(meta_path(name)) for name in (INFO_JSON, INFO_YAML))
 
 
 def _list_shards(store: Store) -> list[Portion]:

@@ -32,7 +32,7 @@ from functools import partial
 
 import numpy as np
 
-from energon_bridge.errors import ConfigurationError, EnergonError, MetadataError
+from energon_bridge.errors import ConfigurationError, EnergonError, MetadataError, ShardMissingError
 from energon_bridge.format.checksums import ChecksumScan, checksums_path
 from energon_bridge.format.documents import dump_yaml, read_document
 from energon_bridge.format.key_index import (
@@ -446,14 +446,5 @@ def _old_excludes(store: Store) -> list[str]:
 
 
 def _keep_media(store: Store, writer: KeyIndexWriter) -> None:
-    rel = meta_path(INDEX_SQLITE)
-    if not store.exists(rel):
-        return
-    if isinstance(store, LocalStore):
-        writer.keep_media_tables(store.url(rel))
-        return
-    with tempfile.TemporaryDirectory(prefix="energon-prepare-") as folder:
-        copy = os.path.join(folder, INDEX_SQLITE)
-        with open(copy, "wb") as file:
-            file.write(store.read(rel))
-        writer.keep_media_tables(copy)
+    with tempfile.TemporaryDirectory(prefix="energon-prepare-") as folder, contextlib.suppress(ShardMissingError):
+        writer.keep_media_tables(find_key_index(store, os.path.join(folder, INDEX_SQLITE)).path)

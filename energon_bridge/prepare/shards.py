@@ -12,6 +12,7 @@ Invariants: a shard's bytes depend on its samples alone (owner 0, time 0, mode 6
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import logging
 import os
@@ -49,11 +50,6 @@ from energon_bridge.prepare.run import RECORD_SUFFIX, ShardRecord
 from energon_bridge.prepare.staging import Staging
 from energon_bridge.registry import load
 from energon_bridge.storage import LocalStore, open_store
-
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
 
 PARTS_FOLDER = ".nv-meta.parts"
 END_BYTES = 1024
@@ -211,7 +207,7 @@ class PartsFolder:
         self._lock = -1
         with _writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            if lock is not None and fcntl is not None:
+            if lock is not None:
                 self._lock = os.open(self.path, os.O_RDONLY)
                 self._claim(alone=lock == "alone")
 

@@ -9,7 +9,7 @@ import os
 
 from energon_bridge.registry import load, registered
 from energon_bridge.storage.base import ByteRange, FarStore, Store, as_far
-from energon_bridge.storage.local import LocalStore, OpenFiles
+from energon_bridge.storage.local import LocalStore, OpenFiles, write_file
 from energon_bridge.storage.stalls import READ_TIMEOUT_SECONDS, Stalls
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Store",
     "as_far",
     "open_store",
+    "write_file",
 ]
 
 

@@ -83,7 +83,7 @@ BUDGETS = {
     "models": 9_700,
     "trainers": 7_000,
     "cloud": 4_320,
-    "tools": 15_050,
+    "tools": 15_230,
     "drop-in": 4_000,
     "training": 4_540,
 }
