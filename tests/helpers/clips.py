@@ -27,7 +27,7 @@ class Frame:
 
 
 def _share_the_cores() -> None:
-    """Take real-time priority from the threads of this process: SVT-AV1 gives it to its own where it may, as for root."""
+    """Take real-time priority from the threads of this process: SVT-AV1 gives it to its own where root runs it."""
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):
             os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
