@@ -464,7 +464,7 @@ class Mode:
 
     def is_masked(self, at: Position) -> bool:
         """Whether the rank has no microbatch in the next step, but a masked one."""
-        return at.lane() is None
+        return not at.ownership.even and at.lane() is None
 
     def take(self, at: Position, item: LaneBatch) -> None:
         """Note in the position what comes with the next microbatch; the position advances after that."""

@@ -24,9 +24,8 @@ from energon_bridge.stream.reader import DrawSpan
 from energon_bridge.stream.state import COLUMNS, Counts, LaneState, SampleRef, as_members
 from energon_bridge.stream.user_code import BegunDraw
 from energon_bridge.stream.values import FailedSample, RestoreKey
-from energon_bridge.task_encoder.current import NUMBER
 from energon_bridge.task_encoder.deferred import DeferredImage, field_items
-from energon_bridge.task_encoder.hooks import Hook
+from energon_bridge.task_encoder.hooks import NUMBER, Hook
 
 _NOTHING = LoadedDraws([], [], [], [])
 _BYTES, _ENCODED_AGAIN = COLUMNS.index("bytes"), COLUMNS.index("encoded_again")

@@ -24,9 +24,8 @@ import torch
 from energon_bridge.errors import ConfigurationError, FatalSampleError, SampleError
 from energon_bridge.stream.state import Counts, SampleRef
 from energon_bridge.stream.steps import Attempt, Members, Ref, Source, Step, Steps
-from energon_bridge.task_encoder.current import BATCH, DELIVERING, LAST, UNKNOWN
 from energon_bridge.task_encoder.deferred import decode_deferred
-from energon_bridge.task_encoder.hooks import Hook, hook_of, is_overridden
+from energon_bridge.task_encoder.hooks import BATCH, DELIVERING, LAST, UNKNOWN, Hook, hook_of, is_overridden
 
 _LOADING = (Hook.READ, Hook.DECODE, Hook.FIELD_MAP, Hook.PART_FILTER, Hook.SAMPLE_LOADER, Hook.JOINER, Hook.COOK)
 _LATE = (Hook.DECODE_DEFERRED, Hook.POSTENCODE)
