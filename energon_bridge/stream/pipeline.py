@@ -30,7 +30,7 @@ from energon_bridge.stream.reader import DrawSpan, RoundBuffer
 from energon_bridge.stream.settings import Budget, StreamSettings
 from energon_bridge.stream.state import COUNTERS, Counts, SampleRef
 from energon_bridge.stream.steps import PendingSample, Steps, running_hooks
-from energon_bridge.stream.user_code import BegunDraw, HookRunner, OwnHooks, selection_of
+from energon_bridge.stream.user_code import BegunDraw, HookRunner, OwnHooks
 from energon_bridge.stream.values import BANNED, Columns, FailedSample, RestoreKey, has_code
 from energon_bridge.stream.watchdog import Activities, Watchdog
 from energon_bridge.task_encoder.base import decoder_of
@@ -68,13 +68,12 @@ class Pipeline:
         self.settings, run = settings, settings.run
         self.rows, self.conventions = run.rows, run.conventions
         makes = any(has_code(leaf.dataset) or cooker_of(run.task_encoder, leaf.dataset) for leaf in leaves)
-        selects = selection_of(run.packing_buffer_size, run.max_tokens_per_microbatch)
         words = () if settings.worker is None else settings.worker.words
         self.activities = Activities(words[1:])
         self._decoder = decoder_of(run.task_encoder)
         self._stores = StorePool(self._decoder)
         self._open: list[LeafSource | None] = [None] * len(leaves)
-        self.own = own = OwnHooks(run.task_encoder, selects=selects, makes=makes)
+        self.own = own = OwnHooks(run.task_encoder, selects=run.selects, makes=makes)
         self.judge = FailureTracker(run.error_policy, run.task_encoder, own.all, settings.delivered)
         self.steps = Steps(self.judge, self.source, own.proves, words[0] if words else None)
         self.code = HookRunner(run.task_encoder, own, self.steps)

@@ -20,6 +20,8 @@ from energon_bridge.topology import WorkerConfig
 
 StreamKind = Literal["train", "passes", "finite"]
 """Endless training, training that ends with each pass, and validation; states have these words."""
+Selection = Literal["packs", "microbatches"] | None
+"""What is selected of a buffer of samples: packs, by the encoder; microbatches of similar length; None: nothing is."""
 
 _LEAST = {
     "batch_size": 1,
@@ -102,6 +104,13 @@ class RunSettings:
     def rows(self) -> int:
         """Samples in a full microbatch."""
         return self.batch_size or 1
+
+    @property
+    def selects(self) -> Selection:
+        """What is selected of a buffer of samples."""
+        if self.packing_buffer_size is None:
+            return None
+        return "packs" if self.max_tokens_per_microbatch is None else "microbatches"
 
 
 def check_numbers(settings: Mapping[str, Any]) -> None:
