@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from energon_bridge.errors import FatalSampleError, NoCookerError
+from energon_bridge.errors import DecodeError, FatalSampleError, NoCookerError
 from energon_bridge.format.checksums import Checksums
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.foreign import ForeignDataset, field_map_of
@@ -200,7 +200,7 @@ class LeafSource:
             self.values = RowParser(leaf.identity, dataset, decoder, activities)
         elif isinstance(dataset, JsonlDataset):
             self.reader = LeafReader(dataset, tolerant=tolerant, checksums=checksums)
-            self.values = LineParser(leaf.identity, dataset, None, activities)
+            self.values = LineParser(leaf.identity, dataset, activities)
         else:
             unread_from = getattr(decoder, "unread_from", None)
             self.reader = LeafReader(dataset, tolerant=tolerant, unread_from=unread_from, checksums=checksums)
@@ -223,25 +223,39 @@ class LeafSource:
         return SamplePlace(self.leaf.dataset.path, shard, index, key, parts)
 
 
-class LineParser(SampleParser):
+class LineParser(Parser):
     """Makes crude samples from the lines of one JSONL file: `json` is the parsed object.
 
     The key is the number of the sample. The encoder's decoder is not used, since a line is JSON.
     """
 
-    def _parse(self, raw: Any, index: int, wanted: frozenset[str] | None) -> tuple[str, dict[str, Any]]:
-        if type(raw) is Unreadable:
-            raise raw.error
-        return str(index), {PART: raw}
-
-    def _values(self, parts: dict[str, Any], image: tuple[str, Any] | None) -> dict[str, Any]:
-        return {PART: parse_line(parts[PART])}
+    def make(self, drawn: RawDraws, into: Rows | None = None) -> list[Any]:
+        """Return the sample of each line, or a `FailedSample` instead."""
+        path, (shard_name,), subflavors = self._dataset.path, self._dataset.shard_names, self._dataset.subflavors
+        out: list[Any] = []
+        for raw, index, restore_key in zip(drawn.raws, drawn.indices, drawn.restore_keys, strict=True):
+            key = str(index)
+            try:
+                value = parse_line(raw)
+            except (DecodeError, TypeError) as error:
+                lost = type(raw) is Unreadable
+                place = SamplePlace(path, shard_name, index, key, (PART,))
+                out.append(FailedSample(raw.error if lost else error, Hook.READ if lost else Hook.DECODE, place))
+                continue
+            sample: dict[str, Any] = {
+                "__key__": key,
+                "__shard__": shard_name,
+                "__restore_key__": restore_key,
+                "__subflavors__": dict(subflavors),
+                "__sources__": (SourceInfo(path, index, shard_name, (f"{key}.{PART}",)),),
+                PART: value,
+            }
+            out.append(CrudeSample(sample))
+        return out
 
     def name_of(self, raw: Any, index: int) -> tuple[str, tuple[str, ...]]:
         """Return key and parts of a sample."""
         return str(index), (PART,)
-
-    lost = name_of
 
 
 # Joins ----------------------------------------------------------------------------------------------------------------
@@ -413,7 +427,7 @@ class ForeignReader(ShardReader):
 class RowParser(SampleParser):
     """Makes the samples of rows, each by its own field accesses: one row may have a PNG where others have JPEGs."""
 
-    def _parse(self, raw: Any, index: int, wanted: frozenset[str] | None) -> tuple[str, dict[str, Any]]:
+    def _parse(self, raw: Any, wanted: frozenset[str] | None) -> tuple[str, dict[str, Any]]:
         if type(raw) is Unreadable:
             raise raw.error
         return raw.key, _Parts(raw.parts, raw.fields)

@@ -166,16 +166,16 @@ class SampleParser(Parser):
         now.dataset, now.hook = dataset, Hook.READ
         attempt = Attempt()
         parsed: list[Any] = []  # key and parts of each, or a `FailedSample`
-        each = zip(raws, indices, shards, strict=True)
+        each = zip(raws, shards, strict=True)
         while len(parsed) < len(raws):
             with attempt:  # of all, and of those left after a failure
-                for raw, index, shard in each:
-                    found = self._parse(raw, index, self._parts)
+                for raw, shard in each:
+                    found = self._parse(raw, self._parts)
                     parsed.append(EXCLUDED if excluded and (names[shard], found[0]) in excluded else found)
                 break
+            index = indices[len(parsed)]
             error = raw.error if type(raw) is Unreadable else self._located(attempt.error, raw, names[shard], index)
-            place = SamplePlace(path, names[shard], index, *self.lost(raw, index))
-            parsed.append(FailedSample(error, Hook.READ, place))
+            parsed.append(FailedSample(error, Hook.READ, SamplePlace(path, names[shard], index, "", ())))
         now.hook = Hook.DECODE
         images: dict[int, tuple[str, Any]] = {}
         rows: Sequence[int] = range(len(parsed))
@@ -253,14 +253,10 @@ class SampleParser(Parser):
 
     def name_of(self, raw: Any, index: int) -> tuple[str, tuple[str, ...]]:
         """Return key and parts of a sample, without decoding it."""
-        key, parts = self._parse(raw, index, None)
+        key, parts = self._parse(raw, None)
         return key, tuple(parts)
 
-    def lost(self, raw: Any, index: int) -> tuple[str, tuple[str, ...]]:
-        """Return the same of a sample that cannot be parsed, as far as it is known."""
-        return "", ()
-
-    def _parse(self, raw: Any, index: int, wanted: frozenset[str] | None) -> tuple[str, dict[str, Any]]:
+    def _parse(self, raw: Any, wanted: frozenset[str] | None) -> tuple[str, dict[str, Any]]:
         """Return key and parts of a sample; videos and sound of an unread sample stay unread."""
         if type(raw) is Unread:
             return raw.parts(wanted, self._keeps, self._follow)
