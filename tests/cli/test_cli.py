@@ -253,16 +253,6 @@ def test_defect_20_a_corrupt_tar_is_named_and_leaves_nothing_behind(tars: Path, 
     assert energon(*PREPARE, tars, "--split-ratio", "1,0,0", "--exclude", "s_2").exit_code == 0
 
 
-def test_defect_19_anchors_in_yaml_work(tars: Path):
-    assert energon(*PREPARE, tars, "--split-ratio", "1,0,0").exit_code == 0
-    (tars / ".nv-meta/dataset.yaml").write_text(
-        "sample_type: {__module__: megatron.energon, __class__: CaptioningSample}\n"
-        "field_map: {image: jpg, caption: 'json[caption]'}\n"
-        "subflavors: {one: &common {kind: web}, two: *common}\n"
-    )
-    assert open_dataset(tars, split_part="train").subflavors == {"one": {"kind": "web"}, "two": {"kind": "web"}}
-
-
 # --- the assistant ------------------------------------------------------------------------------------------------
 
 
