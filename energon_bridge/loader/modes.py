@@ -34,6 +34,9 @@ class LaneMode(Mode):
         config = at.plan.config
         return lane_units(at.ownership, config.dp_rank, at.microbatches, config.processes)
 
+    def idle(self, at: Position, worker: int) -> bool:
+        return worker >= len(at.own_lanes)
+
     def stream(self, at: Position, pipeline: Pipeline) -> Stream:
         return LaneStreams(pipeline, at.plan.blend, at.lanes)
 

@@ -54,6 +54,10 @@ class Mode(Protocol):
         """Give the units of the rank from here on, each with its worker; a pass was divided at microbatch `began`."""
         ...
 
+    def idle(self, at: Position, worker: int) -> bool:
+        """Whether there is no unit for a worker, however long it waits."""
+        return False
+
     def stream(self, at: Position, pipeline: Pipeline) -> Stream:
         """Return what makes the units of one process, of which the pipeline is."""
         ...
