@@ -36,6 +36,7 @@ from .costs import (
     BatchCost as BatchCost,
     ColumnCost as ColumnCost,
     attention_pairs as attention_pairs,
+    cost_limit as cost_limit,
     num_tokens as num_tokens,
     vision_patches as vision_patches,
 )
@@ -69,5 +70,4 @@ from .packed_sequences import (
 from .packing import (
     OverLong as OverLong,
     Packer as Packer,
-    cost_limit as cost_limit,
 )
