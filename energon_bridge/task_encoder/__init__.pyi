@@ -10,7 +10,6 @@ from .base import (
     stateless as stateless,
 )
 from .collate import (
-    LengthGrouper as LengthGrouper,
     batch_list as batch_list,
     batch_pad_stack as batch_pad_stack,
     batch_samples as batch_samples,
@@ -45,6 +44,9 @@ from .decoder import (
 )
 from .deferred import (
     DeferredImage as DeferredImage,
+)
+from .grouping import (
+    LengthGrouper as LengthGrouper,
 )
 from .inputs import (
     check_packing as check_packing,
