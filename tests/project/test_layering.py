@@ -61,7 +61,7 @@ ROOMS = {
         task_encoder.grouping task_encoder.inputs task_encoder.layout task_encoder.multimodal
         task_encoder.packed_sequences task_encoder.pickled task_encoder.pixels task_encoder.resize
         task_encoder.sample_encoders task_encoder.sequences task_encoder.templates task_encoder.texts
-        task_encoder.visual
+        task_encoder.torchcodec_images task_encoder.visual
     """,
     "trainers": "integrations replica plan.balance stream.planned loader.shares task_encoder.costs",
     "cloud": """
@@ -80,7 +80,7 @@ ROOMS = {
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
     "core": 31_250,
-    "models": 9_930,
+    "models": 10_020,
     "trainers": 7_040,
     "cloud": 4_320,
     "tools": 15_230,
