@@ -79,9 +79,9 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 29_000,
+    "core": 28_420,
     "models": 10_020,
-    "trainers": 7_040,
+    "trainers": 7_200,
     "cloud": 4_320,
     "tools": 15_230,
     "drop-in": 4_000,
