@@ -80,7 +80,7 @@ ROOMS = {
 BUDGETS = {
     "core": 31_250,
     "models": 9_700,
-    "trainers": 6_610,
+    "trainers": 6_800,
     "cloud": 4_250,
     "tools": 13_755,
     "drop-in": 4_000,

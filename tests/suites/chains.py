@@ -15,7 +15,7 @@ Runs without pytest too, on all cores, with nothing but what the package itself 
 
     python tests/suites/chains.py --chains 2000 --processes 16 --seed 7
     python tests/suites/chains.py --seed 7 --first 123 --chains 1      # chain 123 of that run again
-    python tests/suites/chains.py --chains 1000 --seed 7 --having unit     # of those with weights in tokens; group_by: buckets
+    python tests/suites/chains.py --chains 1000 --seed 7 --having group_by     # buckets; unit: tokens
     ENERGON_CHAIN_MEDIA=1 python tests/suites/chains.py --chains 1000 --seed 7
 """
 
@@ -500,7 +500,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="default: as many as there are cores")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first chain")
-    parser.add_argument("--having", default="", help="only chains with this word in their description, such as group_by")
+    parser.add_argument("--having", default="", help="only chains that have this in their description")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no more chains after so many")
     given = parser.parse_args(arguments)
     outcomes: Counter[str] = Counter()
