@@ -36,7 +36,7 @@ API = {
         "Datasets and loaders",
         ("datasets", "topology", "loader.savable", "loader.bans", "dataloader", "datamodule", "replica"),
     ),
-    "mixes": ("Mixes", ("mix", "mix.tiers")),
+    "mixes": ("Mixes", ("mix", "mix.expression")),
     "samples": ("Samples and batches", ("samples", "samples.devices")),
     "encoders": ("Task encoders", ("task_encoder", "verify")),
     "families": ("Encoders for Hugging Face models", ("task_encoder.families",)),

@@ -38,7 +38,7 @@ class LaneMode(Mode):
         return LaneStreams(pipeline, at.plan.blend, at.lanes)
 
     def is_masked(self, at: Position) -> bool:
-        return at.lane() is None
+        return not at.ownership.even and at.lane() is None
 
     def take(self, at: Position, item: LaneBatch) -> None:
         lane = at.lane()

@@ -19,8 +19,7 @@ from energon_bridge.errors import ConfigurationError, WrongUseError
 from energon_bridge.format.foreign import ForeignDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.mix import Mix
-from energon_bridge.mix.buckets import Buckets
-from energon_bridge.mix.leaves import OpenLeaf
+from energon_bridge.mix.leaves import Buckets, OpenLeaf
 from energon_bridge.plan.amounts import AmountBlend
 from energon_bridge.plan.bans import LeafBans
 from energon_bridge.plan.blend import ChangedBlend, EpochizedBlend, InTurns, LeafWeights, WeightedBlend

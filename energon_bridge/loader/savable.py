@@ -36,7 +36,7 @@ from energon_bridge.loader.workers import LocalProcesses, Work, keep_freed_memor
 from energon_bridge.registry import load
 from energon_bridge.samples.base import pin_value
 from energon_bridge.samples.showing import counted, described
-from energon_bridge.storage.network import REQUESTS
+from energon_bridge.storage.base import REQUESTS
 from energon_bridge.stream.conventions import attach
 from energon_bridge.stream.finite import mask_loss
 from energon_bridge.stream.lane import Production

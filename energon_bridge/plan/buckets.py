@@ -1,6 +1,6 @@
 """Buckets: a run whose global batches each come from one group of samples, such as images of one size.
 
-Every leaf of the mix is cut into one leaf for each bucket that it has samples of (`mix/buckets.py`). Microbatch m of
+Every leaf of the mix is cut into one leaf for each bucket that it has samples of (`mix/leaves.py`). Microbatch m of
 *every* lane comes from the same bucket, a function of m alone; a global batch is a lap over the lanes, or part of one,
 so all ranks of all its steps have one bucket, on any number of ranks. Of a lap, a bucket of N samples in microbatches
 of r gets `N / r` divided by the sum over all buckets, in the order of a weighted mix of one lane (`plan/blend.py`). So

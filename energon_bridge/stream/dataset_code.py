@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 from energon_bridge.errors import FatalSampleError
-from energon_bridge.format.code import fields_of
 from energon_bridge.format.dataset import PreparedDataset
+from energon_bridge.format.dataset_config import fields_of
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.tar import parse_sample
 from energon_bridge.registry import load

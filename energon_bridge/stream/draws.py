@@ -24,8 +24,8 @@ from energon_bridge.stream.reencode import encode_again
 from energon_bridge.stream.state import COUNTERS, Counts, LaneState, SampleRef
 from energon_bridge.stream.user_code import BegunDraw
 from energon_bridge.stream.values import FailedSample, RestoreKey
-from energon_bridge.task_encoder.current import NUMBER
 from energon_bridge.task_encoder.deferred import DeferredImage, field_items
+from energon_bridge.task_encoder.hooks import NUMBER
 
 _NOTHING = LoadedDraws([], [], [], [])
 _BYTES = COUNTERS.index("bytes")

@@ -19,8 +19,8 @@ from energon_bridge.plan.choose import Cursors
 from energon_bridge.samples import Batch, Sample
 from energon_bridge.samples.base import SentSources
 from energon_bridge.samples.stacking import LENDER, SLABS, Lender, Slab, SlabPool
+from energon_bridge.storage.base import MADE, values_of
 from energon_bridge.storage.helpers import Threads
-from energon_bridge.storage.network import MADE, values_of
 from energon_bridge.stream.conventions import attach
 from energon_bridge.stream.cooking import cooker_of
 from energon_bridge.stream.dataset_code import has_code
@@ -34,9 +34,8 @@ from energon_bridge.stream.user_code import BegunDraw, HookRunner, OwnHooks, sel
 from energon_bridge.stream.values import BANNED, Columns, FailedSample, RestoreKey
 from energon_bridge.stream.watchdog import Activities, Watchdog, WatchdogSettings
 from energon_bridge.task_encoder.base import decoder_of
-from energon_bridge.task_encoder.current import BATCH, NUMBER, UNKNOWN
 from energon_bridge.task_encoder.deferred import decode_deferred
-from energon_bridge.task_encoder.hooks import Hook
+from energon_bridge.task_encoder.hooks import BATCH, NUMBER, UNKNOWN, Hook
 
 _LEAVES_TOGETHER = 32
 """Leaves of which a load reads draws at the same time if storage answers slowly."""

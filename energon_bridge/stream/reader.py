@@ -22,8 +22,7 @@ from energon_bridge.format.tar import Follow, open_sample, parse_sample
 from energon_bridge.plan.choose import Span
 from energon_bridge.plan.leaf import Round
 from energon_bridge.rng import IntArray, UIntArray
-from energon_bridge.storage import as_far
-from energon_bridge.storage.ranges import ByteRange
+from energon_bridge.storage import ByteRange, as_far
 from energon_bridge.stores.base import follow_links
 
 _INDEX_CACHE_BYTES = 64 << 20

@@ -16,9 +16,8 @@ from energon_bridge.errors import ConfigurationError, FatalSampleError, SampleEr
 from energon_bridge.stream.hook_values import group_key, selected_lists, shown, whole_number
 from energon_bridge.stream.state import Counts, SampleRef
 from energon_bridge.stream.steps import Attempt, Members, Ref, Source, Step, Steps
-from energon_bridge.task_encoder.current import BATCH, DELIVERING, LAST, UNKNOWN
 from energon_bridge.task_encoder.deferred import decode_deferred
-from energon_bridge.task_encoder.hooks import Hook, hook_of, is_overridden
+from energon_bridge.task_encoder.hooks import BATCH, DELIVERING, LAST, UNKNOWN, Hook, hook_of, is_overridden
 
 _LOADING = (Hook.READ, Hook.DECODE, Hook.FIELD_MAP, Hook.PART_FILTER, Hook.SAMPLE_LOADER, Hook.JOINER, Hook.COOK)
 _LATE = (Hook.DECODE_DEFERRED, Hook.POSTENCODE)
