@@ -79,9 +79,9 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 31_250,
+    "core": 28_700,
     "models": 9_700,
-    "trainers": 7_190,
+    "trainers": 7_350,
     "cloud": 4_320,
     "tools": 15_230,
     "drop-in": 4_000,
