@@ -81,7 +81,7 @@ ROOMS = {
 BUDGETS = {
     "core": 28_420,
     "models": 10_020,
-    "trainers": 7_200,
+    "trainers": 7_450,
     "cloud": 4_320,
     "tools": 15_230,
     "drop-in": 4_000,
