@@ -339,13 +339,18 @@ def _windows(config: ModelConfig) -> dict[str, Any]:
 
 
 def _qwen_text(config: ModelConfig, tokenizer: Any, *, interleaved: bool = False) -> dict[str, Any]:
+    import transformers
+
     # The three axes share the frequencies of a head about equally, as in the published models.
     half = config.hidden_size // config.num_heads // 2
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
     rope["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
     if interleaved:
         rope["mrope_interleaved"] = True
-    return {**_text_sizes(config, tokenizer), "max_position_embeddings": 4096, "rope_parameters": rope}
+    text = {**_text_sizes(config, tokenizer), "max_position_embeddings": 4096}
+    if transformers.__version__.startswith("4."):
+        return {**text, "rope_scaling": rope, "rope_theta": rope["rope_theta"]}
+    return {**text, "rope_parameters": rope}
 
 
 def _hearing(config: ModelConfig, extractor: Any) -> dict[str, Any]:
