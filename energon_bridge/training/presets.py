@@ -314,8 +314,7 @@ def _pillow_processor(family: str) -> Any:
     """Return the class of a family's image processors based on Pillow: before transformers 5.4 without `Pil`."""
     import transformers
 
-    name = f"{family}ImageProcessor"
-    return getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)
+    return getattr(transformers, f"{family}ImageProcessorPil", None) or getattr(transformers, f"{family}ImageProcessor")
 
 
 def _write_qwen(
