@@ -81,7 +81,7 @@ ROOMS = {
 BUDGETS = {
     "core": 28_700,
     "models": 9_700,
-    "trainers": 7_160,
+    "trainers": 7_350,
     "cloud": 4_320,
     "tools": 15_230,
     "drop-in": 4_000,
