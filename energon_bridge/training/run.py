@@ -127,7 +127,7 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
         module.feedback = feedback
         data = stack.enter_context(closing(build_data_module(config, bundle)))
         if isinstance(data.balance_cost, CostWarmup):
-            trainer.callbacks.insert(0, CostWarmupCallback(data.balance_cost))  # type: ignore[attr-defined]
+            trainer.callbacks.insert(0, CostWarmupCallback(data.balance_cost))
         validates = config.validation.limit_batches != 0
         if validates:
             data.val_dataloader()  # fails now, not after training, if there is no validation split
