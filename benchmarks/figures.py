@@ -134,7 +134,7 @@ class Figures:
         yield ["library", "workers", *(f"MiB after {step:,}" for step in steps)]
         for library, workers in product(self.options.libraries, self.options.memory_workers):
             runner, path, mode = self.texts(library)
-            more = {"batch_size": 8, "consumed_batches": self.options.steps}
+            more = {"batch_size": 2, "consumed_batches": self.options.steps}
             found = measure(runner, self.job("memory", path, mode, workers, **more))
             yield [PACKAGES[library], str(workers), *(f"{kib / 1024:,.0f}" for kib in found["pss_kib"])]
 
@@ -203,12 +203,12 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--libraries", nargs="+", choices=PACKAGES, default=list(PACKAGES), help="of texts")
-    parser.add_argument("--workers", nargs="+", type=int, default=[0, 2], help="of resumed loaders")
+    parser.add_argument("--workers", nargs="+", type=int, default=[2], help="of resumed loaders")
     parser.add_argument("--memory-workers", nargs="+", type=int, default=[0, 8])
-    parser.add_argument("--steps", type=int, default=60_000, help="of 8 texts, for the memory")
+    parser.add_argument("--steps", type=int, default=60_000, help="of 2 texts, for the memory")
     parser.add_argument("--cores", type=int, default=2, help="workers for models")
     parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--repetitions", type=int, default=1)
     parser.add_argument("--cache", type=Path, default=REPOSITORY / ".cache" / "bench")
     return parser.parse_args()
 

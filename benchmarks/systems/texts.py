@@ -160,6 +160,11 @@ class Counted:
         self.taken = state
 
 
+def copied(batch: Any) -> list[bytes]:
+    """Return the texts of a batch of litdata, which are views of its files, as what worker processes can send."""
+    return [bytes(text) for text in batch]
+
+
 def open_loader(job: Job) -> Any:
     """Return the loader of a job."""
     if job.mode == "grain":
@@ -174,15 +179,15 @@ def open_loader(job: Job) -> Any:
     if job.mode == "litdata":
         litdata = import_module("litdata")
         dataset = litdata.StreamingDataset(job.path, shuffle=True, seed=0)
-        return Loader(litdata.StreamingDataLoader(dataset, collate_fn=list, **options), len(dataset))
+        return Loader(litdata.StreamingDataLoader(dataset, collate_fn=copied, **options), len(dataset))
     base = _streaming()
     dataset = base.StreamingDataset(local=job.path, shuffle=True, batch_size=job.batch_size)
-    return Loader(base.StreamingDataLoader(dataset, collate_fn=list, **options), dataset.num_samples)
+    return Loader(base.StreamingDataLoader(dataset, **options), dataset.num_samples)
 
 
 def touch(batch: Any) -> list[str]:
     """Return the numbers in the texts of a batch."""
-    found = [sample["text"] if isinstance(sample, dict) else sample for sample in batch]
+    found = batch["text"] if isinstance(batch, dict) else batch
     return [bytes(text[:32]).partition(b",")[0].decode() for text in found]
 
 
