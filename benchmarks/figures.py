@@ -136,6 +136,7 @@ class Figures:
             runner, path, mode = self.texts(library)
             more = {"batch_size": 2, "consumed_batches": self.options.steps}
             found = measure(runner, self.job("memory", path, mode, workers, **more))
+            print(json.dumps([library, workers, found]), file=sys.stderr, flush=True)
             yield [PACKAGES[library], str(workers), *(f"{kib / 1024:,.0f}" for kib in found["pss_kib"])]
 
     def models(self) -> Iterator[list[str]]:

@@ -40,6 +40,7 @@ NOT_RUN = {
     "git clone": "the web",
     "python3.11 -m venv": "installs",
     "~/titan/bin/pip": "installs",
+    "~/beside/bin/pip": "installs",
     "ENERGON_TITAN_PYTHON": "tests/integrations/test_titan_pretrain.py",
     "ENERGON_LONG_TESTS=1": "hours",
     "python benchmarks/": "tests/project/test_benchmarks.py, with less data",
