@@ -78,11 +78,11 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 31_250,
+    "core": 31_320,
     "models": 9_700,
     "trainers": 6_610,
-    "cloud": 4_250,
-    "tools": 13_755,
+    "cloud": 4_500,
+    "tools": 13_810,
     "drop-in": 4_000,
     "training": 4_540,
 }
