@@ -43,6 +43,7 @@ _LOOK_SECONDS = 0.2
 _AT_ONCE_BYTES = 1 << 20
 _CONNECT_SECONDS = 10.0
 _AVOIDED_SECONDS = 60.0
+_ASK_SECONDS = 5.0
 _MOST_LINES = 256
 _DEPTH_SECONDS, _LOW, _HIGH, _SLOWER = 3.0, 0.25, 0.75, 6
 """How long a depth holds; of queues that are nearly empty or full; how much slower actors are given up than added."""
@@ -55,7 +56,6 @@ class Seat:
 
     actor: Any
     name: str
-    lanes: Sequence[Any]
     since: float
     node: str = ""
     node_id: str = ""
@@ -126,12 +126,12 @@ class Relay:
         self._seats: list[Seat] = []
         self._numbers = itertools.count()
         self._bad: dict[str, float] = {}  # nodes that lost an actor, each avoided until then
-        self._waiting: set[int] = set()  # lines that the trainer makes itself until there is a seat
+        self._waiting: dict[int, Line] = {}  # lines that the trainer makes itself until there is a seat
         self._moves: list[int] = []
         self._wanted = options["min_actors"]
         self._depths: dict[str, tuple[float, float]] = {}
         self._scaled = [time.monotonic()] * 2
-        self._busy, self._looked = time.monotonic(), 0.0
+        self._busy, self._looked, self._ask_again = time.monotonic(), 0.0, 0.0
         self._ended = False
         ray.init(address=options["address"], log_to_driver=False, logging_level=logging.ERROR)
 
@@ -179,11 +179,11 @@ class Relay:
             self._ended = True
             return
         kind, *arguments = pickle.loads(data)
-        requests: dict[str, Callable[..., None]] = {
+        requests: dict[str, Callable[..., Any]] = {
             "start": self._start,
             "kill": self._kill,
             "state": self._state,
-            "gone": self._waiting.discard,
+            "gone": lambda number: self._waiting.pop(number, None),
             "depth": self._note_depth,
         }
         requests[kind](*arguments, *files)
@@ -273,8 +273,8 @@ class Relay:
 
     # Actors ----------------------------------------------------------------------------------------------------------
 
-    def _new_seat(self, line: Line | Seat) -> Seat:
-        """Ask the cluster for an actor that is called as a line, or another seat."""
+    def _new_seat(self, line: Line) -> Seat:
+        """Ask the cluster for an actor."""
         options, avoided = self._options, self._avoided()
         wanted = {key: options[key] for key in ("num_cpus", "memory", "resources", "label_selector", "runtime_env")}
         wanted = {key: value for key, value in wanted.items() if value is not None}
@@ -293,7 +293,7 @@ class Relay:
         groups = {"watch": 2, "serve": _MOST_LINES}
         make = self._ray.remote(max_restarts=0, concurrency_groups=groups, **wanted)(WorkerActor)
         actor = make.options(name=name).remote(line.name, options["environment"], options["folder"], sys.path)
-        seat = Seat(actor=actor, name=line.name, lanes=line.lanes, since=time.monotonic(), avoids=bool(avoided))
+        seat = Seat(actor=actor, name=line.name, since=time.monotonic(), avoids=bool(avoided))
         self._seats.append(seat)
 
         def there(place: tuple[Any, ...]) -> None:
@@ -510,7 +510,7 @@ class Relay:
             seat = line.seat
             if now > line.deadline and seat is not None:
                 self._answer("start", line.number, "unplaced", "")
-                self._waiting.add(line.number)
+                self._waiting[line.number] = line
                 self._forget(line)  # but not its seat, which may come
             elif line.watched and now - line.watched > options["silence_seconds"] and seat is not None:
                 self._lose(seat, TimeoutError(f"it did not answer for {now - line.watched:.0f} s"))
@@ -526,18 +526,20 @@ class Relay:
         self._ended |= now - self._busy > options["idle_seconds"]
 
     def _look_at_seats(self, now: float) -> None:
-        """End actors that have no line and are not waited for."""
-        empty = [seat for seat in self._seats if not seat.lines]
-        coming = [seat for seat in empty if seat.versions is None][: len(self._waiting)]
+        """End actors that have no line and are not waited for; ask for those that lines wait for."""
+        empty = sorted((seat for seat in self._seats if not seat.lines), key=lambda seat: seat.versions is None)
         shared = self._wanted is not None and bool(self._lines)
+        kept = empty if shared else empty[: len(self._waiting)]
         for seat in empty:
-            if seat in coming and seat.avoids and now - seat.since > _AVOIDED_SECONDS:
+            barred = seat.avoids and seat.versions is None and now - seat.since > _AVOIDED_SECONDS
+            idle = seat not in kept and now - seat.since > self._options["idle_seconds"]
+            if seat.leaving or barred or idle:
                 self._give_up(seat)
-                self._new_seat(seat)  # which may be on a node that was avoided
-            elif seat.leaving or (
-                not shared and seat not in coming and now - seat.since > self._options["idle_seconds"]
-            ):
-                self._give_up(seat)
+        seats = [seat for seat in self._seats if not seat.leaving and (shared or not seat.lines)]
+        missing = (self._wanted if shared else len(self._waiting)) - len(seats)
+        if missing > 0 and now > self._ask_again:
+            self._ask_again = now + _ASK_SECONDS
+            self._new_seat(next(iter((self._waiting or self._lines).values())))
 
     def _better_elsewhere(self) -> list[int]:
         """Return the lines that would better be on another seat, and those that wait for one if there is any."""
