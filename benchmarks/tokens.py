@@ -22,8 +22,8 @@ import numpy as np
 
 from energon_bridge.mix.leaves import Amounts
 from energon_bridge.plan.amounts import AmountBlend
-from energon_bridge.plan.bans import LeafBans
 from energon_bridge.plan.blend import WeightedBlend
+from energon_bridge.plan.changes import LeafBans
 from energon_bridge.plan.choose import AnyBlend, Chooser, plain_cursors
 from energon_bridge.plan.leaf import LeafOrder, slice_length
 from energon_bridge.stream.planned import PlannedLane, PlanRules, SampleTable
@@ -81,7 +81,7 @@ def blend_of(leaves: list[PlanLeaf], lanes: int, *, tokens: bool) -> AnyBlend:
     if tokens:
         return AmountBlend(parts=((0, Constant([Fraction(1, DATASETS)] * DATASETS)),), num_lanes=lanes, key=5)
     weights = [Fraction(leaf.order.num_samples, leaf.amounts.total) for leaf in leaves]
-    return WeightedBlend(weights=Constant([weight / sum(weights) for weight in weights]), num_lanes=lanes, key=5)
+    return WeightedBlend(parts=((0, Constant([weight / sum(weights) for weight in weights])),), num_lanes=lanes, key=5)
 
 
 def drawn(leaves: list[PlanLeaf], blend: AnyBlend, lanes: int) -> Iterator[np.ndarray]:

@@ -58,7 +58,7 @@ from .stores import (
     SystemFileStore as SystemFileStore,
 )
 from .stores.file_cache import FileStoreCachePool as FileStoreCachePool
-from .stream.failure_log import (
+from .stream.failures import (
     quarantine_excludes as quarantine_excludes,
     read_quarantine as read_quarantine,
 )

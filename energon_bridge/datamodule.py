@@ -34,7 +34,6 @@ from energon_bridge.samples.devices import normalise_on_device, to_device
 from energon_bridge.samples.showing import counted, described
 from energon_bridge.stream.settings import check_numbers
 from energon_bridge.task_encoder.checks import check_encoder
-from energon_bridge.task_encoder.costs import BatchCost
 from energon_bridge.topology import WorkerConfig, check_data_parallel, data_parallel_group
 
 logger = logging.getLogger(__name__)
@@ -187,7 +186,7 @@ class EnergonMultiModalDataModule(_Base):
         self.pg_collection = pg_collection
         self.masked_microbatches = masked_microbatches
         self.replica_loading, self.balance = replica_loading, balance
-        self.balance_cost, self.balance_window = balance_cost or BatchCost(), balance_window
+        self.balance_cost, self.balance_window = balance_cost or load("loading", "cost")(), balance_window
         self.stage_keys = stage_keys
         self.validate_each_dataset = validate_each_dataset
         self.validation_names: list[str] = []

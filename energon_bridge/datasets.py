@@ -21,8 +21,7 @@ from energon_bridge.loader.position import OnMismatch
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.mix import DatasetOpener, MixSource, index_of_datasets, load_mix, open_mix_index
-from energon_bridge.mix.buckets import cut_into_buckets, with_shares
-from energon_bridge.mix.leaves import OpenLeaf, open_leaves
+from energon_bridge.mix.leaves import OpenLeaf, cut_into_buckets, open_leaves, with_shares
 from energon_bridge.plan.leaf import DEFAULT_PARALLEL_SHARD_ITERS
 from energon_bridge.stores import CachePool
 from energon_bridge.stream.policy import ErrorPolicy, Handler

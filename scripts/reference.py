@@ -36,14 +36,14 @@ API = {
         "Datasets and loaders",
         ("datasets", "topology", "loader.savable", "loader.bans", "dataloader", "datamodule", "replica"),
     ),
-    "mixes": ("Mixes", ("mix", "mix.tiers")),
+    "mixes": ("Mixes", ("mix", "mix.expression")),
     "samples": ("Samples and batches", ("samples", "samples.devices")),
     "encoders": ("Task encoders", ("task_encoder", "verify")),
     "families": ("Encoders for Hugging Face models", ("task_encoder.families",)),
     "media": ("Video, sound and metadata of media", ("av", "format.media")),
     "stores": ("Stores and caches", ("stores", "stores.file_cache", "storage.node_cache")),
     "preparing": ("Writing datasets", ("prepare.shard_writer",)),
-    "errors": ("Errors and policies", ("stream.policy", "stream.failure_log", "errors")),
+    "errors": ("Errors and policies", ("stream.policy", "stream.failures", "errors")),
 }
 # Public names that are imported from their layer, `from energon_bridge.av import AVDecoder`.
 IN_LAYERS = {
@@ -57,7 +57,7 @@ IN_LAYERS = {
     "replica": ("Balance", "Replica", "StageKeys"),
     "samples": ("Segment", "VQAOCRSample", "segments_of"),
     "stores": ("JsonlFileStore", "WebdatasetFileStore"),
-    "stream.failure_log": ("QuarantinedSample",),
+    "stream.failures": ("QuarantinedSample",),
     "task_encoder": (
         "Conversation",
         "DeferredImage",

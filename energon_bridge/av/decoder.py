@@ -23,11 +23,10 @@ from energon_bridge.av.sound import AudioReader, as_floats, resample
 from energon_bridge.av.streams import PacketsDifferError, Pixels, Reader, VideoReader, beyond, clip_of, is_over
 from energon_bridge.av.whole import WholeReader
 from energon_bridge.errors import ConfigurationError, DecodeError, UnfitSampleError
-from energon_bridge.format.kinds import HEAD_BYTES, extensions_of
-from energon_bridge.format.media import AVMetadata
+from energon_bridge.format.media import HEAD_BYTES, AVMetadata, extensions_of
 from energon_bridge.rng import IntArray
-from energon_bridge.storage import open_store
-from energon_bridge.storage.ranges import ByteRange, RangeReader
+from energon_bridge.storage import ByteRange, open_store
+from energon_bridge.storage.ranges import RangeReader
 
 if TYPE_CHECKING:
     import torch

@@ -341,6 +341,10 @@ def _report(out: Path, done: Converted, options: ConvertOptions) -> None:
     click.echo(f"Try it with a tiny model: {train_line(out, media)}")
     if _twin(media) == _OMNI:
         click.echo("The processor of this model needs torchvision.")
+    elif "image" in media and "video" not in media:
+        click.echo(
+            "Others for images: configs/tiny/idefics3_instruct.yaml (tiles), mllama_instruct.yaml (cross-attention)"
+        )
 
 
 def _media_of_conversations(out: Path, shard: str, count: int) -> set[Medium | None] | None:

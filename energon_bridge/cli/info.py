@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from typing import Any
 
@@ -11,10 +12,11 @@ from rich.table import Table
 
 from energon_bridge.cli.output import count_of, format_bytes, print_json, print_table
 from energon_bridge.format.foreign import format_of_unprepared
-from energon_bridge.format.nvmeta import prepared_by
+from energon_bridge.format.nvmeta import CHECKSUMS
 from energon_bridge.prepare.summary import DatasetSummary, summarize_dataset
 
 _SHOWN = 10
+_OWN_VERSION = re.compile(r"(?P<format>.+)\+energon-bridge\.(?P<version>.+)")
 
 
 @click.command("info")
@@ -127,3 +129,14 @@ def _show_mix(path: str, *, as_json: bool) -> None:
         for one in datasets
     ]
     print_table(("dataset", "sample type", "parts", "samples", "bytes", "missing", "not prepared"), rows, left=3)
+
+
+def prepared_by(energon_version: str | None) -> str:
+    """Return a text that names the program that wrote an `.info.json` with this `energon_version`."""
+    if energon_version is None:
+        return "unknown"
+    own = _OWN_VERSION.fullmatch(energon_version.removesuffix(CHECKSUMS))
+    if own is None:
+        return f"energon {energon_version}"
+    kept = ", with checksums" * energon_version.endswith(CHECKSUMS)
+    return f"energon_bridge {own['version']} (format of energon {own['format']}){kept}"

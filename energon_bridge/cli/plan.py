@@ -10,6 +10,19 @@ import click
 
 from energon_bridge.cli.output import epochs, format_bytes, leaf_name, number, print_json, print_pairs, print_table
 from energon_bridge.cli.run_options import open_mix, run_options
+from energon_bridge.mix import (
+    Blend,
+    Concat,
+    EpochizedBlend,
+    JoinRef,
+    LeafRef,
+    Mix,
+    MixLeaf,
+    Node,
+    SubsetRange,
+    merge_subsets,
+)
+from energon_bridge.mix.schedule import plain_number
 
 if TYPE_CHECKING:
     from energon_bridge.forecast.epochs import Forecast
@@ -62,7 +75,6 @@ def command(
     # They import torch, which no help text needs.
     from energon_bridge.forecast.epochs import forecast
     from energon_bridge.forecast.run import run_of_mix
-    from energon_bridge.mix import describe
 
     run = run_of_mix(open_mix(mix, options))
     plan = forecast(run, steps)
@@ -164,3 +176,79 @@ def _ends(plan: Forecast) -> Iterator[str]:
     if plan.first_end is not None:
         names = ", ".join(leaf_name(asdict(plan.leaves[place])) for place in plan.ends_first)
         yield f"Ends first: {names}, in step {plan.first_end - 1:,}."
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The tree of a mix, one line per node, with the effective weight of every leaf.
+
+
+def describe(mix: Mix) -> list[str]:
+    """Draw the tree of a mix, one line per node.
+
+    Leaves show their share of all draws, or their repetitions; scheduled weights are those at global draw 0.
+    """
+    return list(_lines(mix.root, leaves=iter(mix.leaves), head="", tail="", note=""))
+
+
+def _lines(node: Node, *, leaves: Iterator[MixLeaf], head: str, tail: str, note: str) -> Iterator[str]:
+    """Yield the lines of a subtree; `head` comes before its first line, `tail` before the others."""
+    if isinstance(node, (LeafRef, JoinRef)):
+        yield f"{head}{_leaf(next(leaves))}{note}"
+        return
+    name = {Blend: "blend", EpochizedBlend: "blend_epochized", Concat: "concat"}[type(node)]
+    unit = f" of {node.unit}" if isinstance(node, Blend) and node.unit else ""
+    yield f"{head}{name}{unit}{note}  ({node.where})"
+    for position, child in enumerate(node.children):
+        is_last = position == len(node.children) - 1
+        inner = _note(node, position)
+        yield from _lines(
+            child,
+            leaves=leaves,
+            head=tail + ("└── " if is_last else "├── "),
+            tail=tail + ("    " if is_last else "│   "),
+            note=inner,
+        )
+
+
+def _note(node: Blend | EpochizedBlend | Concat, position: int) -> str:
+    if isinstance(node, Blend):
+        return f"  [weight {node.weights[position]}]"
+    if isinstance(node, EpochizedBlend):
+        return f"  [repetitions {plain_number(node.repetitions[position])}]"
+    return ""
+
+
+def _leaf(leaf: MixLeaf) -> str:
+    words = [*_share_of(leaf), *_source(leaf.leaf)]
+    if leaf.occurrence:
+        words.append(f"again, stream {leaf.occurrence}")
+    return "  ".join(words)
+
+
+def _share_of(leaf: MixLeaf) -> list[str]:
+    if leaf.repetitions is not None:
+        return [f"× {float(leaf.repetitions):g}"]
+    if leaf.weight is None:
+        return []
+    share = f"{float(leaf.weight) * 100:6.2f} %"
+    return [share] if leaf.size_group is None else [f"{share} shared by size in group {leaf.size_group}"]
+
+
+def _source(leaf: LeafRef | JoinRef) -> list[str]:
+    subset = _subset(merge_subsets(leaf.subsets))
+    if isinstance(leaf, JoinRef):
+        names = " + ".join(
+            f"{entry.name}={entry.leaf.path}" if entry.name else entry.leaf.path for entry in leaf.entries
+        )
+        return [f"join {names}", f"by {leaf.joiner.module}.{leaf.joiner.name}", *subset]
+    where = [f"where {text}" for text in leaf.filters]
+    return [leaf.path, *([] if leaf.is_jsonl else [leaf.split_part]), *subset, *where]
+
+
+def _subset(subset: SubsetRange) -> list[str]:
+    words = []
+    if subset.is_absolute:
+        words.append(f"samples {subset.start} to {'the end' if subset.stop is None else subset.stop}")
+    if subset.ratio != (0.0, 1.0):
+        words.append(f"{subset.ratio[0] * 100:g}% to {subset.ratio[1] * 100:g}%")
+    return [" of ".join(reversed(words))] if words else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import click
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.media import IndexedMedia, MediaFilter
-from energon_bridge.format.parallel import Task, Workers, parse_task
+from energon_bridge.format.parallel import Task, Workers
 from energon_bridge.prepare.engines import RayEngine
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -166,3 +167,14 @@ def shard_progress(title: str, *, enabled: bool) -> Iterator[Callable[[int, int]
                 bar.refresh()
 
         yield advance
+
+
+def parse_task(text: str) -> Task:
+    """Parse the value of `--task`: 3/16 is the fourth of 16."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
+    if match is None:
+        raise ConfigurationError(
+            f"--task {text!r}: expected NUMBER/COUNT, from 0/16 to 15/16; in a SLURM array "
+            "--task $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT."
+        )
+    return Task(int(match[1]), int(match[2]))

@@ -26,7 +26,7 @@ from energon_bridge.plan.blend import InTurns
 from energon_bridge.plan.choose import PassDraws
 from energon_bridge.rng import IntArray
 from energon_bridge.stream.conventions import Conventions, PassLeaf, attach
-from energon_bridge.task_encoder.current import UNKNOWN
+from energon_bridge.task_encoder.hooks import UNKNOWN
 from energon_bridge.topology import Ownership, WorkerConfig
 
 ENDLESS = 1 << 62

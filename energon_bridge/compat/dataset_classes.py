@@ -18,7 +18,7 @@ from energon_bridge.compat.preparing import JsonlPreparator, WebdatasetPreparato
 from energon_bridge.compat.records import DEFAULT_DECODER
 from energon_bridge.compat.table import not_provided
 from energon_bridge.errors import MetadataError
-from energon_bridge.format.code import load_function
+from energon_bridge.format.dataset_config import load_function
 from energon_bridge.format.field_map import FieldMap
 from energon_bridge.storage import open_store
 

@@ -23,7 +23,7 @@ from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.mix import JoinRef, Mix, MixIndex, load_mix
 from energon_bridge.mix.paths import DatasetKind, kind_of_source
 from energon_bridge.stores import FileStore
-from energon_bridge.stream.cooking import StorePool
+from energon_bridge.stream.leaf import StorePool
 
 _DEFAULT: Any = object()
 _SHUFFLE = "shuffle_over_epochs_multiplier"

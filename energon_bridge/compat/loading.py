@@ -32,7 +32,7 @@ from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.mix.leaves import OpenLeaf
 from energon_bridge.samples import SourceInfo
 from energon_bridge.stream.policy import ErrorPolicy
-from energon_bridge.task_encoder import DefaultTaskEncoder, SampleDecoder, current
+from energon_bridge.task_encoder import DefaultTaskEncoder, SampleDecoder, hooks
 
 # ---------------------------------------------------------------------------------------------------------------------
 # `WorkerConfig` and the error handlers of megatron-energon.
@@ -72,7 +72,7 @@ class _Active:
     """The configuration of the loader whose hooks run, None outside of hooks."""
 
     def __get__(self, instance: Any, owner: type) -> Any:
-        return current.CONFIG.get()
+        return hooks.CONFIG.get()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -126,12 +126,12 @@ class WorkerConfig(topology.WorkerConfig):
     @property
     def active_worker_sample_index(self) -> int:
         """The index of the sample that the current hook processes."""
-        return current.current_sample_index()
+        return hooks.current_sample_index()
 
     @property
     def active_worker_batch_index(self) -> int:
         """The index of the microbatch that the current batch hook makes."""
-        return current.current_batch_index()
+        return hooks.current_batch_index()
 
     def rank_worker_id(self) -> int:
         """Return the number of this worker process on its rank; 0 in the training process."""
@@ -186,7 +186,7 @@ class _Handler:
     handler: ErrorHandler
 
     def __call__(self, error: Exception) -> bool:
-        sample, sources = current.FAILED.get()
+        sample, sources = hooks.FAILED.get()
         self.handler(error, sample, [_named_by_epath(source) for source in sources])
         return True
 

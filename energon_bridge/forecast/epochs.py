@@ -7,7 +7,7 @@ amounts they are about those: as if each dataset's samples had their mean amount
 from __future__ import annotations
 
 import math
-from collections.abc import Set as AbstractSet
+from collections.abc import Sequence, Set as AbstractSet
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -18,10 +18,10 @@ from energon_bridge.forecast.run import Run
 from energon_bridge.mix import Node
 from energon_bridge.mix.schedule import plain_number
 from energon_bridge.mix.tree import Blend, EpochizedBlend, JoinRef, LeafRef
-from energon_bridge.plan.amounts import AmountBlend, expected_draws
+from energon_bridge.plan.amounts import AmountBlend, OrderedLeaf
 from energon_bridge.plan.choose import Cursor, standing
 from energon_bridge.plan.leaf import LeafOrder
-from energon_bridge.rng import IntArray
+from energon_bridge.rng import FloatArray, IntArray
 from energon_bridge.topology import Ownership, WorkerConfig, first_microbatch, microbatches_before, step_of
 
 _FAR = 1 << 40
@@ -306,3 +306,14 @@ def mixing(order: LeafOrder, lanes: int) -> float:
         parts = places * _PARTS // n
         distinct += [np.unique(drawn).size for drawn in parts.reshape(_TIMES, _DRAWS)]
     return min(1.0, float(np.mean(distinct)) / ideal)
+
+
+def expected_draws(blend: AmountBlend, leaves: Sequence[OrderedLeaf], draws: int) -> FloatArray:
+    """Return about how many of the first global draws come from each leaf, by the mean amounts of their samples."""
+    total = np.zeros(len(leaves))
+    sizes = np.array([leaf.order.num_samples for leaf in leaves], dtype=np.float64)
+    amounts = np.array([leaf.amounts.total for leaf in leaves if leaf.amounts is not None], dtype=np.float64)
+    for piece, (start, end) in enumerate(zip(blend.starts, [*blend.starts[1:], draws], strict=True)):
+        rates = np.array([float(share) for share in blend.shares[piece]]) * sizes / amounts
+        total += max(0, min(end, draws) - start) * rates / rates.sum()
+    return total

@@ -23,9 +23,10 @@ from energon_bridge.format.nvmeta import INDEX_SQLITE, meta_path, read_info
 from energon_bridge.loader.document import read_leaves
 from energon_bridge.loader.shares import GlobalBatches, SharedBatch, Sharing
 from energon_bridge.plan.amounts import AmountBlend
-from energon_bridge.plan.choose import Chooser, UnbannedDraws, plain_cursors, standing
+from energon_bridge.plan.choose import Chooser, plain_cursors, standing
 from energon_bridge.storage import LocalStore
 from energon_bridge.stream.leaf import Leaf
+from energon_bridge.stream.planned import UnbannedDraws
 from energon_bridge.stream.state import LaneState
 from energon_bridge.topology import Ownership, first_microbatch, microbatches_before, step_of
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import yaml
@@ -201,63 +202,83 @@ def parse_document(data: bytes, *, where: str) -> Any:
     return value
 
 
-def read_document(store: Store, rel: str) -> Any:
-    """Read and parse a metadata file of a store."""
-    return parse_document(store.read(rel), where=store.url(rel))
-
-
 def dump_yaml(value: Any) -> bytes:
     """Write plain values as block-style YAML in the order given, as `energon prepare` does."""
     text: str = yaml.dump(value, sort_keys=False)
     return text.encode()
 
 
-def expect_mapping(value: Any, *, where: str, field: str = "") -> dict[str, Any]:
-    """Return `value` if it is a mapping; raises MetadataError naming file and field."""
-    if not isinstance(value, dict):
-        raise wrong_type(value, "a mapping", where=where, field=field)
-    return value
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A value of a document. What is not as expected raises a MetadataError that names the place.
+
+    Attributes:
+        plain: The value itself.
+        where: The file.
+        field: Where the value is in it, such as `splits.train.blend[0]`; empty: it is the whole document.
+    """
+
+    plain: Any
+    where: str
+    field: str = ""
+
+    @property
+    def at(self) -> str:
+        """The place, to begin a message with."""
+        return f"{self.where}, field `{self.field}`" if self.field else self.where
+
+    def get(self, key: str, default: Any = None) -> Value:
+        """Return the value of a key of a mapping; `default` if it is absent."""
+        return Value(self.plain.get(key, default), self.where, f"{self.field}.{key}" if self.field else key)
+
+    def mapping(self) -> dict[str, Any]:
+        """Return a mapping."""
+        if not isinstance(self.plain, dict):
+            raise self.wrong("a mapping")
+        return self.plain
+
+    def string(self) -> str:
+        """Return a string."""
+        if not isinstance(self.plain, str):
+            raise self.wrong("a string")
+        return self.plain
+
+    def text(self, key: str) -> str | None:
+        """Return the string of a key of a mapping; None if it is absent or empty."""
+        return None if self.plain.get(key) is None else self.get(key).string()
+
+    def strings(self) -> list[str]:
+        """Return a list of strings."""
+        if not isinstance(self.plain, list):
+            raise self.wrong("a list of strings")
+        return [item.string() for item in self]
+
+    def __iter__(self) -> Iterator[Value]:
+        """Yield the items of a list."""
+        for position, item in enumerate(self.plain):
+            yield Value(item, self.where, f"{self.field}[{position}]")
+
+    def check_keys(self, allowed: Collection[str], required: Collection[str] = ()) -> None:
+        """Check the keys of a mapping; the error names the key and the nearest match."""
+        for key in self.mapping():
+            if key not in allowed:
+                names = ", ".join(f"`{name}`" for name in sorted(allowed))
+                hint = did_you_mean(key, allowed)
+                raise MetadataError(f"{self.at}: unknown key `{key}`; expected {names}.{hint}")
+        for key in required:
+            if key not in self.plain:
+                raise MetadataError(f"{self.at}: the key `{key}` is missing.")
+
+    def wrong(self, expected: str) -> MetadataError:
+        """Return the error for a value of the wrong type."""
+        text = repr(self.plain)
+        text = text if len(text) <= 80 else text[:77] + "..."
+        empty = "nothing (an empty value)"
+        found = empty if self.plain is None else f"{text} ({type(self.plain).__name__})"
+        return MetadataError(f"{self.at}: expected {expected}, found {found}.")
 
 
-def expect_strings(value: Any, *, where: str, field: str) -> list[str]:
-    """Return `value` if it is a list of strings; raises MetadataError naming file and field."""
-    if not isinstance(value, list):
-        raise wrong_type(value, "a list of strings", where=where, field=field)
-    for position, item in enumerate(value):
-        if not isinstance(item, str):
-            raise wrong_type(item, "a string", where=where, field=f"{field}[{position}]")
-    return value
-
-
-def expect_string(value: Any, *, where: str, field: str) -> str:
-    """Return `value` if it is a string; raises MetadataError naming file and field."""
-    if not isinstance(value, str):
-        raise wrong_type(value, "a string", where=where, field=field)
-    return value
-
-
-def expect_keys(
-    value: Mapping[str, Any], *, allowed: Collection[str], required: Collection[str] = (), where: str, field: str = ""
-) -> None:
-    """Check the keys of a mapping; raises MetadataError naming file, key and the nearest match."""
-    place = f", field `{field}`" if field else ""
-    for key in value:
-        if key not in allowed:
-            hint = did_you_mean(key, allowed)
-            raise MetadataError(f"{where}{place}: unknown key `{key}`; expected {_names(allowed)}.{hint}")
-    for key in required:
-        if key not in value:
-            raise MetadataError(f"{where}{place}: the key `{key}` is missing.")
-
-
-def wrong_type(value: Any, expected: str, *, where: str, field: str) -> MetadataError:
-    """Build the error for a value of the wrong type."""
-    place = f", field `{field}`" if field else ""
-    text = repr(value)
-    text = text if len(text) <= 80 else text[:77] + "..."
-    found = "nothing (an empty value)" if value is None else f"{text} ({type(value).__name__})"
-    return MetadataError(f"{where}{place}: expected {expected}, found {found}.")
-
-
-def _names(names: Collection[str]) -> str:
-    return ", ".join(f"`{name}`" for name in sorted(names))
+def read_document(store: Store, rel: str) -> Value:
+    """Read and parse a metadata file of a store."""
+    where = store.url(rel)
+    return Value(parse_document(store.read(rel), where=where), where)

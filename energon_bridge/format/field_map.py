@@ -14,7 +14,7 @@ from typing import Any
 
 from energon_bridge.errors import FieldAccessError, FieldMapError, did_you_mean
 from energon_bridge.format.media import kind_by_name
-from energon_bridge.samples import META_FIELDS
+from energon_bridge.samples import META_FIELDS, required_field_names
 
 _ACCESS = re.compile(r"([^\[\],]+)((?:\[[^\[\]]+\])*)")
 
@@ -88,14 +88,11 @@ def check_fields(field_map: FieldMap, sample_type: type, *, where: str) -> None:
             raise FieldMapError(
                 f"{where}, field `{name}`: {sample_type.__name__} has no such field; it has {', '.join(offered)}.{hint}"
             )
-    for name in offered:
-        field = fields[name]
-        has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-        if not has_default and name not in field_map.fields:
-            raise FieldMapError(
-                f"{where}: {sample_type.__name__} requires the field `{name}`, which the field map lacks. "
-                f"Add `{name}: <part>`."
-            )
+    for name in sorted(required_field_names(sample_type) & set(offered) - field_map.fields.keys()):
+        raise FieldMapError(
+            f"{where}: {sample_type.__name__} requires the field `{name}`, which the field map lacks. "
+            f"Add `{name}: <part>`."
+        )
     check_kinds(field_map, sample_type, where=where)
 
 
@@ -122,16 +119,19 @@ def check_kinds(field_map: FieldMap, sample_type: type, *, where: str) -> None:
                     wrong[name] = part, kind
     for name, (part, kind) in wrong.items():
         declared = fields[name].type
-        shown = declared if isinstance(declared, str) else getattr(declared, "__name__", str(declared))
         others = [other for other, (_, held) in wrong.items() if held not in _refused(declared) and other != name]
         if others:
             remedy = f"Are `{name}` and `{others[0]}` exchanged?"
         else:
             remedy = "Name the part that holds it, or use a sample type of your own that declares the field as Any."
         raise FieldMapError(
-            f"{where}, field `{name}`: {sample_type.__name__} declares it as {shown}, but the part `{part}` is "
-            f"{_DECODED[kind]}. {remedy}"
+            f"{where}, field `{name}`: {sample_type.__name__} declares it as {_type_text(declared)}, but the part "
+            f"`{part}` is {_DECODED[kind]}. {remedy}"
         )
+
+
+def _type_text(declared: Any) -> str:
+    return declared if isinstance(declared, str) else getattr(declared, "__name__", str(declared))
 
 
 def _kind_of_part(part: str) -> str:
@@ -229,13 +229,6 @@ def _not_found(field: str, alternatives: tuple[Alternative, ...], parts: Iterabl
 
 def describe_fields(sample_type: type) -> list[tuple[str, bool, str]]:
     """List the fields of a sample type as (name, required, type as text)."""
-    described = []
-    for field in dataclasses.fields(sample_type):
-        if field.name in META_FIELDS:
-            continue
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        kind: Any = field.type
-        described.append(
-            (field.name, required, kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind)))
-        )
-    return described
+    required = required_field_names(sample_type)
+    described = [field for field in dataclasses.fields(sample_type) if field.name not in META_FIELDS]
+    return [(field.name, field.name in required, _type_text(field.type)) for field in described]

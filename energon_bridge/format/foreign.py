@@ -15,7 +15,7 @@ import numpy as np
 
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.field_map import FieldMap
-from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, INFO_JSON, INFO_YAML, meta_path
+from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, is_prepared
 from energon_bridge.registry import load, registered
 from energon_bridge.rng import IntArray
 from energon_bridge.storage import OpenFiles, open_store
@@ -132,7 +132,7 @@ def format_at(path: Location) -> ForeignFormat | None:
 def format_of_unprepared(path: Location) -> ForeignFormat | None:
     """Return the format of what is at a path or URL, unless it is a prepared dataset as well."""
     store = open_store(path)
-    if not format_named(path) and any(store.exists(meta_path(name)) for name in (INFO_JSON, INFO_YAML)):
+    if not format_named(path) and is_prepared(store):
         return None
     return format_at(path)
 

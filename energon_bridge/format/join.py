@@ -16,7 +16,6 @@ import os
 import struct
 import tempfile
 import threading
-import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -307,8 +306,7 @@ _MAGIC = b"EBJOIN01"
 _HEADER = struct.Struct("<8s32sqqq")
 _ROW = np.dtype("<i8")
 _CHUNK = 1 << 20
-_PREFIX = "join_rows_"
-_OLD_SECONDS = 86400
+JOIN_PREFIX = "join_rows_"
 
 _log = logging.getLogger(__name__)
 
@@ -340,7 +338,7 @@ def open_index(
         KeyIndexError, UnmatchedKeyError: The rows cannot be found.
     """
     key = _key(parts)
-    name = f"{_PREFIX}{key.hex()[:32]}.bin"
+    name = f"{JOIN_PREFIX}{key.hex()[:32]}.bin"
     for folder in folders:
         index = _load(os.path.join(folder, name), key, parts)
         if index is not None:
@@ -376,20 +374,6 @@ def open_index(
     if index is None:
         raise StorageError("a temporary file with the rows of a join is damaged. Check the disk.")
     return index
-
-
-def remove_others(folder: str, keep: set[str]) -> list[str]:
-    """Remove a folder's join files except those in `keep`, and leftovers of killed processes; return their names."""
-    if not os.path.isdir(folder):
-        return []
-    kept = {os.path.basename(path) for path in keep}
-    gone = []
-    for name in sorted(os.listdir(folder)):
-        path = os.path.join(folder, name)
-        if name.startswith(_PREFIX) and name not in kept and (name.endswith(".bin") or _is_old(path)):
-            _unlink(path)
-            gone.append(name)
-    return gone
 
 
 def _key(parts: Sequence[JoinPart]) -> bytes:
@@ -471,14 +455,6 @@ def _locked(path: str) -> Iterator[None]:
             yield
         finally:
             _unlink(path)
-
-
-def _is_old(path: str) -> bool:
-    """Return whether a file is too old for anybody to be still writing it."""
-    try:
-        return time.time() - os.stat(path).st_mtime > _OLD_SECONDS
-    except OSError:
-        return False
 
 
 def _unlink(path: str) -> None:

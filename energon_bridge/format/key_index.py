@@ -67,13 +67,23 @@ def key_index_version(store: Store) -> list[str | int]:
     try:
         return [_uuid(store), store.size(rel)]
     except ShardMissingError as error:
-        raise _missing(store) from error
+        raise missing_key_index(store) from error
 
 
-def _missing(store: Store) -> KeyIndexError:
+def missing_key_index(store: Store) -> KeyIndexError:
+    """Return the error for a dataset without a key index."""
     return KeyIndexError(
         f"{store.root}: looking up samples by key needs a key index, which is missing "
         f"({store.url(meta_path(INDEX_SQLITE))}). Run `energon prepare {store.root}` without --no-key-index."
+    )
+
+
+def damaged_key_index(dataset: str, why: object, other: str | None = None) -> KeyIndexError:
+    """Return the error for a key index that cannot be read; if there is an `other` dataset, for one of the two."""
+    datasets, path = (dataset, dataset) if other is None else (f"{dataset} or {other}", "PATH")
+    return KeyIndexError(
+        f"{datasets}: cannot read the key index {meta_path(INDEX_SQLITE)}: {why}. Rebuild it with `energon prepare "
+        f"--tar-index-only {path}`."
     )
 
 
@@ -112,7 +122,7 @@ def local_key_index(store: Store, scratch: str) -> KeyIndex:
     try:
         index = find_key_index(store, scratch)
     except ShardMissingError as error:
-        raise _missing(store) from error
+        raise missing_key_index(store) from error
     with _connected(index) as connection:
         if not any(is_unique for _, _, is_unique, *_ in connection.execute("PRAGMA index_list(samples)")):
             raise sqlite3.DatabaseError("it has no table of samples with unique keys")
@@ -189,26 +199,16 @@ def keys_of_shard(index: KeyIndex, shard: int) -> list[str]:
 @contextmanager
 def _connected(own: KeyIndex, other: KeyIndex | None = None) -> Iterator[sqlite3.Connection]:
     """Open a key index, with another one attached as `other`; errors inside the block become KeyIndexErrors."""
-    with _naming(own.dataset, other.dataset if other else None), closing(connect_key_index(own)) as connection:
-        limit_time(connection, _TASK_SECONDS)
-        check_table(connection, "main", "samples")
-        if other is not None:
-            connection.execute("ATTACH ? AS other", (_locked_uri(other),))
-            check_table(connection, "other", "samples")
-        yield connection
-
-
-@contextmanager
-def _naming(own: str, other: str | None = None) -> Iterator[None]:
-    """Turn errors of sqlite into KeyIndexErrors that name the dataset, or both."""
     try:
-        yield
+        with closing(connect_key_index(own)) as connection:
+            limit_time(connection, _TASK_SECONDS)
+            check_table(connection, "main", "samples")
+            if other is not None:
+                connection.execute("ATTACH ? AS other", (_locked_uri(other),))
+                check_table(connection, "other", "samples")
+            yield connection
     except (sqlite3.Error, ValueError, TypeError) as error:  # the last two: values of other types than expected
-        datasets = own if other is None else f"{own} or {other}"
-        raise KeyIndexError(
-            f"{datasets}: cannot read the key index {meta_path(INDEX_SQLITE)}: {error}. Rebuild it with `energon "
-            f"prepare --tar-index-only {own if other is None else 'PATH'}`."
-        ) from error
+        raise damaged_key_index(own.dataset, error, other.dataset if other else None) from error
 
 
 def connect_key_index(index: KeyIndex, *, locks: bool = True, any_thread: bool = False) -> sqlite3.Connection:

@@ -1,23 +1,133 @@
-"""Media metadata: which files are media, and their sizes and lengths, known without decoding them.
+"""Media: which files are images, and which video or sound; and their sizes and lengths, known without decoding them.
 
-It is stored in `index.sqlite`, in the table `media_metadata(entry_key PRIMARY KEY, metadata_type, metadata_json)`. The
-key is `<sample key>.<part>` in a dataset and the path in a folder of files, the type is `image` or `av`, and the JSON
-is compact and omits unknown values. `media_filters(filter_id, strategy, patterns, created_at_utc)` has the filters by
-which the files were chosen.
+Decoders, `energon convert`, `prepare-media`, lists and pages of samples all ask the one table of formats here. What an
+extension says comes from the name alone; first bytes are a pattern, or unknown for formats that have none (TGA, PPM).
+
+Metadata is stored in `index.sqlite`, in the table `media_metadata(entry_key PRIMARY KEY, metadata_type,
+metadata_json)`. The key is `<sample key>.<part>` in a dataset and the path in a folder of files, the type is `image` or
+`av`, and the JSON is compact and omits unknown values. `media_filters(filter_id, strategy, patterns, created_at_utc)`
+has the filters by which the files were chosen.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from typing import Literal, get_args
+from functools import cache
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import Literal, NamedTuple, get_args
 
 from energon_bridge.errors import ConfigurationError, MediaMetadataError
-from energon_bridge.format.kinds import BY_EXTENSION, HEAD_BYTES as HEAD_BYTES, MediaKind as MediaKind, format_by_head
+
+MediaKind = Literal["image", "av"]
+
+HEAD_BYTES = 64
+"""The first bytes of a file needed to find out its kind."""
+
+
+class MediaFormat(NamedTuple):
+    """A format of media files.
+
+    Attributes:
+        kind: `image`, or `av` for video and sound.
+        extensions: In lower case; the first is the usual one.
+        head: What a file begins with; None: nothing certain.
+        codec: What Pillow calls an image of the format.
+        is_named: Whether an image is decoded only where its name or its first bytes say that it has the format.
+    """
+
+    kind: MediaKind
+    extensions: tuple[str, ...]
+    head: re.Pattern[bytes] | None
+    codec: str = ""
+    is_named: bool = False
+
+
+def _image(codec: str, extensions: str, head: bytes | None = None, *, is_named: bool = False) -> MediaFormat:
+    pattern = None if head is None else re.compile(head, re.DOTALL)
+    return MediaFormat("image", tuple(extensions.split()), pattern, codec, is_named)
+
+
+def _av(extensions: str, head: bytes | None = None) -> MediaFormat:
+    return MediaFormat("av", tuple(extensions.split()), None if head is None else re.compile(head, re.DOTALL))
+
+
+FORMATS: tuple[MediaFormat, ...] = (
+    # In the order in which Pillow tries them.
+    _image("JPEG", "jpg jpeg jpe jfif", rb"\xff\xd8\xff"),
+    _image("PNG", "png apng", rb"\x89PNG\r\n\x1a\n"),
+    _image("GIF", "gif", rb"GIF8[79]a"),
+    _image("BMP", "bmp dib", rb"BM.{4}\0{4}"),  # two letters alone would match plain text
+    _image("PPM", "ppm pgm pbm pnm"),
+    _image("DIB", ""),
+    _image("WEBP", "webp", rb"RIFF.{4}WEBP"),
+    _image("TIFF", "tif tiff", rb"II[*+]\0|MM\0[*+]"),
+    _image("JPEG2000", "jp2 jpf jpx", rb"\0\0\0\x0cjP  \r\n\x87\n"),
+    _image("JPEG2000", "j2k j2c jpc", rb"\xff\x4f\xff\x51"),
+    _image("AVIF", "avif avifs", rb".{4}ftyp(avi[fs]|m[is]f1.{4}(.{4})*?avi[fs])"),
+    _image("HEIF", "heic heif", rb".{4}ftyp(hei[cmsx]|hev[cmsx]|m[is]f1)"),
+    # Others that decode where they are named, since some are recognised by almost nothing.
+    _image("PSD", "psd", rb"8BPS\0\x01", is_named=True),
+    _image("ICO", "ico", rb"\0\0\x01\0[^\0]\0.{3}\0", is_named=True),
+    _image("CUR", "cur", rb"\0\0\x02\0[^\0]\0.{3}\0", is_named=True),
+    _image("ICNS", "icns", rb"icns\0", is_named=True),
+    _image("DDS", "dds", rb"DDS \x7c\0\0\0", is_named=True),
+    _image("TGA", "tga icb vda vst", is_named=True),
+    _image("PCX", "pcx", is_named=True),
+    _image("DCX", "dcx", is_named=True),
+    _image("SGI", "sgi", is_named=True),
+    _image("SUN", "ras", is_named=True),
+    _image("XBM", "xbm", is_named=True),
+    _image("XPM", "xpm", is_named=True),
+    _av("mp4 m4v mov m4a 3gp", rb".{4}ftyp"),  # images with this head come before
+    _av("mkv webm mka", rb"\x1aE\xdf\xa3"),
+    _av("avi", rb"RIFF.{4}AVI "),
+    _av("wav", rb"(RIFF|RF64).{4}WAVE"),
+    _av("flac", rb"fLaC"),
+    _av("ogg opus oga ogv", rb"OggS"),
+    _av("aac", rb"\xff[\xf1\xf9]"),
+    _av("mp3", rb"ID3|\xff[\xf2\xf3\xfa\xfb]"),
+    _av("flv", rb"FLV\x01"),
+    _av("mpg mpeg", rb"\0\0\x01\xba"),
+    _av("wmv wma asf", rb"0&\xb2u\x8ef\xcf\x11"),
+    _av("aiff aif", rb"FORM.{4}AIF[CF]"),
+    _av("amr", rb"#!AMR"),
+    _av("m2ts"),
+)
+
+BY_EXTENSION: Mapping[str, MediaFormat] = MappingProxyType({name: one for one in FORMATS for name in one.extensions})
+HAS_HEIF = find_spec("pillow_heif") is not None
+"""Whether HEIC images are decoded: pillow-heif is installed. Without it, parts of their names stay bytes."""
+
+
+def format_by_head(head: bytes) -> MediaFormat | None:
+    """Return the format of a file by its first bytes; None if unknown."""
+    return next((one for one in FORMATS if one.head is not None and one.head.match(head)), None)
+
+
+def extensions_of(kind: MediaKind) -> frozenset[str]:
+    """Return the extensions of a kind that are decoded."""
+    known = (one for one in FORMATS if one.kind == kind and (HAS_HEIF or one.codec != "HEIF"))
+    return frozenset(name for one in known for name in one.extensions)
+
+
+@cache
+def open_heic() -> None:
+    """Register pillow-heif, so that Pillow opens HEIC images."""
+    from pillow_heif import register_heif_opener
+
+    register_heif_opener()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Metadata of media files, and its tables.
+
 
 _TABLES = (
     """CREATE TABLE IF NOT EXISTS media_metadata (
@@ -102,11 +212,6 @@ def create_media_tables(connection: sqlite3.Connection) -> None:
         connection.execute(statement)
 
 
-def write_media(connection: sqlite3.Connection, rows: Iterable[tuple[str, MediaMetadata]]) -> None:
-    """Write the metadata of some files by key, replacing earlier entries."""
-    write_media_rows(connection, ((key, *metadata_row(metadata)) for key, metadata in rows))
-
-
 def write_media_rows(connection: sqlite3.Connection, rows: Iterable[Sequence[str]]) -> None:
     """Write rows of (key, type, JSON), as `metadata_row` makes them."""
     connection.executemany("INSERT OR REPLACE INTO media_metadata VALUES (?, ?, ?)", rows)
@@ -125,8 +230,6 @@ def note_filter(
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Which files are media: by the extensions of their names, by patterns, or by their first bytes.
-#
-# `format/kinds.py` has the table.
 
 
 Strategy = Literal["EXTENSION", "HEADER", "GLOB"]

@@ -17,15 +17,7 @@ from dataclasses import dataclass
 
 from energon_bridge import __version__
 from energon_bridge.errors import EnergonError, MetadataError, NotPreparedError, ShardMissingError, UnknownSplitError
-from energon_bridge.format.documents import (
-    dump_yaml,
-    expect_keys,
-    expect_mapping,
-    expect_string,
-    expect_strings,
-    read_document,
-    wrong_type,
-)
+from energon_bridge.format.documents import Value, dump_yaml, read_document
 from energon_bridge.storage import Store
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -175,11 +167,10 @@ SPLIT_JSON = "split.json"
 NOTHING: frozenset[tuple[str, str]] = frozenset()
 DEFAULT_DATASET_CONFIG = "dataset.yaml"
 # The release of energon whose formats are written, and what wrote them; energon's readers take any text here.
-_CHECKSUMS = ".checksums"
+CHECKSUMS = ".checksums"
 FORMAT_VERSION = f"7.4.1+energon-bridge.{__version__}"
 _MAX_COUNT = 1 << 48
 """More samples than a shard can have (a sample takes at least 512 bytes); sums of counts stay exact in 64 bits."""
-_OWN_VERSION = re.compile(r"(?P<format>.+)\+energon-bridge\.(?P<version>.+)")
 
 
 def leads_out(path: str) -> bool:
@@ -204,7 +195,7 @@ class DatasetInfo:
     @property
     def has_checksums(self) -> bool:
         """Whether there are checksums of its shards (`format/checksums.py`)."""
-        return bool(self.energon_version and self.energon_version.endswith(_CHECKSUMS))
+        return bool(self.energon_version and self.energon_version.endswith(CHECKSUMS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,36 +229,25 @@ class Splits:
         return frozenset(samples)
 
 
-def prepared_by(energon_version: str | None) -> str:
-    """Return a text that names the program that wrote an `.info.json` with this `energon_version`."""
-    if energon_version is None:
-        return "unknown"
-    own = _OWN_VERSION.fullmatch(energon_version.removesuffix(_CHECKSUMS))
-    if own is None:
-        return f"energon {energon_version}"
-    kept = ", with checksums" * energon_version.endswith(_CHECKSUMS)
-    return f"energon_bridge {own['version']} (format of energon {own['format']}){kept}"
-
-
 def read_info(store: Store) -> DatasetInfo:
     """Read `.info.json`, or the old `.info.yaml`; raises DatasetNotFoundError, NotPreparedError, MetadataError."""
     for name in (INFO_JSON, INFO_YAML):
         try:
-            document = read_document(store, meta_path(name))
+            info = read_document(store, meta_path(name))
         except ShardMissingError:
             continue
-        where = store.url(meta_path(name))
-        info = expect_mapping(document, where=where)
-        expect_keys(info, allowed=("energon_version", "shard_counts"), required=("shard_counts",), where=where)
-        version = info.get("energon_version")
-        if version is not None:
-            version = expect_string(version, where=where, field="energon_version")
-        counts = expect_mapping(info["shard_counts"], where=where, field="shard_counts")
-        for shard, count in counts.items():
+        info.check_keys(("energon_version", "shard_counts"), required=("shard_counts",))
+        counts = info.get("shard_counts")
+        for shard, count in counts.mapping().items():
             if type(count) is not int or not 0 <= count < _MAX_COUNT:
-                raise wrong_type(count, "a number of samples", where=where, field=f"shard_counts.{shard}")
-        return DatasetInfo(shard_counts=counts, energon_version=version)
+                raise counts.get(shard).wrong("a number of samples")
+        return DatasetInfo(shard_counts=counts.plain, energon_version=info.text("energon_version"))
     raise not_prepared(store.root)
+
+
+def is_prepared(store: Store) -> bool:
+    """Whether a dataset has an `.info.json`, or the old `.info.yaml`."""
+    return any(store.exists(meta_path(name)) for name in (INFO_JSON, INFO_YAML))
 
 
 def has_checksums(store: Store) -> bool:
@@ -305,7 +285,7 @@ def render_info(
     shard_counts: Mapping[str, int], *, energon_version: str = FORMAT_VERSION, checksums: bool = False
 ) -> bytes:
     """Write `.info.json`."""
-    energon_version += _CHECKSUMS * checksums
+    energon_version += CHECKSUMS * checksums
     return json.dumps({"energon_version": energon_version, "shard_counts": dict(shard_counts)}, indent=2).encode()
 
 
@@ -315,30 +295,29 @@ def read_splits(store: Store, split_config: str = DEFAULT_SPLIT_CONFIG) -> Split
         raise MetadataError(
             f"split_config={split_config!r}: expected the name of a .yaml or .json file in {META_FOLDER}."
         )
-    where = store.url(meta_path(split_config))
+    rel = meta_path(split_config)
     try:
-        document = read_document(store, meta_path(split_config))
+        config = read_document(store, rel)
     except ShardMissingError as error:
         if split_config == DEFAULT_SPLIT_CONFIG and store.exists(meta_path(SPLIT_JSON)):
             return read_splits(store, SPLIT_JSON)
-        raise MetadataError(f"{where}: no such split file. Run `energon prepare {store.root}`.") from error
-    config = expect_mapping(document, where=where)
-    expect_keys(config, allowed=("split_parts", "exclude"), required=("split_parts",), where=where)
-    parts = expect_mapping(config["split_parts"], where=where, field="split_parts")
+        raise MetadataError(f"{store.url(rel)}: no such split file. Run `energon prepare {store.root}`.") from error
+    config.check_keys(("split_parts", "exclude"), required=("split_parts",))
+    parts = config.get("split_parts")
     return Splits(
-        parts={name: _shards(value, where=where, field=f"split_parts.{name}") for name, value in parts.items()},
-        exclude=_shards(config.get("exclude"), where=where, field="exclude"),
-        where=where,
+        parts={name: _shards(parts.get(name)) for name in parts.mapping()},
+        exclude=_shards(config.get("exclude")),
+        where=config.where,
     )
 
 
-def _shards(value: object, *, where: str, field: str) -> list[str]:
-    if value is None:  # `val:` without a value is an empty list
+def _shards(value: Value) -> list[str]:
+    if value.plain is None:  # `val:` without a value is an empty list
         return []
     try:
-        return [name for entry in expect_strings(value, where=where, field=field) for name in expand_braces(entry)]
+        return [name for entry in value.strings() for name in expand_braces(entry)]
     except ValueError as error:
-        raise MetadataError(f"{where}, field `{field}`: {error}.") from error
+        raise MetadataError(f"{value.at}: {error}.") from error
 
 
 def render_splits(parts: Mapping[str, Sequence[str]], *, exclude: Sequence[str] = ()) -> bytes:

@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import os
 import pickle
-import re
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -135,14 +134,3 @@ class Task:
     def of(self, items: Sequence[Item]) -> Sequence[Item]:
         """Return the items of this task."""
         return items[self.number :: self.count]
-
-
-def parse_task(text: str) -> Task:
-    """Parse the value of `--task`: 3/16 is the fourth of 16."""
-    match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
-    if match is None:
-        raise ConfigurationError(
-            f"--task {text!r}: expected NUMBER/COUNT, from 0/16 to 15/16; in a SLURM array "
-            "--task $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT."
-        )
-    return Task(int(match[1]), int(match[2]))

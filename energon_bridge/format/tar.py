@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from energon_bridge.errors import CorruptShardError
-from energon_bridge.storage.ranges import ByteRange
+from energon_bridge.storage import ByteRange
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Splitting a member name into sample key and part name.

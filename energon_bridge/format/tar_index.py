@@ -36,8 +36,7 @@ from energon_bridge.format.tar import (
     part_twice,
     split_member_name,
 )
-from energon_bridge.storage import Store
-from energon_bridge.storage.ranges import ByteRange
+from energon_bridge.storage import ByteRange, Store
 
 _NOT_IN_FRONT = ", which is not in front of it in this tar"
 _OFFSET = np.dtype("<u8")

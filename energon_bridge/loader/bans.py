@@ -19,7 +19,7 @@ from energon_bridge.format.nvmeta import INDEX_SQLITE, meta_path, read_info
 from energon_bridge.format.tar_index import scan_tar
 from energon_bridge.loader.document import SavedRun
 from energon_bridge.mix.leaves import OpenLeaf
-from energon_bridge.plan.bans import Ban, LeafBans, with_ban, with_samples
+from energon_bridge.plan.changes import Ban, LeafBans, with_ban, with_samples
 from energon_bridge.rng import IntArray
 from energon_bridge.storage import open_store
 

@@ -41,9 +41,8 @@ _AFFECTED = {
 
 WINDOWS = "balance_window"
 """The setting with the number of global batches in a window; names of further window settings begin with it."""
-_ABSENT = {WINDOWS: 1}
+ABSENT = {WINDOWS: 1}
 """The value of a setting that a state or run lacks, if not None."""
-_OF_WINDOWS = (WINDOWS, "balance_window_of", "balance_window_cost")
 _OF_THE_MIX = ("mode", "schedule", "shuffle", "unit", "unit_values")
 
 
@@ -68,13 +67,13 @@ def check_fits(saved: SavedRun, kind: str, settings: State, leaves: list[State],
     difference = diff_leaves(saved_leaves, leaves)
     of_the_mix = []
     for name in sorted(settings.keys() | saved.settings.keys(), key=lambda n: (n not in _SETTING_ERRORS, n)):
-        then, now = (of.get(name, _ABSENT.get(name)) for of in (saved.settings, settings))
+        then, now = (of.get(name, ABSENT.get(name)) for of in (saved.settings, settings))
         if then == now:
             continue
         if name in _OF_THE_MIX and (adapt or difference):  # for another mix, the leaves say more
             of_the_mix.append(f"~ {name}: {then} is {now} now")
             continue
-        raise _mismatch(name, then, now)
+        raise mismatch(name, then, now)
     if difference and not adapt:
         raise DatasetMismatchError(
             "the state belongs to different data (- in the state, + in this run):\n"
@@ -118,19 +117,8 @@ def _describe(leaf: State) -> str:
     return f"{leaf['path']} [{leaf['split_part']}], {samples}, identity {leaf['identity']}"
 
 
-def check_windows(then: State, now: Mapping[str, object]) -> None:
-    """Raise for the settings of a state that was saved with other windows of balance, or none.
-
-    Raises:
-        SettingMismatchError: They differ.
-    """
-    for name in _OF_WINDOWS:
-        before, after = (of.get(name, _ABSENT.get(name)) for of in (then, now))
-        if before != after:
-            raise _mismatch(name, before, after)
-
-
-def _mismatch(name: str, then: object, now: object) -> SettingMismatchError:
+def mismatch(name: str, then: object, now: object) -> SettingMismatchError:
+    """Return the error for a setting with which the state was saved."""
     if name == "unit_values" and then is not None and now is not None:
         return SettingMismatchError(
             "the column that the weights of the mix are shares of (`unit`) has other values than when the state was "

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from energon_bridge.errors import ErrorRateError
 from energon_bridge.loader.document import State
 from energon_bridge.loader.pool import WorkerPool
-from energon_bridge.storage.network import REQUESTS
-from energon_bridge.stream.failure_log import FailureLog
+from energon_bridge.storage.base import REQUESTS
+from energon_bridge.stream.failures import FailureLog
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.policy import ErrorPolicy
 from energon_bridge.stream.state import COLUMNS, COUNTERS, Counts

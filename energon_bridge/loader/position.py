@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -28,71 +28,28 @@ from energon_bridge.loader.bans import (
 )
 from energon_bridge.loader.fits import check_fits, check_lanes, merge
 from energon_bridge.loader.run_plan import RunPlan
-from energon_bridge.loader.streams import WorkerFacts, listing_of_pass, open_pipeline
+from energon_bridge.loader.streams import WorkerFacts, open_pipeline
 from energon_bridge.mix import parse_weight
-from energon_bridge.plan.bans import Ban, new_keys, with_ban
-from energon_bridge.plan.weights import GivenWeights
-from energon_bridge.stream.finite import Listing
-from energon_bridge.stream.lane import Stream
+from energon_bridge.plan.blend import BucketBlend
+from energon_bridge.plan.changes import Ban, GivenWeights, new_keys, with_ban
+from energon_bridge.plan.choose import standing
+from energon_bridge.stream.finite import DrawnRows, FiniteStream, ListedRows, Listing, listing_of_pass
+from energon_bridge.stream.lane import LaneStreams, Stream
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.state import COLUMNS, COUNTERS, LARGEST, BufferedRefs, Counts, LaneBatch, LaneState
 from energon_bridge.stream.watchdog import WatchdogSettings
-from energon_bridge.topology import Ownership, WorkerConfig
+from energon_bridge.topology import (
+    Ownership,
+    WorkerConfig,
+    first_microbatch,
+    lane_units,
+    microbatches_before,
+    step_units,
+)
 
 logger = logging.getLogger(__name__)
 
 OnMismatch = Literal["refuse", "adapt"]
-
-
-class Mode(Protocol):
-    """How the microbatches of a rank follow one another, and what of the run the rank needs for that.
-
-    Where the rank is stands in its position, `at`; a copy of both goes to each worker.
-    """
-
-    def units(self, at: Position, began: int) -> Iterator[tuple[int, int]]:
-        """Give the units of the rank from here on, each with its worker; a pass was divided at microbatch `began`."""
-        ...
-
-    def stream(self, at: Position, pipeline: Pipeline) -> Stream:
-        """Return what makes the units of one process, of which the pipeline is."""
-        ...
-
-    def is_over(self, at: Position) -> bool:
-        """Whether a pass ends here."""
-        return False
-
-    def is_masked(self, at: Position) -> bool:
-        """Whether the rank has no microbatch in the next step, but a masked one."""
-        return False
-
-    def take(self, at: Position, item: LaneBatch) -> None:
-        """Note in the position what comes with the next microbatch; the position advances after that."""
-        return
-
-    def step(self, at: Position) -> int:
-        """Return the microbatches that the run delivers in a step."""
-        return at.ownership.step_size(at.microbatches)
-
-    def begin(self, microbatches: int) -> int:
-        """Return the microbatch that the lanes in the position are at after so many were delivered."""
-        return microbatches
-
-    def needed_lanes(self, ownership: Ownership, rank: int) -> range:
-        """Return the lanes whose states a rank needs to continue."""
-        return ownership.lanes_of(rank)
-
-    def seek(self, at: Position, step: int) -> None:
-        """Go to the beginning of a step, assuming that no sample before it was skipped."""
-        ...
-
-    def delivered(self, at: Position) -> frozenset[int]:
-        """Return the leaves that the run has delivered samples of, as far as the rank can know; none at the start."""
-        ...
-
-    def first_banned(self, at: Position, from_draw: int | None) -> int:
-        """Return the global draw from which a ban holds, by default the first one that some lane has not delivered."""
-        ...
 
 
 class Position:
@@ -143,7 +100,8 @@ class Position:
             return None
         epoch = self.epoch if self.plan.data.shuffled else 0
         if self._listing is None or self._listing[0] != epoch:
-            self._listing = epoch, *listing_of_pass(self.plan, epoch, self.mode.delivered(self))
+            pipeline = open_pipeline(self.plan, delivered=self.mode.delivered(self))
+            self._listing = epoch, *listing_of_pass(pipeline, self.plan.draws_of_pass(epoch))
         return self._listing[1]
 
     def advance(self) -> None:
@@ -473,3 +431,158 @@ def merged_state(own: doc.State, config: WorkerConfig, global_dst_rank: int | No
     if global_dst_rank is not None and torch.distributed.get_rank() != global_dst_rank:
         return None
     return merge(states)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The modes of a loader. A *unit* is what one microbatch is made from: a lane of a run, or the number of a microbatch in
+# a pass.
+
+
+_EMPTY_PASSES = 100
+"""Passes without a microbatch, one after the other, after which a seek gives up."""
+
+
+class Mode:
+    """How the microbatches of a rank follow one another, and what of the run the rank needs for that.
+
+    This one is that of an endless run: each rank goes round its own lanes, with masked microbatches if the ranks do not
+    divide the lanes. Others override what differs; other rooms bring further ones (`loader.shares`). Where the rank is
+    stands in its position, `at`; a copy of both goes to each worker.
+    """
+
+    def units(self, at: Position, began: int) -> Iterator[tuple[int, int]]:
+        """Give the units of the rank from here on, each with its worker; a pass was divided at microbatch `began`."""
+        config = at.plan.config
+        return lane_units(at.ownership, config.dp_rank, at.microbatches, config.processes)
+
+    def stream(self, at: Position, pipeline: Pipeline) -> Stream:
+        """Return what makes the units of one process, of which the pipeline is."""
+        return LaneStreams(pipeline, at.plan.blend, at.lanes)
+
+    def is_over(self, at: Position) -> bool:
+        """Whether a pass ends here."""
+        return False
+
+    def is_masked(self, at: Position) -> bool:
+        """Whether the rank has no microbatch in the next step, but a masked one."""
+        return not at.ownership.even and at.lane() is None
+
+    def take(self, at: Position, item: LaneBatch) -> None:
+        """Note in the position what comes with the next microbatch; the position advances after that."""
+        lane = at.lane()
+        assert lane is not None
+        assert item.state is not None
+        at.lanes[lane] = item.state
+
+    def step(self, at: Position) -> int:
+        """Return the microbatches that the run delivers in a step."""
+        return at.ownership.step_size(at.microbatches)
+
+    def begin(self, microbatches: int) -> int:
+        """Return the microbatch that the lanes in the position are at after so many were delivered."""
+        return microbatches
+
+    def needed_lanes(self, ownership: Ownership, rank: int) -> range:
+        """Return the lanes whose states a rank needs to continue."""
+        return ownership.lanes_of(rank)
+
+    def seek(self, at: Position, step: int) -> None:
+        """Go to the beginning of a step, assuming that no sample before it was skipped."""
+        ranks, lanes = at.plan.config.dp_size, at.plan.num_lanes
+        at.microbatches = first_microbatch(step, num_lanes=lanes, world_size=ranks)
+        at.ownership = Ownership(lanes, ranks, at.microbatches)
+        begin = self.begin(at.microbatches)
+        at.lanes = {}
+        for lane in self.needed_lanes(at.ownership, at.plan.config.dp_rank):
+            microbatches = microbatches_before(lane, begin, lanes)
+            if isinstance(at.plan.blend, BucketBlend):
+                draws = at.plan.blend.leaf_draws(lane, microbatches)
+                at.lanes[lane] = LaneState(microbatches, sum(draws), 0, tuple(draws))
+                continue
+            draw = microbatches * at.plan.data.rows
+            leaf_draws, sums = standing(at.plan.leaves, at.plan.blend, lane, draw)
+            at.lanes[lane] = LaneState(microbatches, draw, 0, tuple(leaf_draws), sums=sums)
+
+    def delivered(self, at: Position) -> frozenset[int]:
+        """Return the leaves that the run has delivered samples of, as far as the rank can know; none at the start."""
+        leaves = range(len(at.plan.leaves))
+        return frozenset(leaf for leaf in leaves if any(state.leaf_draws[leaf] for state in at.lanes.values()))
+
+    def first_banned(self, at: Position, from_draw: int | None) -> int:
+        """Return the global draw from which a ban holds, by default the first one that some lane has not delivered."""
+        lanes = at.plan.num_lanes
+        if at.plan.data.buckets is not None:
+            if from_draw is not None:
+                raise ConfigurationError("ban: draws have no common number with group_by: leave out from_draw")
+            return 0  # draws that were made are not taken back
+        first = min(at.lane_state(lane).draw * lanes + lane for lane in at.own_lanes)
+        if from_draw is None:
+            return at.agreed("ban", first, min)
+        if 0 < from_draw < first:
+            logger.warning(
+                "ban: the lanes of this rank have made all draws before global draw %d, so from_draw=%d bans from "
+                "there on; draws that were made are not taken back",
+                *(first, from_draw),
+            )
+        return from_draw
+
+
+class PassMode(Mode):
+    """A pass over the data: validation, which begins again each time, or training that ends."""
+
+    def needed_lanes(self, ownership: Ownership, rank: int) -> range:
+        return range(0)
+
+    def units(self, at: Position, began: int) -> Iterator[tuple[int, int]]:
+        config = at.plan.config
+        ranks, workers = config.dp_size, config.processes
+        steps, turn = range(at.microbatches, at.end, ranks), (at.microbatches - began) // ranks
+        return ((unit, (number + turn) % workers) for unit, number in step_units(steps, config.dp_rank, workers))
+
+    def take(self, at: Position, item: LaneBatch) -> None:
+        return
+
+    def is_masked(self, at: Position) -> bool:
+        return False
+
+    def stream(self, at: Position, pipeline: Pipeline) -> Stream:
+        listing, order = at.listing, at.plan.order_of_pass
+        draws = at.plan.draws_of_pass(at.epoch) if order is None else order.draws
+        number_of = None if order is None else order.sample_number
+        rows = DrawnRows(pipeline, draws, number_of) if listing is None else ListedRows(pipeline, listing)
+        return FiniteStream(pipeline, rows, drop_last=at.plan.data.settings.batch_drop_last, order=order)
+
+    def is_over(self, at: Position) -> bool:
+        return at.microbatches >= at.end
+
+    def step(self, at: Position) -> int:
+        if not at.microbatches:
+            at.count_listing()
+        return at.plan.config.dp_size
+
+    def seek(self, at: Position, step: int) -> None:
+        ranks = at.plan.config.dp_size
+        at.epoch = empty = 0
+        while at.plan.data.shuffled and step and step >= (steps := -(-at.end // ranks)):
+            at.epoch, step, empty = at.epoch + 1, step - steps, 0 if steps else empty + 1
+            if empty == _EMPTY_PASSES:
+                at.epoch = at.microbatches = at.epoch_steps = 0
+                raise ConfigurationError(
+                    f"start_at: the run has no {step} steps more: {empty} passes in a row have no microbatch. Set "
+                    "batch_drop_last=False, or a smaller batch_size"
+                )
+        at.microbatches = min(step * ranks, at.end)
+
+    def delivered(self, at: Position) -> frozenset[int]:
+        # After a run on other ranks, another rank may hold these counts.
+        begins = not (at.microbatches or at.epoch or any(map(any, at.counts)))
+        return frozenset() if begins else frozenset(range(len(at.plan.leaves)))
+
+    def first_banned(self, at: Position, from_draw: int | None) -> int:
+        data, draws = at.plan.data, at.plan.draws_of_pass(at.epoch)
+        if not data.shuffled:  # nothing depends on earlier microbatches, so it may hold from the beginning
+            return draws.first
+        if data.listed:  # the rows of a pass that has begun are fixed
+            return max(from_draw or 0, draws.first + (draws.num_draws if at.microbatches else 0))
+        first = draws.first + min(at.microbatches * data.rows, draws.num_draws)
+        return first if from_draw is None else from_draw

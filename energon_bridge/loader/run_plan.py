@@ -19,23 +19,19 @@ from energon_bridge.errors import ConfigurationError, WrongUseError
 from energon_bridge.format.foreign import ForeignDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.mix import Mix
-from energon_bridge.mix.buckets import Buckets
-from energon_bridge.mix.leaves import OpenLeaf
+from energon_bridge.mix.leaves import Buckets, OpenLeaf
 from energon_bridge.plan.amounts import AmountBlend
-from energon_bridge.plan.bans import LeafBans
-from energon_bridge.plan.blend import ChangedBlend, EpochizedBlend, InTurns, LeafWeights, WeightedBlend
-from energon_bridge.plan.buckets import BucketBlend
+from energon_bridge.plan.blend import BucketBlend, EpochizedBlend, InTurns, WeightedBlend
+from energon_bridge.plan.changes import ChangedWeights, LeafBans, LeafWeights, MixWeights
 from energon_bridge.plan.choose import AnyBlend, PassDraws
 from energon_bridge.plan.leaf import LeafOrder, slice_length
-from energon_bridge.plan.weights import ChangedWeights, MixWeights
 from energon_bridge.rng import key_of
 from energon_bridge.samples import CrudeSample, field_names
 from energon_bridge.samples.showing import counted, described
 from energon_bridge.stream.conventions import PassOrder
-from energon_bridge.stream.cooking import check_cooker, cooker_of
-from energon_bridge.stream.failure_log import FailureLog
+from energon_bridge.stream.failures import FailureLog
 from energon_bridge.stream.finite import Listing, num_microbatches
-from energon_bridge.stream.leaf import Leaf
+from energon_bridge.stream.leaf import Leaf, check_cooker, cooker_of
 from energon_bridge.stream.settings import RunSettings, StreamKind
 from energon_bridge.stream.user_code import OwnHooks, selection_of
 from energon_bridge.task_encoder.collate import REMEDY_FOR_TYPES
@@ -220,7 +216,8 @@ class DatasetSpec(NotForDataLoader):
     @cached_property
     def failure_log(self) -> FailureLog:
         """The log of failures; one for all loaders of this dataset in the process."""
-        return FailureLog(self.settings.error_policy)
+        policy = self.settings.error_policy
+        return FailureLog(messages=policy.messages, quarantine=policy.quarantine)
 
     def __iter__(self) -> NoReturn:
         raise WrongUseError(DATASET_IS_NO_LOADER)
@@ -516,8 +513,7 @@ def _blend(
         key = key_of("run", seed)
         if data.unit is not None:
             return AmountBlend(parts=tuple(parts), num_lanes=lanes, key=key)
-        blends = tuple((start, WeightedBlend(weights=weights, num_lanes=lanes, key=key)) for start, weights in parts)
-        return ChangedBlend(parts=blends, num_lanes=lanes) if changes else blends[0][1]
+        return WeightedBlend(parts=tuple(parts), num_lanes=lanes, key=key)
     rank = {leaf.identity: number for number, leaf in enumerate(data.ordered)}
     sequence = tuple(rank[leaf.identity] for leaf in data.leaves) if data.mode == "concat" else None
     return EpochizedBlend(

@@ -27,22 +27,21 @@ from energon_bridge.format.parallel import available_cores
 from energon_bridge.loader import document as doc
 from energon_bridge.loader.fits import read_all
 from energon_bridge.loader.metrics import AT_ANY_TIME, AT_END, AT_EPOCH, check_rates, flat_metrics, name_losses
-from energon_bridge.loader.modes import LaneMode, PassMode
 from energon_bridge.loader.pool import Engine, WorkerPool
-from energon_bridge.loader.position import Mode, OnMismatch, Position, merged_state
+from energon_bridge.loader.position import Mode, OnMismatch, PassMode, Position, merged_state
 from energon_bridge.loader.run_plan import DATASET_IS_NO_LOADER, DatasetSpec, NotForDataLoader, plan_run
 from energon_bridge.loader.streams import open_pipeline
 from energon_bridge.loader.workers import LocalProcesses, Work, keep_freed_memory
 from energon_bridge.registry import load
 from energon_bridge.samples.base import pin_value
 from energon_bridge.samples.showing import counted, described
-from energon_bridge.storage.network import REQUESTS
+from energon_bridge.storage.base import REQUESTS
 from energon_bridge.stream.conventions import attach
+from energon_bridge.stream.draws import describe, restore
 from energon_bridge.stream.finite import mask_loss
 from energon_bridge.stream.lane import Production
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.pipeline import Pipeline
-from energon_bridge.stream.reencode import describe, restore
 from energon_bridge.stream.state import LaneBatch
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.topology import Ownership, WorkerConfig, check_data_parallel
@@ -95,7 +94,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         self.on_mismatch = on_mismatch
         check_data_parallel(config)
         dataset.check_types()
-        self._position = Position(plan_run(dataset, config), PassMode() if dataset.finite else LaneMode())
+        self._position = Position(plan_run(dataset, config), PassMode() if dataset.finite else Mode())
         workers = config.num_workers
         with warnings.catch_warnings():
             # DataLoader would say of every loader that the machine has fewer cores; `_say_what_is_idle` does, once.

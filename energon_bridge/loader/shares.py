@@ -25,16 +25,14 @@ from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import JsonlDataset
 from energon_bridge.loader.document import State, sign
-from energon_bridge.loader.fits import check_windows, read_all
-from energon_bridge.loader.modes import LaneMode
-from energon_bridge.loader.position import Position
+from energon_bridge.loader.fits import ABSENT, WINDOWS, mismatch, read_all
+from energon_bridge.loader.position import Mode, Position
 from energon_bridge.loader.run_plan import DatasetSpec, RunPlan
 from energon_bridge.mix.leaves import numbers_of_samples
 from energon_bridge.plan.balance import Integers, assign_microbatches, cut_window, imbalance
 from energon_bridge.plan.choose import Picks, plain_cursors
 from energon_bridge.rng import fold, key_of
-from energon_bridge.stream.picked import PickedLoad
-from energon_bridge.stream.pipeline import Pipeline
+from energon_bridge.stream.pipeline import PickedLoad, Pipeline
 from energon_bridge.stream.planned import PlannedBatch, PlannedLane, PlanRules, SampleTable, make_planned
 from energon_bridge.stream.state import LaneBatch, LaneState
 from energon_bridge.task_encoder.costs import ColumnCost
@@ -48,7 +46,7 @@ _ONE_OF_ONE = (Hook.ENCODE, Hook.PREENCODE, Hook.PACK, Hook.BATCH, Hook.ENCODE_B
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sharing(LaneMode):
+class Sharing(Mode):
     """How the microbatches of a run are divided among ranks before they are loaded; each rank plans all lanes.
 
     Attributes:
@@ -210,6 +208,8 @@ def _text(cost: ColumnCost) -> str:
 
 # Windows in states ---------------------------------------------------------------------------------------------------
 
+_OF_WINDOWS = (WINDOWS, "balance_window_of", "balance_window_cost")
+
 
 def window_settings(window: int, group: int, cost: ColumnCost | None = None) -> dict[str, Any]:
     """Return the settings of windows in a state: K, G, and the cost if it is known from columns."""
@@ -217,6 +217,18 @@ def window_settings(window: int, group: int, cost: ColumnCost | None = None) -> 
         return {}
     settings: dict[str, Any] = {"balance_window": window, "balance_window_of": group}
     return settings if cost is None else settings | {"balance_window_cost": _text(cost)}
+
+
+def check_windows(then: State, now: Mapping[str, object]) -> None:
+    """Raise for the settings of a state that was saved with other windows of balance, or none.
+
+    Raises:
+        SettingMismatchError: They differ.
+    """
+    for name in _OF_WINDOWS:
+        before, after = (of.get(name, ABSENT.get(name)) for of in (then, now))
+        if before != after:
+            raise mismatch(name, before, after)
 
 
 def in_window(state: State, done: int, settings: Mapping[str, Any]) -> State:

@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
 from energon_bridge.errors import ConfigurationError, EnergonError, MetadataError, UntrustedCodeError
-from energon_bridge.format.code import import_class
 from energon_bridge.format.dataset import PreparedDataset
-from energon_bridge.format.dataset_config import OWN_PACKAGES
+from energon_bridge.format.dataset_config import import_class, is_own
 from energon_bridge.format.foreign import ForeignDataset
 from energon_bridge.format.join import JoinedDataset, JoinPart, joined_dataset, open_index
 from energon_bridge.format.parallel import available_cores
@@ -95,7 +94,7 @@ def _find(joiner: Joiner, *, where: str, trust: bool) -> Any:
     name = f"{joiner.module}.{joiner.name}"
     if name in _REGISTERED:
         return _REGISTERED[name]
-    if any(joiner.module == package or joiner.module.startswith(f"{package}.") for package in OWN_PACKAGES):
+    if is_own(joiner.module):
         try:
             return sample_type_by_name(joiner.name)
         except EnergonError as error:

@@ -1,4 +1,4 @@
-"""Opens the leaves of a mix: each with its dataset, the samples read from it, and its identity."""
+"""Opens the leaves of a mix, each with its dataset, its samples and its identity; and cuts them into buckets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -25,8 +25,7 @@ from energon_bridge.mix.expression import all_of, column_names, evaluate, evalua
 from energon_bridge.mix.flatten import Mix
 from energon_bridge.mix.joins import aux_of_join, open_join
 from energon_bridge.mix.opener import DatasetOpener
-from energon_bridge.mix.subset import evaluate_subset
-from energon_bridge.mix.tree import AuxRef, JoinRef, LeafRef, combine_multipliers
+from energon_bridge.mix.tree import AuxRef, JoinRef, LeafRef, combine_multipliers, evaluate_subset
 from energon_bridge.rng import IntArray
 from energon_bridge.samples import CrudeSample
 from energon_bridge.storage import as_far, open_store
@@ -231,12 +230,7 @@ def kept_samples(
     Raises ConfigurationError for a wrong expression or column, MetadataError for a column of other shards or a dataset
     that can have none, and EmptyDatasetError if nothing is kept.
     """
-    columns, hint = _leaf_columns(dataset, text, start, stop, where=where, use="filtered")
-    try:
-        kept = evaluate(text, columns, num_samples=stop - start)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{dataset.path}: {error}{hint}") from error
-    numbers = start + np.flatnonzero(kept)
+    numbers = start + np.flatnonzero(_evaluated(evaluate, dataset, text, start, stop, where=where, use="filtered"))
     if not numbers.size:
         raise EmptyDatasetError(f"{dataset.path}: none of its {stop - start} samples passes the filter {text!r}")
     return numbers.astype(np.int32) if stop <= np.iinfo(np.int32).max else numbers
@@ -257,11 +251,7 @@ def numbers_of_samples(
     Raises ConfigurationError for a wrong expression or column, MetadataError for a column of other shards or a dataset
     that can have none.
     """
-    columns, hint = _leaf_columns(dataset, text, 0, dataset.num_samples, where=where, use=use, counts=counts)
-    try:
-        return evaluate_number(text, columns, num_samples=dataset.num_samples)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{dataset.path}: {error}{hint}") from error
+    return _evaluated(evaluate_number, dataset, text, 0, dataset.num_samples, where=where, use=use, counts=counts)
 
 
 def values_of_samples(dataset: PreparedDataset | JoinedDataset, text: str) -> np.ndarray:
@@ -269,14 +259,12 @@ def values_of_samples(dataset: PreparedDataset | JoinedDataset, text: str) -> np
 
     Raises ConfigurationError for a wrong expression or column, MetadataError for a dataset that can have none.
     """
-    columns, hint = _leaf_columns(dataset, text, 0, dataset.num_samples, where=dataset.path, use="grouped by them")
-    try:
-        return evaluate_value(text, columns, num_samples=dataset.num_samples)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{dataset.path}: {error}{hint}") from error
+    where, count = dataset.path, dataset.num_samples
+    return _evaluated(evaluate_value, dataset, text, 0, count, where=where, use="grouped by them")
 
 
-def _leaf_columns(
+def _evaluated(
+    how: Callable[..., np.ndarray],
     dataset: PreparedDataset | JoinedDataset,
     text: str,
     start: int,
@@ -285,27 +273,32 @@ def _leaf_columns(
     where: str,
     use: str,
     counts: bool = False,
-) -> tuple[dict[str, np.ndarray], str]:
-    """Return the columns that an expression names, of the samples in [start, stop), and a hint if there are none."""
+) -> np.ndarray:
+    """Return what an expression of columns gives for samples [start, stop); `how` is an `evaluate…` function."""
     if isinstance(dataset, (JoinedDataset, JsonlDataset)):
         what = "a join" if isinstance(dataset, JoinedDataset) else "a JSONL file"
         raise MetadataError(f"{where}: {what} has no columns and cannot be {use}: {text}")
+    names, hint = column_names(text), ""
     columns: dict[str, np.ndarray]
-    hint = ""
     if isinstance(dataset, ForeignDataset):
         known: Mapping[str, object] = dict.fromkeys(dataset.columns)
-        columns = {name: dataset.read_values(name)[start:stop] for name in column_names(text) if name in known}
+        columns = {name: dataset.read_values(name)[start:stop] for name in names if name in known}
     else:
         known = added = read_columns(dataset.store)
-        columns = {name: column_of(dataset, name, added)[start:stop] for name in column_names(text) if name in added}
+        columns = {name: column_of(dataset, name, added)[start:stop] for name in names if name in added}
         hint = "" if added else f" Add one: energon columns add {dataset.path} --help"
-    missing = [name for name in column_names(text) if name not in known]
+    missing = [name for name in names if name not in known]
     if counts and missing:
-        how = _REMEDIES.get(missing[0], f"{missing[0]} --of MODULE:FUNCTION")
-        hint = f" The weights of its blend are shares of `{text}`. Add it: energon columns add {dataset.path} {how}"
+        how_to_add = _REMEDIES.get(missing[0], f"{missing[0]} --of MODULE:FUNCTION")
+        hint = (
+            f" The weights of its blend are shares of `{text}`. Add it: energon columns add {dataset.path} {how_to_add}"
+        )
     if len(columns) < len(known):  # for the error, which lists them
         columns |= {name: np.empty(0) for name in known.keys() - columns.keys()}
-    return columns, hint
+    try:
+        return how(text, columns, num_samples=stop - start)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{dataset.path}: {error}{hint}") from error
 
 
 def number_leaves(leaves: Sequence[OpenLeaf]) -> tuple[OpenLeaf, ...]:
@@ -349,3 +342,117 @@ def _content_of_store(ref: AuxRef) -> list[object]:
     info = read_info(store)
     key_index_version(store)  # raises if no key can be looked up
     return ["dataset", list(info.shard_counts.items())]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Buckets: leaves cut by the values that expressions of columns give for their samples.
+
+
+_MOST_BUCKETS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buckets:
+    """The buckets of a run.
+
+    Attributes:
+        group_by: The expressions of columns whose values are the names.
+        names: Of each bucket, such as `1152x896`.
+        rows: Samples in a microbatch of each.
+        samples: Samples of each.
+        of_leaf: The bucket of each leaf, by identity.
+    """
+
+    group_by: tuple[str, ...]
+    names: tuple[str, ...]
+    rows: tuple[int, ...]
+    samples: tuple[int, ...]
+    of_leaf: Mapping[str, int]
+
+
+def with_shares(mix: Mix, leaves: Sequence[OpenLeaf]) -> list[OpenLeaf]:
+    """Return leaves with their own weights: those of a group divided by numbers of samples."""
+    groups = Counter[int | None]()
+    for entry, leaf in zip(mix.leaves, leaves, strict=True):
+        groups[entry.size_group] += leaf.num_samples
+    parts = [
+        Fraction(1) if entry.size_group is None else Fraction(leaf.num_samples, groups[entry.size_group])
+        for entry, leaf in zip(mix.leaves, leaves, strict=True)
+    ]
+    return [dataclasses.replace(leaf, share=leaf.share * part) for leaf, part in zip(leaves, parts, strict=True)]
+
+
+def cut_into_buckets(
+    leaves: Sequence[OpenLeaf], group_by: Sequence[str], batch_size: int, sizes: str | Mapping[str, int] | None
+) -> tuple[tuple[OpenLeaf, ...], Buckets]:
+    """Return a leaf for each bucket of each leaf, and the buckets.
+
+    Args:
+        leaves: The leaves.
+        group_by: Expressions of columns; samples for which all give the same are a bucket.
+        batch_size: Samples in a microbatch, where `sizes` does not say it.
+        sizes: Samples in a microbatch of each bucket: by its name, or an expression of columns, of whose values in the
+            bucket the least counts.
+
+    Raises:
+        ConfigurationError, MetadataError: An expression is wrong, or there are too many buckets.
+    """
+    found: dict[str, list[tuple[OpenLeaf, np.ndarray]]] = {}
+    rows: dict[str, int] = {}
+    for leaf in leaves:
+        own = np.arange(leaf.start, leaf.stop) if leaf.kept is None else leaf.kept
+        number, names = np.zeros(own.size, dtype=np.int64), [""]
+        for text in group_by:
+            values, places = np.unique(values_of_samples(leaf.dataset, text)[own], return_inverse=True)
+            number, names = (
+                number * values.size + places,
+                [f"{name}x{value}".removeprefix("x") for name in names for value in map(_name, values.tolist())],
+            )
+        if isinstance(sizes, str):
+            wanted = np.floor(values_of_samples(leaf.dataset, sizes)[own].astype(np.float64))
+        else:
+            wanted = np.full(own.size, batch_size)
+        for one in np.unique(number).tolist():
+            here, name = number == one, names[one]
+            found.setdefault(name, []).append((leaf, own[here]))
+            rows[name] = min(rows.get(name, 1 << 30), int(wanted[here].min()))
+        if len(found) > _MOST_BUCKETS:
+            raise ConfigurationError(
+                f"group_by={[*group_by]} gives more than {_MOST_BUCKETS} buckets ({', '.join([*found][:3])}, …): round "
+                "the values, as in `width // 64` or `aspect_width(width, height, 1048576, 64)`"
+            )
+    if isinstance(sizes, Mapping):
+        if unknown := sorted(sizes.keys() - found.keys()):
+            raise ConfigurationError(
+                f"bucket_batch_size names no bucket with {', '.join(unknown[:5])}. Buckets: {', '.join(sorted(found))}"
+            )
+        rows |= sizes
+    order = sorted(found, key=lambda name: [(len(part), part) for part in name.split("x")])
+    for name in order:
+        if type(rows[name]) is not int or not 1 <= rows[name] < 1 << 30:
+            raise ConfigurationError(f"bucket {name}: a microbatch has {rows[name]!r} samples, expected at least 1")
+    parts = [(bucket, leaf, numbers) for bucket, name in enumerate(order) for leaf, numbers in found[name]]
+    # Parts of two leaves may have the same samples.
+    cut = number_leaves([_part(leaf, numbers, order[bucket]) for bucket, leaf, numbers in parts])
+    return cut, Buckets(
+        group_by=tuple(group_by),
+        names=tuple(order),
+        rows=tuple(rows[name] for name in order),
+        samples=tuple(sum(numbers.size for _, numbers in found[name]) for name in order),
+        of_leaf={leaf.identity: bucket for leaf, (bucket, _, _) in zip(cut, parts, strict=True)},
+    )
+
+
+def _part(leaf: OpenLeaf, numbers: np.ndarray, name: str) -> OpenLeaf:
+    small = np.int32 if leaf.stop <= np.iinfo(np.int32).max else np.int64
+    return dataclasses.replace(
+        leaf,
+        occurrence=0,
+        filter=f"{leaf.filter}, bucket {name}".removeprefix(", "),
+        kept=numbers.astype(small),
+        share=leaf.share * Fraction(numbers.size, leaf.num_samples),
+    )
+
+
+def _name(value: object) -> str:
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)

@@ -47,8 +47,14 @@ def load_mix(
         DatasetNotFoundError, NotPreparedError, UnknownSplitError, MetadataError: A path or a file is wrong.
         ConfigurationError: An argument is wrong.
     """
-    names = {"dataset_config": dataset_config, "split_config": split_config}
-    tree = load_tree(source, split_part=split_part, base=base, index=index, **names)
+    folder = os.getcwd() if base is None else resolve_path(os.fspath(base), base=os.getcwd(), where="base")
+    direct = LeafRef(
+        path="",
+        split_part=split_part,
+        dataset_config=None if dataset_config == DEFAULT_DATASET_CONFIG else dataset_config,
+        split_config=None if split_config == DEFAULT_SPLIT_CONFIG else split_config,
+    )
+    tree = _read(source, base=folder, direct=direct, index=index or MixIndex(), where="", depth=0)
     if condition is not None:
         column_names(condition)  # raises if it cannot be parsed
         tree = filtered(tree, condition)
@@ -70,26 +76,6 @@ def index_of_datasets(mix: Mix, *, split_part: str) -> MixIndex:
         return MixIndex()
     paths = sorted({entry.leaf.path for entry in mix.leaves if isinstance(entry.leaf, LeafRef)})
     return MixIndex(index_folders("\0".join(["", *paths])), request=split_part)
-
-
-def load_tree(
-    source: MixSource,
-    *,
-    split_part: str,
-    base: str | os.PathLike[str] | None = None,
-    dataset_config: str | None = None,
-    split_config: str | None = None,
-    index: MixIndex | None = None,
-) -> Node:
-    """Read a mix to its tree; arguments and errors are those of `load_mix`."""
-    folder = os.getcwd() if base is None else resolve_path(os.fspath(base), base=os.getcwd(), where="base")
-    direct = LeafRef(
-        path="",
-        split_part=split_part,
-        dataset_config=None if dataset_config == DEFAULT_DATASET_CONFIG else dataset_config,
-        split_config=None if split_config == DEFAULT_SPLIT_CONFIG else split_config,
-    )
-    return _read(source, base=folder, direct=direct, index=index or MixIndex(), where="", depth=0)
 
 
 def _read(source: Any, *, base: str, direct: LeafRef, index: MixIndex, where: str, depth: int) -> Node:

@@ -28,18 +28,18 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field as dataclass_field, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, get_args
 
 from energon_bridge.errors import ConfigurationError, MetadataError, UnknownSplitError, did_you_mean
-from energon_bridge.format.documents import expect_keys, expect_mapping, expect_string, wrong_type
+from energon_bridge.format.dataset_config import OWN_PACKAGES, is_own
+from energon_bridge.format.documents import Value
 from energon_bridge.format.join import Nonmatch
 from energon_bridge.mix.expression import checked_expression
 from energon_bridge.mix.opener import MixIndex
 from energon_bridge.mix.paths import DatasetKind, kind_of_reference, resolve_path, split_path
-from energon_bridge.mix.schedule import exact_number, parse_weight
-from energon_bridge.mix.subset import SubsetRange, parse_subset
+from energon_bridge.mix.schedule import WeightSchedule, exact_number, parse_weight
 from energon_bridge.mix.tree import (
     AuxRef,
     Blend,
@@ -50,7 +50,9 @@ from energon_bridge.mix.tree import (
     JoinRef,
     LeafRef,
     Node,
+    SubsetRange,
     combine_multipliers,
+    parse_subset,
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -63,108 +65,101 @@ _RESERVED_AUX_NAMES = ("primary", "cache")
 _FILESYSTEM = re.compile(r"filesystem(?:\+([a-z][a-z0-9.-]*))?://", re.IGNORECASE)
 
 
-def read_text(item: Mapping[str, Any], key: str, *, where: str, field: str) -> str | None:
-    """Return an optional string."""
-    value = item.get(key)
-    return None if value is None else expect_string(value, where=where, field=f"{field}.{key}")
-
-
-def read_path(item: Mapping[str, Any], *, base: str, where: str, field: str) -> str:
+def _read_path(item: Value, *, base: str) -> str:
     """Return `path` as an absolute path or URL."""
-    place = f"{field}.path"
-    text = expect_string(item["path"], where=where, field=place)
-    return resolve_path(text, base=base, where=f"{where}, field `{place}`")
+    path = item.get("path")
+    return resolve_path(path.string(), base=base, where=path.at)
 
 
-def read_subflavors(item: Mapping[str, Any], *, where: str, field: str) -> dict[str, Any]:
-    """Return `subflavors`, with the old `subflavor: x` as `{__subflavor__: x}` below them."""
+def _read_subflavors(item: Value, scope: Scope) -> dict[str, Any]:
+    """Return `subflavors` with those around them over it, and the old `subflavor: x` as `{__subflavor__: x}` below."""
     value = item.get("subflavors")
-    subflavors = {} if value is None else expect_mapping(value, where=where, field=f"{field}.subflavors")
-    old = read_text(item, "subflavor", where=where, field=field)
-    return subflavors if old is None else {"__subflavor__": old, **subflavors}
+    subflavors = {} if value.plain is None else value.mapping()
+    old = item.text("subflavor")
+    return {**({} if old is None else {"__subflavor__": old}), **subflavors, **scope.subflavors}
 
 
-def read_multiplier(item: Mapping[str, Any], *, where: str, field: str) -> int | None:
-    """Return `shuffle_over_epochs_multiplier`: 1 or more, -1, or None."""
+def _read_multiplier(item: Value, scope: Scope) -> int | None:
+    """Return `shuffle_over_epochs_multiplier` (1 or more, -1, or None), combined with what is around it."""
     value = item.get("shuffle_over_epochs_multiplier", 1)
-    if value is None or (type(value) is int and (value == -1 or value >= 1)):
-        return value
-    place = f"{field}.shuffle_over_epochs_multiplier"
-    raise wrong_type(value, "a whole number of epochs, -1 or null", where=where, field=place)
+    epochs = value.plain
+    if epochs is None or (type(epochs) is int and (epochs == -1 or epochs >= 1)):
+        return combine_multipliers(scope.multiplier, epochs)
+    raise value.wrong("a whole number of epochs, -1 or null")
 
 
-def read_repetitions(item: Mapping[str, Any], *, where: str, field: str) -> Fraction:
+def _read_repetitions(item: Value) -> Fraction:
     """Return `repetitions` exactly as its digits say: 0.1 is 1/10."""
     value = item.get("repetitions", 1)
-    number = exact_number(value)
+    number = exact_number(value.plain)
     if number is None or number < 0:
-        raise wrong_type(value, "a number of at least 0", where=where, field=f"{field}.repetitions")
+        raise value.wrong("a number of at least 0")
     return number
 
 
-def read_nonmatch(item: Mapping[str, Any], *, is_primary: bool, where: str, field: str) -> Nonmatch:
+def _read_weight(item: Value) -> WeightSchedule:
+    value = item.get("weight", 1)
+    return parse_weight(value.plain, where=value.where, field=value.field)
+
+
+def _read_nonmatch(item: Value, *, is_primary: bool) -> Nonmatch:
     """Return `nonmatch` of a join's entry; the primary has none."""
     value = item.get("nonmatch", "error")
-    place = f"{field}.nonmatch"
-    if value not in get_args(Nonmatch):
-        raise wrong_type(value, "one of error, skip, none", where=where, field=place)
-    if is_primary and value != "error":
+    nonmatch: Nonmatch = value.plain
+    if nonmatch not in get_args(Nonmatch):
+        raise value.wrong("one of error, skip, none")
+    if is_primary and nonmatch != "error":
         raise MetadataError(
-            f"{where}, field `{place}`: the first dataset of a join determines its rows, so this can only be "
-            f"`error`, found {value!r}."
+            f"{value.at}: the first dataset of a join determines its rows, so this can only be `error`, found "
+            f"{nonmatch!r}."
         )
-    return value
+    return nonmatch
 
 
-def read_aux(item: Mapping[str, Any], *, base: str, where: str, field: str) -> dict[str, AuxRef]:
+def _read_aux(item: Value, *, base: str) -> dict[str, AuxRef]:
     """Return `aux`: stores for cookers by name, with absolute paths."""
     value = item.get("aux")
-    if value is None:
+    if value.plain is None:
         return {}
-    place = f"{field}.aux"
-    stores: dict[str, AuxRef] = {}
-    for name, reference in expect_mapping(value, where=where, field=place).items():
+    for name in value.mapping():
         if name in _RESERVED_AUX_NAMES:
-            raise MetadataError(f"{where}, field `{place}`: the name `{name}` is reserved. Use another.")
-        stores[name] = _aux(reference, base=base, where=where, field=f"{place}.{name}")
-    return stores
+            raise MetadataError(f"{value.at}: the name `{name}` is reserved. Use another.")
+    return {name: _aux(value.get(name), base=base) for name in value.plain}
 
 
-def _aux(value: Any, *, base: str, where: str, field: str) -> AuxRef:
-    at = f"{where}, field `{field}`"
-    is_filesystem = False
-    if isinstance(value, dict):  # the long form: {path: ...} or {fs_path: ...}
-        expect_keys(value, allowed=("path", "fs_path"), where=where, field=field)
-        if len(value) != 1:
-            raise wrong_type(value, "either `path` or `fs_path`", where=where, field=field)
-        key, value = next(iter(value.items()))
-        is_filesystem = key == "fs_path"
-    text = expect_string(value, where=where, field=field)
+def _aux(value: Value, *, base: str) -> AuxRef:
+    is_filesystem, place = False, value
+    if isinstance(value.plain, dict):  # the long form: {path: ...} or {fs_path: ...}
+        value.check_keys(("path", "fs_path"))
+        if len(value.plain) != 1:
+            raise value.wrong("either `path` or `fs_path`")
+        key, text = next(iter(value.plain.items()))
+        is_filesystem, place = key == "fs_path", Value(text, value.where, value.field)
+    text = place.string()
     match = None if is_filesystem else _FILESYSTEM.match(text)
     if match:
         is_filesystem = True
         text = text[match.end() :]
         text = f"{match[1]}://{text}" if match[1] else text
-    path = resolve_path(text, base=base, where=at)
+    path = resolve_path(text, base=base, where=value.at)
     if not is_filesystem and path.endswith((".yaml", ".yml")):
-        raise MetadataError(f"{at}: expected the folder of a prepared dataset, found the mix {path}.")
+        raise MetadataError(f"{value.at}: expected the folder of a prepared dataset, found the mix {path}.")
     return AuxRef(path=path, is_filesystem=is_filesystem)
 
 
-def read_joiner(item: Mapping[str, Any], *, where: str, field: str) -> Joiner:
+def _read_joiner(item: Value) -> Joiner:
     """Return `joiner`, by name; nothing is imported. Python code may give the type or function itself."""
-    value = item["joiner"]
-    place = f"{field}.joiner"
-    if callable(value):
-        is_function = not isinstance(value, type)
-        name = getattr(value, "__qualname__", type(value).__qualname__)
-        return Joiner(module=value.__module__, name=name, is_function=is_function, target=value)
-    joiner = expect_mapping(value, where=where, field=place)
-    kind = "__function__" if "__function__" in joiner else "__class__"
-    expect_keys(joiner, allowed=("__module__", kind), required=("__module__", kind), where=where, field=place)
+    joiner = item.get("joiner")
+    target = joiner.plain
+    if callable(target):
+        is_function = not isinstance(target, type)
+        name = getattr(target, "__qualname__", type(target).__qualname__)
+        return Joiner(module=target.__module__, name=name, is_function=is_function, target=target)
+    kind = "__function__" if "__function__" in joiner.mapping() else "__class__"
+    joiner.check_keys(("__module__", kind), required=("__module__", kind))
     return Joiner(
-        module=expect_string(joiner["__module__"], where=where, field=f"{place}.__module__"),
-        name=expect_string(joiner[kind], where=where, field=f"{place}.{kind}"),
+        module=joiner.get("__module__").string(),
+        name=joiner.get(kind).string(),
         is_function=kind == "__function__",
     )
 
@@ -178,7 +173,6 @@ _log = logging.getLogger(__name__)
 _V1 = "Metadataset"
 _V2 = "MetadatasetV2"
 _MAX_DEPTH = 100
-_MODULES = ("megatron.energon", "energon_bridge")
 
 _COMMON_KEYS = frozenset(
     {"split_part", "subflavors", "shuffle_over_epochs_multiplier", "dataset_config", "split_config"}
@@ -202,8 +196,7 @@ class Scope:
     """The surroundings of an item: its file, and the settings of the references that lead to it.
 
     Attributes:
-        where: The file, for messages.
-        base: The folder that its paths are relative to.
+        base: The folder that the paths of its file are relative to.
         split_part: The split asked for.
         index: Reads the files.
         subflavors, multiplier, subsets, filters: Merged so far; subsets from the innermost to the outermost.
@@ -211,11 +204,10 @@ class Scope:
         is_read: False if a split is only checked; its nested files are then not read.
     """
 
-    where: str
     base: str
     split_part: str
     index: MixIndex
-    subflavors: dict[str, Any] = dataclass_field(default_factory=dict)
+    subflavors: dict[str, Any] = field(default_factory=dict)
     multiplier: int | None = 1
     subsets: tuple[SubsetRange, ...] = ()
     filters: tuple[str, ...] = ()
@@ -228,252 +220,206 @@ def read_metadataset_file(path: str, *, split_part: str, index: MixIndex) -> Nod
 
     Raises UnknownSplitError, DatasetNotFoundError or MetadataError.
     """
-    return _read_file(path, split_part=split_part, outer=Scope(where="", base="", split_part=split_part, index=index))
+    return _read_file(path, at="", split_part=split_part, outer=Scope(base="", split_part=split_part, index=index))
 
 
-def _read_file(path: str, *, split_part: str, outer: Scope) -> Node:
-    """Read a metadataset; `outer` is what surrounds the reference to it."""
+def _read_file(path: str, *, at: str, split_part: str, outer: Scope) -> Node:
+    """Read a metadataset; `at` is the place of the reference to it, and `outer` what surrounds that."""
     step = (path, split_part)
     if step in outer.chain:
         circle = [*outer.chain[outer.chain.index(step) :], step]
         names = " → ".join(f"{file} ({split})" for file, split in circle)
-        raise MetadataError(f"{outer.where}: metadatasets refer to each other in a circle: {names}.")
+        raise MetadataError(f"{at}: metadatasets refer to each other in a circle: {names}.")
     if len(outer.chain) >= _MAX_DEPTH:
-        raise MetadataError(f"{outer.where}: metadatasets are nested more than {_MAX_DEPTH} deep.")
-    inner = replace(outer, where=path, base=split_path(path)[0], split_part=split_part, chain=(*outer.chain, step))
-    return _read_document(outer.index.document(path), scope=inner)
+        raise MetadataError(f"{at}: metadatasets are nested more than {_MAX_DEPTH} deep.")
+    inner = replace(outer, base=split_path(path)[0], split_part=split_part, chain=(*outer.chain, step))
+    return _read_document(Value(outer.index.document(path), path), scope=inner)
 
 
 def read_metadataset_dict(document: Mapping[str, Any], *, split_part: str, base: str, index: MixIndex) -> Node:
     """Read one split of a metadataset given as a dict; `base` is the folder that its paths are relative to."""
-    scope = Scope(where="mix given as a dict", base=base, split_part=split_part, index=index)
-    return _read_document(dict(document), scope=scope)
+    scope = Scope(base=base, split_part=split_part, index=index)
+    return _read_document(Value(dict(document), "mix given as a dict"), scope=scope)
 
 
 def metadataset_splits(path: str) -> list[str]:
     """Return the names of the splits of the metadataset at an absolute path or URL."""
-    document = expect_mapping(MixIndex().document(path), where=path)
-    return list(expect_mapping(document.get("splits"), where=path, field="splits"))
+    document = Value(MixIndex().document(path), path)
+    document.mapping()
+    return list(document.get("splits").mapping())
 
 
-def _read_document(document: Any, *, scope: Scope) -> Node:
-    mapping = expect_mapping(document, where=scope.where)
-    is_v2 = _is_v2(mapping, where=scope.where)
-    allowed = ("__module__", "__class__", "splits")
-    expect_keys(mapping, allowed=allowed, required=("splits",), where=scope.where)
-    splits = expect_mapping(mapping["splits"], where=scope.where, field="splits")
-    if scope.split_part not in splits:
-        known = ", ".join(splits) or "none"
-        raise UnknownSplitError(f"{scope.where}: no split part {scope.split_part!r}. Known split parts: {known}.")
-    read = _read_item if is_v2 else _read_v1
+def _read_document(document: Value, *, scope: Scope) -> Node:
+    document.mapping()
+    read = _read_item if _is_v2(document) else _read_v1
+    document.check_keys(("__module__", "__class__", "splits"), required=("splits",))
+    splits = document.get("splits")
+    if scope.split_part not in splits.mapping():
+        known = ", ".join(splits.plain) or "none"
+        raise UnknownSplitError(f"{document.at}: no split part {scope.split_part!r}. Known split parts: {known}.")
     checked = replace(scope, is_read=False)
-    for name, split in splits.items():
+    for name in splits.plain:
         if name != scope.split_part:
-            read(split, field=f"splits.{name}", scope=checked)
-    return read(splits[scope.split_part], field=f"splits.{scope.split_part}", scope=scope)
+            read(splits.get(name), scope=checked)
+    return read(splits.get(scope.split_part), scope=scope)
 
 
-def _is_v2(document: dict[str, Any], *, where: str) -> bool:
-    module = document.get("__module__", _MODULES[0])
-    if not isinstance(module, str) or not any(module == own or module.startswith(f"{own}.") for own in _MODULES):
-        raise wrong_type(module, f"one of {', '.join(_MODULES)}", where=where, field="__module__")
+def _is_v2(document: Value) -> bool:
+    module = document.get("__module__", OWN_PACKAGES[0])
+    if not isinstance(module.plain, str) or not is_own(module.plain):
+        raise module.wrong(f"one of {', '.join(OWN_PACKAGES)}")
     name = document.get("__class__", _V1)
-    if name not in (_V1, _V2):
-        hint = did_you_mean(name, (_V1, _V2))
-        raise MetadataError(f"{where}, field `__class__`: expected {_V1} or {_V2}, found {name!r}.{hint}")
-    return name == _V2
+    if name.plain not in (_V1, _V2):
+        hint = did_you_mean(name.plain, (_V1, _V2))
+        raise MetadataError(f"{name.at}: expected {_V1} or {_V2}, found {name.plain!r}.{hint}")
+    return bool(name.plain == _V2)
 
 
-def _read_v1(value: Any, *, field: str, scope: Scope) -> Blend:
-    split = expect_mapping(value, where=scope.where, field=field)
-    if "datasets" not in split and split.keys() & _STRUCTURE_KEYS.keys():
+def _read_v1(split: Value, *, scope: Scope) -> Blend:
+    if "datasets" not in split.mapping() and split.plain.keys() & _STRUCTURE_KEYS.keys():
         raise MetadataError(
-            f"{scope.where}, field `{field}`: this is the syntax of version 2, but the file says version 1. Add "
+            f"{split.at}: this is the syntax of version 2, but the file says version 1. Add "
             f"`__module__: megatron.energon` and `__class__: {_V2}` at its top."
         )
-    expect_keys(split, allowed=("datasets",), required=("datasets",), where=scope.where, field=field)
+    split.check_keys(("datasets",), required=("datasets",))
     children, weights = [], []
-    for item, place in _items(split["datasets"], field=f"{field}.datasets", scope=scope):
-        reference = expect_mapping(item, where=scope.where, field=place)
-        expect_keys(reference, allowed=_V1_KEYS, required=("path",), where=scope.where, field=place)
-        children.append(_read_reference(reference, field=place, scope=scope))
-        weights.append(parse_weight(reference.get("weight", 1), where=scope.where, field=f"{place}.weight"))
-    at = f"{scope.where}, field `{field}.datasets`"
-    return Blend(children=tuple(children), weights=tuple(weights), where=at)
+    datasets = split.get("datasets")
+    for reference in _items(datasets):
+        reference.check_keys(_V1_KEYS, required=("path",))
+        children.append(_read_reference(reference, scope=scope))
+        weights.append(_read_weight(reference))
+    return Blend(children=tuple(children), weights=tuple(weights), where=datasets.at)
 
 
-def _read_item(value: Any, *, field: str, scope: Scope, extra: str | None = None) -> Node:
+def _read_item(item: Value, *, scope: Scope, extra: str | None = None) -> Node:
     """Read an item of version 2; `extra` is the key that the structure around it adds to each item."""
-    item = expect_mapping(value, where=scope.where, field=field)
-    structures = [key for key in _STRUCTURE_KEYS if key in item]
+    structures = [key for key in _STRUCTURE_KEYS if key in item.mapping()]
     extras = {extra} if extra else frozenset[str]()
     if len(structures) != 1:
-        allowed = frozenset().union(*_STRUCTURE_KEYS.values(), extras)
-        expect_keys(item, allowed=allowed, where=scope.where, field=field)  # a misspelt key is named first
+        item.check_keys(frozenset().union(*_STRUCTURE_KEYS.values(), extras))  # a misspelt key is named first
         given = " and ".join(f"`{key}`" for key in structures) or "none of them"
         names = ", ".join(f"`{key}`" for key in _STRUCTURE_KEYS)
-        raise MetadataError(f"{scope.where}, field `{field}`: expected one of {names}, found {given}.")
+        raise MetadataError(f"{item.at}: expected one of {names}, found {given}.")
     structure = structures[0]
-    required = ("joiner",) if structure == "join" else ()
-    allowed = _STRUCTURE_KEYS[structure] | extras
-    expect_keys(item, allowed=allowed, required=required, where=scope.where, field=field)
+    item.check_keys(_STRUCTURE_KEYS[structure] | extras, required=("joiner",) if structure == "join" else ())
     if structure == "path":
-        return _read_reference(item, field=field, scope=scope)
+        return _read_reference(item, scope=scope)
     if structure == "join":
-        return _read_join(item, field=field, scope=scope)
-    subset = parse_subset(item.get("subset"), where=scope.where, field=f"{field}.subset", allow_absolute=False)
-    inner = replace(_within(scope, subset), filters=_filters(item, field=field, scope=scope))
-    at = f"{scope.where}, field `{field}.{structure}`"
+        return _read_join(item, scope=scope)
+    subset = parse_subset(item.get("subset"), allow_absolute=False)
+    inner = replace(_within(scope, subset), filters=_filters(item, scope=scope))
+    listed = item.get(structure)
     children: list[Node] = []
     if structure == "concat":
-        for child, place in _items(item["concat"], field=f"{field}.concat", scope=scope):
-            children.append(_read_item(child, field=place, scope=inner))
-        return Concat(children=tuple(children), where=at)
+        for child in _items(listed):
+            children.append(_read_item(child, scope=inner))
+        return Concat(children=tuple(children), where=listed.at)
     if structure == "blend":
         weights = []
-        for child, place in _items(item["blend"], field=f"{field}.blend", scope=scope):
-            children.append(_read_item(child, field=place, scope=inner, extra="weight"))
-            weights.append(parse_weight(child.get("weight", 1), where=scope.where, field=f"{place}.weight"))
-        unit = _expression(item, "unit", field=field, scope=scope)
-        return Blend(children=tuple(children), weights=tuple(weights), unit=unit, where=at)
+        for child in _items(listed):
+            children.append(_read_item(child, scope=inner, extra="weight"))
+            weights.append(_read_weight(child))
+        return Blend(children=tuple(children), weights=tuple(weights), unit=_expression(item, "unit"), where=listed.at)
     repetitions = []
-    for child, place in _items(item["blend_epochized"], field=f"{field}.blend_epochized", scope=scope):
-        children.append(_read_item(child, field=place, scope=inner, extra="repetitions"))
-        repetitions.append(read_repetitions(child, where=scope.where, field=place))
-    return EpochizedBlend(children=tuple(children), repetitions=tuple(repetitions), where=at)
+    for child in _items(listed):
+        children.append(_read_item(child, scope=inner, extra="repetitions"))
+        repetitions.append(_read_repetitions(child))
+    return EpochizedBlend(children=tuple(children), repetitions=tuple(repetitions), where=listed.at)
 
 
-def _items(value: Any, *, field: str, scope: Scope) -> Iterator[tuple[Any, str]]:
-    """Yield the items of a list that must not be empty, each with its place."""
-    if not isinstance(value, list) or not value:
-        raise wrong_type(value, "a list of at least one dataset", where=scope.where, field=field)
-    for position, item in enumerate(value):
-        yield item, f"{field}[{position}]"
+def _items(value: Value) -> Iterator[Value]:
+    """Yield the items of a list that must not be empty."""
+    if not isinstance(value.plain, list) or not value.plain:
+        raise value.wrong("a list of at least one dataset")
+    yield from value
 
 
 def _within(scope: Scope, subset: SubsetRange | None) -> Scope:
     return scope if subset is None else replace(scope, subsets=(subset, *scope.subsets))
 
 
-def _filters(item: dict[str, Any], *, field: str, scope: Scope) -> tuple[str, ...]:
+def _filters(item: Value, *, scope: Scope) -> tuple[str, ...]:
     """Return the filters around an item and its own."""
-    text = _expression(item, "filter", field=field, scope=scope)
+    text = _expression(item, "filter")
     return scope.filters if text is None else (text, *scope.filters)
 
 
-def _expression(item: dict[str, Any], key: str, *, field: str, scope: Scope) -> str | None:
+def _expression(item: Value, key: str) -> str | None:
     """Return an optional expression of columns."""
-    text = read_text(item, key, where=scope.where, field=field)
+    text = item.text(key)
     try:
         return text if text is None else checked_expression(text)
     except ConfigurationError as error:
-        raise MetadataError(f"{scope.where}, field `{field}.{key}`: {error}") from error
+        raise MetadataError(f"{item.get(key).at}: {error}") from error
 
 
-def _read_reference(item: dict[str, Any], *, field: str, scope: Scope) -> Node:
-    at = f"{scope.where}, field `{field}`"
-    path = read_path(item, base=scope.base, where=scope.where, field=field)
+def _read_reference(item: Value, *, scope: Scope) -> Node:
+    path = _read_path(item, base=scope.base)
     if scope.is_read:
-        kind = kind_of_reference(path, where=at)
+        kind = kind_of_reference(path, where=item.at)
     else:
         kind = DatasetKind.METADATASET if path.endswith(".yaml") else DatasetKind.PREPARED
-    leaf = _leaf(item, path=path, kind=kind, field=field, scope=scope)
+    leaf = _leaf(item, path=path, kind=kind, scope=scope)
     if kind is not DatasetKind.METADATASET or not scope.is_read:
         return leaf
     inner = replace(
         scope,
-        where=at,
         subflavors=leaf.subflavors,
         multiplier=leaf.shuffle_over_epochs_multiplier,
         subsets=leaf.subsets,
         filters=leaf.filters,
     )
-    return _read_file(path, split_part=leaf.split_part, outer=inner)
+    return _read_file(path, at=item.at, split_part=leaf.split_part, outer=inner)
 
 
-def _leaf(item: dict[str, Any], *, path: str, kind: DatasetKind, field: str, scope: Scope) -> LeafRef:
+def _leaf(item: Value, *, path: str, kind: DatasetKind, scope: Scope) -> LeafRef:
     """Read the settings of a reference and merge them with those around it."""
-    where = scope.where
     nested = kind is DatasetKind.METADATASET
     refused = {DatasetKind.METADATASET: ("dataset_config", "split_config", "aux"), DatasetKind.PREPARED: ()}
     for key in refused.get(kind, ("dataset_config", "split_config")):
-        if item.get(key) is not None:
+        if item.plain.get(key) is not None:
             what = "a metadataset says this for each of its datasets" if nested else "a JSONL file has none"
-            raise MetadataError(f"{where}, field `{field}.{key}`: not allowed for {path}: {what}.")
-    subset = parse_subset(item.get("subset"), where=where, field=f"{field}.subset", allow_absolute=not nested)
-    multiplier = read_multiplier(item, where=where, field=field)
+            raise MetadataError(f"{item.get(key).at}: not allowed for {path}: {what}.")
+    subset = parse_subset(item.get("subset"), allow_absolute=not nested)
     return LeafRef(
         path=path,
-        split_part=read_text(item, "split_part", where=where, field=field) or scope.split_part,
+        split_part=item.text("split_part") or scope.split_part,
         is_jsonl=kind is DatasetKind.JSONL,
-        subflavors={**read_subflavors(item, where=where, field=field), **scope.subflavors},
-        dataset_config=read_text(item, "dataset_config", where=where, field=field),
-        split_config=read_text(item, "split_config", where=where, field=field),
-        shuffle_over_epochs_multiplier=combine_multipliers(scope.multiplier, multiplier),
-        aux=read_aux(item, base=scope.base, where=where, field=field),
+        subflavors=_read_subflavors(item, scope),
+        dataset_config=item.text("dataset_config"),
+        split_config=item.text("split_config"),
+        shuffle_over_epochs_multiplier=_read_multiplier(item, scope),
+        aux=_read_aux(item, base=scope.base),
         subsets=_within(scope, subset).subsets,
-        filters=_filters(item, field=field, scope=scope),
-        where=f"{where}, field `{field}`",
+        filters=_filters(item, scope=scope),
+        where=item.at,
     )
 
 
-def _read_join(item: dict[str, Any], *, field: str, scope: Scope) -> JoinRef:
-    where = scope.where
+def _read_join(item: Value, *, scope: Scope) -> JoinRef:
     if scope.filters:
         raise MetadataError(
-            f"{where}, field `{field}`: a join cannot be filtered, but `filter: {scope.filters[0]}` contains it. "
+            f"{item.at}: a join cannot be filtered, but `filter: {scope.filters[0]}` contains it. "
             "Put the filter on the other datasets."
         )
-    subset = parse_subset(item.get("subset"), where=where, field=f"{field}.subset", allow_absolute=True)
+    subset = parse_subset(item.get("subset"), allow_absolute=True)
     join = JoinRef(
         entries=(),
-        joiner=read_joiner(item, where=where, field=field),
-        split_part=read_text(item, "split_part", where=where, field=field) or scope.split_part,
-        subflavors={**read_subflavors(item, where=where, field=field), **scope.subflavors},
-        shuffle_over_epochs_multiplier=combine_multipliers(
-            scope.multiplier, read_multiplier(item, where=where, field=field)
-        ),
+        joiner=_read_joiner(item),
+        split_part=item.text("split_part") or scope.split_part,
+        subflavors=_read_subflavors(item, scope),
+        shuffle_over_epochs_multiplier=_read_multiplier(item, scope),
         subsets=_within(scope, subset).subsets,
         file=scope.chain[-1][0] if scope.chain else "",
-        where=f"{where}, field `{field}`",
+        where=item.at,
     )
     # Defaults for entries without their own.
-    defaults = {key: read_text(item, key, where=where, field=field) for key in ("dataset_config", "split_config")}
-    entries = item["join"]
-    if isinstance(entries, dict) and entries:
-        named = [(name, entry, f"{field}.join.{name}") for name, entry in entries.items()]
+    defaults = {key: item.text(key) for key in ("dataset_config", "split_config")}
+    entries = item.get("join")
+    if isinstance(entries.plain, dict) and entries.plain:
+        named = [(name, entries.get(name)) for name in entries.plain]
     else:
-        named = [(None, entry, place) for entry, place in _items(entries, field=f"{field}.join", scope=scope)]
-    read = [
-        _read_entry(entry, name=name, is_primary=number == 0, defaults=defaults, join=join, field=place, scope=scope)
-        for number, (name, entry, place) in enumerate(named)
-    ]
-    return replace(join, entries=tuple(read))
-
-
-def _read_entry(
-    value: Any,
-    *,
-    name: str | None,
-    is_primary: bool,
-    defaults: dict[str, str | None],
-    join: JoinRef,
-    field: str,
-    scope: Scope,
-) -> JoinEntry:
-    where = scope.where
-    item = expect_mapping(value, where=where, field=field)
-    expect_keys(item, allowed=_ENTRY_KEYS, required=("path",), where=where, field=field)
-    path = read_path(item, base=scope.base, where=where, field=field)
-    if path.endswith((".yaml", ".yml", ".jsonl")):
-        raise MetadataError(f"{where}, field `{field}.path`: only prepared datasets can be joined, found {path}.")
-    for key in _WITHOUT_EFFECT:
-        if scope.is_read and item.get(key, 1) != 1:
-            # Energon accepts and ignores these.
-            _log.warning(
-                "%s, field `%s.%s`: has no effect inside a join; put it on the join itself.", where, field, key
-            )
-    reference = {key: entry for key, entry in item.items() if key not in _WITHOUT_EFFECT and entry is not None}
+        named = [(None, entry) for entry in _items(entries)]
     inner = replace(
         scope,
         split_part=join.split_part,
@@ -481,6 +427,25 @@ def _read_entry(
         multiplier=join.shuffle_over_epochs_multiplier,
         subsets=(),
     )
-    leaf = _leaf({**defaults, **reference}, path=path, kind=DatasetKind.PREPARED, field=field, scope=inner)
-    nonmatch = read_nonmatch(item, is_primary=is_primary, where=where, field=field)
-    return JoinEntry(leaf=leaf, name=name, nonmatch=nonmatch)
+    read = [
+        _read_entry(entry, name=name, is_primary=number == 0, defaults=defaults, scope=inner)
+        for number, (name, entry) in enumerate(named)
+    ]
+    return replace(join, entries=tuple(read))
+
+
+def _read_entry(
+    item: Value, *, name: str | None, is_primary: bool, defaults: dict[str, str | None], scope: Scope
+) -> JoinEntry:
+    item.check_keys(_ENTRY_KEYS, required=("path",))
+    path = _read_path(item, base=scope.base)
+    if path.endswith((".yaml", ".yml", ".jsonl")):
+        raise MetadataError(f"{item.get('path').at}: only prepared datasets can be joined, found {path}.")
+    for key in _WITHOUT_EFFECT:
+        if scope.is_read and item.plain.get(key, 1) != 1:
+            # Energon accepts and ignores these.
+            _log.warning("%s: has no effect inside a join; put it on the join itself.", item.get(key).at)
+    reference = {key: entry for key, entry in item.plain.items() if key not in _WITHOUT_EFFECT and entry is not None}
+    merged = Value({**defaults, **reference}, item.where, item.field)
+    leaf = _leaf(merged, path=path, kind=DatasetKind.PREPARED, scope=scope)
+    return JoinEntry(leaf=leaf, name=name, nonmatch=_read_nonmatch(item, is_primary=is_primary))

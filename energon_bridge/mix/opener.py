@@ -11,7 +11,6 @@ import itertools
 import json
 import logging
 import os
-import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 from energon_bridge.errors import MetadataError, NotPreparedError
 from energon_bridge.format.dataset import FINGERPRINT_VERSION, PreparedDataset, check_counts, prepared, read_prepared
 from energon_bridge.format.dataset_config import DatasetConfig, DatasetConfigs
-from energon_bridge.format.documents import parse_document
+from energon_bridge.format.documents import Value, parse_document
 from energon_bridge.format.foreign import ForeignFormat, format_at, format_named
 from energon_bridge.format.jsonl import open_jsonl
 from energon_bridge.format.nvmeta import (
@@ -34,7 +33,7 @@ from energon_bridge.format.nvmeta import (
 )
 from energon_bridge.mix.paths import split_path, user_cache
 from energon_bridge.mix.tree import LeafRef
-from energon_bridge.storage import READ_TIMEOUT_SECONDS, OpenFiles, Stalls, Store, as_far, open_store
+from energon_bridge.storage import READ_TIMEOUT_SECONDS, OpenFiles, Stalls, Store, as_far, open_store, write_file
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The index of a mix: the metadata of its datasets, kept in a file so that the next start need not read it again.
@@ -231,7 +230,7 @@ class MixIndex:
         head = _line({"format": FORMAT, "version": VERSION, "checksum": _digest(self._payload())}) + b"\n"
         for folder in self._folders:
             try:
-                _write(folder, self._name, itertools.chain((head,), self._payload()))
+                write_file(os.path.join(folder, self._name), itertools.chain((head,), self._payload()))
             except OSError as error:
                 logger.info("%s: cannot write the index of the mix here: %s", folder, error)
             else:
@@ -291,21 +290,6 @@ def _digest(pieces: Iterable[bytes]) -> str:
     for piece in pieces:
         digest.update(piece)
     return digest.hexdigest()
-
-
-def _write(folder: str, name: str, pieces: Iterable[bytes]) -> None:
-    """Write a file as a whole; raises OSError."""
-    os.makedirs(folder, exist_ok=True)
-    # The name is unique even if processes on several machines, whose ids may be equal, write at the same time.
-    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(8)}")
-    try:
-        with open(temporary, "xb") as file:
-            file.writelines(pieces)
-        os.replace(temporary, os.path.join(folder, name))
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -418,7 +402,7 @@ class DatasetOpener:
         config = self._indexed_configs.get(known.config)
         if config is None:
             where = store.url(meta_path(place[2]))
-            config = self._configs.build(json.loads(known.config), store=store, where=where)
+            config = self._configs.build(Value(json.loads(known.config), where), store=store)
             self._indexed_configs[known.config] = config
         return prepared(
             store,

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 from energon_bridge.errors import DatasetNotFoundError, MetadataError, NotPreparedError
 from energon_bridge.format.foreign import format_at, format_named
-from energon_bridge.format.nvmeta import INDEX_SQLITE, INFO_JSON, INFO_YAML, meta_path, not_prepared
+from energon_bridge.format.nvmeta import INDEX_SQLITE, is_prepared, meta_path, not_prepared
 from energon_bridge.storage import open_store
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -129,7 +129,7 @@ def kind_of_source(path: str) -> DatasetKind:
     if format_named(path):
         return DatasetKind.PREPARED
     # A web server answers for folders as it does for files, so the metadata is looked for first.
-    if not named_as_file and (store.exists(meta_path(INFO_JSON)) or store.exists(meta_path(INFO_YAML))):
+    if not named_as_file and is_prepared(store):
         return DatasetKind.PREPARED
     if _is_file(path):
         if path.endswith(".jsonl"):
@@ -142,7 +142,7 @@ def kind_of_source(path: str) -> DatasetKind:
                 f"{path}: expected the folder of a prepared dataset, a .jsonl file or the .yaml file of a mix, found "
                 f"another file. For a tar, give the folder that `energon prepare` was run on."
             )
-    if named_as_file and (store.exists(meta_path(INFO_JSON)) or store.exists(meta_path(INFO_YAML))):
+    if named_as_file and is_prepared(store):
         return DatasetKind.PREPARED
     store.check_root()
     if store.exists(meta_path(INDEX_SQLITE)):

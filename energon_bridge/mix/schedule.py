@@ -26,7 +26,7 @@ from fractions import Fraction
 from typing import Any, Literal, Self, get_args
 
 from energon_bridge.errors import ConfigurationError, MetadataError
-from energon_bridge.format.documents import expect_keys, wrong_type
+from energon_bridge.format.documents import Value
 
 ScheduleKind = Literal["constant", "steps", "linear", "cosine"]
 _KINDS = get_args(ScheduleKind)
@@ -142,14 +142,15 @@ def parse_weight(value: Any, *, where: str, field: str) -> WeightSchedule:
     """Read a weight: a number, a schedule in the grammar above, or a WeightSchedule. Raises MetadataError."""
     if isinstance(value, WeightSchedule):
         return value
+    weight = Value(value, where, field)
     try:
-        if not isinstance(value, dict):
-            if exact_number(value) is None:
-                raise wrong_type(value, "a number or a schedule", where=where, field=field)
-            return WeightSchedule.constant(value)
-        return _parse_schedule(value, where=where, field=field)
+        if isinstance(value, dict):
+            return _parse_schedule(weight)
+        if exact_number(value) is None:
+            raise weight.wrong("a number or a schedule")
+        return WeightSchedule.constant(value)
     except ConfigurationError as error:
-        raise MetadataError(f"{where}, field `{field}`: {error}.") from error
+        raise MetadataError(f"{weight.at}: {error}.") from error
 
 
 def plain_number(value: Fraction) -> int | float:
@@ -157,19 +158,20 @@ def plain_number(value: Fraction) -> int | float:
     return int(value) if value.denominator == 1 else float(value)
 
 
-def _parse_schedule(value: dict[str, Any], *, where: str, field: str) -> WeightSchedule:
+def _parse_schedule(weight: Value) -> WeightSchedule:
+    value = weight.mapping()
     keys = ("schedule", "value") if value.get("schedule") == "constant" else ("schedule", "points")
     known = {*keys} if "schedule" in value else {"schedule", "points", "value"}
-    expect_keys(value, allowed=known, required=("schedule",), where=where, field=field)
+    weight.check_keys(known, required=("schedule",))
     kind = value["schedule"]
     if kind not in _KINDS:
-        raise wrong_type(kind, f"one of {', '.join(_KINDS)}", where=where, field=f"{field}.schedule")
-    expect_keys(value, allowed=keys, required=keys, where=where, field=field)
+        raise weight.get("schedule").wrong(f"one of {', '.join(_KINDS)}")
+    weight.check_keys(keys, required=keys)
     if kind == "constant":
         return WeightSchedule.constant(value["value"])
     points = value["points"]
     if not isinstance(points, list):
-        raise wrong_type(points, "a list of points [draw, weight]", where=where, field=f"{field}.points")
+        raise weight.get("points").wrong("a list of points [draw, weight]")
     return WeightSchedule(kind=kind, points=_points(points))
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -28,10 +27,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from energon_bridge.mix.leaves import Amounts
-from energon_bridge.plan.bans import LeafBans
-from energon_bridge.plan.blend import LeafWeights, lane_step, pieces_of
-from energon_bridge.plan.leaf import LeafOrder
-from energon_bridge.rng import MASK64, FloatArray, IntArray, fold
+from energon_bridge.plan.blend import lane_step
+from energon_bridge.plan.changes import LeafBans, WeightParts
+from energon_bridge.plan.leaf import LeafOrder, Memo
+from energon_bridge.rng import MASK64, IntArray, fold
 
 _PHASE = 7
 _FEWEST, _MOST = 32, 512
@@ -51,55 +50,18 @@ class OrderedLeaf(Protocol):
     def amounts(self) -> Amounts | None: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class AmountBlend:
-    """The weights of a mix by amounts.
-
-    Args:
-        parts: Weights, each from a global draw on, in rising order; the first from 0 on.
-        num_lanes: L.
-        key: Key of the run.
-    """
-
-    parts: tuple[tuple[int, LeafWeights], ...]
-    num_lanes: int
-    key: int
+class AmountBlend(WeightParts):
+    """The weights of a mix by amounts."""
 
     @cached_property
-    def _pieces(self) -> list[tuple[int, LeafWeights, int]]:
-        """The global draws from which on weights are constant, whose weights those are, and at which draw."""
-        found = []
-        ends = [start for start, _ in self.parts[1:]]
-        for number, (first, weights) in enumerate(self.parts):
-            last = ends[number] if number < len(ends) else None
-            pieces = pieces_of(weights)
-            for (start, at), end in zip(pieces, [*(start for start, _ in pieces[1:]), None], strict=True):
-                if (last is None or start < last) and (end is None or end > first):
-                    found.append((max(start, first), weights, at))
-        return found
+    def shares(self) -> Memo[int, list[Fraction]]:
+        """The shares of the leaves in each piece; they add up to 1."""
+        return Memo(self._shares, len(self.starts))
 
-    @cached_property
-    def starts(self) -> list[int]:
-        """The global draws from which on weights are constant, ascending."""
-        return [start for start, _, _ in self._pieces]
-
-    def piece(self, global_draw: int) -> int:
-        """Return the number of the piece of constant weights that a global draw is in."""
-        return bisect_right(self.starts, global_draw) - 1
-
-    def shares(self, piece: int) -> list[Fraction]:
-        """Return the shares of the leaves in a piece; they add up to 1."""
-        found = self._shares.get(piece)
-        if found is None:
-            _, weights, at = self._pieces[piece]
-            exact = [Fraction(weight) for weight in weights.at(at)]
-            total = sum(exact)
-            found = self._shares[piece] = [weight / total for weight in exact]
-        return found
-
-    @cached_property
-    def _shares(self) -> dict[int, list[Fraction]]:
-        return {}
+    def _shares(self, piece: int) -> list[Fraction]:
+        exact = [Fraction(weight) for weight in self.weights_of(piece)]
+        total = sum(exact)
+        return [weight / total for weight in exact]
 
     def first_sum(self, lane: int, leaf: OrderedLeaf) -> int:
         """Return the sum of a leaf with which a lane begins."""
@@ -186,8 +148,8 @@ class AmountDraws:
         blend, draw, lanes = self._blend, self._draw, self._blend.num_lanes
         now = draw * lanes + self._lane
         piece = blend.piece(now)
-        shares = blend.shares(piece)
-        if draw > self._origin and (old := blend.shares(blend.piece(now - lanes))) != shares:
+        shares = blend.shares[piece]
+        if draw > self._origin and (old := blend.shares[blend.piece(now - lanes)]) != shares:
             reached = min(one / share for one, share in zip(self._sums, old, strict=True) if share)
             self._sums = [round(one - share * reached) for one, share in zip(self._sums, old, strict=True)]
         count = min([self._size, *(-((self._lane - end) // lanes) - draw for end in self._next_changes(now))])
@@ -267,14 +229,3 @@ class AmountDraws:
 
 _NONE: IntArray = np.zeros(1, dtype=np.int64)
 """In place of the amount of a draw that is not looked up yet."""
-
-
-def expected_draws(blend: AmountBlend, leaves: Sequence[OrderedLeaf], draws: int) -> FloatArray:
-    """Return about how many of the first global draws come from each leaf, by the mean amounts of their samples."""
-    total = np.zeros(len(leaves))
-    sizes = np.array([leaf.order.num_samples for leaf in leaves], dtype=np.float64)
-    amounts = np.array([leaf.amounts.total for leaf in leaves if leaf.amounts is not None], dtype=np.float64)
-    for piece, (start, end) in enumerate(zip(blend.starts, [*blend.starts[1:], draws], strict=True)):
-        rates = np.array([float(share) for share in blend.shares(piece)]) * sizes / amounts
-        total += max(0, min(end, draws) - start) * rates / rates.sum()
-    return total

@@ -22,20 +22,21 @@ A pass over validation data takes its leaves one after the other (`InTurns`).
 
 from __future__ import annotations
 
-import bisect
 import functools
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
 
+from energon_bridge.mix import WeightSchedule
+from energon_bridge.plan.changes import GivenWeights, LeafWeights, WeightParts
+from energon_bridge.plan.leaf import Memo
 from energon_bridge.rng import MASK64, IntArray, UIntArray, below, fold
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -106,6 +107,8 @@ def _quotients(step: int) -> int:
 
 _PHASE, _EPOCH = 5, 6
 _PLACES = 1 << 32
+_COUNTED = 16
+"""Draws per leaf up to which drawing them is cheaper than counting by arithmetic."""
 
 
 class Blend(Protocol):
@@ -137,60 +140,16 @@ def thresholds(weights: Sequence[float | Fraction]) -> UIntArray:
     return np.array([min(MASK64, (end << 64) // total) for end in itertools.accumulate(parts)], dtype=np.uint64)
 
 
-class LeafWeights(Protocol):
-    """Weights over the global draws of a run: draw g is draw `g div L` of lane `g mod L`."""
-
-    def at(self, global_draw: int) -> Sequence[float | Fraction]:
-        """Return the weights of a global draw: non-negative, not all zero, in order of the leaves' identities."""
-        ...
-
-    def points(self) -> Sequence[int]:
-        """Return the global draws between which the weights stay, or move evenly, ascending."""
-        ...
-
-    @property
-    def moves(self) -> bool:
-        """Whether any weight changes from draw to draw, not only at points."""
-        ...
-
-
-_MOST_PIECES = 256
-_COUNTED = 16
-"""Draws per leaf up to which drawing them is cheaper than counting by arithmetic."""
-
-
-def pieces_of(weights: LeafWeights) -> list[tuple[int, int]]:
-    """Return the global draws from which on weights are constant, each with the draw whose weights hold there."""
-    points = [0, *(point for point in weights.points() if point > 0)]
-    starts = []
-    for low, high in pairwise(points):
-        pieces = min(_MOST_PIECES, math.isqrt(high - low) // 4 + 1) if weights.moves else 1
-        starts += [low + (high - low) * number // pieces for number in range(pieces)]
-    starts.append(points[-1])
-    return [*((start, (start + later - 1) // 2) for start, later in pairwise(starts)), (starts[-1], starts[-1])]
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightedBlend:
-    """Leaves chosen by weight, without end.
-
-    Args:
-        weights: The weights, which may change from draw to draw.
-        num_lanes: L.
-        key: Key of the run.
-    """
-
-    weights: LeafWeights
-    num_lanes: int
-    key: int
+class WeightedBlend(WeightParts):
+    """Leaves chosen by weight, without end."""
 
     def leaves(self, lane: int, draw: int, count: int) -> IntArray:
         """Return the leaf of each of up to `count` consecutive draws of a lane, up to where the weights change."""
-        piece = bisect.bisect_right(self._starts, draw * self.num_lanes + lane) - 1
+        piece = self.piece(draw * self.num_lanes + lane)
         end = self._end(lane, piece)
         if end is not None:
             count = min(count, end - draw)
-        ends, last = self._interval(piece)
+        ends, last = self._intervals[piece]
         u = np.uint64(self._place(lane, draw)) + np.arange(count, dtype=np.uint64) * np.uint64(DRAW_STEP)
         return np.minimum(np.searchsorted(ends, u, side="right"), last)
 
@@ -199,45 +158,34 @@ class WeightedBlend:
 
         Cost: a few microseconds per leaf and piece of constant weights, however many draws.
         """
-        total = np.zeros(len(self._interval(0)[0]), dtype=np.int64)
+        total = np.zeros(len(self._intervals[0][0]), dtype=np.int64)
         at = 0
-        for piece in range(len(self._starts)):
+        for piece in range(len(self.starts)):
             end = self._end(lane, piece)
             stop = draw if end is None else min(draw, end)
             if stop - at <= _COUNTED * total.size:
                 total += np.bincount(self.leaves(lane, at, stop - at), minlength=total.size) if stop > at else 0
             else:
-                ends, last = self._interval(piece)
+                ends, last = self._intervals[piece]
                 first, exact = self._place(lane, at), [*ends[:last].tolist(), *[1 << 64] * (len(ends) - last)]
                 total += np.diff([_below(first, stop - at, end) for end in exact], prepend=0)
             at = max(at, stop)
         return total
 
-    @cached_property
-    def _pieces(self) -> list[tuple[int, int]]:
-        return pieces_of(self.weights)
-
-    @cached_property
-    def _starts(self) -> list[int]:
-        """The global draws from which on weights are constant, ascending."""
-        return [start for start, _ in self._pieces]
-
     def _end(self, lane: int, piece: int) -> int | None:
         """Return the first draw of a lane after a piece; None for the last one."""
-        if piece + 1 == len(self._starts):
+        if piece + 1 == len(self.starts):
             return None
-        return max(0, -((lane - self._starts[piece + 1]) // self.num_lanes))
-
-    def _interval(self, piece: int) -> tuple[UIntArray, int]:
-        """Return the thresholds of the leaves in a piece, and the last leaf that has a weight."""
-        if piece not in self._intervals:
-            weights = self.weights.at(self._pieces[piece][1])
-            self._intervals[piece] = thresholds(weights), max(leaf for leaf, one in enumerate(weights) if one > 0)
-        return self._intervals[piece]
+        return max(0, -((lane - self.starts[piece + 1]) // self.num_lanes))
 
     @cached_property
-    def _intervals(self) -> dict[int, tuple[UIntArray, int]]:
-        return {}
+    def _intervals(self) -> Memo[int, tuple[UIntArray, int]]:
+        """By piece: the thresholds of the leaves, and the last leaf that has a weight."""
+        return Memo(self._interval, len(self.starts))
+
+    def _interval(self, piece: int) -> tuple[UIntArray, int]:
+        weights = self.weights_of(piece)
+        return thresholds(weights), max(leaf for leaf, one in enumerate(weights) if one > 0)
 
     def _place(self, lane: int, draw: int) -> int:
         return (self._phase + lane * lane_step(self.num_lanes) + draw * DRAW_STEP) & MASK64
@@ -271,32 +219,26 @@ class EpochizedBlend:
 
     def drawn(self, lane: int, epoch: int) -> IntArray:
         """Return a lane's draws of each leaf before a mix epoch, shape (leaves,)."""
-        counts = self._drawn.get((lane, epoch))
-        if counts is None:
-            blocks = np.array(self.blocks, dtype=np.int64)
-            turns, rest = np.divmod(self._drawn_by_all(epoch), blocks * self.num_lanes)
-            ahead = (lane - np.array(self.rotations, dtype=np.int64)) % self.num_lanes
-            counts = turns * blocks + np.clip(rest - ahead * blocks, 0, blocks)
-            if len(self._drawn) > 4 * self.num_lanes:
-                self._drawn.clear()
-            self._drawn[lane, epoch] = counts
-        return counts
+        return self._drawn[lane, epoch]
 
     @cached_property
-    def _drawn(self) -> dict[tuple[int, int], IntArray]:
-        return {}
+    def _drawn(self) -> Memo[tuple[int, int], IntArray]:
+        return Memo(self._count, 4 * self.num_lanes)
 
-    def _drawn_by_all(self, epoch: int) -> IntArray:
-        """Return the draws of each leaf before a mix epoch, all lanes together, shape (leaves,)."""
-        if epoch not in self._totals:
-            if len(self._totals) > 4:
-                self._totals.clear()
-            self._totals[epoch] = np.array([int(epoch * n) for n in self._per_epoch], dtype=np.int64)
-        return self._totals[epoch]
+    def _count(self, place: tuple[int, int]) -> IntArray:
+        lane, epoch = place
+        blocks = np.array(self.blocks, dtype=np.int64)
+        turns, rest = np.divmod(self._totals[epoch], blocks * self.num_lanes)
+        ahead = (lane - np.array(self.rotations, dtype=np.int64)) % self.num_lanes
+        return turns * blocks + np.clip(rest - ahead * blocks, 0, blocks)
 
     @cached_property
-    def _totals(self) -> dict[int, IntArray]:
-        return {}
+    def _totals(self) -> Memo[int, IntArray]:
+        """By mix epoch: the draws of each leaf before it, all lanes together, shape (leaves,)."""
+        return Memo(self._total, 4)
+
+    def _total(self, epoch: int) -> IntArray:
+        return np.array([int(epoch * n) for n in self._per_epoch], dtype=np.int64)
 
     @cached_property
     def _per_epoch(self) -> list[Fraction]:
@@ -352,40 +294,6 @@ class EpochizedBlend:
         if rest:
             whole = whole + np.bincount(self.leaves(lane, draw - rest, rest), minlength=whole.size)
         return before + whole
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChangedBlend:
-    """A blend whose weights were changed during the run: each part takes over at a global draw.
-
-    Args:
-        parts: (global draw, blend) in rising order, the first at 0; each is asked with the lanes' own draws.
-        num_lanes: L.
-    """
-
-    parts: tuple[tuple[int, Blend], ...]
-    num_lanes: int
-
-    def leaves(self, lane: int, draw: int, count: int) -> IntArray:
-        """Return the leaf of each of up to `count` consecutive draws of a lane, up to the next change."""
-        for number, (_, blend) in enumerate(self.parts):
-            end = self._first(lane, number + 1)
-            if end is None or draw < end:
-                return blend.leaves(lane, draw, count if end is None else min(count, end - draw))
-        raise AssertionError("the last part has no end")
-
-    def counts(self, lane: int, draw: int) -> IntArray:
-        """Return how many of a lane's draws before `draw` come from each leaf, shape (leaves,)."""
-        counts = []
-        for number, (_, blend) in enumerate(self.parts):
-            first, end = self._first(lane, number) or 0, self._first(lane, number + 1)
-            stop = draw if end is None else min(draw, end)
-            counts.append(blend.counts(lane, max(stop, first)) - blend.counts(lane, first))
-        return np.sum(counts, axis=0)
-
-    def _first(self, lane: int, number: int) -> int | None:
-        """Return the first draw of a lane that a part decides."""
-        return max(0, -((lane - self.parts[number][0]) // self.num_lanes)) if number < len(self.parts) else None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -465,3 +373,82 @@ def _place_of(quotas: IntArray, phases: IntArray, number: int) -> int:
         else:
             low = middle
     return low
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Buckets: a run whose global batches each come from one group of samples, such as images of one size.
+#
+# Every leaf of the mix is cut into one leaf for each bucket that it has samples of (`mix/leaves.py`). Microbatch m of
+# *every* lane comes from the same bucket, a function of m alone; a global batch is a lap over the lanes, or part of
+# one, so all ranks of all its steps have one bucket, on any number of ranks. Of a lap, a bucket of N samples in
+# microbatches of r gets `N / r` divided by the sum over all buckets, in the order of a weighted mix of one lane. So
+# buckets are mixed all along in proportion to their samples, and each stays within a few global batches of its share.
+#
+# Within a bucket a lane draws as in a run that has only this bucket: its draws there are counted by themselves, from
+# leaf to leaf and from epoch to epoch. So nothing is dropped at the end of an epoch: the microbatch goes on with the
+# next one.
+
+
+_BUCKETS, _LEAVES = 8, 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketBlend:
+    """Says which bucket a microbatch comes from, and of a bucket which leaf a draw comes from.
+
+    Args:
+        rows: Samples in a microbatch of each bucket.
+        of_leaf: The bucket of each leaf.
+        weights: The weight of each leaf among all, as a share of samples; they add up to 1.
+        num_lanes: L.
+        key: Key of the run.
+    """
+
+    rows: tuple[int, ...]
+    of_leaf: tuple[int, ...]
+    weights: tuple[Fraction, ...]
+    num_lanes: int
+    key: int
+
+    def bucket(self, microbatch: int) -> int:
+        """Return the bucket of a lane's microbatch, for any lane."""
+        return int(self._laps.leaves(0, microbatch, 1)[0])
+
+    def microbatches(self, microbatch: int) -> IntArray:
+        """Return how many of a lane's microbatches before one come from each bucket, shape (buckets,)."""
+        return self._laps.counts(0, microbatch)
+
+    def draws(self, bucket: int, leaf_draws: Sequence[int]) -> int:
+        """Return a lane's draws in a bucket, from those in all leaves."""
+        return sum(count for count, of in zip(leaf_draws, self.of_leaf, strict=True) if of == bucket)
+
+    def leaf_draws(self, lane: int, microbatch: int) -> list[int]:
+        """Return a lane's draws of each leaf before a microbatch."""
+        draws = (self.microbatches(microbatch) * np.array(self.rows)).tolist()
+        total = np.zeros(len(self.of_leaf), dtype=np.int64)
+        for blend, draw in zip(self.blends, draws, strict=True):
+            total += blend.counts(lane, draw) if draw else 0
+        return total.tolist()
+
+    @cached_property
+    def blends(self) -> tuple[WeightedBlend, ...]:
+        """For each bucket: which leaf, of all leaves, a draw in it comes from."""
+        found = []
+        for bucket in range(len(self.rows)):
+            own = [
+                weight if of == bucket else Fraction(0) for weight, of in zip(self.weights, self.of_leaf, strict=True)
+            ]
+            key = fold(self.key, _LEAVES, bucket)
+            found.append(WeightedBlend(parts=_constant(own), num_lanes=self.num_lanes, key=key))
+        return tuple(found)
+
+    @cached_property
+    def _laps(self) -> WeightedBlend:
+        shares = [Fraction(0)] * len(self.rows)
+        for weight, bucket in zip(self.weights, self.of_leaf, strict=True):
+            shares[bucket] += weight / self.rows[bucket]
+        return WeightedBlend(parts=_constant(shares), num_lanes=1, key=fold(self.key, _BUCKETS))
+
+
+def _constant(weights: Iterable[Fraction]) -> tuple[tuple[int, LeafWeights]]:
+    return ((0, GivenWeights(schedules=tuple(map(WeightSchedule.constant, weights)))),)

@@ -19,14 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from energon_bridge.plan.amounts import AmountBlend, AmountDraws, OrderedLeaf
-from energon_bridge.plan.blend import Blend
-from energon_bridge.plan.buckets import BucketBlend
+from energon_bridge.plan.blend import Blend, BucketBlend
 from energon_bridge.plan.leaf import LeafOrder, Round
 from energon_bridge.rng import IntArray
 
 _OPEN_ROUNDS = 4096
-_FEWEST, _MOST = 32, 256
-"""Draws looked up at a time; of a lane few at first, since there are many."""
+_TOGETHER = 256
+"""Draws of a pass looked up at a time."""
 
 
 AnyBlend: TypeAlias = Blend | AmountBlend | BucketBlend
@@ -285,62 +284,13 @@ class PassDraws:
 
     @cached_property
     def _cursors(self) -> Cursors[Round]:
-        return plain_cursors(self.leaves, together=_MOST)
+        return plain_cursors(self.leaves, together=_TOGETHER)
 
     def picks(self, start: int, stop: int) -> Picks:
         """Return draws [start, stop) of the pass."""
         draw = self.first + start
         leaf_draws, sums = standing(self.leaves, self.blend, 0, draw)
         return Chooser(self._cursors, self.blend, 0, draw, leaf_draws, sums=sums).picks(stop - start)
-
-
-class UnbannedDraws:
-    """The draws of a lane that are not banned, looked up many at a time.
-
-    Args:
-        chooser: Chooses from a position on.
-        taken: Outputs taken already of the first draw, which is then under way and not asked for bans.
-
-    Attributes:
-        draw, leaf_draws: Those of the position after what was taken.
-    """
-
-    def __init__(self, chooser: Chooser[Round], taken: int = 0) -> None:
-        self._chooser, self._taken, self._at_once = chooser, taken, _FEWEST
-        self.draw = chooser.draw
-        self.leaf_draws: IntArray = np.array(chooser.leaf_draws, dtype=np.int64)
-        # The draws looked up and not taken, and the places of those that are not banned.
-        self._members: IntArray = np.zeros((0, 4), dtype=np.int64)
-        self._kept: IntArray = np.zeros(0, dtype=np.int64)
-
-    def sums(self) -> tuple[int, ...]:
-        """Return the sums of the leaves at the position."""
-        return self._chooser.sums(self.draw)
-
-    def take(self, wanted: int) -> tuple[IntArray, IntArray | None]:
-        """Return the members of the next `wanted` picks, and the banned draws of each leaf before them if any."""
-        while len(self._kept) < wanted:
-            self._look_up(wanted)
-        places = self._kept[:wanted]
-        end = int(places[-1]) + 1
-        members = self._members[places]
-        drawn = np.bincount(self._members[:end, 0], minlength=len(self.leaf_draws))
-        banned = drawn - np.bincount(members[:, 0], minlength=len(drawn)) if end > wanted else None
-        self.draw += end
-        self.leaf_draws += drawn
-        self._members, self._kept = self._members[end:], self._kept[wanted:] - end
-        return members, banned
-
-    def _look_up(self, wanted: int) -> None:
-        members, banned = self._chooser.picks(max(self._at_once, wanted))
-        self._at_once = min(_MOST, 2 * self._at_once)
-        if self._taken:
-            members[0, 3], self._taken = self._taken, 0
-            if banned is not None:
-                banned[0] = False
-        kept = np.arange(len(members)) if banned is None else np.flatnonzero(~banned)
-        self._kept = np.concatenate((self._kept, len(self._members) + kept))
-        self._members = np.concatenate((self._members, members))
 
 
 class Standing(NamedTuple):

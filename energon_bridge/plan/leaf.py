@@ -35,16 +35,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
 from energon_bridge.rng import IntArray, Permutation, below, below_at, draws_at, fold, shuffled
 
 ORDER_VERSION = 1
-"""The version of the order: raised with every change, here or in `stream/pack_buffer.py`, of which sample comes when.
+"""The version of the order: raised with every change, here or in `stream/packing.py`, of which sample comes when.
 
 1: that of 0.1.0.
 """
@@ -64,6 +65,23 @@ _TABLES = 1 << 16
 _DEALT = 128
 """Draws of a lane looked up at once, and epochs they may span; both bound the cost of a seek."""
 _EPOCHS_AT_ONCE = 32
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+
+class Memo(dict[Key, Value]):
+    """Values by key, each made when it is first asked for; before there are more than `most`, all are dropped."""
+
+    def __init__(self, make: Callable[[Key], Value], most: int) -> None:
+        super().__init__()
+        self._make, self._most = make, most
+
+    def __missing__(self, key: Key) -> Value:
+        if len(self) >= self._most:
+            self.clear()
+        value = self[key] = self._make(key)
+        return value
 
 
 def slice_length(num_samples: int, num_lanes: int, rows: int, cap: int | None) -> int:
@@ -229,31 +247,24 @@ class LeafOrder:
     def _permuted(self, line: int, places: IntArray) -> IntArray:
         """Return the samples at some places of an epoch line."""
         if self._line_length > _LARGEST_TABLE:
-            return self._permutation(line).at_many(places)
-        key = fold(self.key, _SLICES, line)
-        table = self._tables.get(line)
-        if table is None:
-            if (len(self._tables) + 1) * self._line_length > _TABLES:
-                self._tables.clear()
-            table = self._tables[line] = shuffled(key, self._line_length)
-        return table[places]
+            return self._permutations[line].at_many(places)
+        return self._tables[line][places]
+
+    @cached_property
+    def _permutations(self) -> Memo[int, Permutation]:
+        """The permutations of epoch lines, of `_line_length` places each."""
+        return Memo(self._permutation, _EPOCHS_AT_ONCE + 1)
 
     def _permutation(self, line: int) -> Permutation:
-        """Return the permutation of an epoch line's `_line_length` places; the last few are kept."""
-        found = self._permutations.get(line)
-        if found is None:
-            if len(self._permutations) > _EPOCHS_AT_ONCE:
-                self._permutations.clear()
-            found = self._permutations[line] = Permutation(self._line_length, fold(self.key, _SLICES, line))
-        return found
+        return Permutation(self._line_length, fold(self.key, _SLICES, line))
 
     @cached_property
-    def _permutations(self) -> dict[int, Permutation]:
-        return {}
+    def _tables(self) -> Memo[int, IntArray]:
+        """The same as arrays."""
+        return Memo(self._table, _TABLES // self._line_length)
 
-    @cached_property
-    def _tables(self) -> dict[int, IntArray]:
-        return {}
+    def _table(self, line: int) -> IntArray:
+        return shuffled(fold(self.key, _SLICES, line), self._line_length)
 
     # Stretches: longer slices ---------------------------------------------------------------------------------------
 
@@ -262,7 +273,7 @@ class LeafOrder:
 
     def _stripe_at(self, epoch: int, rank: int, start: int, stop: int, draw: int) -> _Stripe:
         """Return the stripe of a draw of the stretch [start, stop) of an epoch line; `draw` counts in the stretch."""
-        line = self._epoch_line(epoch)
+        line = self._lines[epoch]
         first_slot, last_slot = line.slot_of(start), line.slot_of(stop - 1)
         slots = last_slot - first_slot + 1
         stripes = max(1, slots // self._slices_per_stripe)
@@ -290,18 +301,12 @@ class LeafOrder:
             3 * self.shuffle_buffer_size / self.slice_length
         )
 
-    def _epoch_line(self, epoch: int) -> _EpochLine:
-        line = self._lines.get(epoch)
-        if line is None:
-            if len(self._lines) > 3:
-                self._lines.clear()
-            key = fold(self.key, _SLICES, epoch)
-            line = self._lines[epoch] = _EpochLine(self._line_length, self.slice_length, key)
-        return line
-
     @cached_property
-    def _lines(self) -> dict[int, _EpochLine]:
-        return {}
+    def _lines(self) -> Memo[int, _EpochLine]:
+        return Memo(self._epoch_line, 4)
+
+    def _epoch_line(self, epoch: int) -> _EpochLine:
+        return _EpochLine(self._line_length, self.slice_length, fold(self.key, _SLICES, epoch))
 
 
 def _sum_of_floors(count: int, numerator: int, lanes: int) -> int:

@@ -1,22 +1,7 @@
-"""Building prepared datasets: the functions behind `energon prepare`."""
+"""Building prepared datasets: the functions behind `energon prepare`. The names are those of `__init__.pyi`."""
 
 from __future__ import annotations
 
-from energon_bridge.format.media import MediaFilter
-from energon_bridge.prepare.dataset_yaml import render_dataset_yaml
-from energon_bridge.prepare.run import Prepared, prepare_dataset, rebuild_index
-from energon_bridge.prepare.split import SplitRule, parse_patterns, parse_ratio
-from energon_bridge.prepare.summary import DatasetSummary, summarize_dataset
+import lazy_loader
 
-__all__ = [
-    "DatasetSummary",
-    "MediaFilter",
-    "Prepared",
-    "SplitRule",
-    "parse_patterns",
-    "parse_ratio",
-    "prepare_dataset",
-    "rebuild_index",
-    "render_dataset_yaml",
-    "summarize_dataset",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -25,10 +25,9 @@ import numpy as np
 
 from energon_bridge.av import AVDecoder
 from energon_bridge.errors import ConfigurationError, EnergonError, MetadataError, SampleError
-from energon_bridge.format.code import fields_of
 from energon_bridge.format.columns import COLUMNS_INDEX, Column, column_path, encode_columns, read_columns, read_numbers
 from energon_bridge.format.dataset import PreparedDataset, prepared, read_index
-from energon_bridge.format.dataset_config import DatasetConfigs
+from energon_bridge.format.dataset_config import DatasetConfigs, fields_of
 from energon_bridge.format.jsonl import JsonlDataset
 from energon_bridge.format.media import kind_by_name
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, read_info

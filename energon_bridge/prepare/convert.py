@@ -27,16 +27,15 @@ from typing import Any, overload
 import numpy as np
 
 from energon_bridge.errors import ConfigurationError, SampleError, SkipSample, SourceError
-from energon_bridge.format.kinds import HAS_HEIF, open_heic
-from energon_bridge.format.media import HEAD_BYTES, MediaFilter, extension_by_head
+from energon_bridge.format.media import HAS_HEIF, HEAD_BYTES, MediaFilter, extension_by_head, open_heic
 from energon_bridge.format.nvmeta import INFO_JSON, META_FOLDER, meta_path, read_info
 from energon_bridge.format.parallel import Task, Workers, map_shards
 from energon_bridge.format.tar_index import index_name
+from energon_bridge.prepare.run import ShardRecord
 from energon_bridge.prepare.shards import (
     END_BYTES,
     PartsFolder,
     ShardFile,
-    ShardRecord,
     member_size,
     num_unread,
     partial_path,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from dataclasses import dataclass
 
-from energon_bridge.format.join import Progress, open_index, remove_others
+from energon_bridge.format.join import JOIN_PREFIX, Progress, open_index
 from energon_bridge.mix import DatasetOpener, JoinRef, load_mix, metadataset_splits, resolve_path
 from energon_bridge.mix.joins import index_folders, join_parts
+
+_OLD_SECONDS = 86400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,4 +57,27 @@ def prepare_join(
 def remove_unused(path: str, indexes: set[str | None]) -> list[str]:
     """Remove the join indexes next to a metadataset file that are not among `indexes`; return their names."""
     path = resolve_path(path, base=os.getcwd(), where="PATH")
-    return [] if "://" in path else remove_others(f"{path}.cache", {index for index in indexes if index is not None})
+    return [] if "://" in path else _remove_others(f"{path}.cache", {index for index in indexes if index is not None})
+
+
+def _remove_others(folder: str, keep: set[str]) -> list[str]:
+    """Remove a folder's join files except those in `keep`, and leftovers of killed processes; return their names."""
+    if not os.path.isdir(folder):
+        return []
+    kept = {os.path.basename(path) for path in keep}
+    gone = []
+    for name in sorted(os.listdir(folder)):
+        path = os.path.join(folder, name)
+        if name.startswith(JOIN_PREFIX) and name not in kept and (name.endswith(".bin") or _is_old(path)):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            gone.append(name)
+    return gone
+
+
+def _is_old(path: str) -> bool:
+    """Return whether a file is too old for anybody to be still writing it."""
+    try:
+        return time.time() - os.stat(path).st_mtime > _OLD_SECONDS
+    except OSError:
+        return False

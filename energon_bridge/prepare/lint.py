@@ -26,9 +26,8 @@ from energon_bridge.errors import (
     UnknownSplitError,
 )
 from energon_bridge.format.checksums import read_checksums
-from energon_bridge.format.code import fields_of
 from energon_bridge.format.dataset import PreparedDataset, open_dataset, read_index
-from energon_bridge.format.dataset_config import DatasetConfigs
+from energon_bridge.format.dataset_config import DatasetConfigs, fields_of
 from energon_bridge.format.foreign import ForeignDataset, ForeignRow, field_map_of, format_of_unprepared
 from energon_bridge.format.jsonl import PART, JsonlDataset, is_jsonl, open_jsonl, parse_line
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG, read_info, read_splits
@@ -171,7 +170,7 @@ def lint_encoded(
     Raises the errors of `get_val_dataset`.
     """
     from energon_bridge.datasets import get_savable_loader, get_val_dataset  # import torch
-    from energon_bridge.stream.failure_log import read_quarantine
+    from energon_bridge.stream.failures import read_quarantine
     from energon_bridge.stream.policy import ErrorPolicy
     from energon_bridge.topology import WorkerConfig
 

@@ -36,8 +36,8 @@ from energon_bridge.errors import (
     StorageError,
 )
 from energon_bridge.format.key_index import copy_key_index, sqlite_uri
-from energon_bridge.format.kinds import HAS_HEIF, format_by_head, open_heic
 from energon_bridge.format.media import (
+    HAS_HEIF,
     HEAD_BYTES,
     ImageMetadata,
     IndexedMedia,
@@ -45,23 +45,23 @@ from energon_bridge.format.media import (
     MediaKind,
     MediaMetadata,
     create_media_tables,
+    format_by_head,
     metadata_row,
     note_filter,
+    open_heic,
     plain_jpeg,
     write_media_rows,
 )
 from energon_bridge.format.nvmeta import (
     INDEX_SQLITE,
-    INFO_JSON,
-    INFO_YAML,
     META_FOLDER,
+    is_prepared,
     meta_path,
     read_info,
 )
 from energon_bridge.format.parallel import Task, Workers, map_shards
 from energon_bridge.prepare.staging import Staging
-from energon_bridge.storage import Store, open_store
-from energon_bridge.storage.ranges import ByteRange
+from energon_bridge.storage import ByteRange, Store, open_store
 
 Progress = Callable[[int, int], None]
 
@@ -110,7 +110,7 @@ def prepare_media(
     """
     store = open_store(path)
     store.check_root()
-    is_dataset = _is_dataset(store)
+    is_dataset = is_prepared(store)
     rel = meta_path(INDEX_SQLITE)
     with Staging(store) as staging:
         index = staging.path(rel)
@@ -150,10 +150,10 @@ def media_task(
     """
     store = open_store(path)
     store.check_root()
-    portions = task.of(_list_shards(store) if _is_dataset(store) else _list_portions(store, media))
+    portions = task.of(_list_shards(store) if is_prepared(store) else _list_portions(store, media))
     with tempfile.TemporaryDirectory(prefix="energon-media-") as folder:
         index = os.path.join(folder, INDEX_SQLITE)
-        if _is_dataset(store):
+        if is_prepared(store):
             copy_key_index(store, index)
         read_portion = partial(_read_portion, store, index, media)
         with closing(
@@ -163,10 +163,6 @@ def media_task(
                 if progress is not None:
                     progress(number + 1, len(portions))
     return len(portions)
-
-
-def _is_dataset(store: Store) -> bool:
-    return any(store.exists(meta_path(name)) for name in (INFO_JSON, INFO_YAML))
 
 
 def _list_shards(store: Store) -> list[Portion]:

@@ -15,6 +15,7 @@ added to it in place, in one transaction before anything is moved (`format/key_i
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import logging
@@ -22,12 +23,16 @@ import os
 import shutil
 import tempfile
 import uuid
+import zlib
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
-from energon_bridge.errors import ConfigurationError, EnergonError, MetadataError
+import numpy as np
+
+from energon_bridge.errors import ConfigurationError, EnergonError, MetadataError, ShardMissingError
 from energon_bridge.format.checksums import ChecksumScan, checksums_path
 from energon_bridge.format.documents import dump_yaml, read_document
 from energon_bridge.format.key_index import (
@@ -53,8 +58,7 @@ from energon_bridge.format.nvmeta import (
     renumbered,
 )
 from energon_bridge.format.parallel import Task, Workers, map_shards
-from energon_bridge.format.tar_index import encode_index, index_name, scan_tar
-from energon_bridge.prepare.shards import RECORD_SUFFIX, ShardRecord
+from energon_bridge.format.tar_index import ShardScan, encode_index, index_name, scan_tar
 from energon_bridge.prepare.split import SplitRule, find_shards, split_shards
 from energon_bridge.prepare.staging import Staging
 from energon_bridge.registry import load
@@ -62,6 +66,8 @@ from energon_bridge.storage import LocalStore, Store, open_store
 
 Progress = Callable[[int, int], None]
 
+RECORD_SUFFIX = ".rec"
+_COLUMNS = ("offsets", "part_samples", "part_offsets", "part_sizes")
 _SCANS = ".nv-meta.scans"
 _TARS = "tars.json"
 _MANY = 64
@@ -72,6 +78,58 @@ _PART_ADDED = 8
 """One shard in this number is added in place at most; more would keep readers waiting."""
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class ShardRecord:
+    """What the indexes need to know about one shard, and what it was made of.
+
+    `fields` gives each field of the sample type the accesses that its samples used; `made_of` identifies the input;
+    `num_rejected` counts answers that were left out because others are preferred; `checksums` is an encoded
+    `ShardChecksums`, empty if none were asked for.
+    """
+
+    scan: ShardScan = field(default_factory=ShardScan)
+    media: list[tuple[str, str, str]] = field(default_factory=list)
+    fields: dict[str, list[str]] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    size: int = 0
+    made_of: str = ""
+    num_rejected: int = 0
+    checksums: bytes = b""
+
+    def encode(self) -> bytes:
+        """Write the record: JSON, a zero byte, and the integers of the scan, each column 64 bits little-endian."""
+        scan = self.scan
+        plain = {name: getattr(self, name) for name in ("media", "fields", "skipped", "size", "made_of")}
+        plain |= {"num_rejected": self.num_rejected} if self.num_rejected else {}  # few conversions have any
+        plain |= {"checksums": base64.b64encode(self.checksums).decode()} if self.checksums else {}
+        plain |= {"keys": scan.keys, "part_names": scan.part_names}
+        if scan.linked:
+            plain["linked"] = list(scan.linked)
+        columns = [np.asarray(getattr(scan, name), "<i8").tobytes() for name in _COLUMNS]
+        return zlib.compress(json.dumps(plain, separators=(",", ":")).encode() + b"\0" + b"".join(columns), 1)
+
+    @classmethod
+    def decode(cls, data: bytes) -> ShardRecord:
+        """Read a record; raises ValueError if it is not one."""
+        try:
+            text, end, columns = zlib.decompress(data).partition(b"\0")
+            plain = json.loads(text)
+            linked = array("q", plain.pop("linked", ()))
+            scan = ShardScan(keys=plain.pop("keys"), part_names=plain.pop("part_names"), linked=linked)
+            plain["checksums"] = base64.b64decode(plain.get("checksums", ""))
+            record = cls(scan=scan, **plain)
+        except (zlib.error, KeyError, TypeError) as error:
+            raise ValueError(f"not a record of a shard: {error}") from error
+        counts = (len(scan.keys) + 1, *[len(scan.part_names)] * 3)
+        if not end or len(columns) != 8 * sum(counts):
+            raise ValueError(f"not a record of a shard: {len(columns)} bytes of columns, expected {8 * sum(counts)}")
+        start = 0
+        for name, count in zip(_COLUMNS, counts, strict=True):
+            setattr(scan, name, array("q", np.frombuffer(columns, "<i8", count, start).tobytes()))
+            start += 8 * count
+        return record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,7 +438,7 @@ def _old_excludes(store: Store) -> list[str]:
     if not store.exists(rel):
         return []
     try:
-        document = read_document(store, rel)
+        document = read_document(store, rel).plain
     except MetadataError:
         return []
     exclude = document.get("exclude") if isinstance(document, dict) else None
@@ -388,14 +446,5 @@ def _old_excludes(store: Store) -> list[str]:
 
 
 def _keep_media(store: Store, writer: KeyIndexWriter) -> None:
-    rel = meta_path(INDEX_SQLITE)
-    if not store.exists(rel):
-        return
-    if isinstance(store, LocalStore):
-        writer.keep_media_tables(store.url(rel))
-        return
-    with tempfile.TemporaryDirectory(prefix="energon-prepare-") as folder:
-        copy = os.path.join(folder, INDEX_SQLITE)
-        with open(copy, "wb") as file:
-            file.write(store.read(rel))
-        writer.keep_media_tables(copy)
+    with tempfile.TemporaryDirectory(prefix="energon-prepare-") as folder, contextlib.suppress(ShardMissingError):
+        writer.keep_media_tables(find_key_index(store, os.path.join(folder, INDEX_SQLITE)).path)

@@ -26,7 +26,8 @@ from energon_bridge.errors import ConfigurationError, SourceError, did_you_mean
 from energon_bridge.format.field_map import describe_fields
 from energon_bridge.format.media import HEAD_BYTES, extension_by_head
 from energon_bridge.format.nvmeta import INFO_JSON, INFO_YAML, meta_path
-from energon_bridge.prepare.shards import END_BYTES, PartsFolder, ShardFile, ShardRecord, member_size, publish
+from energon_bridge.prepare.run import ShardRecord
+from energon_bridge.prepare.shards import END_BYTES, PartsFolder, ShardFile, member_size, publish
 from energon_bridge.samples import META_FIELDS, CrudeSample, Sample, field_names, sample_type_by_name
 
 _MEDIA_FIELDS = ("image", "video", "audio")

@@ -11,10 +11,9 @@ Invariants: a shard's bytes depend on its samples alone (owner 0, time 0, mode 6
 
 from __future__ import annotations
 
-import base64
 import contextlib
+import fcntl
 import hashlib
-import json
 import logging
 import os
 import shutil
@@ -22,16 +21,11 @@ import socket
 import tarfile
 import time
 import uuid
-import zlib
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Literal
-
-import numpy as np
 
 from energon_bridge.errors import ConfigurationError, DecodeError, SourceError, StorageError
 from energon_bridge.format.checksums import checksums_path
@@ -50,19 +44,14 @@ from energon_bridge.format.nvmeta import (
     renumbered,
 )
 from energon_bridge.format.tar import split_member_name
-from energon_bridge.format.tar_index import ShardScan, encode_index, index_name
+from energon_bridge.format.tar_index import encode_index, index_name
 from energon_bridge.prepare.dataset_yaml import render_dataset_yaml
+from energon_bridge.prepare.run import RECORD_SUFFIX, ShardRecord
 from energon_bridge.prepare.staging import Staging
 from energon_bridge.registry import load
 from energon_bridge.storage import LocalStore, open_store
 
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
-
 PARTS_FOLDER = ".nv-meta.parts"
-RECORD_SUFFIX = ".rec"
 END_BYTES = 1024
 """Zeros at the end of an archive."""
 
@@ -74,62 +63,9 @@ _BEFORE_SIZE = b"0000644\0" + b"0000000\0" * 2
 _TIME = b"00000000000\0"
 _AFTER_CHECKSUM = b"0" + bytes(100) + b"ustar\x0000" + bytes(247)
 _FIXED_SUM = sum(_BEFORE_SIZE + _TIME + b" " * 8 + _AFTER_CHECKSUM)
-_COLUMNS = ("offsets", "part_samples", "part_offsets", "part_sizes")
 _MEDIA = MediaFilter(strategy="EXTENSION")
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, kw_only=True)
-class ShardRecord:
-    """What the indexes need to know about one shard, and what it was made of.
-
-    `fields` gives each field of the sample type the accesses that its samples used; `made_of` identifies the input;
-    `num_rejected` counts answers that were left out because others are preferred; `checksums` is an encoded
-    `ShardChecksums`, empty if none were asked for.
-    """
-
-    scan: ShardScan = field(default_factory=ShardScan)
-    media: list[tuple[str, str, str]] = field(default_factory=list)
-    fields: dict[str, list[str]] = field(default_factory=dict)
-    skipped: list[str] = field(default_factory=list)
-    size: int = 0
-    made_of: str = ""
-    num_rejected: int = 0
-    checksums: bytes = b""
-
-    def encode(self) -> bytes:
-        """Write the record: JSON, a zero byte, and the integers of the scan, each column 64 bits little-endian."""
-        scan = self.scan
-        plain = {name: getattr(self, name) for name in ("media", "fields", "skipped", "size", "made_of")}
-        plain |= {"num_rejected": self.num_rejected} if self.num_rejected else {}  # few conversions have any
-        plain |= {"checksums": base64.b64encode(self.checksums).decode()} if self.checksums else {}
-        plain |= {"keys": scan.keys, "part_names": scan.part_names}
-        if scan.linked:
-            plain["linked"] = list(scan.linked)
-        columns = [np.asarray(getattr(scan, name), "<i8").tobytes() for name in _COLUMNS]
-        return zlib.compress(json.dumps(plain, separators=(",", ":")).encode() + b"\0" + b"".join(columns), 1)
-
-    @classmethod
-    def decode(cls, data: bytes) -> ShardRecord:
-        """Read a record; raises ValueError if it is not one."""
-        try:
-            text, end, columns = zlib.decompress(data).partition(b"\0")
-            plain = json.loads(text)
-            linked = array("q", plain.pop("linked", ()))
-            scan = ShardScan(keys=plain.pop("keys"), part_names=plain.pop("part_names"), linked=linked)
-            plain["checksums"] = base64.b64decode(plain.get("checksums", ""))
-            record = cls(scan=scan, **plain)
-        except (zlib.error, KeyError, TypeError) as error:
-            raise ValueError(f"not a record of a shard: {error}") from error
-        counts = (len(scan.keys) + 1, *[len(scan.part_names)] * 3)
-        if not end or len(columns) != 8 * sum(counts):
-            raise ValueError(f"not a record of a shard: {len(columns)} bytes of columns, expected {8 * sum(counts)}")
-        start = 0
-        for name, count in zip(_COLUMNS, counts, strict=True):
-            setattr(scan, name, array("q", np.frombuffer(columns, "<i8", count, start).tobytes()))
-            start += 8 * count
-        return record
 
 
 def member_size(name: str, size: int) -> int:
@@ -271,7 +207,7 @@ class PartsFolder:
         self._lock = -1
         with _writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            if lock is not None and fcntl is not None:
+            if lock is not None:
                 self._lock = os.open(self.path, os.O_RDONLY)
                 self._claim(alone=lock == "alone")
 

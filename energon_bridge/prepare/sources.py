@@ -25,9 +25,9 @@ from energon_bridge.errors import (
     SourceError,
 )
 from energon_bridge.format.dataset import PreparedDataset
-from energon_bridge.format.documents import expect_mapping, read_document
+from energon_bridge.format.documents import read_document
 from energon_bridge.format.media import kind_by_name
-from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, INFO_JSON, INFO_YAML, meta_path, read_splits
+from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, is_prepared, meta_path, read_splits
 from energon_bridge.format.parallel import map_shards
 from energon_bridge.format.tar import Follow, parse_sample
 from energon_bridge.format.tar_index import ShardScan, other_parts, scan_tar
@@ -317,7 +317,7 @@ class TarSource:
         self._store = open_store(path.parent if path.is_file() else path)
         self._numbered = numbered
         shards = [path.name] if path.is_file() else find_shards(self._store)
-        self._prepared = not path.is_file() and any(self._store.exists(meta_path(n)) for n in (INFO_JSON, INFO_YAML))
+        self._prepared = not path.is_file() and is_prepared(self._store)
         groups = self._groups(shards)
         excluded = frozenset[tuple[str, str]]()
         if self._prepared:
@@ -377,7 +377,7 @@ class TarSource:
         """Keep the sample type of a prepared dataset; keep the parts of others as they are."""
         rel = meta_path(DEFAULT_DATASET_CONFIG)
         if self._prepared and self._store.exists(rel):
-            config: dict[str, Any] = expect_mapping(read_document(self._store, rel), where=self._store.url(rel))
+            config = read_document(self._store, rel).mapping()
             kind, fields = config.get("sample_type"), config.get("field_map")
             if isinstance(kind, dict) and isinstance(fields, dict) and "__class__" in kind:
                 return Layout(sample_type=kind["__class__"], fields=fields)

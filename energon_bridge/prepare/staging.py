@@ -13,6 +13,7 @@ of a run that was killed among them, so that it never finds files of two states:
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -23,12 +24,7 @@ from types import TracebackType
 from energon_bridge.errors import ConfigurationError, EnergonError, MetadataError, StorageError
 from energon_bridge.format.key_index import settle_key_index
 from energon_bridge.format.nvmeta import INDEX_SQLITE, META_FOLDER, leads_out, meta_path
-from energon_bridge.storage import LocalStore, Store
-
-try:
-    import fcntl
-except ImportError:  # not on Windows, where two runs at once are not detected
-    fcntl = None  # type: ignore[assignment]
+from energon_bridge.storage import LocalStore, Store, write_file
 
 STAGING_FOLDER = ".nv-meta.staging"
 _MOVES = "moves.json"
@@ -84,9 +80,7 @@ class Staging:
     def _write_moves(self, data: bytes) -> None:
         path = os.path.join(self._folder, _MOVES)
         try:
-            with open(f"{path}.partial", "wb") as file:
-                file.write(data)
-            os.replace(f"{path}.partial", path)
+            write_file(path, (data,))
         except OSError as error:
             raise StorageError(f"{path}: cannot write: {error}. Is the disk full?") from error
 
@@ -127,16 +121,15 @@ class Staging:
 
     def _claim(self) -> None:
         """Take the lock of the staging folder (the kernel frees it when a process dies) and clear what is in it."""
-        if fcntl is not None:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(self._lock)
-                raise ConfigurationError(
-                    f"{self._folder}: another `energon prepare` is running on this dataset. Wait for it to finish."
-                ) from None
-            except OSError:
-                pass  # a file system without locks
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise ConfigurationError(
+                f"{self._folder}: another `energon prepare` is running on this dataset. Wait for it to finish."
+            ) from None
+        except OSError:
+            pass  # a file system without locks
         try:
             settle_key_index(os.path.join(self._store.root, meta_path(INDEX_SQLITE)))
             self._complete()

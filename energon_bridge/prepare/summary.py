@@ -12,7 +12,7 @@ from typing import Any
 
 from energon_bridge.errors import EnergonError, KeyIndexError, ShardMissingError
 from energon_bridge.format.columns import Column, read_columns, read_numbers
-from energon_bridge.format.documents import expect_mapping, read_document
+from energon_bridge.format.documents import read_document
 from energon_bridge.format.foreign import ForeignFormat, format_of_unprepared
 from energon_bridge.format.jsonl import is_jsonl, open_jsonl
 from energon_bridge.format.key_index import connect_key_index, find_key_index
@@ -274,7 +274,7 @@ def _config(store: Store, name: str) -> dict[str, Any]:
     rel = meta_path(name)
     if not store.exists(rel):
         return {}
-    return expect_mapping(read_document(store, rel), where=store.url(rel))
+    return read_document(store, rel).mapping()
 
 
 def _type_name(named: dict[str, Any]) -> str:

@@ -36,7 +36,7 @@ from energon_bridge.forecast.epochs import Forecast
 from energon_bridge.preview.batches import ShownBatch
 from energon_bridge.preview.records import Clip, Item, Picture, Record, Turn
 from energon_bridge.preview.sources import Drawn, Part, SampleSource
-from energon_bridge.storage.ranges import ByteRange
+from energon_bridge.storage import ByteRange
 
 _PER_FILE = 60
 _PER_SEARCH_FILE = 5000

@@ -18,9 +18,10 @@ from PIL import Image
 from energon_bridge.av import AVDecoder
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.media import HEAD_BYTES, extension_by_head
+from energon_bridge.preview.notebook import as_image
 from energon_bridge.rows.turns import own_payload, part_kind
-from energon_bridge.samples.showing import as_image, value_text
-from energon_bridge.storage.ranges import ByteRange
+from energon_bridge.samples.showing import value_text
+from energon_bridge.storage import ByteRange
 from energon_bridge.task_encoder.deferred import DeferredImage
 
 SIDE = 320

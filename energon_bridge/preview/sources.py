@@ -21,13 +21,11 @@ from energon_bridge.loader.run_plan import DatasetSpec, RunPlan, plan_run
 from energon_bridge.loader.streams import open_pipeline
 from energon_bridge.plan.choose import Picks
 from energon_bridge.preview.records import Record, fields_of
-from energon_bridge.stream.dataset_code import has_code
-from energon_bridge.stream.picked import PickedLoad
-from energon_bridge.stream.pipeline import Pipeline
-from energon_bridge.stream.report import SamplePlace
+from energon_bridge.stream.failures import SamplePlace
+from energon_bridge.stream.pipeline import PickedLoad, Pipeline
 from energon_bridge.stream.state import SampleRef, as_members
 from energon_bridge.stream.steps import PendingSample
-from energon_bridge.stream.values import FailedSample
+from energon_bridge.stream.values import FailedSample, has_code
 from energon_bridge.task_encoder.base import DefaultTaskEncoder
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.hooks import Hook

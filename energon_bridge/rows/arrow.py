@@ -45,8 +45,8 @@ from energon_bridge.rows.conversations import (
 )
 from energon_bridge.rows.lists import propose_layout
 from energon_bridge.rows.turns import CONVERSATIONS
-from energon_bridge.storage import Store, as_far, open_store
-from energon_bridge.storage.ranges import ByteRange, RangeReader
+from energon_bridge.storage import ByteRange, Store, as_far, open_store
+from energon_bridge.storage.ranges import RangeReader
 
 _JUDGED_BY = 20
 """Rows that say which columns hold media and what the rows are."""

@@ -3,7 +3,8 @@
 
    All release the interpreter lock, and give the same values on every processor: the first is integer arithmetic, the
    second looks values up. With AVX2, products of 16 bits are made and added in pairs, of which a processor makes four
-   times as many as of 32 bits; a compiler does not find that by itself. */
+   times as many as of 32 bits; a compiler does not find that by itself. With AVX-512 (VNNI and VBMI: Ice Lake, Zen 4 and
+   later) products of 8 bits are added in fours, and registers hold the tables. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
@@ -22,14 +23,17 @@
 #define ROWS 4     /* that are resampled side by side */
 #define TAPS 4     /* coefficients that are read at once: behind the last one of an output there are zeros */
 #define LOW_BITS 15 /* of a coefficient of two parts */
-#define SPARE 16   /* bytes behind a row that may be read with its last pixel */
+#define SPARE 64   /* bytes behind a row that may be read with its last pixel */
+#define PIECES 3   /* of 8 bits, of a coefficient */
 
 /* How each output along one side is made: of which inputs, and with which coefficients. A coefficient has one part, or
-   two where 16 bits are not enough: its low bits and the rest. The products of the parts are summed on their own. */
+   two where 16 bits are not enough: its low bits and the rest. It has three pieces of 8 bits, too, each with a sign. The
+   products of parts, or of pieces, are summed on their own. */
 typedef struct {
     Py_ssize_t outputs, most;    /* most: coefficients that each output has room for */
     const int32_t *first, *count; /* of each output */
     const int16_t *low, *high;    /* high: NULL where there is one part */
+    const int8_t *pieces;         /* lowest first: of each, TAPS coefficients of all outputs, then the next ones */
     int bits;                     /* of the fraction of a coefficient */
 } Side;
 
@@ -175,15 +179,126 @@ WITH_AVX2 static Py_ssize_t resample_column_wide(const uint8_t *first, Py_ssize_
     return side->high ? column_in_parts(first, row, out, side, y, 2) : column_in_parts(first, row, out, side, y, 1);
 }
 
-static int wide_enough(void) { return __builtin_cpu_supports("avx2"); }
+
+#define WITH_AVX512 __attribute__((target("avx512f,avx512bw,avx512vbmi,avx512vnni")))
+
+WITH_AVX512 static inline __m512i repeated(const int8_t *from) { /* each of four outputs' coefficients four times */
+    const __m512i fours = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    return _mm512_permutexvar_epi32(fours, _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)from)));
+}
+
+WITH_AVX512 static inline __m512i summed(const __m512i sums[PIECES], __m128i bits) {
+    __m512i more = _mm512_add_epi32(sums[1], _mm512_slli_epi32(sums[2], 8));
+    return _mm512_sra_epi32(_mm512_add_epi32(sums[0], _mm512_slli_epi32(more, 8)), bits);
+}
+
+/* Four pixels of four rows at a time, whose inputs lie in the bytes of a register. */
+WITH_AVX512 static void resample_rows_widest(const uint8_t *const rows[ROWS], uint8_t *const outs[ROWS],
+                                             const Side *side) {
+    const __m512i taps = _mm512_set4_epi32(0, 0x0b080502, 0x0a070401, 0x09060300);
+    const __m512i fours = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    const __m512i turned = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i packed = _mm512_set4_epi32(-1, 0x0e0d0c0a, 0x09080605, 0x04020100);
+    const __m512i zero = _mm512_setzero_si512(), half = _mm512_set1_epi32(1 << (side->bits - 1));
+    const __m128i bits = _mm_cvtsi32_si128(side->bits);
+    const Py_ssize_t piece = side->outputs * side->most;
+    for (Py_ssize_t next = 0; next < side->outputs; next += 4) {
+        Py_ssize_t x = next + 4 <= side->outputs ? next : side->outputs - 4;
+        const int32_t *first = side->first + x;
+        __m128i steps = _mm_sub_epi32(_mm_loadu_si128((const __m128i *)first), _mm_set1_epi32(first[0]));
+        __m512i places = _mm512_permutexvar_epi32(fours, _mm512_castsi128_si512(steps));
+        places = _mm512_add_epi8(taps, _mm512_mullo_epi32(places, _mm512_set1_epi32(0x03030303)));
+        __m512i sums[ROWS][PIECES];
+        for (int row = 0; row < ROWS; row++)
+            sums[row][0] = half, sums[row][1] = sums[row][2] = zero;
+        int32_t count = side->count[x];
+        for (int i = 1; i < 4; i++)
+            count = side->count[x + i] > count ? side->count[x + i] : count;
+        for (int32_t i = 0; i < count; i += TAPS) {
+            const int8_t *from = side->pieces + i * side->outputs + x * TAPS;
+            __m512i by[PIECES] = {repeated(from), repeated(from + piece), repeated(from + 2 * piece)};
+            for (int row = 0; row < ROWS; row++) {
+                __m512i bytes = _mm512_loadu_si512(rows[row] + ((Py_ssize_t)first[0] + i) * CHANNELS);
+                bytes = _mm512_permutexvar_epi8(places, bytes);
+                for (int j = 0; j < PIECES; j++)
+                    sums[row][j] = _mm512_dpbusd_epi32(sums[row][j], bytes, by[j]);
+            }
+        }
+        __m512i even = _mm512_packs_epi32(summed(sums[0], bits), summed(sums[1], bits));
+        __m512i odd = _mm512_packs_epi32(summed(sums[2], bits), summed(sums[3], bits));
+        even = _mm512_permutexvar_epi32(turned, _mm512_packus_epi16(even, odd)); /* a row each */
+        even = _mm512_shuffle_epi8(even, packed);
+        const __m128i made[ROWS] = {_mm512_castsi512_si128(even), _mm512_extracti32x4_epi32(even, 1),
+                                    _mm512_extracti32x4_epi32(even, 2), _mm512_extracti32x4_epi32(even, 3)};
+        if ((x + 4) * CHANNELS + 4 <= side->outputs * CHANNELS)
+            for (int row = 0; row < ROWS; row++) /* the last four bytes are the next pixels' */
+                _mm_storeu_si128((__m128i *)(outs[row] + x * CHANNELS), made[row]);
+        else
+            for (int row = 0; row < ROWS; row++)
+                memcpy(outs[row] + x * CHANNELS, &made[row], 4 * CHANNELS);
+    }
+}
+
+static int narrow(const Side *side) {
+    for (Py_ssize_t x = 0; x + 4 <= side->outputs; x++)
+        if ((side->first[x + 3] - side->first[x] + TAPS) * CHANNELS > 64)
+            return 0;
+    return side->outputs >= 4;
+}
+
+/* Four rows at a time, 64 bytes of each. */
+WITH_AVX512 static void resample_column_widest(const uint8_t *first, Py_ssize_t row, uint8_t *out, const Side *side,
+                                               Py_ssize_t y) {
+    const __m512i zero = _mm512_setzero_si512(), half = _mm512_set1_epi32(1 << (side->bits - 1));
+    const __m128i bits = _mm_cvtsi32_si128(side->bits);
+    const Py_ssize_t piece = side->outputs * side->most;
+    const int32_t count = side->count[y];
+    for (Py_ssize_t x = 0; x < row; x += 64) {
+        const __mmask64 there = x + 64 <= row ? ~(__mmask64)0 : ((__mmask64)1 << (row - x)) - 1;
+        __m512i sums[4][PIECES];
+        for (int k = 0; k < 4; k++)
+            sums[k][0] = half, sums[k][1] = sums[k][2] = zero;
+        for (int32_t i = 0; i < count; i += TAPS) {
+            __m512i four[TAPS];
+            for (int k = 0; k < TAPS; k++) /* those behind the last one count nothing */
+                four[k] = i + k < count ? _mm512_maskz_loadu_epi8(there, first + (i + k) * row + x) : zero;
+            __m512i a = _mm512_unpacklo_epi8(four[0], four[1]), b = _mm512_unpackhi_epi8(four[0], four[1]);
+            __m512i c = _mm512_unpacklo_epi8(four[2], four[3]), d = _mm512_unpackhi_epi8(four[2], four[3]);
+            const __m512i bytes[4] = {_mm512_unpacklo_epi16(a, c), _mm512_unpackhi_epi16(a, c),
+                                      _mm512_unpacklo_epi16(b, d), _mm512_unpackhi_epi16(b, d)};
+            const int8_t *from = side->pieces + i * side->outputs + y * TAPS;
+            for (int j = 0; j < PIECES; j++) {
+                int32_t coefficients;
+                memcpy(&coefficients, from + j * piece, sizeof coefficients);
+                for (int k = 0; k < 4; k++)
+                    sums[k][j] = _mm512_dpbusd_epi32(sums[k][j], bytes[k], _mm512_set1_epi32(coefficients));
+            }
+        }
+        __m512i left = _mm512_packs_epi32(summed(sums[0], bits), summed(sums[1], bits));
+        __m512i right = _mm512_packs_epi32(summed(sums[2], bits), summed(sums[3], bits));
+        _mm512_mask_storeu_epi8(out + x, there, _mm512_packus_epi16(left, right));
+    }
+}
+
+/* 0: plain C; 1: AVX2; 2: AVX-512. */
+static int widest(void) {
+    return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi") ? 2
+           : __builtin_cpu_supports("avx2")                                             ? 1
+                                                                                        : 0;
+}
 #else
 #define resample_rows_wide resample_rows
 static Py_ssize_t resample_column_wide(const uint8_t *first, Py_ssize_t row, uint8_t *out, const Side *side,
                                        Py_ssize_t y) {
     return 0;
 }
-static int wide_enough(void) { return 0; }
+#define resample_rows_widest resample_rows
+#define resample_column_widest(first, row, out, side, y) resample_column(first, row, 0, row, out, side, y)
+static int narrow(const Side *side) { return 0; }
+static int widest(void) { return 0; }
 #endif
+
+static int used = 0; /* of these, the widest that there is, or what a test says */
 
 /* `spare`: memory of a row and two times SPARE, for the last rows: more than a pixel is read at a time. */
 static void resample_width(const uint8_t *source, Py_ssize_t height, Py_ssize_t width, uint8_t *out, const Side *side,
@@ -191,6 +306,8 @@ static void resample_width(const uint8_t *source, Py_ssize_t height, Py_ssize_t 
     Py_ssize_t row = width * CHANNELS, out_row = side->outputs * CHANNELS;
     const uint8_t *rows[ROWS];
     uint8_t *outs[ROWS];
+    void (*resample)(const uint8_t *const *, uint8_t *const *, const Side *) =
+        wide > 1 && narrow(side) ? resample_rows_widest : wide ? resample_rows_wide : resample_rows;
     Py_ssize_t tail = SPARE / row + 1, body = tail < height ? height - tail : 0; /* rows that end too near the end */
     memcpy(spare, source + body * row, (height - body) * row);
     memset(spare + (height - body) * row, 0, SPARE);
@@ -200,13 +317,17 @@ static void resample_width(const uint8_t *source, Py_ssize_t height, Py_ssize_t 
             rows[i] = number < body ? source + number * row : spare + (number - body) * row;
             outs[i] = out + number * out_row;
         }
-        (wide ? resample_rows_wide : resample_rows)(rows, outs, side);
+        resample(rows, outs, side);
     }
 }
 
 static void resample_height(const uint8_t *source, Py_ssize_t row, uint8_t *out, const Side *side, int wide) {
     for (Py_ssize_t y = 0; y < side->outputs; y++, out += row) {
         const uint8_t *first = source + (Py_ssize_t)side->first[y] * row;
+        if (wide > 1) {
+            resample_column_widest(first, row, out, side, y);
+            continue;
+        }
         Py_ssize_t done = wide ? resample_column_wide(first, row, out, side, y) : 0;
         resample_column(first, row, done, row, out, side, y);
     }
@@ -214,7 +335,8 @@ static void resample_height(const uint8_t *source, Py_ssize_t row, uint8_t *out,
 
 static int side_of(const Py_buffer *where, const Py_buffer *coefficients, Py_ssize_t parts, Py_ssize_t bits,
                    Py_ssize_t inputs, Side *side) {
-    Py_ssize_t outputs = where->len / (2 * (Py_ssize_t)sizeof(int32_t)), item = parts * (Py_ssize_t)sizeof(int16_t);
+    Py_ssize_t outputs = where->len / (2 * (Py_ssize_t)sizeof(int32_t));
+    Py_ssize_t item = parts * (Py_ssize_t)sizeof(int16_t) + PIECES;
     if (outputs == 0 || parts < 1 || parts > 2 || bits < 1 || bits > 22 || coefficients->len % (outputs * item))
         return 0;
     side->outputs = outputs;
@@ -226,6 +348,7 @@ static int side_of(const Py_buffer *where, const Py_buffer *coefficients, Py_ssi
     side->count = side->first + outputs;
     side->low = coefficients->buf;
     side->high = parts > 1 ? side->low + outputs * side->most : NULL;
+    side->pieces = (const int8_t *)(side->low + parts * outputs * side->most);
     for (Py_ssize_t i = 0; i < outputs; i++)
         if (side->first[i] < 0 || side->count[i] < 0 || side->count[i] > side->most ||
             side->first[i] + (Py_ssize_t)side->count[i] > inputs)
@@ -270,14 +393,13 @@ static PyObject *resample(PyObject *module, PyObject *const *args, Py_ssize_t na
         Py_BEGIN_ALLOW_THREADS
         uint8_t *scratch = b[2].buf;
         const uint8_t *source = b[0].buf;
-        int avx2 = wide_enough();
         if (wider) {
             uint8_t *made = higher ? scratch : b[1].buf;
-            resample_width(source, height, width, made, &across, scratch + between, avx2);
+            resample_width(source, height, width, made, &across, scratch + between, used);
             source = made;
         }
         if (higher)
-            resample_height(source, across.outputs * CHANNELS, b[1].buf, &down, avx2);
+            resample_height(source, across.outputs * CHANNELS, b[1].buf, &down, used);
         Py_END_ALLOW_THREADS
     } else
         PyErr_SetString(PyExc_ValueError, "the arrays do not fit each other");
@@ -354,6 +476,46 @@ INSIDE void apart_16(const uint8_t *from, uint8_t *red, uint8_t *green, uint8_t 
     _mm_storeu_si128((__m128i *)blue, l);
 }
 
+/* The values of 64 bytes at a time, up to 63 more than were asked for: a register holds a quarter of the table of one of
+   their bytes. */
+#define INSIDE_512 WITH_AVX512 __attribute__((always_inline)) static inline
+INSIDE_512 void values_widest(const uint8_t *from, uint8_t *to, const uint8_t *table, Py_ssize_t count, int item) {
+    const __m512i order = item == 4 ? _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)
+                                    : _mm512_setr_epi32(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+    __m512i tables[4][4];
+    for (int byte = 0; byte < item; byte++)
+        for (int k = 0; k < 4; k++)
+            tables[byte][k] = _mm512_loadu_si512(table + 256 * byte + 64 * k);
+    for (Py_ssize_t i = 0; i < count; i += 64, to += 64 * item) {
+        const __m512i index = _mm512_permutexvar_epi32(order, _mm512_loadu_si512(from + i));
+        const __mmask64 upper = _mm512_movepi8_mask(index);
+        __m512i made[4];
+        for (int byte = 0; byte < item; byte++)
+            made[byte] = _mm512_mask_blend_epi8(
+                upper, _mm512_permutex2var_epi8(tables[byte][0], index, tables[byte][1]),
+                _mm512_permutex2var_epi8(tables[byte][2], index, tables[byte][3]));
+        __m512i a = _mm512_unpacklo_epi8(made[0], made[1]), b = _mm512_unpackhi_epi8(made[0], made[1]);
+        if (item == 4) {
+            __m512i c = _mm512_unpacklo_epi8(made[2], made[3]), d = _mm512_unpackhi_epi8(made[2], made[3]);
+            _mm512_storeu_si512(to, _mm512_unpacklo_epi16(a, c));
+            _mm512_storeu_si512(to + 64, _mm512_unpackhi_epi16(a, c));
+            _mm512_storeu_si512(to + 128, _mm512_unpacklo_epi16(b, d));
+            _mm512_storeu_si512(to + 192, _mm512_unpackhi_epi16(b, d));
+        } else {
+            _mm512_storeu_si512(to, a);
+            _mm512_storeu_si512(to + 64, b);
+        }
+    }
+}
+
+WITH_AVX512 static void values_16(const uint8_t *from, void *to, const uint8_t *table, Py_ssize_t count) {
+    values_widest(from, to, table, count, 2);
+}
+
+WITH_AVX512 static void values_32(const uint8_t *from, void *to, const uint8_t *table, Py_ssize_t count) {
+    values_widest(from, to, table, count, 4);
+}
+
 #define VALUES(TYPE)                                                                                                   \
     static inline void values_##TYPE(const uint8_t *restrict from, TYPE *restrict to, const TYPE *restrict table,      \
                                      Py_ssize_t count) {                                                               \
@@ -386,8 +548,10 @@ INSIDE void write_out(const void *from, void *to, Py_ssize_t bytes, int stream, 
 /* As look_up, block by block: the bytes of each channel next to each other, then their values, then where they go. */
 WITH_AVX2 static void look_up_wide(const uint8_t *source, const uint8_t *end, char *out, const char *table,
                                    const Layout *l, Py_ssize_t item, int stream) {
-    uint8_t bytes[CHANNELS][MOST + 16];
-    uint32_t values[MOST];
+    uint8_t bytes[CHANNELS][MOST + 64], planes[CHANNELS][4][256]; /* the table's values byte by byte */
+    uint32_t values[MOST + 64];
+    for (int at = 0; used > 1 && at < CHANNELS * 256 * item; at++)
+        planes[at / item / 256][at % item][at / item % 256] = ((const uint8_t *)table)[at];
     const Py_ssize_t patches = l->rows * l->columns;
     const Py_ssize_t plane = l->height * l->width, m = l->merge, high = plane > MOST ? 1 : l->height;
     const Py_ssize_t block = high * l->width, frames = l->frame ? l->times : 1, copies = l->times / frames;
@@ -414,8 +578,10 @@ WITH_AVX2 static void look_up_wide(const uint8_t *source, const uint8_t *end, ch
                 char *to = out + ((channel * l->times + time) * plane + top * l->width) * item;
                 const void *made = bytes[channel];
                 if (item > 1) {
-                    void *here = copies == 1 && !stream ? (void *)to : values;
-                    if (item == 2)
+                    void *here = copies == 1 && !stream && used < 2 ? (void *)to : values;
+                    if (used > 1)
+                        (item == 2 ? values_16 : values_32)(bytes[channel], here, planes[channel][0], block);
+                    else if (item == 2)
                         values_uint16_t(bytes[channel], here, (const uint16_t *)table + 256 * channel, block);
                     else
                         values_uint32_t(bytes[channel], here, (const uint32_t *)table + 256 * channel, block);
@@ -460,7 +626,7 @@ static PyObject *look_up(PyObject *module, PyObject *const *args, Py_ssize_t nar
     if (fits) {
         Py_BEGIN_ALLOW_THREADS
         const uint8_t *source = b[0].buf;
-        if (wide_enough() && l.width <= MOST && (item > 1 || identical(b[2].buf)))
+        if (used && l.width <= MOST && (item > 1 || identical(b[2].buf)))
             look_up_wide(source, source + b[0].len, b[1].buf, b[2].buf, &l, item, b[1].len >= LARGE);
         else if (item == 1)
             look_up_uint8_t(source, b[1].buf, b[2].buf, &l);
@@ -561,9 +727,22 @@ static PyMethodDef PAST_THE_CACHES[] = {
 static PyMethodDef PAST_THE_CACHES[] = {{NULL, NULL, 0, NULL}};
 #endif
 
-static int execute(PyObject *module) { return wide_enough() ? PyModule_AddFunctions(module, PAST_THE_CACHES) : 0; }
+/* use(width): what is computed with, 0 to what there is, which is returned; for tests. */
+static PyObject *use(PyObject *module, PyObject *width) {
+    long wanted = PyLong_AsLong(width);
+    if (PyErr_Occurred())
+        return NULL;
+    used = wanted < 0 ? 0 : wanted > widest() ? widest() : (int)wanted;
+    return PyLong_FromLong(widest());
+}
+
+static int execute(PyObject *module) {
+    used = widest();
+    return used ? PyModule_AddFunctions(module, PAST_THE_CACHES) : 0;
+}
 
 static PyMethodDef METHODS[] = {
+    {"use", use, METH_O, "Choose the instructions."},
     {"resample", (PyCFunction)(void (*)(void))resample, METH_FASTCALL, "Resize an image as Pillow or torch does."},
     {"look_up", (PyCFunction)(void (*)(void))look_up, METH_FASTCALL, "Write values of bytes in a layout."},
     {NULL, NULL, 0, NULL},

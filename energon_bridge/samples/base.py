@@ -13,14 +13,15 @@ runs but the generated constructor, because samples are made on the hot path.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
 from itertools import chain, repeat
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, dataclass_transform
 
 from energon_bridge.errors import ConfigurationError, UnfitSampleError, did_you_mean
-from energon_bridge.samples.showing import html_of, text_of
+from energon_bridge.registry import load
+from energon_bridge.samples.showing import text_of
 
 T = TypeVar("T")
 
@@ -170,6 +171,12 @@ def _no_such_field(cls: Any, name: str) -> str:
     return f"{cls.__name__} has no field {name!r}.{did_you_mean(name, known)} It has {', '.join(known)}"
 
 
+def _html(record: Any, names: Iterable[str]) -> str:
+    """Return a table of a sample or batch, for notebooks."""
+    markup: str = load("view", "notebook")(record, names)
+    return markup
+
+
 class _Record:
     """Shared by samples and batches: access by name, derivation, pinning."""
 
@@ -187,7 +194,7 @@ class _Record:
         return text_of(self, field_names(type(self)))
 
     def _repr_html_(self) -> str:
-        return html_of(self, field_names(type(self)))
+        return _html(self, field_names(type(self)))
 
     def __getitem__(self, name: str) -> Any:
         names = field_names(type(self))
@@ -292,7 +299,7 @@ class CrudeSample(dict[str, Any]):
         return text_of(self, self)
 
     def _repr_html_(self) -> str:
-        return html_of(self, self)
+        return _html(self, self)
 
     @classmethod
     def from_joined(cls, *samples: CrudeSample | None, **named: Any) -> Self:

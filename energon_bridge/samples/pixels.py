@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import Any, Literal
@@ -47,8 +47,9 @@ Filter = Literal["box", "bilinear", "hamming", "bicubic", "lanczos"]
 _BITS = 22
 _LOW_BITS = 15
 _TAPS = 4
+_PIECES = 3
 _CHANNELS = 3
-_SPARE = 32
+_SPARE = 128
 _NEAR, _FAR = float(np.float32(0.54)), float(np.float32(0.46))  # single precision in Pillow, too
 _OF_THREAD = threading.local()  # no context variable: threads may share a context, and must not share memory
 
@@ -57,7 +58,7 @@ try:
 except ImportError:
     _compiled: Any = None
 else:
-    _compiled = _pixels
+    _compiled = _pixels if hasattr(_pixels, "use") else None  # else, built of an older source, which takes other things
 COMPILED = _compiled is not None
 """Whether the compiled part is there."""
 
@@ -121,11 +122,25 @@ class Coefficients:
         where: First input and number of inputs, int32 of shape (2, outputs).
         parts: Low bits and rest of each coefficient, or all of it, int16 of shape (1 or 2, outputs, most inputs).
         bits: Fractional bits of a coefficient.
+        memory: The parts, and behind them pieces of 8 bits, four coefficients of each output at a time.
     """
 
     where: np.ndarray
     parts: np.ndarray
     bits: int
+    memory: bytes = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        rest = self.parts[0].astype(np.int32)
+        if len(self.parts) > 1:
+            rest += self.parts[1].astype(np.int32) << _LOW_BITS
+        pieces = []
+        for _ in range(_PIECES):
+            pieces.append(rest.astype(np.int8))  # the low bits, as a number with a sign
+            rest = (rest - pieces[-1]) >> 8
+        _, outputs, most = self.parts.shape
+        fours = np.stack(pieces).reshape(_PIECES, outputs, most // _TAPS, _TAPS).transpose(0, 2, 1, 3)
+        object.__setattr__(self, "memory", self.parts.tobytes() + fours.tobytes())
 
 
 def _resample(
@@ -136,7 +151,7 @@ def _resample(
     out = np.empty((*size, _CHANNELS), np.uint8)
     scratch = _scratch((height * size[1] + width) * _CHANNELS + _SPARE)
     across, down = coefficients_of(width, size[1], by), coefficients_of(height, size[0], by)
-    sides = (across.where, across.parts, down.where, down.parts, len(across.parts), across.bits, down.bits)
+    sides = (across.where, across.memory, down.where, down.memory, len(across.parts), across.bits, down.bits)
     _compiled.resample(pixels, height, width, out, scratch, *sides)
     return out
 

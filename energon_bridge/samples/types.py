@@ -204,21 +204,7 @@ class VQAOCRSample(Sample):
     words_text: list[str] | None = None
 
 
-_TYPED: tuple[type[Sample], ...] = (
-    CaptioningSample,
-    ChatMLSample,
-    ImageClassificationSample,
-    ImageSample,
-    InterleavedSample,
-    MultiChoiceVQASample,
-    OCRSample,
-    SimilarityInterleavedSample,
-    TextSample,
-    VQAOCRSample,
-    VQASample,
-    VidQASample,
-)
-
+_TYPED: tuple[type[Sample], ...] = tuple(globals()[name] for name in __all__ if name.endswith("Sample"))
 _ALL: tuple[type, ...] = (*_TYPED, CrudeSample)
 
 _BY_NAME: dict[str, type] = {

@@ -8,11 +8,22 @@ from __future__ import annotations
 import os
 
 from energon_bridge.registry import load, registered
-from energon_bridge.storage.base import FarStore, Store, as_far
-from energon_bridge.storage.local import LocalStore, OpenFiles
+from energon_bridge.storage.base import ByteRange, FarStore, Store, as_far
+from energon_bridge.storage.local import LocalStore, OpenFiles, write_file
 from energon_bridge.storage.stalls import READ_TIMEOUT_SECONDS, Stalls
 
-__all__ = ["READ_TIMEOUT_SECONDS", "FarStore", "LocalStore", "OpenFiles", "Stalls", "Store", "as_far", "open_store"]
+__all__ = [
+    "READ_TIMEOUT_SECONDS",
+    "ByteRange",
+    "FarStore",
+    "LocalStore",
+    "OpenFiles",
+    "Stalls",
+    "Store",
+    "as_far",
+    "open_store",
+    "write_file",
+]
 
 
 def open_store(url_or_path: str | os.PathLike[str], *, files: OpenFiles | None = None, confined: bool = False) -> Store:

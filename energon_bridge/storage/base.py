@@ -1,4 +1,4 @@
-"""The interface of every storage backend: size, ranged reads, listing, writing.
+"""The interface of every storage backend: size, ranged reads, listing, writing; a range of a file; counters of reads.
 
 Invariant: names are POSIX paths relative to the root, reads return exactly the bytes asked for or raise, and a store
 can be pickled and used after a fork.
@@ -7,6 +7,8 @@ can be pickled and used after a fork.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Protocol, cast
 
 from energon_bridge.errors import ShortReadError, StorageError
@@ -81,6 +83,25 @@ class FarStore(Store, Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteRange:
+    """`size` bytes from byte `offset` of the file `rel` of a store."""
+
+    store: Store
+    rel: str
+    offset: int
+    size: int
+
+    @property
+    def url(self) -> str:
+        """Return the path or URL of the file."""
+        return self.store.url(self.rel)
+
+    def read(self, size: int | None = None) -> bytes:
+        """Return its bytes, or the first `size` of them. Raises StorageError."""
+        return self.store.read_range(self.rel, self.offset, self.size if size is None else min(size, self.size))
+
+
 def as_far(store: Store) -> FarStore | None:
     """Return the store if it is a `FarStore`, else None."""
     return cast(FarStore, store) if hasattr(store, "read_all") else None
@@ -99,3 +120,30 @@ def short_read(url: str, *, offset: int, expected: int, got: int) -> StorageErro
         f"{url}: expected {expected} bytes at offset {offset}, got {got}. The file is shorter than its index says: "
         f"copy it again, or rebuild the index with `energon prepare --tar-index-only`."
     )
+
+
+@dataclass(slots=True)
+class Requests:
+    """Requests; retries; hedges of slow requests; bytes received; seconds that reads waited.
+
+    Files: attempts to read that took longer than `read_timeout_seconds`. Node cache: hits (blocks on the disk, or
+    fetched by another process meanwhile) and their bytes; misses (blocks that this process fetched) and their bytes.
+    """
+
+    requests: int = 0
+    request_retries: int = 0
+    request_hedges: int = 0
+    request_bytes: int = 0
+    request_seconds: float = 0.0
+    stalled_reads: int = 0
+    cache_hits: int = 0
+    cache_hit_bytes: int = 0
+    cache_misses: int = 0
+    cache_miss_bytes: int = 0
+
+
+REQUESTS = tuple(each.name for each in fields(Requests))
+values_of = attrgetter(*REQUESTS)
+"""Returns the numbers of `Requests` in the order of `REQUESTS`."""
+MADE = Requests()
+"""The counters of this process; use differences only, since a fork continues its parent's counts."""

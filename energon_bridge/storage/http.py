@@ -31,8 +31,8 @@ from typing import Protocol
 from urllib.parse import urljoin, urlsplit
 
 from energon_bridge.storage.answers import Answer, Connections, allow_silence, get, place_of
+from energon_bridge.storage.base import MADE
 from energon_bridge.storage.helpers import Helpers, PerProcess
-from energon_bridge.storage.network import MADE
 from energon_bridge.storage.stalls import Stalls
 
 _CONNECT_SECONDS = 10.0

@@ -15,11 +15,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import shutil
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from energon_bridge.errors import CorruptShardError, DatasetNotFoundError, ShardMissingError, StorageError
@@ -27,8 +28,7 @@ from energon_bridge.storage.base import short_read
 from energon_bridge.storage.helpers import PerProcess
 from energon_bridge.storage.stalls import Stalls, Way, is_in_memory, way_to
 
-_NONBLOCK = getattr(os, "O_NONBLOCK", 0)  # opening a pipe would block
-_OPEN = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | _NONBLOCK
+_OPEN = os.O_RDONLY | os.O_NONBLOCK  # opening a pipe would block
 _LARGE = 64 << 20
 _FILES = (".arrow", ".csv", ".json", ".jsonl", ".parquet", ".tsv", ".yaml", ".yml")
 _PROBED = 32 << 10
@@ -50,8 +50,7 @@ class _OpenFile:
         if not stat.S_ISREG(status.st_mode):
             kind = "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe, a device or a socket"
             raise OSError(errno.EINVAL, f"{kind}, not a file")
-        if _NONBLOCK:
-            os.set_blocking(self.descriptor, True)
+        os.set_blocking(self.descriptor, True)
         if inside is not None:
             place = _real_path(self.descriptor, path)
             if os.path.commonpath((inside, place)) != inside:
@@ -284,15 +283,9 @@ class LocalStore:
     def write(self, rel: str, data: bytes) -> None:
         """Write `rel` as a whole: readers see the old content or the new, never a part."""
         path = os.path.join(self.root, rel)
-        temporary = f"{path}.{os.getpid()}.{threading.get_ident()}.tmp"
         try:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            with open(temporary, "wb") as file:
-                file.write(data)
-            os.replace(temporary, path)
+            write_file(path, (data,))
         except OSError as error:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
             raise StorageError(f"{path}: cannot write {len(data)} bytes: {error}") from error
 
     def put_file(self, path: str, rel: str) -> None:
@@ -327,6 +320,21 @@ class LocalStore:
         except DatasetNotFoundError as missing:
             return missing
         return ShardMissingError(f"{self.url(rel)}: no such file.")
+
+
+def write_file(path: str, pieces: Iterable[bytes]) -> None:
+    """Write a file as a whole: readers see the old content or the new, never a part. Raises OSError."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    # The name is unique even if processes on several machines, whose ids may be equal, write at the same time.
+    temporary = f"{path}.{secrets.token_hex(8)}.tmp"
+    try:
+        with open(temporary, "xb") as file:
+            file.writelines(pieces)
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
 
 
 def _reopen(root: str, files: OpenFiles) -> LocalStore:

@@ -44,8 +44,8 @@ except ImportError:  # not on Windows, where folders of dead processes stay
     fcntl = None  # type: ignore[assignment]
 
 from energon_bridge.errors import ConfigurationError, StorageError
+from energon_bridge.storage.base import MADE
 from energon_bridge.storage.helpers import PerProcess
-from energon_bridge.storage.network import MADE
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)

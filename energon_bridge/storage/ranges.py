@@ -1,16 +1,15 @@
-"""A seekable stream over a file, or over a part of one such as a member of a tar.
+"""Ranges of files: those that are read together, and a seekable stream over one, such as a member of a tar.
 
-Invariant: nothing is read before it is requested, and a range can be pickled: it names bytes without holding them.
+Invariant: the stream reads nothing before it is requested.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from energon_bridge.storage.base import Store
+from energon_bridge.storage.base import ByteRange
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -34,25 +33,6 @@ def merged(offsets: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, in
         else:
             spans.append((low, high, [number]))
     return spans
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ByteRange:
-    """`size` bytes from byte `offset` of the file `rel` of a store."""
-
-    store: Store
-    rel: str
-    offset: int
-    size: int
-
-    @property
-    def url(self) -> str:
-        """Return the path or URL of the file."""
-        return self.store.url(self.rel)
-
-    def read(self, size: int | None = None) -> bytes:
-        """Return its bytes, or the first `size` of them. Raises StorageError."""
-        return self.store.read_range(self.rel, self.offset, self.size if size is None else min(size, self.size))
 
 
 class RangeReader(io.RawIOBase):

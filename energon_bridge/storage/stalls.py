@@ -18,8 +18,8 @@ from collections.abc import Callable
 from typing import Literal, TypeVar
 
 from energon_bridge.errors import StorageError
+from energon_bridge.storage.base import MADE
 from energon_bridge.storage.helpers import Helpers
-from energon_bridge.storage.network import MADE
 
 logger = logging.getLogger(__name__)
 

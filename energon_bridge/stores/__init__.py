@@ -2,28 +2,12 @@
 
 `base` has the protocol and the stores; `cache` the lazies, and `file_cache` the pool that keeps their files on a local
 disk until the samples that need them are delivered.
+
+The names are those of `__init__.pyi`, imported on first use.
 """
 
 from __future__ import annotations
 
-from energon_bridge.stores.base import (
-    DecodeFileStore,
-    FileStore,
-    JsonlFileStore,
-    PrimaryFileStore,
-    SystemFileStore,
-    WebdatasetFileStore,
-)
-from energon_bridge.stores.cache import CachePool, Lazy, NoCachePool
+import lazy_loader
 
-__all__ = [
-    "CachePool",
-    "DecodeFileStore",
-    "FileStore",
-    "JsonlFileStore",
-    "Lazy",
-    "NoCachePool",
-    "PrimaryFileStore",
-    "SystemFileStore",
-    "WebdatasetFileStore",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -32,16 +32,17 @@ from energon_bridge.format.key_index import (
     check_complete,
     check_table,
     connect_key_index,
+    damaged_key_index,
     find_key_index,
     limit_time,
+    missing_key_index,
 )
 from energon_bridge.format.media import MediaMetadata, read_metadata
-from energon_bridge.format.nvmeta import INDEX_SQLITE, meta_path, read_info
+from energon_bridge.format.nvmeta import read_info
 from energon_bridge.format.tar import Follow, Member, parse_sample, split_member_name
 from energon_bridge.format.tar_index import index_name
 from energon_bridge.samples import SourceInfo, add_source_info
-from energon_bridge.storage import LocalStore, Store, open_store
-from energon_bridge.storage.ranges import ByteRange
+from energon_bridge.storage import ByteRange, LocalStore, Store, open_store
 
 
 class Decoder(Protocol):
@@ -105,7 +106,38 @@ class FileStore(Protocol):
         return value
 
 
-class DecodeFileStore(FileStore):
+class StoreAround(FileStore):
+    """A store that does something with the files of another one, and is that one otherwise."""
+
+    def __init__(self, inner: FileStore) -> None:
+        self._inner = inner
+
+    def _key(self, key: str) -> str:
+        """Return the key by which the inner store is asked for a file."""
+        return key
+
+    def read(self, key: str) -> tuple[bytes, SourceInfo]:
+        """Return the bytes of a file, not decoded."""
+        return self._inner.read(self._key(key))
+
+    def get_path(self) -> str:
+        """Return the path of the inner store."""
+        return self._inner.get_path()
+
+    def locate(self, key: str) -> tuple[ByteRange, SourceInfo] | None:
+        """Return where the bytes of a file lie."""
+        return self._inner.locate(self._key(key))
+
+    def full_key(self, key: str) -> str:
+        """Return the key under which the inner store knows a file."""
+        return self._inner.full_key(self._key(key))
+
+    def get_media_metadata(self, key: str) -> MediaMetadata:
+        """Return the inner store's metadata of a media file."""
+        return self._inner.get_media_metadata(self._key(key))
+
+
+class DecodeFileStore(StoreAround):
     """A store whose files are decoded, by a `SampleDecoder` for example.
 
     Examples:
@@ -115,20 +147,8 @@ class DecodeFileStore(FileStore):
     """
 
     def __init__(self, inner: FileStore, *, decoder: Decoder) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._decoder = decoder
-
-    def read(self, key: str) -> tuple[bytes, SourceInfo]:
-        """Return the bytes of a file, not decoded."""
-        return self._inner.read(key)
-
-    def get_path(self) -> str:
-        """Return the path of the inner store."""
-        return self._inner.get_path()
-
-    def locate(self, key: str) -> tuple[ByteRange, SourceInfo] | None:
-        """Return where the bytes of a file lie."""
-        return self._inner.locate(key)
 
     def __getitem__(self, key: str) -> tuple[Any, SourceInfo]:
         """Return the value of a file and its source; video and sound are not read yet."""
@@ -139,22 +159,13 @@ class DecodeFileStore(FileStore):
 
     def decode(self, key: str, data: bytes) -> Any:
         """Decode the bytes of a file; raises DecodeError."""
-        full_key = self.full_key(key)
         try:
-            return self._decoder.decode(full_key, self._inner.decode(key, data))
+            return self._decoder.decode(self.full_key(key), self._inner.decode(key, data))
         except DecodeError as error:
             raise DecodeError(f"{self.get_path()}: {error}") from error
 
-    def full_key(self, key: str) -> str:
-        """Return the key of the inner store."""
-        return self._inner.full_key(key)
 
-    def get_media_metadata(self, key: str) -> MediaMetadata:
-        """Return the inner store's metadata of a media file."""
-        return self._inner.get_media_metadata(key)
-
-
-class PrimaryFileStore(FileStore):
+class PrimaryFileStore(StoreAround):
     """The dataset of a sample itself: keys that begin with a dot are parts of that sample.
 
     Examples:
@@ -165,36 +176,19 @@ class PrimaryFileStore(FileStore):
     """
 
     def __init__(self, inner: FileStore, current_key: str) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._current_key = current_key
-
-    def read(self, key: str) -> tuple[bytes, SourceInfo]:
-        """Return the bytes of a file, not decoded."""
-        return self._inner.read(self.full_key(key))
-
-    def get_path(self) -> str:
-        """Return the path of the dataset."""
-        return self._inner.get_path()
-
-    def locate(self, key: str) -> tuple[ByteRange, SourceInfo] | None:
-        """Return where the bytes of a file lie."""
-        return self._inner.locate(self.full_key(key))
 
     def __getitem__(self, key: str) -> tuple[Any, SourceInfo]:
         """Return the value of a file and its source, from the inner store."""
-        return self._inner[self.full_key(key)]
+        return self._inner[self._key(key)]
 
     def decode(self, key: str, data: bytes) -> Any:
         """Decode the bytes of a file as the inner store does."""
-        return self._inner.decode(self.full_key(key), data)
+        return self._inner.decode(self._key(key), data)
 
-    def full_key(self, key: str) -> str:
-        """Return the key, prefixed with the sample's key if it names a part."""
-        return self._inner.full_key(self._current_key + key if key.startswith(".") else key)
-
-    def get_media_metadata(self, key: str) -> MediaMetadata:
-        """Return the dataset's metadata of a media file."""
-        return self._inner.get_media_metadata(self.full_key(key))
+    def _key(self, key: str) -> str:
+        return self._current_key + key if key.startswith(".") else key
 
 
 def note_source(sample: Any, source: SourceInfo) -> None:
@@ -322,7 +316,7 @@ class PartIndex:
                 with contextlib.closing(connect_key_index(self._local.files)) as connection:
                     return _fetch(connection, query, values)
         except (sqlite3.Error, ValueError) as error:
-            raise self._damaged(str(error)) from error
+            raise self._damaged(error) from error
 
     def _current_lock(self) -> threading.Lock:
         if self._pid != os.getpid():
@@ -353,9 +347,9 @@ class PartIndex:
                 self._local = None if scratch else _LocalFile(index, os.stat(index.path))
                 self._connection = connect_key_index(index, locks=False, any_thread=True)
             except ShardMissingError as error:
-                raise self._missing() from error
+                raise missing_key_index(self._store) from error
             except (sqlite3.Error, ValueError) as error:  # ValueError: names that are not UTF-8
-                raise self._damaged(str(error)) from error
+                raise self._damaged(error) from error
             finally:
                 if scratch:
                     os.unlink(scratch)
@@ -371,18 +365,8 @@ class PartIndex:
             check_complete(connection, self._store)
         return tables
 
-    def _missing(self) -> KeyIndexError:
-        return KeyIndexError(
-            f"{self._store.root}: looking files up by key needs the key index "
-            f"{self._store.url(meta_path(INDEX_SQLITE))}, which is missing. Run `energon prepare {self._store.root}` "
-            "without --no-key-index."
-        )
-
-    def _damaged(self, why: str) -> KeyIndexError:
-        return KeyIndexError(
-            f"{self._store.root}: cannot read the key index {meta_path(INDEX_SQLITE)}: {why}. Rebuild it with "
-            f"`energon prepare --tar-index-only {self._store.root}`."
-        )
+    def _damaged(self, why: object) -> KeyIndexError:
+        return damaged_key_index(self._store.root, why)
 
 
 def _fetch(connection: sqlite3.Connection, query: str, values: Sequence[object]) -> list[Any]:

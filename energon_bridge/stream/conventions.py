@@ -13,8 +13,9 @@ from typing import Any, ClassVar, Protocol
 
 from energon_bridge.plan.amounts import OrderedLeaf
 from energon_bridge.plan.choose import PassDraws
-from energon_bridge.stream.pack_buffer import first_target
 from energon_bridge.topology import Ownership, WorkerConfig
+
+_GOLDEN = 0.6180339887498949
 
 
 class PassLeaf(OrderedLeaf, Protocol):
@@ -89,7 +90,7 @@ class Conventions:
 
     def first_target(self, lane: int, size: int) -> int:
         """Return the samples in the buffer of a lane at which its first packs are selected, of `size` in the end."""
-        return first_target(lane, size)
+        return size - int(size / 2 * (lane * _GOLDEN % 1.0))
 
     # What hooks and programs see -------------------------------------------------------------------------------------
 

@@ -16,19 +16,19 @@ import torch
 from PIL import Image
 
 from energon_bridge.errors import EmptyDatasetError
-from energon_bridge.plan.choose import AnyBlend, Chooser
+from energon_bridge.plan.choose import AnyBlend, Chooser, Picks
 from energon_bridge.samples.stacking import Slab
-from energon_bridge.stream.pipeline import LoadedDraws, PendingLoads, Pipeline
+from energon_bridge.stream.failures import MAX_MEMBERS, SamplePlace, named
+from energon_bridge.stream.pipeline import LoadedDraws, PendingLoads, PickedLoad, Pipeline
 from energon_bridge.stream.reader import DrawSpan
-from energon_bridge.stream.reencode import encode_again
-from energon_bridge.stream.state import COUNTERS, Counts, LaneState, SampleRef
+from energon_bridge.stream.state import COLUMNS, Counts, LaneState, SampleRef, as_members
 from energon_bridge.stream.user_code import BegunDraw
 from energon_bridge.stream.values import FailedSample, RestoreKey
-from energon_bridge.task_encoder.current import NUMBER
 from energon_bridge.task_encoder.deferred import DeferredImage, field_items
+from energon_bridge.task_encoder.hooks import NUMBER, Hook
 
 _NOTHING = LoadedDraws([], [], [], [])
-_BYTES = COUNTERS.index("bytes")
+_BYTES, _ENCODED_AGAIN = COLUMNS.index("bytes"), COLUMNS.index("encoded_again")
 _BARREN = 1000
 """Draws without a result that are always tolerated before the stream counts as barren."""
 
@@ -359,15 +359,125 @@ def reencode(
 ) -> list[BatchRow]:
     """Encode the rows whose content is gone; return all rows but those that no longer encode.
 
-    A sample that no longer encodes is logged and counted for its leaf. `loading` holds their loads, if they
-    are under way.
+    All randomness of a hook is keyed to its sample, so the content is the same as before, in any process. A sample that
+    no longer encodes is logged and counted for its leaf. `loading` holds their loads, if they are under way.
     """
     gone = [row for row in rows if row.content is None]
-    some = len(gone) if loading is not None else _AT_A_TIME
-    for low in range(0, len(gone), max(1, some)):
-        part = gone[low : low + some]
-        samples = encode_again(pipeline, [row.members[0] for row in part], counts, loading)
-        for row, sample in zip(part, samples, strict=True):
-            row.content = sample
-            row.size = 0 if sample is None else size_of(sample, 0)
+    at_once = _AT_A_TIME if loading is None else max(1, len(gone))
+    for low in range(0, len(gone), at_once):
+        part = deque(gone[low : low + at_once])
+        refs = as_members([row.members[0] for row in part])
+        loads = PickedLoad(pipeline, Picks(refs)).start() if loading is None else loading
+        while len(loads):
+            loaded = loads.take()
+            for key, sample in zip(loaded.keys, loaded.samples, strict=True):
+                _encode_again(pipeline, part.popleft(), sample, key, counts)
     return [row for row in rows if row.content is not None]
+
+
+def _encode_again(pipeline: Pipeline, row: BatchRow, sample: Any, key: RestoreKey, counts: Counts) -> None:
+    ref = row.members[0]
+    counts.of(ref.leaf)[_ENCODED_AGAIN] += 1
+    encoded = pipeline.encode(ref.leaf, sample, key, Counts(), again=True)
+    if ref.output < len(encoded):
+        row.content = encoded[ref.output][1]
+        row.size = size_of(row.content, 0)
+        return
+    gone = LookupError(f"waited to be packed or batched, but its encoder no longer gives output {ref.output}")
+    pipeline.steps.failed(gone, [(ref.leaf, ref.sample)], counts, hook=Hook.RESTORE)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batches and samples by the restore keys that they were delivered with.
+
+
+def restore(pipeline: Pipeline, key: tuple[Any, ...]) -> Any:
+    """Return the microbatch or sample with a restore key, encoded again.
+
+    Raises:
+        LookupError: The key belongs to another dataset, or its sample no longer gives an output.
+    """
+    if not key or key[0] != "Batch" or len(key) < 4:
+        with pipeline.user_code(restoring=True):
+            pipeline.begin_unknown()
+            return _row(pipeline, key)[0]
+    _, lane, number, keys, *which = key
+    output = which[0] if which else 0
+    with pipeline.user_code(restoring=True):
+        pipeline.begin(lane, number - output)
+        rows = [_row(pipeline, tuple(one)) for one in keys]
+        leaves = [leaf for _, leaf in rows]
+        batches = pipeline.collate([row for row, _ in rows], list(keys), leaves, lane, number - output, None)
+    assert batches is not None, "without counts a hook that fails raises"
+    return batches[output]
+
+
+def describe(pipeline: Pipeline, key: tuple[Any, ...]) -> str:
+    """Return the dataset, shard and key of each sample of a restore key.
+
+    Raises:
+        LookupError: It is no restore key.
+    """
+    rows = key[3] if len(key) >= 4 and key[0] == "Batch" else (key,)
+    members = [_checked(tuple(one)) for row in rows for one in (row[2] if row and row[0] == "Pack" else (row,))]
+    places = []
+    for identity, index, _, _ in members[:MAX_MEMBERS]:
+        leaf = _leaf_of(pipeline, identity)
+        if leaf is None:
+            places.append(SamplePlace(f"another dataset (identity {identity!r})", "unknown", index))
+        else:
+            places.append(pipeline.source(leaf).place(index))
+    return named(places, len(members))
+
+
+def _leaf_of(pipeline: Pipeline, identity: str) -> int | None:
+    return next((number for number, leaf in enumerate(pipeline.leaves) if leaf.identity == identity), None)
+
+
+def _checked(key: tuple[Any, ...]) -> RestoreKey:
+    """Return the restore key of a sample, its type checked."""
+    if len(key) != 4 or not isinstance(key[0], str) or not all(isinstance(number, int) for number in key[1:]):
+        raise LookupError(
+            f"{key!r} is not a restore key of this package: expected sample.__restore_key__ or batch.__restore_key__ "
+            "as delivered, such as ('0123456789abcdef', 7, 0, 0)"
+        )
+    return key[0], key[1], key[2], key[3]
+
+
+def _row(pipeline: Pipeline, key: tuple[Any, ...]) -> tuple[Any, int]:
+    """Return the sample or pack with a restore key, and the number of its (first sample's) leaf."""
+    code = pipeline.code
+    if key and key[0] == "Pack":
+        _, output, keys = key
+        members = [_restore_one(pipeline, tuple(one)) for one in keys]
+        refs = [SampleRef(leaf, *one[1:]) for (_, leaf), one in zip(members, keys, strict=True)]
+        pipeline.decode_deferred([sample for sample, _ in members])
+        samples = [code.post(sample, ref, None) for (sample, _), ref in zip(members, refs, strict=True)]
+        row, leaf = code.pack(samples, refs, None)[output], members[0][1]
+    else:
+        row, leaf = _restore_one(pipeline, key)
+        if pipeline.own.by_length:
+            pipeline.decode_deferred([row])
+            row = code.post(row, SampleRef(leaf, *key[1:]), None)
+    if pipeline.settings.run.batch_size is None and not pipeline.own.groups:
+        pipeline.collate([row], [key], [leaf], 0, 0, None)
+    return row, leaf
+
+
+def _restore_one(pipeline: Pipeline, key: tuple[Any, ...]) -> tuple[Any, int]:
+    """Return the sample with a restore key and the number of its leaf."""
+    identity, index, epoch, output = _checked(key)
+    leaf = _leaf_of(pipeline, identity)
+    if leaf is None:
+        known = ", ".join(sorted({one.dataset.path for one in pipeline.leaves})[:3])
+        raise LookupError(
+            f"restore key {key!r}: sample {index} belongs to a dataset that this loader does not read, or whose "
+            f"content has changed (identity {identity!r}). It reads {known}"
+        )
+    loaded = PickedLoad(pipeline, Picks(as_members([SampleRef(leaf, index, epoch, 0)]))).start().take()
+    encoded = pipeline.encode(leaf, loaded.samples[0], (identity, index, epoch, 0), Counts())
+    if output >= len(encoded):
+        why = "".join(f": {report}" for report in pipeline.judge.taken())
+        where = pipeline.source(leaf).where(index)
+        raise LookupError(f"restore key {key!r}: {where} gives {len(encoded)} encoded samples now{why}")
+    return encoded[output][1], leaf

@@ -1,7 +1,7 @@
 """Grouping: rows wait in groups, one per criterion, until a group is full and becomes a batch.
 
 The state of a lane holds the waiting rows in order of arrival. After a restore, the encoder gives their groups
-again when the first row is drawn. A finite pass is grouped before it begins (`loader/streams.py`); rows left at its end
+again when the first row is drawn. A finite pass is grouped before it begins (`finite.py`); rows left at its end
 become smaller batches.
 
 The contents of waiting rows share the byte budget of the process (`stream/settings.py`). Contents that are dropped, the
@@ -20,9 +20,9 @@ from typing import Generic, TypeVar
 
 from energon_bridge.errors import EmptyDatasetError, FatalSampleError
 from energon_bridge.stream.draws import BatchRow
-from energon_bridge.stream.hook_values import shown
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.state import BufferedRefs, Counts, Stage
+from energon_bridge.stream.user_code import shown
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from collections.abc import Generator, Iterator, Mapping
 from typing import Any, Protocol
 
 from energon_bridge.errors import FatalSampleError, HookTimeoutError
-from energon_bridge.plan.buckets import BucketBlend
+from energon_bridge.plan.blend import BucketBlend
 from energon_bridge.plan.choose import AnyBlend
 from energon_bridge.stream.draws import BatchRow, Draws, batch_rows, reencode, rows_of
 from energon_bridge.stream.grouping import Grouping

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -11,28 +11,153 @@ from typing import Any
 
 import numpy as np
 
-from energon_bridge.errors import CorruptShardError, DecodeError, FatalSampleError, ShardMissingError
+from energon_bridge.errors import FatalSampleError, NoCookerError
 from energon_bridge.format.checksums import Checksums
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.foreign import ForeignDataset, field_map_of
 from energon_bridge.format.join import JoinedDataset
-from energon_bridge.format.jsonl import PART, JsonlDataset, parse_line
+from energon_bridge.format.jsonl import PART, JsonlDataset, is_jsonl, parse_line
 from energon_bridge.mix import AuxRef
 from energon_bridge.mix.leaves import Amounts
-from energon_bridge.plan.bans import LeafBans
+from energon_bridge.plan.changes import LeafBans
 from energon_bridge.plan.leaf import LeafOrder, Round
 from energon_bridge.rng import IntArray, fold
 from energon_bridge.samples import META_FIELDS, CrudeSample, SourceInfo
-from energon_bridge.storage import as_far
-from energon_bridge.stream.cooking import Cook, StorePool, cook_of
-from energon_bridge.stream.dataset_code import sample_parser
-from energon_bridge.stream.reader import LeafReader, Reader, RoundBuffer, Unreadable
-from energon_bridge.stream.report import SamplePlace
+from energon_bridge.stores import (
+    CachePool,
+    DecodeFileStore,
+    FileStore,
+    JsonlFileStore,
+    SystemFileStore,
+    WebdatasetFileStore,
+)
+from energon_bridge.stream.failures import SamplePlace
+from energon_bridge.stream.reader import LeafReader, Reader, RoundBuffer, ShardReader, Unreadable
 from energon_bridge.stream.settings import StreamSettings
 from energon_bridge.stream.steps import Attempt, Begin, PendingSample
-from energon_bridge.stream.values import EXCLUDED, Barred, Columns, FailedSample, RestoreKey, Rows, SampleParser
+from energon_bridge.stream.values import (
+    EXCLUDED,
+    Barred,
+    Columns,
+    FailedSample,
+    RawDraws,
+    RestoreKey,
+    Rows,
+    SampleParser,
+    sample_parser,
+)
 from energon_bridge.stream.watchdog import Activities
+from energon_bridge.task_encoder.cooking import PRIMARY, Cooker, check_call, cook_sample, matching_cooker
 from energon_bridge.task_encoder.hooks import Hook
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cooking in a stream: finds the cooker of a leaf and opens the stores it needs, once per process.
+#
+# Loading threads read and decode crude samples like any others. Cookers are user code and run with the hooks.
+
+
+Cook = Callable[[CrudeSample], Any]
+
+
+def cooker_of(encoder: Any, dataset: PreparedDataset | JoinedDataset) -> Cooker[Any] | None:
+    """Return the cooker for the samples of a dataset; None if they are typed or the encoder has no cookers.
+
+    In a join, it cooks the samples that the joiner leaves crude (dicts, if one of the datasets is crude).
+
+    Raises:
+        NoCookerError: None of the encoder's cookers takes them.
+    """
+    cookers = getattr(encoder, "cookers", ())
+    if not cookers or not _is_crude(dataset):
+        return None
+    found = matching_cooker(cookers, dataset.subflavors)
+    if found is None and not isinstance(dataset, JoinedDataset):
+        raise NoCookerError(_no_cooker(encoder, dataset))
+    return found
+
+
+def _is_crude(dataset: PreparedDataset | JoinedDataset) -> bool:
+    return dataset.is_crude if isinstance(dataset, JoinedDataset) else issubclass(dataset.sample_type, CrudeSample)
+
+
+def _no_cooker(encoder: Any, dataset: PreparedDataset | JoinedDataset) -> str:
+    known = "; ".join(f"{one.name} for {dict(one.has_subflavors or {})}" for one in encoder.cookers)
+    return (
+        f"{dataset.path}: no cooker of {type(encoder).__name__} takes its samples, whose subflavors are "
+        f"{dataset.subflavors}. There are: {known}. Give the dataset the subflavors of one of them, or add a cooker"
+    )
+
+
+def check_cooker(encoder: Any, dataset: PreparedDataset | JoinedDataset, aux: Mapping[str, AuxRef]) -> None:
+    """Raise ConfigurationError if it is already clear that the samples of a dataset cannot be cooked."""
+    found = cooker_of(encoder, dataset)
+    if found is not None:
+        check_call(found, aux)
+
+
+class StorePool:
+    """The auxiliary stores of one process: one per location, shared by all leaves that name it."""
+
+    def __init__(self, decoder: Any) -> None:
+        self._decoder = decoder
+        self._stores: dict[AuxRef, FileStore] = {}
+
+    def open(self, ref: AuxRef) -> FileStore:
+        """Return a store; it reads nothing until a file is requested."""
+        store = self._stores.get(ref)
+        if store is None:
+            kind: type[WebdatasetFileStore | SystemFileStore | JsonlFileStore] = WebdatasetFileStore
+            if ref.is_filesystem:
+                kind = SystemFileStore
+            elif is_jsonl(ref.path):
+                kind = JsonlFileStore
+            inner = kind(ref.path)
+            store = inner if self._decoder is None else DecodeFileStore(inner, decoder=self._decoder)
+            self._stores[ref] = store
+        return store
+
+
+def cook_of(
+    encoder: Any,
+    dataset: PreparedDataset | JoinedDataset,
+    aux: Mapping[str, AuxRef],
+    stores: StorePool,
+    cache: CachePool,
+) -> Cook | None:
+    """Return the function that cooks a leaf's crude samples; None if they stay crude."""
+    found = cooker_of(encoder, dataset)
+    joined = isinstance(dataset, JoinedDataset)
+    if found is None:
+        if joined and _is_crude(dataset) and len(getattr(encoder, "cookers", ())):
+            return partial(_refuse_crude, message=_no_cooker(encoder, dataset))
+        return None
+    given = {name: stores.open(ref) for name, ref in aux.items()}
+    if found.need_primary:
+        path = dataset.parts[0].dataset.path if isinstance(dataset, JoinedDataset) else dataset.path
+        given[PRIMARY] = stores.open(AuxRef(path=path))
+    hook = getattr(encoder, Hook.COOK.title, None)
+    cook: Cook = partial(cook_sample, of=found, stores=given, cache=cache)
+    if hook is not None:
+        cook = partial(_by_hook, hook, found, given)
+    return partial(_if_crude, cook) if joined else cook
+
+
+def _by_hook(hook: Callable[..., Any], of: Cooker[Any], stores: dict[str, FileStore], sample: CrudeSample) -> Any:
+    return hook(sample, of, stores)
+
+
+def _if_crude(cook: Cook, sample: Any) -> Any:
+    """Cook a sample that a joiner left crude."""
+    if not isinstance(sample, dict):
+        return sample
+    return cook(sample if isinstance(sample, CrudeSample) else CrudeSample(sample))
+
+
+def _refuse_crude(sample: Any, message: str) -> Any:
+    if isinstance(sample, dict):
+        raise FatalSampleError(message)
+    return sample
+
 
 _USER_CODE = 4
 _NO_PARTS: tuple[str, ...] = ()
@@ -83,13 +208,13 @@ class LeafSource:
             self.values = JoinValues(leaf.identity, dataset, reader, decoder, activities)
         else:
             is_lines = isinstance(dataset, JsonlDataset)
-            values: Any = LineValues if is_lines else sample_parser
+            values: Any = LineParser if is_lines else sample_parser
             if isinstance(dataset, ForeignDataset):
                 self.reader, values = ForeignReader(dataset, tolerant=tolerant), RowParser
             else:
                 unread_from = None if is_lines else getattr(decoder, "unread_from", None)
                 self.reader = LeafReader(dataset, tolerant=tolerant, unread_from=unread_from, checksums=checksums)
-            self.values = values(leaf.identity, dataset, decoder, activities)
+            self.values = values(leaf.identity, dataset, None if is_lines else decoder, activities)
         self.user_key = user_key_of(leaf)
         self.values.barred = Barred(self.user_key, frozenset(index for key, index in barred if key == self.user_key))
 
@@ -145,46 +270,25 @@ class Sources:
         return RoundBuffer(self.source(leaf).reader, found, None if bans is None else bans.among(found.indices))
 
 
-class LineValues(SampleParser):
-    """Makes crude samples from the lines of one JSONL file: `json` is the parsed object. Runs on any thread.
+class LineParser(SampleParser):
+    """Makes crude samples from the lines of one JSONL file: `json` is the parsed object.
 
     The key is the number of the sample. The encoder's decoder is not used, since a line is JSON.
     """
 
-    def make(
-        self,
-        raws: Sequence[Any],
-        indices: Sequence[int],
-        shards: Sequence[int],
-        restore_keys: Sequence[RestoreKey],
-        into: Rows | None = None,
-    ) -> list[Any]:
-        """Return the sample of each line, or a `FailedSample` instead."""
-        path, (shard_name,), subflavors = self._dataset.path, self._dataset.shard_names, self._dataset.subflavors
-        out: list[Any] = []
-        for raw, index, _, restore_key in zip(raws, indices, shards, restore_keys, strict=True):
-            key = str(index)
-            try:
-                value = parse_line(raw)
-            except (DecodeError, TypeError) as error:
-                lost = type(raw) is Unreadable
-                place = SamplePlace(path, shard_name, index, key, (PART,))
-                out.append(FailedSample(raw.error if lost else error, Hook.READ if lost else Hook.DECODE, place))
-                continue
-            sample: dict[str, Any] = {
-                "__key__": key,
-                "__shard__": shard_name,
-                "__restore_key__": restore_key,
-                "__subflavors__": dict(subflavors),
-                "__sources__": (SourceInfo(path, index, shard_name, (f"{key}.{PART}",)),),
-                PART: value,
-            }
-            out.append(CrudeSample(sample))
-        return out
+    def _parse(self, raw: Any, index: int, wanted: frozenset[str] | None) -> tuple[str, dict[str, Any]]:
+        if type(raw) is Unreadable:
+            raise raw.error
+        return str(index), {PART: raw}
+
+    def _values(self, parts: dict[str, Any], image: tuple[str, Any] | None) -> dict[str, Any]:
+        return {PART: parse_line(parts[PART])}
 
     def name_of(self, raw: Any, index: int) -> tuple[str, tuple[str, ...]]:
         """Return key and parts of a sample."""
         return str(index), (PART,)
+
+    lost = name_of
 
 
 # Joins ----------------------------------------------------------------------------------------------------------------
@@ -274,12 +378,13 @@ class JoinValues:
             present = np.flatnonzero(places >= 0)
             column: list[Any] = [None] * places.size
             among = present.tolist()
-            made = self._values[number].make(
+            drawn = RawDraws(
                 [raws[row][number] for row in among],
                 places[present].tolist(),
                 self._reader.readers[number].shards_of(places[present]).tolist(),
                 [keys[row] for row in among],
             )
+            made = self._values[number].make(drawn)
             for row, sample in zip(among, made, strict=True):
                 column[row] = sample
             columns.append(column)
@@ -351,58 +456,23 @@ def _of(part: Any) -> str:
 _FIELDS = "__fields__"
 
 
-class ForeignReader:
-    """Reads rows by index; safe to use from several threads.
+class ForeignReader(ShardReader):
+    """Reads rows by index; `Unreadable` stands for rows that are no samples."""
 
-    Args:
-        dataset: The dataset.
-        tolerant: Return `Unreadable` for rows of files that are damaged or missing.
-
-    Attributes:
-        bytes_read: Bytes of the parts of samples so far.
-        slow: Whether the files are behind a URL, so that reading ahead pays off.
-    """
+    dataset: ForeignDataset
 
     def __init__(self, dataset: ForeignDataset, *, tolerant: bool = False) -> None:
-        self.dataset = dataset
-        self.bytes_read = 0
-        self._tolerant = tolerant
-        self.slow = as_far(dataset.store) is not None
+        super().__init__(dataset, tolerant=tolerant)
         self._rows = dataset.open_rows()
-        self._ends = np.cumsum(dataset.shard_counts)
 
-    def shards_of(self, indices: IntArray) -> IntArray:
-        """Return the number of the file of each index, shape as given."""
-        return np.searchsorted(self._ends, indices, side="right")
-
-    def place_of(self, index: int) -> tuple[str, int]:
-        """Return file and row within the file of a sample."""
-        shard = int(np.searchsorted(self._ends, index, side="right"))
-        return self.dataset.shard_names[shard], index - int(self._ends[shard] - self.dataset.shard_counts[shard])
-
-    def read(self, indices: IntArray, epochs: IntArray | None = None) -> Sequence[Any]:
-        """Return rows in the order given, with `Unreadable` for rows that are no samples.
-
-        Raises:
-            ShardMissingError, CorruptShardError: A file is missing or damaged, and the reader is not tolerant.
-        """
-        try:
-            found = self._rows.read(indices)
-        except (ShardMissingError, CorruptShardError) as error:
-            if not self._tolerant:
-                raise
-            if indices.size == 1:
-                return [Unreadable(error)]
-            return [self.read(indices[place : place + 1])[0] for place in range(indices.size)]
-        rows = [Unreadable(row) if isinstance(row, Exception) else row for row in found]
-        self.bytes_read += sum(map(len, rows))
-        return rows
+    def _read(self, indices: IntArray, epochs: IntArray | None) -> list[Any]:
+        return [Unreadable(row) if isinstance(row, Exception) else row for row in self._rows.read(indices)]
 
 
 class RowParser(SampleParser):
     """Makes the samples of rows, each by its own field accesses: one row may have a PNG where others have JPEGs."""
 
-    def _parse(self, raw: Any, wanted: frozenset[str] | None) -> tuple[str, dict[str, Any]]:
+    def _parse(self, raw: Any, index: int, wanted: frozenset[str] | None) -> tuple[str, dict[str, Any]]:
         if type(raw) is Unreadable:
             raise raw.error
         return raw.key, _Parts(raw.parts, raw.fields)

@@ -18,15 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_bridge.errors import ConfigurationError, FatalSampleError
-from energon_bridge.plan.choose import AnyBlend, Chooser, Cursors, UnbannedDraws
+from energon_bridge.plan.choose import AnyBlend, Chooser, Cursors
 from energon_bridge.plan.leaf import Round
 from energon_bridge.rng import IntArray
+from energon_bridge.stream.conventions import Conventions
 from energon_bridge.stream.draws import BatchRow, batch_rows, encode_rows
 from energon_bridge.stream.leaf import Leaf
-from energon_bridge.stream.pack_buffer import EMPTY_SELECTIONS, PackBuffer, first_target
-from energon_bridge.stream.packing import pack_rows
-from energon_bridge.stream.picked import PickedLoad
-from energon_bridge.stream.pipeline import Pipeline
+from energon_bridge.stream.packing import EMPTY_SELECTIONS, PackBuffer, pack_rows
+from energon_bridge.stream.pipeline import PickedLoad, Pipeline
 from energon_bridge.stream.state import (
     COUNTERS,
     NOTHING_HELD,
@@ -38,6 +37,8 @@ from energon_bridge.stream.state import (
 from energon_bridge.task_encoder.hooks import Hook
 from energon_bridge.task_encoder.packing import Packer
 
+_FEWEST, _MOST = 32, 256
+"""Draws looked up at a time; of a lane few at first, since there are many."""
 _BANNED, _SKIPPED, _BYTES = map(COUNTERS.index, ("banned", "skipped", "bytes"))
 
 
@@ -109,6 +110,55 @@ class PlannedBatch:
     lost: Counts = field(default_factory=Counts)
 
 
+class UnbannedDraws:
+    """The draws of a lane that are not banned, looked up many at a time.
+
+    Args:
+        chooser: Chooses from a position on.
+        taken: Outputs taken already of the first draw, which is then under way and not asked for bans.
+
+    Attributes:
+        draw, leaf_draws: Those of the position after what was taken.
+    """
+
+    def __init__(self, chooser: Chooser[Round], taken: int = 0) -> None:
+        self._chooser, self._taken, self._at_once = chooser, taken, _FEWEST
+        self.draw = chooser.draw
+        self.leaf_draws: IntArray = np.array(chooser.leaf_draws, dtype=np.int64)
+        # The draws looked up and not taken, and the places of those that are not banned.
+        self._members: IntArray = np.zeros((0, 4), dtype=np.int64)
+        self._kept: IntArray = np.zeros(0, dtype=np.int64)
+
+    def sums(self) -> tuple[int, ...]:
+        """Return the sums of the leaves at the position."""
+        return self._chooser.sums(self.draw)
+
+    def take(self, wanted: int) -> tuple[IntArray, IntArray | None]:
+        """Return the members of the next `wanted` picks, and the banned draws of each leaf before them if any."""
+        while len(self._kept) < wanted:
+            self._look_up(wanted)
+        places = self._kept[:wanted]
+        end = int(places[-1]) + 1
+        members = self._members[places]
+        drawn = np.bincount(self._members[:end, 0], minlength=len(self.leaf_draws))
+        banned = drawn - np.bincount(members[:, 0], minlength=len(drawn)) if end > wanted else None
+        self.draw += end
+        self.leaf_draws += drawn
+        self._members, self._kept = self._members[end:], self._kept[wanted:] - end
+        return members, banned
+
+    def _look_up(self, wanted: int) -> None:
+        members, banned = self._chooser.picks(max(self._at_once, wanted))
+        self._at_once = min(_MOST, 2 * self._at_once)
+        if self._taken:
+            members[0, 3], self._taken = self._taken, 0
+            if banned is not None:
+                banned[0] = False
+        kept = np.arange(len(members)) if banned is None else np.flatnonzero(~banned)
+        self._kept = np.concatenate((self._kept, len(self._members) + kept))
+        self._members = np.concatenate((self._members, members))
+
+
 class PlannedLane:
     """One lane planned on integers, continued from a state.
 
@@ -129,7 +179,7 @@ class PlannedLane:
         chooser = Chooser(cursors, rules.blend, number, state.draw, state.leaf_draws, state.origin, state.sums)
         self._draws, self._origin = UnbannedDraws(chooser), state.origin
         size, held = rules.buffer_size, state.held
-        self._buffer = PackBuffer(size, held, state.buffer or first_target(number, size))
+        self._buffer = PackBuffer(size, held, state.buffer or Conventions().first_target(number, size))
         stages = held.rows[:, 0]
         if (
             state.taken

@@ -26,7 +26,7 @@ from energon_bridge.errors import (
 )
 from energon_bridge.samples import Batch, Sample
 from energon_bridge.storage import READ_TIMEOUT_SECONDS
-from energon_bridge.stream.report import MAX_MEMBERS, Report, SamplePlace, code_place, named, text_of, trace_of
+from energon_bridge.stream.failures import MAX_MEMBERS, Report, SamplePlace, code_place, named, text_of, trace_of
 from energon_bridge.task_encoder.hooks import Hook
 
 Handler = Callable[[Exception], bool]

@@ -22,8 +22,7 @@ from energon_bridge.format.tar import Follow, open_sample, parse_sample
 from energon_bridge.plan.choose import Span
 from energon_bridge.plan.leaf import Round
 from energon_bridge.rng import IntArray, UIntArray
-from energon_bridge.storage import as_far
-from energon_bridge.storage.ranges import ByteRange
+from energon_bridge.storage import ByteRange, as_far
 from energon_bridge.stores.base import follow_links
 
 _INDEX_CACHE_BYTES = 64 << 20
@@ -90,45 +89,24 @@ class Reader(Protocol):
     def read(self, indices: IntArray, epochs: IntArray | None = None) -> Sequence[Any]: ...
 
 
-class LeafReader:
-    """Reads the bytes of samples of one prepared dataset; safe to use from several threads.
+class ShardReader:
+    """Reads a leaf of shards; safe to use from several threads.
 
     Args:
         dataset: The dataset.
         tolerant: Read what is left of damaged shards, with `Unreadable` for the samples that are gone.
-        unread_from: Return `Unread` for samples of so many bytes or more; None: read all.
-        checksums: Which samples are compared with their checksums, if the dataset has any. `Unreadable` stands for one
-            that differs.
 
     Attributes:
-        bytes_read: Bytes read so far, shard indices included.
         slow: Whether recent reads were slow enough for reading ahead on a thread to pay off. (It does not pay from the
             page cache, since the interpreter lock changes hands for every range.) Never decides order.
     """
 
-    def __init__(
-        self,
-        dataset: PreparedDataset,
-        *,
-        tolerant: bool = False,
-        unread_from: int | None = None,
-        checksums: Checksums = "never",
-    ) -> None:
+    def __init__(self, dataset: PreparedDataset, *, tolerant: bool = False) -> None:
         self.dataset = dataset
-        self._verifier = None
-        if dataset.has_checksums and checksums != "never":
-            follow = follow_links(dataset.path)
-            self._verifier = Verifier(dataset, checksums, lambda raw: parse_sample(raw, follow=follow))
-        self._unread_from = unread_from
-        self._in_vain = 0
         self._tolerant = tolerant
-        self.bytes_read = 0
         self._far = as_far(dataset.store)
         self.slow = self._far is not None
         self._ends = np.cumsum(dataset.shard_counts)
-        self._indices: dict[int, UIntArray] = {}
-        self._cached = 0
-        self._lock = threading.Lock()
 
     def shards_of(self, indices: IntArray) -> IntArray:
         """Return the shard number of each sample index, shape as given."""
@@ -136,11 +114,15 @@ class LeafReader:
 
     def place_of(self, index: int) -> tuple[str, int]:
         """Return shard name and index within the shard of a sample."""
+        shard, local = self._place(index)
+        return self.dataset.shard_names[shard], local
+
+    def _place(self, index: int) -> tuple[int, int]:
         shard = int(np.searchsorted(self._ends, index, side="right"))
-        return self.dataset.shard_names[shard], index - int(self._ends[shard] - self.dataset.shard_counts[shard])
+        return shard, index - int(self._ends[shard] - self.dataset.shard_counts[shard])
 
     def read(self, indices: IntArray, epochs: IntArray | None = None) -> list[Any]:
-        """Return the bytes of each sample (a memoryview), in the order given; `epochs` say which of them are verified.
+        """Return each sample as it is stored, in the order given; `epochs` say which of them are verified.
 
         Raises:
             ShortReadError, CorruptShardError, ShardMissingError: A shard or its index is damaged or missing, and the
@@ -156,12 +138,44 @@ class LeafReader:
         ones = (slice(place, place + 1) for place in range(indices.size))
         return [self.read(indices[one], None if epochs is None else epochs[one])[0] for one in ones]
 
+    def _read(self, indices: IntArray, epochs: IntArray | None) -> list[Any]:
+        raise NotImplementedError
+
+
+class LeafReader(ShardReader):
+    """Reads the bytes of samples (memoryviews) of one prepared dataset.
+
+    Args:
+        dataset, tolerant: Those of any reader of shards.
+        unread_from: Return `Unread` for samples of so many bytes or more; None: read all.
+        checksums: Which samples are compared with their checksums, if the dataset has any. `Unreadable` stands for one
+            that differs.
+    """
+
+    def __init__(
+        self,
+        dataset: PreparedDataset,
+        *,
+        tolerant: bool = False,
+        unread_from: int | None = None,
+        checksums: Checksums = "never",
+    ) -> None:
+        super().__init__(dataset, tolerant=tolerant)
+        self._verifier = None
+        if dataset.has_checksums and checksums != "never":
+            follow = follow_links(dataset.path)
+            self._verifier = Verifier(dataset, checksums, lambda raw: parse_sample(raw, follow=follow))
+        self._unread_from = unread_from
+        self._in_vain = 0
+        self._indices: dict[int, UIntArray] = {}
+        self._cached = 0
+        self._lock = threading.Lock()
+
     def check_parts(self, index: int, key: str, parts: dict[str, Any], *, complete: bool) -> None:
         """Raise CorruptShardError if parts of a sample that was not read at once differ from their checksums."""
         if self._verifier is None:
             return
-        shard = int(np.searchsorted(self._ends, index, side="right"))
-        local = index - int(self._ends[shard] - self.dataset.shard_counts[shard])
+        shard, local = self._place(index)
         error = self._verifier.error(shard, local, key, parts, complete=complete)
         if error is not None:
             raise error
@@ -187,13 +201,11 @@ class LeafReader:
         lengths = ends[edges[1:] - 1] - starts
         out: list[Any] = [memoryview(b"")] * ordered.size
         places, begin_list, end_list, edge_list = by_place.tolist(), begins.tolist(), ends.tolist(), edges.tolist()
-        total = 0
         wanted = [
             (runs.tolist(), (name, starts[runs].tolist(), lengths[runs].tolist()))
             for name, runs in self._by_shard(shards[firsts], large[firsts])
         ]
-        for runs, (_, run_starts, run_lengths), contents in self._contents(wanted):
-            total += sum(run_lengths)
+        for runs, (_, run_starts, _), contents in self._contents(wanted):
             for run, start, content in zip(runs, run_starts, contents, strict=True):
                 data = memoryview(content)
                 low, high = edge_list[run], edge_list[run + 1]
@@ -213,8 +225,6 @@ class LeafReader:
             for row, error in self._verifier.verify(raws, shards[rows].tolist(), local[rows]):
                 out[places[rows[row]]] = Unreadable(error)
         self.slow = self._far is not None or time.perf_counter() - started > _SLOW_READ_SECONDS
-        with self._lock:
-            self.bytes_read += total
         return out
 
     def _contents(self, wanted: list[tuple[list[int], Ranges]]) -> Iterator[tuple[list[int], Ranges, Sequence[bytes]]]:
@@ -268,7 +278,6 @@ class LeafReader:
         if shard in self._indices:
             return
         self._indices[shard] = index
-        self.bytes_read += index.nbytes
         self._cached += index.nbytes
         while self._cached > _INDEX_CACHE_BYTES and len(self._indices) > 1:
             self._cached -= self._indices.pop(next(iter(self._indices))).nbytes

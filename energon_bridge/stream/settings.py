@@ -12,7 +12,7 @@ from energon_bridge.format.checksums import Checksums
 from energon_bridge.plan.leaf import DEFAULT_PARALLEL_SHARD_ITERS
 from energon_bridge.stores import CachePool, NoCachePool
 from energon_bridge.stream.conventions import Conventions
-from energon_bridge.stream.failure_log import FailureLog
+from energon_bridge.stream.failures import FailureLog
 from energon_bridge.stream.policy import ErrorPolicy
 from energon_bridge.stream.watchdog import Words
 from energon_bridge.task_encoder.packing import MAX_LIMIT

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from energon_bridge.rng import IntArray
-from energon_bridge.stream.report import Report
+from energon_bridge.stream.failures import Report
 
 
 class SampleRef(NamedTuple):

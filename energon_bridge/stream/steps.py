@@ -26,12 +26,11 @@ from energon_bridge.rng import fold
 from energon_bridge.samples import SourceInfo
 from energon_bridge.storage.helpers import PerProcess
 from energon_bridge.stores import CachePool
+from energon_bridge.stream.failures import MAX_MEMBERS, SamplePlace, place_in
 from energon_bridge.stream.policy import FailureTracker
-from energon_bridge.stream.report import MAX_MEMBERS, SamplePlace, place_in
 from energon_bridge.stream.state import COUNTERS, Counts
 from energon_bridge.stream.watchdog import Activity, Words
-from energon_bridge.task_encoder.current import BATCH, CACHE, CONFIG, FAILED, NUMBER, SAMPLE, tallying
-from energon_bridge.task_encoder.hooks import Hook
+from energon_bridge.task_encoder.hooks import BATCH, CACHE, CONFIG, FAILED, NUMBER, SAMPLE, Hook, tallying
 
 logger = logging.getLogger(__name__)
 

@@ -6,23 +6,31 @@ Code that comes with a dataset is run by `dataset_code`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 from energon_bridge.errors import (
     CorruptShardError,
+    FatalSampleError,
     FieldAccessError,
     QuarantinedSampleError,
     StorageError,
 )
+from energon_bridge.format.dataset import PreparedDataset
+from energon_bridge.format.dataset_config import fields_of
+from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.tar import parse_sample
-from energon_bridge.samples import CrudeSample, SourceInfo
+from energon_bridge.registry import load
+from energon_bridge.rng import key_of
+from energon_bridge.samples import ChatMLSample, CrudeSample, SourceInfo
 from energon_bridge.samples.stacking import Slab
 from energon_bridge.stores.base import follow_links
+from energon_bridge.stream.failures import SamplePlace
 from energon_bridge.stream.reader import RoundBuffer, Unread, Unreadable
-from energon_bridge.stream.report import SamplePlace
-from energon_bridge.stream.steps import Attempt
+from energon_bridge.stream.steps import Attempt, Begin, PendingSample
 from energon_bridge.stream.watchdog import INDEX, Activities
+from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.hooks import Hook
 
 RestoreKey = tuple[str, int, int, int]
@@ -33,6 +41,15 @@ Rows = tuple[Slab, Sequence[int]]
 
 Columns = tuple[list[RestoreKey], list[Any], list[int]]
 """The restore keys, samples (or `FailedSample`s) and bytes of consecutive draws."""
+
+
+class RawDraws(NamedTuple):
+    """The stored samples of some draws: bytes, index and number of the shard of each, and its restore key."""
+
+    raws: Sequence[Any]
+    indices: Sequence[int]
+    shards: Sequence[int]
+    restore_keys: Sequence[RestoreKey]
 
 
 NO_PARTS: dict[str, memoryview] = {}
@@ -116,36 +133,29 @@ class SampleParser:
         epochs = buffer.epochs[low:high].tolist()
         identity = self._identity
         keys = [(identity, index, epoch, 0) for index, epoch in zip(indices, epochs, strict=True)]
-        samples = self.make(raws, indices, shards, keys, into)
+        samples = self.make(RawDraws(raws, indices, shards, keys), into)
         now.rest()
         return keys, samples, list(map(len, raws))
 
-    def make(
-        self,
-        raws: Sequence[Any],
-        indices: Sequence[int],
-        shards: Sequence[int],
-        restore_keys: Sequence[RestoreKey],
-        into: Rows | None = None,
-    ) -> list[Any]:
-        """Return the sample or a `FailedSample` for the bytes of each sample, given its index and shard."""
-        dataset = self._dataset
+    def make(self, drawn: RawDraws, into: Rows | None = None) -> list[Any]:
+        """Return the sample or a `FailedSample` for the bytes of each sample."""
+        dataset, (raws, indices, shards, restore_keys) = self._dataset, drawn
         path, names, excluded = dataset.path, dataset.shard_names, dataset.excluded
         source_path = dataset.source_path or path
         now = self._activities.mine()
         now.dataset, now.hook = dataset, Hook.READ
         attempt = Attempt()
         parsed: list[Any] = []  # key and parts of each, or a `FailedSample`
-        drawn = zip(raws, shards, strict=True)
+        each = zip(raws, indices, shards, strict=True)
         while len(parsed) < len(raws):
             with attempt:  # of all, and of those left after a failure
-                for raw, shard in drawn:
-                    found = self._parse(raw, self._parts)
+                for raw, index, shard in each:
+                    found = self._parse(raw, index, self._parts)
                     parsed.append(EXCLUDED if excluded and (names[shard], found[0]) in excluded else found)
                 break
-            index = indices[len(parsed)]
             error = raw.error if type(raw) is Unreadable else self._located(attempt.error, raw, names[shard], index)
-            parsed.append(FailedSample(error, Hook.READ, SamplePlace(path, names[shard], index, "", ())))
+            place = SamplePlace(path, names[shard], index, *self.lost(raw, index))
+            parsed.append(FailedSample(error, Hook.READ, place))
         now.hook = Hook.DECODE
         images: dict[int, tuple[str, Any]] = {}
         rows: Sequence[int] = range(len(parsed))
@@ -223,10 +233,14 @@ class SampleParser:
 
     def name_of(self, raw: Any, index: int) -> tuple[str, tuple[str, ...]]:
         """Return key and parts of a sample, without decoding it."""
-        key, parts = self._parse(raw, None)
+        key, parts = self._parse(raw, index, None)
         return key, tuple(parts)
 
-    def _parse(self, raw: Any, wanted: frozenset[str] | None) -> tuple[str, dict[str, Any]]:
+    def lost(self, raw: Any, index: int) -> tuple[str, tuple[str, ...]]:
+        """Return the same of a sample that cannot be parsed, as far as it is known."""
+        return "", ()
+
+    def _parse(self, raw: Any, index: int, wanted: frozenset[str] | None) -> tuple[str, dict[str, Any]]:
         """Return key and parts of a sample; videos and sound of an unread sample stay unread."""
         if type(raw) is Unread:
             return raw.parts(wanted, self._keeps, self._follow)
@@ -250,3 +264,140 @@ class SampleParser:
         return dataset.sample_type(
             __key__=key, __restore_key__=restore_key, __subflavors__=subflavors, __sources__=(source,), **values
         )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Code that comes with a dataset: `sample_loader` and `part_filter` functions, which run where hooks run.
+#
+# Loading threads read and decode. The rest is left in a `PendingSample`, which the hook thread finishes with the global
+# generators seeded before each function. So a function may draw random numbers and still gives the same result on any
+# topology.
+#
+# Each process calls a `part_filter` once per part name, with generators seeded from that name, so the answer cannot
+# depend on when it is called. Only samples with a new part name are decoded late.
+
+
+_MOST_NAMES = 10_000
+
+
+class CodeValues(SampleParser):
+    """Makes the samples of a leaf whose dataset has code; `number` is the dataset's place in a join."""
+
+    def __init__(self, identity: str, dataset: Any, decoder: Any, activities: Activities, number: int = 0) -> None:
+        super().__init__(identity, dataset, decoder, activities)
+        self._number = number
+        self._accept = dataset.part_filter if callable(dataset.part_filter) else None
+        self._accepted: dict[str, bool] = {}
+
+    def make(self, drawn: RawDraws, into: Rows | None = None) -> list[Any]:
+        """Return for each sample what `SampleParser.make` returns, or a `PendingSample`."""
+        now = self._activities.mine()
+        now.dataset, now.hook = self._dataset, Hook.DECODE
+        out: list[Any] = []
+        for one in zip(drawn.raws, drawn.indices, drawn.shards, drawn.restore_keys, strict=True):
+            row = None if into is None else (into[0], into[1][len(out)])
+            out.append(self._read(*one, row))
+        return out
+
+    def _read(
+        self,
+        raw: Any,
+        index: int,
+        shard: int,
+        restore_key: RestoreKey,
+        row: tuple[Slab, int] | None = None,
+        begin: Begin | None = None,
+    ) -> Any:
+        dataset, now = self._dataset, self._activities.mine()
+        key, hook, parts = "", Hook.READ, NO_PARTS
+        name = dataset.shard_names[shard]
+        attempt = Attempt()
+        with attempt:
+            key, parts = parse_sample(raw, parts=self._parts, follow=self._follow)
+            if dataset.excluded and (name, key) in dataset.excluded:
+                return EXCLUDED
+            if self._accept is not None:
+                accepted: Mapping[str, bool] = self._accepted
+                if not accepted.keys() >= parts.keys():
+                    if begin is None:
+                        return PendingSample(partial(self._read, raw, index, shard, restore_key, None))
+                    hook = Hook.PART_FILTER
+                    accepted = self._ask(parts, begin, index, key)
+                parts = {part: data for part, data in parts.items() if accepted[part]}
+            hook = Hook.DECODE
+            if begin is None:
+                now.index, now.key, now.words[INDEX] = index, key, restore_key[1]
+            else:
+                begin(hook, dataset, index, key)
+            image = None
+            if row is not None and self._decode_into is not None:
+                slab, number = row
+                image = self._decode_into(slab, [(number, parts)]).get(number)
+            values = self._values(parts, image)
+            source = SourceInfo(dataset.source_path or dataset.path, index, name, tuple(map(f"{key}.".__add__, parts)))
+            if dataset.sample_loader is None:
+                return self._sample(key, restore_key, source, values)
+            load = partial(self._load, key, index, restore_key, source, values)
+            return PendingSample(load) if begin is None else load(begin)
+        error = raw.error if type(raw) is Unreadable else self._located(attempt.error, raw, name, index)
+        return FailedSample(error, hook, SamplePlace(dataset.path, name, index, key, tuple(parts)))
+
+    def _load(
+        self,
+        key: str,
+        index: int,
+        restore_key: RestoreKey,
+        source: SourceInfo,
+        values: dict[str, Any],
+        begin: Begin,
+    ) -> Any:
+        dataset = self._dataset
+        _, draw, epoch, _ = restore_key  # in a join the number of the row
+        meta = {"__key__": key, "__restore_key__": restore_key, "__sources__": (source,)}
+        attempt = Attempt()
+        with attempt:
+            begin(Hook.SAMPLE_LOADER, dataset, index, key, draw, epoch, self._number)
+            made = dataset.sample_loader(values | meta | {"__shard__": source.shard_name})
+            if made is None:
+                raise FatalSampleError("sample_loader returned None: return a dict of fields, or raise SkipSample")
+            made = fields_of(made)
+            meta["__key__"] = made.pop("__key__", key)
+            return dataset.sample_type(**meta, __subflavors__=dict(dataset.subflavors), **made)
+        place = SamplePlace(dataset.path, source.shard_name, index, key, tuple(values))
+        return FailedSample(attempt.error, Hook.SAMPLE_LOADER, place)
+
+    def _ask(self, parts: Iterable[str], begin: Begin, index: int, key: str) -> Mapping[str, bool]:
+        """Return the filter's answer for each of some part names."""
+        assert self._accept is not None
+        said = {}
+        for name in parts:
+            if name not in self._accepted:
+                begin(Hook.PART_FILTER, self._dataset, index, key, key_of("part", name), self._number)
+                answer = self._accept(name)
+                if answer is None:
+                    raise FatalSampleError("part_filter returned None: return True or False")
+                said[name] = bool(answer)
+                if len(self._accepted) < _MOST_NAMES:
+                    self._accepted[name] = said[name]
+            else:
+                said[name] = self._accepted[name]
+        return said
+
+
+def has_code(dataset: PreparedDataset | JoinedDataset) -> bool:
+    """Whether making samples of a dataset runs user code: its own, or a joiner."""
+    return isinstance(dataset, JoinedDataset) or dataset.sample_loader is not None or callable(dataset.part_filter)
+
+
+def sample_parser(
+    identity: str, dataset: PreparedDataset, decoder: Any, activities: Activities, number: int = 0
+) -> SampleParser:
+    """Return the parser for a dataset's samples; `number` is the dataset's place in a join."""
+    if dataset.sample_type is ChatMLSample:
+        # As its own class decodes, which leaves the encoder's decoder aside.
+        decoder = load("decoder", "ChatMLSample")(SampleDecoder().decode)
+    elif getattr(dataset.sample_loader, "decodes", False):
+        decoder = None
+    if has_code(dataset):
+        return CodeValues(identity, dataset, decoder, activities, number)
+    return SampleParser(identity, dataset, decoder, activities)

@@ -26,7 +26,7 @@ import numpy as np
 
 from energon_bridge.errors import ConfigurationError, HookTimeoutError
 from energon_bridge.format.dataset import PreparedDataset
-from energon_bridge.stream.report import place_in
+from energon_bridge.stream.failures import place_in
 from energon_bridge.task_encoder.hooks import Hook
 
 # ---------------------------------------------------------------------------------------------------------------------

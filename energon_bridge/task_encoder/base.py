@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar, cast, overload
 from energon_bridge.errors import FatalSampleError
 from energon_bridge.samples import CrudeSample
 from energon_bridge.stores import CachePool, FileStore
-from energon_bridge.task_encoder import current
+from energon_bridge.task_encoder import hooks
 from energon_bridge.task_encoder.collate import (
     Action,
     batch_samples,
@@ -108,22 +108,22 @@ class TaskEncoder(Generic[SampleT, EncodedT, RawBatchT, BatchT]):
     @property
     def current_sample_index(self) -> int:
         """A number for the draw of the current sample, the same whenever it is encoded."""
-        return current.current_sample_index()
+        return hooks.current_sample_index()
 
     @property
     def current_batch_index(self) -> int:
         """The number of the microbatch being made, counted over the whole run."""
-        return current.current_batch_index()
+        return hooks.current_batch_index()
 
     @property
     def current_buffer_is_last(self) -> bool:
         """Whether no sample will join those that `select_samples_to_pack` leaves over, because the stream ends."""
-        return current.current_buffer_is_last()
+        return hooks.current_buffer_is_last()
 
     @property
     def cache(self) -> CachePool:
         """The cache pool of the loader that runs the hook; one that keeps nothing if the loader has none."""
-        return current.current_cache()
+        return hooks.current_cache()
 
     @default_hook
     def cook_crude_sample(self, sample: CrudeSample, cooker: Cooker[SampleT], aux: dict[str, FileStore]) -> SampleT:

@@ -18,7 +18,12 @@ import torch
 from energon_bridge.errors import ConfigurationError, OverLongSampleError, UnfitSampleError
 from energon_bridge.samples import META_FIELDS, Batch, batch_meta, field_names, init_field_names, required_field_names
 from energon_bridge.samples.base import once_per_class
-from energon_bridge.samples.stacking import batch_pad_stack, batch_stack, concat_pad, is_tensor_column
+from energon_bridge.samples.stacking import (
+    batch_pad_stack as batch_pad_stack,
+    batch_stack as batch_stack,
+    concat_pad as concat_pad,
+    is_tensor_column,
+)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Records of one kind as records of another, by the names of their fields.
@@ -97,16 +102,6 @@ def _is_named_tuple(cls: type) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 # Collating: what becomes of the rows of a batch.
 
-
-__all__ = [
-    "REMEDY_FOR_TYPES",
-    "Action",
-    "batch_list",
-    "batch_pad_stack",
-    "batch_samples",
-    "batch_stack",
-    "generic_batch",
-]
 
 Action = Callable[[list[Any]], Any]
 
@@ -220,8 +215,6 @@ def _check_same_fields(samples: Sequence[Any], rows: list[dict[str, Any]], resul
 # tuples are joined field by field; anything else stays a list with one entry for each batch. The meta fields of a batch
 # keep their meaning: one key, restore key and mask entry for each row.
 
-
-__all__ = ["concat_pad", "generic_concat", "homogeneous_concat_mix"]
 
 BatchT = TypeVar("BatchT")
 

@@ -13,7 +13,7 @@
     AV_EXTENSIONS                an AVDecoder, or as `av_decode` says
     anything else                the bytes
 
-The extension follows the last dot of the part's name, in upper or lower case; `format/kinds.py` has those of media.
+The extension follows the last dot of the part's name, in upper or lower case; `format/media.py` has those of media.
 Pickles (`pkl`, `pickle`, `pyd`) stay bytes, since reading one can run code; with `read_pickles`, pickles of plain
 values, arrays and tensors are read, and any other is a DecodeError (`pickled`). A decoder keeps no state and may be
 used from many threads; image codecs release the GIL.
@@ -32,7 +32,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache, partial
 from importlib import import_module
 from types import ModuleType
@@ -43,13 +43,12 @@ import torch
 
 from energon_bridge.errors import ConfigurationError, DecodeError
 from energon_bridge.format.documents import BOM
-from energon_bridge.format.kinds import extensions_of
-from energon_bridge.format.media import HEAD_BYTES, kind_by_head
+from energon_bridge.format.media import HEAD_BYTES, extensions_of, kind_by_head
 from energon_bridge.registry import load
 from energon_bridge.samples.stacking import Slab
-from energon_bridge.storage.ranges import ByteRange
-from energon_bridge.task_encoder.current import DELIVERING
+from energon_bridge.storage import ByteRange
 from energon_bridge.task_encoder.deferred import DeferredImage
+from energon_bridge.task_encoder.hooks import DELIVERING
 from energon_bridge.task_encoder.images import (
     IMAGE_EXTENSIONS,
     MAX_PIXELS,
@@ -222,18 +221,10 @@ class SampleDecoder:
 
     def config(self) -> dict[str, Any]:
         """Return the settings as plain values; `image_target` and `image_backend` are also in the state of a run."""
-        return {
-            "type": type(self).__qualname__,
-            "image_decode": self.image_decode,
-            "av_decode": self.av_decode,
-            "video_decode_audio": self.video_decode_audio,
-            "guess_content": self.guess_content,
-            "defer_images": self.defer_images,
-            "image_target": self.image_target,
-            "image_backend": self.image_backend,
-            "max_pixels": self.max_pixels,
-            "max_part_bytes": self.max_part_bytes,
-        }
+        names = (
+            entry.name for entry in fields(SampleDecoder) if entry.name not in ("read_pickles", "av_class", "_form")
+        )
+        return {"type": type(self).__qualname__} | {name: getattr(self, name) for name in names}
 
 
 _HEIC = ("heic", "heif")

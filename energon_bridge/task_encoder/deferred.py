@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from energon_bridge.samples.base import field_names
-from energon_bridge.task_encoder.current import DELIVERING
+from energon_bridge.task_encoder.hooks import DELIVERING
 from energon_bridge.task_encoder.images import ImageForm, decode_image, image_size
 
 _SHARED_FROM = 1 << 16

@@ -1,14 +1,23 @@
-"""The hooks: every piece of user code that runs for a sample, a pack or a microbatch, and the steps before them.
+"""The hooks: every piece of user code that runs for a sample, a pack or a microbatch, and what it can ask the engine.
 
-This table is the one place that knows their names. `stream/steps.py` runs them by it: it seeds the generators, names
+The table is the one place that knows their names. `stream/steps.py` runs them by it: it seeds the generators, names
 what is running for the watchdog and for messages, and asks the error policy about failures.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.rng import fold
+from energon_bridge.samples import SourceInfo
+from energon_bridge.stores import CachePool, NoCachePool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,3 +92,107 @@ _no_hook.__default_hook__ = True  # type: ignore[attr-defined]
 def is_overridden(encoder: Any, *hooks: Hook) -> bool:
     """Whether one of some hooks of an encoder is user code, also where it forwards them to another encoder."""
     return not all(getattr(hook_of(encoder, hook), "__default_hook__", False) for hook in hooks)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the engine is working on while a hook runs, for hooks that ask.
+#
+# These are context variables, so that nested encoders see the same values and each thread sees its own.
+
+
+SAMPLE: ContextVar[tuple[int, ...]] = ContextVar("energon_bridge_sample")
+"""Key of the draw of the current sample."""
+BATCH: ContextVar[int] = ContextVar("energon_bridge_batch")
+"""Number of the microbatch in the global sequence (as a drop-in: of the rank), or `UNKNOWN`."""
+NUMBER: ContextVar[int] = ContextVar("energon_bridge_number", default=-1)
+"""As a drop-in: the number of the current draw as megatron-energon counts, or `UNKNOWN`; else -1."""
+UNKNOWN = -2
+"""For a number that might differ if the sample were encoded again."""
+DELIVERING: ContextVar[bool] = ContextVar("energon_bridge_delivering", default=False)
+"""Whether samples will be delivered next, so that nothing may stay deferred."""
+CACHE: ContextVar[CachePool] = ContextVar("energon_bridge_cache")
+"""The cache pool of the loader."""
+LAST: ContextVar[bool] = ContextVar("energon_bridge_last_buffer", default=False)
+"""Whether the packing buffer will not be filled again."""
+FAILED: ContextVar[tuple[Any, tuple[SourceInfo, ...]]] = ContextVar("energon_bridge_failed", default=(None, ()))
+"""While the policy decides about a failure: the argument of the hook, and where its samples come from."""
+CONFIG: ContextVar[Any] = ContextVar("energon_bridge_config", default=None)
+"""The worker configuration of the loader whose hooks run."""
+TALLY: ContextVar[Counter[str]] = ContextVar("energon_bridge_tally")
+"""Counts of `count_over_long` since the engine last took them."""
+
+
+def current_sample_index() -> int:
+    """Return a 63-bit number for the draw of the current sample, the same whenever it is encoded.
+
+    As a drop-in for megatron-energon it is a running number of the rank, as there: each worker counts its own samples,
+    and workers take turns.
+
+    Raises:
+        ConfigurationError: No hook with a sample is running or, as a drop-in, the number may not be reproducible.
+    """
+    keys = SAMPLE.get(())
+    if not keys:
+        raise ConfigurationError("current_sample_index is only available inside a hook for a single sample")
+    number = NUMBER.get()
+    if number == UNKNOWN:
+        raise ConfigurationError(
+            "current_sample_index: a sample that is encoded again (for packs and groups after a resume, and by "
+            "restore_sample) has no running number. Use sample.__key__ or sample.__restore_key__, or draw from the "
+            "global generators, which are seeded for each sample"
+        )
+    return fold(*keys) >> 1 if number < 0 else number
+
+
+def current_batch_index() -> int:
+    """Return the number of the microbatch being made, counted over the whole run.
+
+    As a drop-in for megatron-energon it counts the microbatches of this rank, as there.
+
+    Raises:
+        ConfigurationError: No hook is running, or the sample may be encoded for one microbatch and again for another.
+    """
+    number = BATCH.get(-1)
+    if number == UNKNOWN:
+        raise ConfigurationError(
+            "current_batch_index: this hook may run again for another microbatch after a resume, because samples are "
+            "packed, grouped, or yielded by a generator. Use it in batch or encode_batch"
+        )
+    if number < 0:
+        raise ConfigurationError("current_batch_index is only available inside a hook of a loader")
+    return number
+
+
+def count_over_long(what: str, number: int = 1) -> None:
+    """Count a sample that is too long for a pack, for its dataset; does nothing outside of hooks.
+
+    Args:
+        what: What was done: `dropped`, `truncated`, `split` or `pieces`, as in `loader.counters()`.
+        number: The number to add.
+    """
+    tally = TALLY.get(None)
+    if tally is not None:
+        tally[what] += number
+
+
+@contextmanager
+def tallying(tally: Counter[str]) -> Iterator[None]:
+    """Make `count_over_long` add to a tally."""
+    token = TALLY.set(tally)
+    try:
+        yield
+    finally:
+        TALLY.reset(token)
+
+
+def current_buffer_is_last() -> bool:
+    """Whether nothing joins what `select_samples_to_pack` leaves over: True in passes that end, False in endless runs.
+
+    A selection that leaves samples over is then called again with these alone; samples never selected are skipped.
+    """
+    return LAST.get()
+
+
+def current_cache() -> CachePool:
+    """Return the cache pool of the loader whose hook is running; outside of hooks, one that keeps nothing."""
+    return CACHE.get(None) or NoCachePool()

@@ -36,7 +36,7 @@ import torch
 from PIL import Image, ImageFile, UnidentifiedImageError
 
 from energon_bridge.errors import ConfigurationError, DecodeError, did_you_mean
-from energon_bridge.format.kinds import (
+from energon_bridge.format.media import (
     BY_EXTENSION,
     FORMATS,
     HAS_HEIF,
@@ -45,8 +45,8 @@ from energon_bridge.format.kinds import (
     extensions_of,
     format_by_head,
     open_heic,
+    plain_jpeg,
 )
-from energon_bridge.format.media import plain_jpeg
 from energon_bridge.samples import streaming
 from energon_bridge.samples.stacking import UNALIGNED, Slab
 

@@ -34,7 +34,8 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_bridge.errors import ConfigurationError, OverLongSampleError, SkipSample, UnfitSampleError
-from energon_bridge.task_encoder.current import count_over_long, current_buffer_is_last
+from energon_bridge.rng import IntArray
+from energon_bridge.task_encoder.hooks import count_over_long, current_buffer_is_last
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Bin packing under several limits at once: which samples share a pack.
@@ -50,7 +51,6 @@ from energon_bridge.task_encoder.current import count_over_long, current_buffer_
 # some one to four milliseconds by best fit (a bisection per sample), three to five by first fit.
 
 
-IntArray = npt.NDArray[np.int64]
 Packs = list[list[int]]
 
 # Sizes and limits stay below 2^31, so that a size in units of 1/2^31 of its limit is exact in 64 bits.

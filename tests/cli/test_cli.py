@@ -24,7 +24,7 @@ from energon_bridge import __version__
 from energon_bridge.cli.main import main
 from energon_bridge.cli.output import format_bytes
 from energon_bridge.errors import CorruptShardError
-from energon_bridge.format import open_dataset
+from energon_bridge.format.dataset import open_dataset
 from energon_bridge.plan.leaf import ORDER_VERSION
 from energon_bridge.testing import write_shard
 

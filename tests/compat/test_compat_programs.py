@@ -30,7 +30,7 @@ from energon_bridge.compat import (
     wrapped,
 )
 from energon_bridge.errors import ConfigurationError, DatasetNotFoundError, MetadataError, NotProvidedError
-from energon_bridge.format import open_dataset
+from energon_bridge.format.dataset import open_dataset
 from energon_bridge.mix.opener import MIN_DATASETS
 from energon_bridge.prepare import prepare_dataset
 from energon_bridge.prepare.dataset_yaml import render_dataset_yaml

@@ -21,7 +21,7 @@ from energon_bridge.errors import (
     UnknownSplitError,
     UntrustedCodeError,
 )
-from energon_bridge.format import open_dataset, read_index
+from energon_bridge.format.dataset import open_dataset, read_index
 from energon_bridge.prepare import parse_ratio, prepare_dataset, render_dataset_yaml
 from energon_bridge.samples import CaptioningSample, CrudeSample, TextSample
 

@@ -7,8 +7,7 @@ import pickle
 import pytest
 
 from energon_bridge.errors import FieldAccessError, FieldMapError
-from energon_bridge.format import FieldMap
-from energon_bridge.format.field_map import check_fields
+from energon_bridge.format.field_map import FieldMap, check_fields
 from energon_bridge.samples import CaptioningSample, VQASample
 
 PARTS = {

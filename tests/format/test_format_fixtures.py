@@ -13,7 +13,7 @@ from paths import FIXTURES
 from tar_builder import read_all
 
 import energon_bridge
-from energon_bridge.format import open_dataset
+from energon_bridge.format.dataset import open_dataset
 from energon_bridge.prepare import parse_patterns, parse_ratio, prepare_dataset, rebuild_index
 
 PLAIN = ["captioning", "vqa", "captioning_extra", "crude", "aux_images"]

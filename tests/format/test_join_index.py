@@ -24,7 +24,7 @@ from keyed import join, keyed_dataset, shards, shuffled, write_mix
 
 from energon_bridge.cli.main import main
 from energon_bridge.errors import EmptyDatasetError, KeyIndexError
-from energon_bridge.format import open_dataset
+from energon_bridge.format.dataset import open_dataset
 from energon_bridge.format.join import JoinIndex, JoinPart, open_index
 
 NUMBERS = [f"{number:03d}" for number in range(90)]
@@ -190,7 +190,7 @@ def test_a_damaged_index_is_built_again(folder: Path, damage: str, caplog: pytes
 
 SCRIPT = """
 import sys
-from energon_bridge.format import open_dataset
+from energon_bridge.format.dataset import open_dataset
 from energon_bridge.format.join import JoinPart
 from energon_bridge.format.join import open_index
 folder, cache = sys.argv[1:]

@@ -34,9 +34,10 @@ from energon_bridge import (
     register_joiner,
 )
 from energon_bridge.errors import MetadataError
+from energon_bridge.format.documents import Value
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.mix import evaluate_subset
-from energon_bridge.mix.subset import SubsetRange, parse_subset
+from energon_bridge.mix.tree import SubsetRange, parse_subset
 from energon_bridge.prepare.columns import add_column
 from energon_bridge.testing import create_captioning_test_dataset
 
@@ -325,7 +326,7 @@ FORKED = range(1, 7)
 
 
 def range_of(bounds: list[Any]) -> SubsetRange:
-    found = parse_subset({"range": bounds}, where="", field="", allow_absolute=True)
+    found = parse_subset(Value({"range": bounds}, ""), allow_absolute=True)
     assert found is not None
     return found
 

@@ -24,7 +24,7 @@ from energon_bridge import (
     get_val_dataset,
 )
 from energon_bridge.loader.savable import SavableDataLoader
-from energon_bridge.task_encoder.current import count_over_long
+from energon_bridge.task_encoder.hooks import count_over_long
 
 SAMPLES = 40
 Losses = Callable[[], list[str]]

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from energon_bridge.errors import MetadataError
-from energon_bridge.mix import Blend, Concat, EpochizedBlend, LeafRef, Mix, Node, SubsetRange, WeightSchedule, flatten
+from energon_bridge.mix import Blend, Concat, EpochizedBlend, LeafRef, Mix, Node, SubsetRange, WeightSchedule
+from energon_bridge.mix.flatten import flatten
 
 
 def leaf(name: str, **settings: object) -> LeafRef:

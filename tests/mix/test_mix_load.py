@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from energon_bridge.cli.plan import describe
 from energon_bridge.errors import ConfigurationError, DatasetNotFoundError, MetadataError, NotPreparedError
-from energon_bridge.mix import Blender, Mix, WeightSchedule, describe, load_mix
+from energon_bridge.mix import Blender, Mix, WeightSchedule, load_mix
 from energon_bridge.storage import LocalStore
 
 V2 = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}

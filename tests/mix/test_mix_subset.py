@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, strategies as st
 
 from energon_bridge.errors import MetadataError
-from energon_bridge.mix.subset import SubsetRange, evaluate_subset, merge_subsets, parse_subset
+from energon_bridge.format.documents import Value
+from energon_bridge.mix.tree import SubsetRange, evaluate_subset, merge_subsets, parse_subset
 
 
 def parse(bounds: object, *, allow_absolute: bool = True) -> SubsetRange:
-    subset = parse_subset({"range": bounds}, where="mix.yaml", field="subset", allow_absolute=allow_absolute)
+    subset = parse_subset(Value({"range": bounds}, "mix.yaml", "subset"), allow_absolute=allow_absolute)
     assert subset is not None
     return subset
 
@@ -51,7 +52,7 @@ def test_one_range(bounds, num_samples, expected):
 
 def test_no_range_is_everything():
     assert evaluate_subset([], 9) == (0, 9)
-    assert parse_subset(None, where="w", field="f", allow_absolute=True) is None
+    assert parse_subset(Value(None, "w", "f"), allow_absolute=True) is None
 
 
 def test_absolute_first_then_percent():
@@ -106,7 +107,7 @@ def test_wrong_bounds_name_the_place(bounds):
 @pytest.mark.parametrize("value", [["0%", "50%"], "half", {}, {"rnge": ["0%", "50%"]}])
 def test_what_is_no_subset(value):
     with pytest.raises(MetadataError, match=r"mix\.yaml, field `subset`"):
-        parse_subset(value, where="mix.yaml", field="subset", allow_absolute=True)
+        parse_subset(Value(value, "mix.yaml", "subset"), allow_absolute=True)
 
 
 def test_numbers_of_samples_only_at_a_leaf():

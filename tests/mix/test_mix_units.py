@@ -15,9 +15,10 @@ from engine import PackingEncoder, TensorEncoder, config_of, digest, is_masked, 
 from forecasts import answer, energon
 
 from energon_bridge import Blender, WeightSchedule, get_train_dataset, get_val_dataset
+from energon_bridge.cli.plan import describe
 from energon_bridge.errors import ConfigurationError, EnergonError, MetadataError, SettingMismatchError
 from energon_bridge.loader.run_plan import DatasetSpec
-from energon_bridge.mix import describe, load_mix
+from energon_bridge.mix import load_mix
 from energon_bridge.prepare.columns import add_column
 
 COUNTS = {"short": [60, 40], "middle": [50], "long": [30, 7]}

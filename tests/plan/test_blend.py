@@ -53,7 +53,7 @@ def drawn(blend: WeightedBlend | EpochizedBlend, lane: int, count: int, step: in
 def test_golden_draws() -> None:
     """Those of order version 1. Another number is another order: raise ORDER_VERSION."""
     assert {lanes: lane_step(lanes) for lanes in GOLDEN_STEPS} == GOLDEN_STEPS
-    blend = WeightedBlend(weights=Constant(5, 2, 1), num_lanes=LANES, key=7)
+    blend = WeightedBlend(parts=((0, Constant(5, 2, 1)),), num_lanes=LANES, key=7)
     assert [blend.leaves(lane, 10, 12).tolist() for lane in (0, 23)] == GOLDEN_WEIGHTED
     epochs = EpochizedBlend(
         samples=(12, 9),
@@ -78,7 +78,7 @@ def test_weights_are_exact_and_leaves_without_weight_never_come() -> None:
         thresholds([Fraction(6, 10), Fraction(3, 10), Fraction(1, 10)]).tolist()
         == thresholds([Fraction(6), Fraction(3), Fraction(1)]).tolist()
     )
-    blend = WeightedBlend(weights=Constant(1, 0, 1, 0), num_lanes=1, key=0)
+    blend = WeightedBlend(parts=((0, Constant(1, 0, 1, 0)),), num_lanes=1, key=0)
     assert set(drawn(blend, 0, 10_000).tolist()) == {0, 2}
 
 

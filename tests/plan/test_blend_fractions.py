@@ -57,7 +57,7 @@ def weights_of(kind: str, seed: int) -> np.ndarray:
 
 
 def blend_of(weights: np.ndarray, num_lanes: int, key: int) -> WeightedBlend:
-    return WeightedBlend(weights=Constant(tuple(weights.tolist())), num_lanes=num_lanes, key=key)
+    return WeightedBlend(parts=((0, Constant(tuple(weights.tolist()))),), num_lanes=num_lanes, key=key)
 
 
 def lane_miss(leaves: np.ndarray, weights: np.ndarray) -> float:
@@ -105,7 +105,7 @@ def test_a_lane_stays_within_7_draws_over_its_first_million(kind: str) -> None:
 
 def test_no_weights_and_no_key_take_a_lane_further_than_4_draws() -> None:
     """Equal weights of 2^16 leaves show where the draws of a lane lie; 1/65,536 is what they do not show."""
-    fine = WeightedBlend(weights=Constant((1.0,) * 65_536), num_lanes=24, key=0)
+    fine = WeightedBlend(parts=((0, Constant((1.0,) * 65_536)),), num_lanes=24, key=0)
     points = fine.leaves(5, 0, 1000).astype(np.uint64) << np.uint64(48)
     assert max(arc_discrepancy(points[:prefix]) for prefix in range(1, 1001)) + 1000 / 65_536 <= 4
 

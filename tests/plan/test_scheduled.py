@@ -11,8 +11,8 @@ from hypothesis import given, settings, strategies as st
 from test_blend import drawn
 
 from energon_bridge.mix import WeightSchedule
-from energon_bridge.plan.blend import ChangedBlend, WeightedBlend
-from energon_bridge.plan.weights import GivenWeights
+from energon_bridge.plan.blend import WeightedBlend
+from energon_bridge.plan.changes import GivenWeights
 
 LANES = 24
 LANE_MISS, WINDOW_MISS = 9, 6
@@ -55,7 +55,7 @@ def off(leaves: np.ndarray, expected: np.ndarray) -> float:
 @pytest.mark.parametrize("length", [10, 100, 2_400, 24_000, 100_000, 1_000_000])
 def test_lanes_keep_to_the_sum_of_moving_weights(length: int) -> None:
     draws = length // LANES + 100
-    blend = WeightedBlend(weights=line(length), num_lanes=LANES, key=0)
+    blend = WeightedBlend(parts=((0, line(length)),), num_lanes=LANES, key=0)
     for lane in (0, 5, 11):
         expected = shares(line(length), range(lane, draws * LANES, LANES))
         assert off(drawn(blend, lane, draws), expected) <= LANE_MISS
@@ -63,7 +63,7 @@ def test_lanes_keep_to_the_sum_of_moving_weights(length: int) -> None:
 
 def checked(weights: GivenWeights, lanes: int, draws: int, key: int) -> tuple[float, float]:
     """Return how far lanes are ever from the sum of their shares, and any 240 draws of the global order from theirs."""
-    blend = WeightedBlend(weights=weights, num_lanes=lanes, key=key)
+    blend = WeightedBlend(parts=((0, weights),), num_lanes=lanes, key=key)
     streams = [drawn(blend, lane, draws) for lane in range(lanes)]
     order = np.stack(streams, axis=1).reshape(-1)
     expected = shares(weights, range(order.size))
@@ -95,7 +95,7 @@ def test_lanes_keep_to_the_sum_far_out() -> None:
     """By counts alone: nothing between is drawn."""
     weights = random_weights(5, 2_000_000)
     expected = shares(weights, range(7, 2_400_000, LANES)).cumsum(axis=0)
-    blend = WeightedBlend(weights=weights, num_lanes=LANES, key=5)
+    blend = WeightedBlend(parts=((0, weights),), num_lanes=LANES, key=5)
     for draw in (99_999, 1, 40_000, 83_333, 83_334, 12_345):
         assert np.abs(blend.counts(7, draw) - expected[draw - 1]).max() <= LANE_MISS
 
@@ -105,7 +105,7 @@ def test_a_leaf_without_weight_never_comes() -> None:
     rises, stays = WeightSchedule.linear([(3000, 0), (6000, 1), (7000, 0)]), WeightSchedule.linear([(0, 1), (9000, 2)])
     weights = GivenWeights(schedules=(rises, WeightSchedule.constant(0), stays, WeightSchedule.constant(1)))
     for lanes in (1, 7, 24, 240):
-        blend = WeightedBlend(weights=weights, num_lanes=lanes, key=lanes)
+        blend = WeightedBlend(parts=((0, weights),), num_lanes=lanes, key=lanes)
         order = np.stack([drawn(blend, lane, 9600 // lanes) for lane in range(lanes)], axis=1).reshape(-1)
         assert not (order == 1).any()
         assert not (order[:3000] == 0).any()
@@ -115,9 +115,9 @@ def test_a_leaf_without_weight_never_comes() -> None:
 
 def test_golden_draws() -> None:
     """Those of order version 1. Another number is another order: raise ORDER_VERSION."""
-    blend = WeightedBlend(weights=line(400), num_lanes=LANES, key=7)
+    blend = WeightedBlend(parts=((0, line(400)),), num_lanes=LANES, key=7)
     assert drawn(blend, 3, 30).tolist() == GOLDEN
-    blend = WeightedBlend(weights=random_weights(1, 20_000), num_lanes=LANES, key=7)
+    blend = WeightedBlend(parts=((0, random_weights(1, 20_000)),), num_lanes=LANES, key=7)
     assert drawn(blend, 3, 670)[640:].tolist() == GOLDEN_LATER
 
 
@@ -131,8 +131,8 @@ def test_golden_draws() -> None:
 )
 def test_draws_do_not_depend_on_how_they_are_asked_for(seed: int, lane: int, draw: int, step: int, lanes: int) -> None:
     weights, lane = random_weights(seed, 5000), lane % lanes
-    whole = WeightedBlend(weights=weights, num_lanes=lanes, key=seed)
-    parts = WeightedBlend(weights=weights, num_lanes=lanes, key=seed)
+    whole = WeightedBlend(parts=((0, weights),), num_lanes=lanes, key=seed)
+    parts = WeightedBlend(parts=((0, weights),), num_lanes=lanes, key=seed)
     every = np.concatenate([whole.leaves(lane, at, 1) for at in range(draw + 60)])
     found: list[int] = []
     while len(found) < 60:
@@ -144,11 +144,11 @@ def test_draws_do_not_depend_on_how_they_are_asked_for(seed: int, lane: int, dra
 def test_between_two_points_the_weights_stay_for_a_step() -> None:
     """Of 6400 draws: 21 steps, in each of which the order is that of constant weights, those of its middle."""
     weights, key = line(6400), 3
-    blend = WeightedBlend(weights=weights, num_lanes=1, key=key)
+    blend = WeightedBlend(parts=((0, weights),), num_lanes=1, key=key)
     edges = [6400 * number // 21 for number in range(22)]
     for low, high in pairwise(edges):
         shares = [WeightSchedule.constant(weight) for weight in weights.at((low + high - 1) // 2)]
-        constant = WeightedBlend(weights=GivenWeights(schedules=tuple(shares)), num_lanes=1, key=key)
+        constant = WeightedBlend(parts=((0, GivenWeights(schedules=tuple(shares))),), num_lanes=1, key=key)
         assert blend.leaves(0, low, 1000).tolist() == constant.leaves(0, low, high - low).tolist()
 
 
@@ -162,12 +162,10 @@ def test_between_two_points_the_weights_stay_for_a_step() -> None:
 def test_changed_weights_take_over_at_their_draw(seed: int, lane: int, draw: int, changes: list[int]) -> None:
     starts = [0, *sorted(set(changes))]
     weights = [random_weights(seed + number, 2000) for number in range(len(starts))]
-    constant = GivenWeights(schedules=tuple(WeightSchedule.constant(n) for n in (1, 2, 0, 3, 1, 1)))
-    parts = [
-        WeightedBlend(weights=w if number % 2 else constant, num_lanes=6, key=seed) for number, w in enumerate(weights)
-    ]
-    blend = ChangedBlend(parts=tuple(zip(starts, parts, strict=True)), num_lanes=6)
-    every = drawn(blend, lane, draw + 1)  # type: ignore[arg-type]
+    weights[::2] = [GivenWeights(schedules=tuple(map(WeightSchedule.constant, (1, 2, 0, 3, 1, 1))))] * len(starts[::2])
+    parts = [WeightedBlend(parts=((0, each),), num_lanes=6, key=seed) for each in weights]
+    blend = WeightedBlend(parts=tuple(zip(starts, weights, strict=True)), num_lanes=6, key=seed)
+    every = drawn(blend, lane, draw + 1)
     assert blend.counts(lane, draw).tolist() == np.bincount(every[:draw], minlength=6).tolist()
     current = sum(start <= draw * 6 + lane for start in starts) - 1
     assert every[draw] == parts[current].leaves(lane, draw, 1)[0]

@@ -18,7 +18,7 @@ from tar_builder import GNU, PAX, USTAR, read_all, write_tar, write_texts
 
 from energon_bridge.cli.main import main
 from energon_bridge.errors import ConfigurationError, DuplicateKeyError, MetadataError
-from energon_bridge.format import open_dataset
+from energon_bridge.format.dataset import open_dataset
 from energon_bridge.prepare import duplicates, parse_ratio, prepare_dataset
 from energon_bridge.prepare.duplicates import rename_duplicates
 

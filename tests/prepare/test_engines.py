@@ -19,8 +19,9 @@ from sources import content, converted, llava
 from tar_builder import write_texts
 
 from energon_bridge.cli.main import main
+from energon_bridge.cli.prepare_options import parse_task
 from energon_bridge.errors import ConfigurationError, CorruptShardError
-from energon_bridge.format.parallel import Task, parse_task
+from energon_bridge.format.parallel import Task
 from energon_bridge.prepare import parse_ratio, prepare_dataset, render_dataset_yaml, run as preparing
 from energon_bridge.prepare.engines import RayEngine
 

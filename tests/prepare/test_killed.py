@@ -25,8 +25,8 @@ from sources import content, llava
 from tar_builder import read_all, write_texts
 
 from energon_bridge.errors import DatasetNotFoundError, NotPreparedError
-from energon_bridge.format import open_dataset
 from energon_bridge.format.columns import column_of, read_columns
+from energon_bridge.format.dataset import open_dataset
 from energon_bridge.prepare import parse_ratio, prepare_dataset, render_dataset_yaml
 from energon_bridge.storage import open_store
 

@@ -15,7 +15,8 @@ from tar_builder import write_tar
 
 from energon_bridge import Cooker, CrudeSample, DefaultTaskEncoder, TextSample, basic_sample_keys
 from energon_bridge.cli.main import main
-from energon_bridge.prepare import MediaFilter, parse_ratio, prepare_dataset, rebuild_index, render_dataset_yaml
+from energon_bridge.format.media import MediaFilter
+from energon_bridge.prepare import parse_ratio, prepare_dataset, rebuild_index, render_dataset_yaml
 
 
 def energon(*arguments: object) -> Result:

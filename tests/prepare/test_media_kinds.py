@@ -18,8 +18,17 @@ from sources import convert, converted, members, refused
 from energon_bridge import SampleDecoder, get_loader, get_train_dataset
 from energon_bridge.av import AV_EXTENSIONS
 from energon_bridge.errors import DecodeError
-from energon_bridge.format.kinds import BY_EXTENSION, FORMATS, HAS_HEIF, HEAD_BYTES, format_by_head
-from energon_bridge.format.media import MediaFilter, extension_by_head, kind_by_head, kind_by_name
+from energon_bridge.format.media import (
+    BY_EXTENSION,
+    FORMATS,
+    HAS_HEIF,
+    HEAD_BYTES,
+    MediaFilter,
+    extension_by_head,
+    format_by_head,
+    kind_by_head,
+    kind_by_name,
+)
 from energon_bridge.format.nvmeta import read_info
 from energon_bridge.prepare.columns import image_size
 from energon_bridge.prepare.media import prepare_media

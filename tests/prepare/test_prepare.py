@@ -28,7 +28,7 @@ from energon_bridge.errors import (
     UnknownArgumentError,
     UnsupportedShardError,
 )
-from energon_bridge.format import open_dataset
+from energon_bridge.format.dataset import open_dataset
 from energon_bridge.format.parallel import map_shards
 from energon_bridge.prepare import (
     parse_ratio,

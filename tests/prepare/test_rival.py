@@ -14,7 +14,8 @@ from paths import HELPERS
 from tar_builder import GNU, PAX, USTAR, write_tar
 
 from energon_bridge.cli.main import main
-from energon_bridge.format import open_dataset, parse_sample, read_index
+from energon_bridge.format.dataset import open_dataset, read_index
+from energon_bridge.format.tar import parse_sample
 from energon_bridge.stores.base import follow_links
 
 pytestmark = [pytest.mark.rival, pytest.mark.slow]

@@ -63,28 +63,29 @@ ROOMS = {
         task_encoder.resize task_encoder.sample_encoders task_encoder.sequences task_encoder.templates
         task_encoder.texts task_encoder.visual
     """,
-    "trainers": "integrations replica plan.balance stream.planned loader.shares",
+    "trainers": "integrations replica plan.balance stream.planned loader.shares task_encoder.costs",
     "cloud": """
         loader.ray_actor loader.ray_engine loader.ray_relay
-        storage.answers storage.buckets storage.fsspec_store storage.http storage.node_cache storage.remote
-        stores.file_cache
+        storage.answers storage.buckets storage.fsspec_store storage.http storage.node_cache storage.ranges
+        storage.remote stores.file_cache
     """,
     "tools": """
-        rows forecast preview verify cli testing prepare.columns prepare.convert prepare.duplicates prepare.engines
-        prepare.hub prepare.left_out prepare.lint prepare.media prepare.sources loader.summary
+        rows forecast preview verify cli testing prepare.columns prepare.convert prepare.dataset_yaml prepare.duplicates
+        prepare.engines prepare.hub prepare.joins prepare.left_out prepare.lint prepare.media prepare.shard_writer
+        prepare.shards prepare.sources prepare.summary loader.summary
     """,
     "drop-in": "compat",
     "training": "training",
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 31_320,
+    "core": 28_770,
     "models": 9_700,
-    "trainers": 6_610,
-    "cloud": 4_500,
-    "tools": 13_810,
+    "trainers": 7_160,
+    "cloud": 4_600,
+    "tools": 15_290,
     "drop-in": 4_000,
-    "training": 4_540,
+    "training": 4_570,
 }
 MAX_LINES = 1000  # of one file: the budgets keep rooms small, this keeps a file one idea
 RUN_AS_COMMAND = 'if __name__ == "__main__":\n    sys.exit(main())\n'

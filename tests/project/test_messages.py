@@ -34,6 +34,7 @@ from energon_bridge import (
     read_quarantine,
     verify_resume,
 )
+from energon_bridge.cli.info import prepared_by
 from energon_bridge.cli.main import main
 from energon_bridge.cli.output import count_of, epochs
 from energon_bridge.datasets import DATALOADER_WORDS
@@ -51,7 +52,6 @@ from energon_bridge.errors import (
     did_you_mean,
 )
 from energon_bridge.format.field_map import FieldMap, check_fields
-from energon_bridge.format.nvmeta import prepared_by
 from energon_bridge.loader.savable import _say_endless
 from energon_bridge.prepare import render_dataset_yaml
 from energon_bridge.prepare.lint import lint_dataset, lint_parts

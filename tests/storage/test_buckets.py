@@ -24,8 +24,8 @@ from energon_bridge.errors import DatasetNotFoundError, ShardMissingError, Short
 from energon_bridge.mix import opener
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
 from energon_bridge.storage import open_store
+from energon_bridge.storage.base import MADE
 from energon_bridge.storage.buckets import server_address
-from energon_bridge.storage.network import MADE
 from energon_bridge.stores import SystemFileStore
 from energon_bridge.testing import write_shard
 

@@ -21,7 +21,7 @@ from test_object_storage import content
 from energon_bridge import get_savable_loader
 from energon_bridge.errors import ConfigurationError, ShardMissingError, ShortReadError
 from energon_bridge.storage import node_cache, open_store
-from energon_bridge.storage.network import MADE
+from energon_bridge.storage.base import MADE
 from energon_bridge.storage.node_cache import BLOCK, use_node_cache
 
 SIZES = {"a.tar": 9 * BLOCK + 77, "b.tar": 6 * BLOCK, "small": 1000}

@@ -41,7 +41,7 @@ from energon_bridge.errors import (
 from energon_bridge.format.jsonl import index_jsonl
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.storage import OpenFiles, Stalls, open_store
-from energon_bridge.storage.network import MADE, values_of
+from energon_bridge.storage.base import MADE, values_of
 from energon_bridge.stream.reader import RoundBuffer
 
 BIG = 9_500_000

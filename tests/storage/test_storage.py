@@ -19,8 +19,8 @@ from energon_bridge.errors import (
     ShortReadError,
     StorageError,
 )
-from energon_bridge.storage import LocalStore, OpenFiles, Store, open_store
-from energon_bridge.storage.ranges import ByteRange, RangeReader
+from energon_bridge.storage import ByteRange, LocalStore, OpenFiles, Store, open_store
+from energon_bridge.storage.ranges import RangeReader
 
 
 @pytest.fixture(params=["local", "file", "memory"])

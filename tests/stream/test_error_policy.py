@@ -23,7 +23,7 @@ from energon_bridge import (
 )
 from energon_bridge.errors import ConfigurationError, ErrorRateError, FatalSampleError, StorageError
 from energon_bridge.loader.savable import SavableDataLoader
-from energon_bridge.stream.report import SamplePlace, named
+from energon_bridge.stream.failures import SamplePlace, named
 
 SAMPLES = 40
 
@@ -224,9 +224,9 @@ def test_a_pack_that_fails_is_named_and_counted(hook: str, data: Path, tmp_path:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_bad_dataset_cannot_flood_the_log(workers: int, data: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, logger="energon_bridge.stream.failure_log"):
+    with caplog.at_level(logging.DEBUG, logger="energon_bridge.stream.failures"):
         keys_of(loader_of(data, Failing(every=3), workers, error_policy=ErrorPolicy(messages=3)), 60)
-    said = [record for record in caplog.records if record.name == "energon_bridge.stream.failure_log"]
+    said = [record for record in caplog.records if record.name == "energon_bridge.stream.failures"]
     warnings = [record.message for record in said if record.levelno == logging.WARNING]
     assert len([message for message in warnings if message.startswith("skipped a sample")]) == 3
     assert warnings[2].endswith("further ones of the kind are only counted")

@@ -145,7 +145,7 @@ def test_worker_processes_get_each_pass_its_groups(data: Path) -> None:
 
 
 def test_ranks_share_the_work_of_grouping(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("energon_bridge.loader.streams._SECTION", 7)
+    monkeypatch.setattr("energon_bridge.stream.finite._SECTION", 7)
     spec = opened(data, "val", "packs")
 
     def rank_main(rank: int) -> tuple[list[str], dict[str, int], int]:

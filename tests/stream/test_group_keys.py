@@ -34,7 +34,7 @@ from engine import (
 from energon_bridge import LengthGrouper, Packer, get_val_dataset
 from energon_bridge.errors import FatalSampleError, SampleError, UnfitSampleError
 from energon_bridge.stream.grouping import most_waiting
-from energon_bridge.stream.hook_values import group_key
+from energon_bridge.stream.user_code import group_key
 
 SAMPLES = 40
 

@@ -11,12 +11,14 @@ from energon_bridge.task_encoder.hooks import ENCODER_HOOKS, Hook
 
 PACKAGE = Path(energon_bridge.__file__).parent
 CATCHES = {
-    "hook_values.py": "comparing what a hook returned",
-    "lane.py": "reports are flushed, and the error goes on",
-    "policy.py": "the user's handler of errors",
-    "report.py": "the text of an exception",
+    "failures.py: text_of": "the text of an exception",
+    "lane.py: reported": "reports are flushed, and the error goes on",
+    "policy.py: _ask": "the user's handler of errors",
+    "user_code.py: _array_values": "reading what a hook returned",
+    "user_code.py: _compared": "comparing it",
+    "user_code.py: _copied": "copying it",
 }
-"""Modules of the engine that catch every exception, and what for."""
+"""Functions of the engine that catch every exception, and what for."""
 ASKS = {"succeeded", "alert"}
 SEEDS = {"seed_everything", "manual_seed", "seed"}
 
@@ -34,11 +36,13 @@ def caught(handler: ast.ExceptHandler) -> set[str]:
 def test_only_steps_catch_what_hooks_raise() -> None:
     catching, leaving = set(), set()
     for path, tree in modules("stream"):
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ExceptHandler) and caught(node) & {"", "Exception", "BaseException"}:
-                catching.add(path.name)
-            if isinstance(node, ast.FunctionDef) and node.name == "__exit__":
-                leaving.add(path.name)
+        handlers = [node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)]
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        for handler in handlers:
+            around = [one.name for one in functions if any(node is handler for node in ast.walk(one))]
+            if caught(handler) & {"", "Exception", "BaseException"}:
+                catching.add(f"{path.name}: {around[-1] if around else ''}")
+        leaving |= {path.name for one in functions if one.name == "__exit__"}
     assert catching == CATCHES.keys()
     assert leaving == {"steps.py"}
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from energon_bridge.errors import ConfigurationError, OverLongSampleError, SkipSample
 from energon_bridge.samples import TextSample
-from energon_bridge.task_encoder.current import tallying
+from energon_bridge.task_encoder.hooks import tallying
 from energon_bridge.task_encoder.packing import Packer, binding_limit
 
 METHODS = ("best_fit", "first_fit_decreasing")

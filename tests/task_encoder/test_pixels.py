@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from families import FAMILIES, chat, encoder_of, image_processor_of, model_config_of, model_of, picture
-from hypothesis import given, settings, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from pictures import KINDS, encoded, noise, sizes
 from PIL import Image
 from torch.nn.functional import interpolate
@@ -84,11 +84,30 @@ if LONG:
     }
 
 SIDES = st.integers(1, 300)
+USED = {"plain C": 0, "AVX2": 1, "AVX-512": 2}
 
 
-@settings(max_examples=60)
+@pytest.fixture(params=["numpy", *USED])
+def used(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """What pixels are computed with: each kind of instructions that this processor has."""
+    native.order_of_pillow.cache_clear()
+    native.as_torch.cache_clear()
+    if request.param == "numpy":
+        monkeypatch.setattr(native, "_compiled", None)
+        monkeypatch.setattr(native, "COMPILED", False)
+    elif not native.COMPILED or native._compiled.use(USED[request.param]) < USED[request.param]:
+        pytest.skip("not there")
+    yield request.param
+    monkeypatch.undo()
+    native.order_of_pillow.cache_clear()
+    native.as_torch.cache_clear()
+    if native.COMPILED:
+        native._compiled.use(2)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(SIDES, SIDES, SIDES, SIDES, st.sampled_from(sorted(native.FILTERS)))
-def test_bytes_are_those_of_pillow(height: int, width: int, rows: int, columns: int, by: Any) -> None:
+def test_bytes_are_those_of_pillow(used: str, height: int, width: int, rows: int, columns: int, by: Any) -> None:
     rng = np.random.default_rng(height)
     pixels = rng.integers(0, 2, (height, width, 3), np.uint8) * np.uint8(255)
     expected = Image.fromarray(pixels).resize((columns, rows), Image.Resampling[by.upper()])
@@ -107,15 +126,8 @@ def images() -> list[bytes]:
     return [encoded(KINDS[number % len(KINDS)], *size, seed=number) for number, size in made]
 
 
-@pytest.mark.parametrize("compiled", [True, False], ids=["C", "numpy"])
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_values_are_those_of_the_processor(
-    name: str, compiled: bool, images: list[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not compiled:
-        monkeypatch.setattr(native, "_compiled", None)
-        native.order_of_pillow.cache_clear()
-        monkeypatch.setattr(native, "COMPILED", False)
+def test_values_are_those_of_the_processor(name: str, used: str, images: list[bytes]) -> None:
     processor = PROCESSORS[name]()
     path = pixel_path(processor)
     assert path is not None
@@ -139,7 +151,6 @@ def test_values_are_those_of_the_processor(
             assert torch.equal(value, expected[key]), (key, image.mode, image.size)
         compared += 1
     assert compared > len(images) // 2
-    native.order_of_pillow.cache_clear()
 
 
 def by_torch_alone(image: Image.Image, size: tuple[int, int], mean: Any, std: Any, *, mode: str) -> torch.Tensor:
@@ -225,17 +236,13 @@ def test_images_of_different_tiles_are_padded_as_the_processor_pads() -> None:
         MultiModalTaskEncoder(tokenizer, processor, pixels_dtype="uint8")
 
 
-@pytest.mark.parametrize("compiled", [True, False], ids=["C", "torch"])
-def test_torch_resizes_images_of_one_pixel_and_of_many(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "COMPILED", native.COMPILED and compiled)
-    native.as_torch.cache_clear()
+def test_torch_resizes_images_of_one_pixel_and_of_many(used: str) -> None:
     assert native.as_torch() is native.COMPILED  # the installed torch is one whose bytes are known
     for size, new in (((1, 1), (5, 1)), ((1, 9), (1, 1)), ((200, 1), (30, 40)), ((31, 47), (60, 20)), ((9, 9), (9, 9))):
         pixels = np.array(noise(*size[::-1], seed=7))
         image = torch.from_numpy(pixels).permute(2, 0, 1)[:, None].contiguous()
         expected = interpolate(image, new, mode="bicubic", antialias=True)[:, 0].permute(1, 2, 0)
         np.testing.assert_array_equal(native.resample_as_torch(pixels, new, "bicubic"), expected.numpy())
-    native.as_torch.cache_clear()
 
 
 def test_crops_of_small_images_are_padded_as_each_profile_pads() -> None:
@@ -402,7 +409,7 @@ def test_an_encoder_with_its_path_can_be_sent_to_a_process() -> None:
     ],
 )
 def test_values_lie_where_numpy_puts_them(
-    size: tuple[int, int], frames: int, layout: native.Layout, dtype: Any, monkeypatch: pytest.MonkeyPatch
+    used: str, size: tuple[int, int], frames: int, layout: native.Layout, dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = np.random.default_rng(3)
     pixels = rng.integers(0, 256, (*((frames,) if frames > 1 else ()), *size, 3), np.uint8)
@@ -430,7 +437,7 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="do not fit"):
         native.look_up(pixels, table, native.Layout(patch=(4, 4), merge=3), np.empty(192, np.float32))
     made = native.coefficients(8, 4, "bicubic")
-    where, coefficients = made.where, made.parts
+    where, coefficients = made.where, made.memory
     good = [
         pixels,
         8,

@@ -43,6 +43,7 @@ from energon_bridge.training.presets import write_preset
 
 TWINS = {
     "idefics3_instruct": ("images",),
+    "mllama_instruct": ("images",),
     "qwen2_audio_instruct": ("audios",),
     "qwen2.5_omni_instruct": ("images", "audios", "videos"),
 }
@@ -153,6 +154,7 @@ def test_the_command_that_convert_shows_trains_a_twin_whatever_stops_it(
     assert words[:4] == ["python", "-m", "energon_bridge.training", "--config"]
     shown = name if "audios" in TWINS[name] else "qwen2.5_vl_instruct"  # images are for any twin
     assert words[4] == f"configs/tiny/{shown}.yaml"
+    assert f"{name}.yaml" in result.output
     own = [f"train.max_steps={STEPS}", "train.log_interval=1", "checkpoint.interval=2", "checkpoint.export=false"]
     twin = words[4].replace(shown, name)
     runs = (load_config(twin, [*words[5:], *own, f"run_dir={tmp_path / name}"]) for name in ("whole", "killed"))

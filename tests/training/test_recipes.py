@@ -32,7 +32,7 @@ from energon_bridge.training.presets import load_model
 
 RECIPES = (
     *("llava15_pretrain", "llava15_instruct", "qwen2.5_vl_instruct"),
-    *("idefics3_instruct", "qwen2_audio_instruct", "qwen2.5_omni_instruct"),
+    *("idefics3_instruct", "mllama_instruct", "qwen2_audio_instruct", "qwen2.5_omni_instruct"),
 )
 FAMILIES = ("tiny-llava", "tiny-qwen2-vl", "tiny-qwen2.5-vl", "tiny-qwen3-vl")
 SMALLER = {

@@ -23,7 +23,7 @@ from torch import Tensor
 from energon_bridge.av import AVDecoder
 from energon_bridge.av.sound import as_floats, resample
 from energon_bridge.errors import DecodeError, SampleError
-from energon_bridge.storage.ranges import ByteRange
+from energon_bridge.storage import ByteRange
 from energon_bridge.task_encoder.deferred import Deferred
 
 _INEXACT_SECONDS = 0.2

@@ -1,9 +1,7 @@
-"""Reports each failure once: in the log, and as a line of JSON in the quarantine file.
+"""Failures: which samples failed, where and why, as plain text without any content of a sample.
 
-A line has `dataset`, `shard`, `index` (of the sample in the dataset), `key`, `parts`, `hook`, `error` (the name of the
-exception type) and `message`. If a pack or microbatch failed, these describe its first sample, `members` lists up to
-eight of its samples as [dataset, shard, index, key], and `size` counts them. Lines are appended by single writes; a
-last line cut off by a kill is ignored. A run never reads the file back by itself.
+Each failure is one `Report`, whichever hook it happened in. Reports cross from a worker with the next microbatch of
+their lane; the `FailureLog` of the training process logs each of them once, and adds it to the quarantine file.
 """
 
 from __future__ import annotations
@@ -11,15 +9,138 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sysconfig
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from energon_bridge.errors import MetadataError, StorageError
-from energon_bridge.stream.policy import ErrorPolicy
-from energon_bridge.stream.report import Report, SamplePlace
+
+MAX_MEMBERS = 8
+"""Samples that a report on a pack or microbatch names; the others are only counted."""
+_MAX_MESSAGE = 1000
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
+
+
+class SamplePlace(NamedTuple):
+    """One sample of a dataset; `note` says which part of a join it is."""
+
+    dataset: str
+    shard: str
+    # This hides tuple.index, which nobody needs on a record.
+    index: int  # type: ignore[assignment]
+    key: str = ""
+    parts: tuple[str, ...] = ()
+    note: str = ""
+
+    def __str__(self) -> str:
+        note = f"{self.note}: " if self.note else ""
+        return f"{note}{self.dataset}: {self.in_dataset()}"
+
+    def in_dataset(self, after: SamplePlace | None = None) -> str:
+        """Name it within its dataset, without the parts it shares with a place named before."""
+        shard = "" if after and after.shard == self.shard else f"shard {self.shard}, "
+        key = f"key {self.key!r}" if self.key else "unreadable key"
+        parts = "" if not self.parts or (after and after.parts == self.parts) else f" (parts {', '.join(self.parts)})"
+        return f"{shard}sample {self.index}, {key}{parts}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """One failure.
+
+    Attributes:
+        hook: The hook, or the step of loading, that failed: `read`, `decode`, `field_map`, `sample_loader`, `joiner`.
+        what: What is left out: a sample, a pack, a microbatch, a selection.
+        places: The samples concerned, at most `MAX_MEMBERS` of them.
+        members: The number of samples concerned.
+        error: The name of the exception type.
+        message: Its text, shortened if long.
+        trace: Its traceback, for the first failure of its kind in a process.
+    """
+
+    hook: str
+    what: str
+    places: tuple[SamplePlace, ...]
+    members: int
+    error: str
+    message: str
+    trace: str = ""
+
+    @property
+    def kind(self) -> tuple[str, str, str]:
+        """The kind of the failure: dataset, hook and exception type."""
+        return self.places[0].dataset, self.hook, self.error
+
+    def __str__(self) -> str:
+        return f"{named(self.places, self.members)}: {self.error}: {self.message}"
+
+
+def named(places: Sequence[SamplePlace], members: int) -> str:
+    """Return a text that names some samples."""
+    more = f"; and {members - len(places)} more" if members > len(places) else ""
+    texts = list(map(str, places[:1]))
+    for before, place in pairwise(places):
+        together = (place.dataset, place.note) == (before.dataset, before.note)
+        texts.append(place.in_dataset(before) if together else str(place))
+    return "; ".join(texts) + more
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of an exception, shortened if long, even if its `__str__` raises."""
+    try:
+        text = str(error)
+    except Exception as second:
+        text = f"(no text: its __str__ raises {type(second).__name__})"
+    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}… ({len(text)} characters)"
+
+
+def trace_of(error: BaseException) -> str:
+    """Return the frames an exception passed through, as file:line:function, innermost last."""
+    # Not by the traceback module: it parses source lines, which on Python 3.11 disturbs other threads that parse.
+    steps = traceback.walk_tb(error.__traceback__)
+    return "\n".join(f"  {frame.f_code.co_filename}:{line}:{frame.f_code.co_name}" for frame, line in steps)
+
+
+def code_place(error: BaseException) -> str:
+    """Return the innermost line of user code that an exception passed through, as ` (FILE:LINE, in FUNCTION)`."""
+    steps = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    outside = [step for step in steps if not step[0].co_filename.startswith(_PACKAGE)]
+    # Installed code is less likely to be the user's, but it may be.
+    own = [step for step in outside if not step[0].co_filename.startswith(_INSTALLED)] or outside
+    if not own:
+        return ""
+    code, line = own[-1]
+    return f" ({code.co_filename}:{line}, in {code.co_name})"
+
+
+def place_in(sample: Any) -> SamplePlace | None:
+    """Return where a sample comes from, by its own `__key__` and `__sources__`; None if it has none."""
+    said = sample.get if isinstance(sample, dict) else partial(getattr, sample)
+    sources = said("__sources__", None)
+    if not sources:
+        return None
+    source, key = sources[0], str(said("__key__", ""))
+    parts = tuple(name.removeprefix(f"{key}.") for name in source.file_names)
+    more = ", ".join(f"shard {other.shard_name} of {other.dataset_path}" for other in sources[1:3])
+    note = f"joined with {more}" if more else ""
+    return SamplePlace(str(source.dataset_path), source.shard_name, source.index, key, parts, note)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The quarantine file: a line of JSON for each failure.
+#
+# A line has `dataset`, `shard`, `index` (of the sample in the dataset), `key`, `parts`, `hook`, `error` (the name of
+# the exception type) and `message`. If a pack or microbatch failed, these describe its first sample, `members` lists
+# up to eight of its samples as [dataset, shard, index, key], and `size` counts them. Lines are appended by single
+# writes; a last line cut off by a kill is ignored. A run never reads the file back by itself.
+
 
 logger = logging.getLogger(__name__)
 
@@ -141,17 +262,9 @@ def known_in(file: Path) -> set[Named]:
 
 
 def _line(report: Report) -> dict[str, Any]:
-    first = report.places[0]
-    line = {
-        "dataset": first.dataset,
-        "shard": first.shard,
-        "index": first.index,
-        "key": first.key,
-        "parts": first.parts,
-        "hook": report.hook,
-        "error": report.error,
-        "message": report.message,
-    }
+    first = report.places[0]._asdict()
+    del first["note"]
+    line = first | {"hook": report.hook, "error": report.error, "message": report.message}
     if report.members > 1:
         line |= {"members": [place[:4] for place in report.places], "size": report.members}
     return line
@@ -187,11 +300,11 @@ class FailureLog:
     """Logs each failure once.
 
     Args:
-        policy: Says how much is logged and where the quarantine file is.
+        messages, quarantine: How much is logged, and the quarantine file, as in `ErrorPolicy`.
     """
 
-    def __init__(self, policy: ErrorPolicy) -> None:
-        self._policy = policy
+    def __init__(self, *, messages: int, quarantine: str | os.PathLike[str] | None) -> None:
+        self._messages, self._quarantine = messages, quarantine
         self._said: set[tuple[str, int, str, int]] = set()
         self._kinds: Counter[tuple[str, str, str]] = Counter()
         self._quarantined: dict[Path, set[Named]] = {}
@@ -212,8 +325,8 @@ class FailureLog:
             self._said.add(name)
             fresh.append(report)
             self._log(report)
-        if fresh and self._policy.quarantine is not None:
-            self._quarantine(quarantine_file(self._policy.quarantine, rank, ranks), fresh)
+        if fresh and self._quarantine is not None:
+            self._add_lines(quarantine_file(self._quarantine, rank, ranks), fresh)
 
     def failures(self, dataset: str) -> str:
         """Return what failed in a dataset, and how often, as seen by this process."""
@@ -233,8 +346,8 @@ class FailureLog:
     def _log(self, report: Report) -> None:
         self._kinds[report.kind] += 1
         number = self._kinds[report.kind]
-        if number <= self._policy.messages:
-            last = "; further ones of the kind are only counted" if number == self._policy.messages else ""
+        if number <= self._messages:
+            last = "; further ones of the kind are only counted" if number == self._messages else ""
             logger.warning("skipped %s that failed in %s: %s%s", report.what, report.hook, report, last)
             if report.trace and number == 1:  # each worker sends one
                 logger.debug("the first failure of its kind:\n%s", report.trace)
@@ -242,7 +355,7 @@ class FailureLog:
             dataset, hook, error = report.kind
             logger.warning("%s: %d samples failed in %s with %s, the last one %s", dataset, number, hook, error, report)
 
-    def _quarantine(self, file: Path, reports: Sequence[Report]) -> None:
+    def _add_lines(self, file: Path, reports: Sequence[Report]) -> None:
         known = self._quarantined.get(file)
         if known is None:
             known = self._quarantined[file] = known_in(file)
