@@ -81,8 +81,8 @@ ROOMS = {
 BUDGETS = {
     "core": 28_770,
     "models": 9_700,
-    "trainers": 7_160,
-    "cloud": 4_600,
+    "trainers": 7_350,
+    "cloud": 4_560,
     "tools": 15_290,
     "drop-in": 4_000,
     "training": 4_570,
