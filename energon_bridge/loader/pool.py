@@ -40,6 +40,8 @@ _BEGIN_SECONDS = 30.0
 _IMPORT_FACTOR = 10
 """Factor of that time for workers that import everything first, on nodes that are busy with it."""
 _END_SECONDS = 5.0
+_CATCH_UP_SECONDS = 5.0
+"""Time for a worker to catch up with the one that it takes over from, before that one waits."""
 _MOVE_SECONDS = 60.0
 """Time before a worker that could not go on elsewhere tries again."""
 _RESTARTS_WITHOUT_A_BATCH = 3
@@ -118,6 +120,7 @@ class Worker:
         current: The pass that it has been asked for.
         taken: Microbatches that it sent in this pass and that were taken.
         behind: Microbatches of these that come first, and that another worker has delivered meanwhile.
+        withheld: Credits that it is not given, since the one that takes over from it must catch up.
         started: When it was started.
     """
 
@@ -129,6 +132,7 @@ class Worker:
             )
         self.number = work.number
         self.current = self.taken = self.behind = 0
+        self.withheld: int | None = None
         self._engine = engine
         self.arena = new_arena(sendable=not engine.forks)
         self.board = Board(sendable=not engine.forks)
@@ -333,7 +337,10 @@ class WorkerPool:
         current, failed, *message = pickle.loads(data)
         if current != worker.current:
             return None  # of a pass that was broken off
-        worker.send(CREDIT)  # at once: the worker makes its next microbatch while this one is unpacked
+        if worker.withheld is None:
+            worker.send(CREDIT)  # at once: the worker makes its next microbatch while this one is unpacked
+        else:
+            worker.withheld += 1
         value = unpack(BatchMessage(*message), worker.arena)
         if failed:
             raise raised_by_worker(value)
@@ -365,13 +372,17 @@ class WorkerPool:
         hedge = self._engine.hedge_seconds
         while True:
             self._catch_up()
-            worker, rival = self._workers[number], None if number == self._moving else self._rivals.get(number)
+            worker, rival = self._workers[number], self._rivals.get(number)
             if rival is None:
                 data = worker.receive()
             else:
                 self._engine.settle(wait=False)
-                sent = select.select([worker, rival], [], [], self._look)[0]
+                moves = number == self._moving
+                both = [worker] if moves and not (rival.taken or rival.behind) else [worker, rival]
+                sent = select.select(both, [], [], self._look)[0]
                 if rival in sent and worker not in sent:
+                    if moves:
+                        continue
                     if data := rival.receive(socket.MSG_DONTWAIT):
                         self._workers[number], self._rivals[number] = rival, worker
                         return data
@@ -416,7 +427,9 @@ class WorkerPool:
             return
         rival, worker, error = self._rivals[number], self._workers[number], None
         try:
-            while rival.behind and (data := rival.receive(socket.MSG_DONTWAIT)):
+            while rival.behind and (data := rival.receive(socket.MSG_DONTWAIT)) is not None:
+                if not data:
+                    raise ConnectionError("it has ended")
                 self._unpacked(rival, data)
         except Exception as failure:
             error = failure
@@ -424,6 +437,8 @@ class WorkerPool:
             logger.warning("%s, worker %d cannot go on elsewhere: %s", self._where, number, error or "it has ended")
             self._move_again = time.monotonic() + _MOVE_SECONDS
             self._stay()
+        elif rival.taken and worker.withheld is None and time.monotonic() - rival.started > _CATCH_UP_SECONDS:
+            worker.withheld = 0
         elif not rival.behind and (rival.taken > 1 or (rival.taken and rival.has_sent(0))):
             self._workers[number], self._rivals[number] = rival, worker
             self.moves += 1
@@ -433,7 +448,10 @@ class WorkerPool:
         """Drop the second worker of the one that moves."""
         if self._moving is not None:
             self._drop(self._rivals.pop(self._moving))
-            self._moving = None
+            stays, self._moving = self._workers[self._moving], None
+            for _ in range(stays.withheld or 0):
+                stays.send(CREDIT)
+            stays.withheld = None
 
     def _judge_beginning(self, worker: Worker, reported: bool) -> bool:
         """Kill a worker that has not started in time; return whether it was logged."""

@@ -72,20 +72,26 @@ def restless(loader: SavableDataLoader) -> Restless:
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 5])
-def test_workers_go_on_elsewhere_and_do_not_change_the_stream(data: Path, prefetch: int) -> None:
-    expected = deliver(loaders_of(train_dataset(data, "skipping"), 1, 0), 150).digests
-    with closing(loader_of(data, 2, SkippingEncoder(), prefetch_factor=prefetch)) as loader:
-        engine, found = restless(loader), list[str]()
-        for batch in islice(loader, 150):
-            found.append(digest(batch))
-            if len(found) % 50 == 20:
-                os.kill(random.Random(len(found)).choice(worker_pids()), signal.SIGKILL)
-            time.sleep(0.005)
+def test_workers_go_on_elsewhere_and_do_not_change_the_stream(
+    data: Path, prefetch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("energon_bridge.loader.pool._MOVE_SECONDS", 0.05)  # where the one that moves is killed
+    monkeypatch.setattr("energon_bridge.loader.pool._CATCH_UP_SECONDS", 0.1)
+    settings = {"prefetch_factor": prefetch, "max_worker_restarts": 1000}
+    with closing(loader_of(data, 2, SkippingEncoder(), **settings)) as loader:
+        engine, found, kills = restless(loader), list[str](), 0
+        while loader._pool.moves < 4:
+            found += [digest(batch) for batch in islice(loader, 5)]
+            if loader._pool.moves > kills:
+                os.kill(random.Random(kills).choice(worker_pids()), signal.SIGKILL)
+                kills += 1
+            assert len(found) < 5000
+            time.sleep(0.02)
         counted = loader.metrics()
-        assert counted["worker_moves"] >= 3
+        assert counted["worker_moves"] == 4
         assert engine.started >= 2 + counted["worker_moves"] + counted["worker_restarts"]
         assert len(worker_pids()) <= 3  # those that were left have ended
-    assert found == expected
+    assert found == deliver(loaders_of(train_dataset(data, "skipping"), 1, 0), len(found)).digests
     assert not worker_pids()
 
 
