@@ -352,7 +352,7 @@ def _scan(store: Store, keep: bool, find_only: bool, checksums: bool, shard: str
     scan.check()
     record = ShardRecord(scan=scan, made_of=version)
     if found is not None:
-        record.checksums = found.finish(scan, store, shard).encode()
+        record.checksums = found.finish(scan, store.size(shard), partial(store.read_range, shard)).encode()
     if keep:
         store.write(name, record.encode())
     return record

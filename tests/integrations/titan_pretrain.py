@@ -30,6 +30,7 @@ torch._utils._get_available_device_type = lambda: "cpu"  # before torchtitan ask
 
 import torchtitan.components.metrics as metrics
 import torchtitan.distributed.utils as dist_utils
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention.flex_attention import create_mask
 from torch.nn.functional import scaled_dot_product_attention
 from torchtitan.components.checkpointer import CheckpointManager
@@ -169,6 +170,9 @@ def main() -> None:
     on_cpu()
     rank, ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     trainer = configuration(given, ranks).build()
+    for part in trainer.model_parts[0].modules():
+        if isinstance(part, FSDPModule):
+            part.set_force_sum_reduction_for_comms(True)  # gloo has no other
     log, convert = trainer.metrics_processor.log, trainer.dataloader._data.on_delivery
 
     def logged(step: int, loss: float, *args: Any, **kwargs: Any) -> None:
