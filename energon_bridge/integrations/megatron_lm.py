@@ -38,9 +38,9 @@ from energon_bridge.errors import (
 )
 from energon_bridge.loader.document import State, read_lanes
 from energon_bridge.loader.summary import read_states
+from energon_bridge.replica.groups import data_parallel_group, parallel_place
 from energon_bridge.samples.devices import normalise_on_device
 from energon_bridge.task_encoder.hooks import Hook, is_overridden
-from energon_bridge.topology import data_parallel_group, parallel_place
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The files in which Megatron-LM and Megatron-Bridge keep the state of the data, one for each data-parallel rank.

@@ -32,10 +32,10 @@ import torch.utils.data
 from energon_bridge.errors import LoaderError
 from energon_bridge.loader.position import Position
 from energon_bridge.loader.processes import Board, StackFile, StartMethod, start_process
-from energon_bridge.loader.streams import WorkerFacts
 from energon_bridge.loader.transport import Arena, BatchMessage, Outbox
 from energon_bridge.rng import key_of
 from energon_bridge.stream.lane import Production
+from energon_bridge.stream.settings import WorkerFacts
 from energon_bridge.stream.state import LaneBatch
 from energon_bridge.stream.watchdog import WatchdogSettings
 
