@@ -25,16 +25,16 @@ from energon_bridge.datasets import (
     get_val_dataset,
     get_val_datasets,
 )
-from energon_bridge.errors import ConfigurationError, UnknownArgumentError, did_you_mean
+from energon_bridge.errors import ConfigurationError, UnknownArgumentError, check_number, did_you_mean
 from energon_bridge.loader.metrics import dataset_names
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.registry import load
-from energon_bridge.samples.devices import normalise_on_device, to_device
 from energon_bridge.samples.showing import counted, described
+from energon_bridge.samples.stacking import to_device
 from energon_bridge.stream.settings import check_numbers
 from energon_bridge.task_encoder.checks import check_encoder
-from energon_bridge.topology import WorkerConfig, check_data_parallel, data_parallel_group
+from energon_bridge.topology import WorkerConfig, trainer_groups
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ class EnergonMultiModalDataModule(_Base):
             ("decoder_seq_length", decoder_seq_length, 1),
             ("balance_window", balance_window, 1),
         ):
-            _check_number(name, value, least, optional=name not in _NEEDED)
+            check_number(f"EnergonMultiModalDataModule: {name}", value, least, optional=name not in _NEEDED)
         numbers = {"shuffle_buffer_size": shuffle_buffer_size, "max_samples_per_sequence": max_samples_per_sequence}
         check_numbers(self.dataset_kwargs | numbers | {"packing_buffer_size": packing_buffer_size})
         chosen: dict[str, Any] = {"replica_loading": replica_loading, "balance": balance}
@@ -222,15 +222,17 @@ class EnergonMultiModalDataModule(_Base):
 
     def _build_worker_config(self, num_workers: int, split: Literal["train", "val", "test"] = "train") -> WorkerConfig:
         """Return the worker configuration of this process; rank and size are those of the pure data-parallel group."""
+        known = trainer_groups() if self.pg_collection is None else [load("loading", "replica")]
+        groups = [self._mesh_group(), *(each.data_parallel_group(self.pg_collection) for each in known)]
         config = WorkerConfig(
             num_workers=num_workers,
-            data_parallel_group=self._mesh_group() or data_parallel_group(self.pg_collection),
+            data_parallel_group=next((group for group in groups if group is not None), None),
             microbatches_per_global_batch=self._microbatches_per_global_batch(),
             pin_memory=None if self.pin_memory else False,
             **self.worker_kwargs,
         )
         if self.pg_collection is not None:
-            check_data_parallel(config, self.pg_collection)
+            load("loading", "replica").check_data_parallel(config, self.pg_collection)
         per_step = self.micro_batch_size * config.dp_size
         if self.global_batch_size != 1 and self.global_batch_size % per_step:
             raise ConfigurationError(
@@ -363,7 +365,7 @@ class EnergonMultiModalDataModule(_Base):
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         """Move the tensors of a batch to Lightning's device, and normalise byte pixels there."""
-        return normalise_on_device(batch if str(device) == "cpu" else to_device(batch, device))
+        return load("pixels", "normalise")(batch if str(device) == "cpu" else to_device(batch, device))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the training data of the whole run; all data-parallel ranks must call this.
@@ -593,14 +595,4 @@ def _check_image_processor(image_processor: Any) -> None:
             "expected an image processor, or None. By position the third argument is image_processor, which "
             "Megatron-Bridge does not have from version 0.6 on: give seq_length=…, micro_batch_size=… and what follows "
             "by keyword"
-        )
-
-
-def _check_number(name: str, value: Any, least: int, *, optional: bool) -> None:
-    if value is None and optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigurationError(
-            f"EnergonMultiModalDataModule: {name} must be an integer of at least {least}"
-            f"{' or None' if optional else ''}, got {value!r}"
         )

@@ -144,27 +144,13 @@ def get_train_dataset(
             shuffle_buffer_size,
             max_samples_per_sequence,
         )
-    settings = RunSettings(
+    settings = _settings(
+        locals(),
         kind="train" if repeat else "passes",
-        split_part=split_part,
-        dataset_config=dataset_config,
-        split_config=split_config,
-        trust_remote_code=trust_remote_code,
-        filter=filter,
-        checksums=checksums,
-        shuffle_over_epochs_multiplier=shuffle_over_epochs_multiplier,
         shuffle_buffer_size=0 if shuffle_buffer_size is None else shuffle_buffer_size,
-        max_samples_per_sequence=max_samples_per_sequence,
         parallel_shard_iters=DEFAULT_PARALLEL_SHARD_ITERS if parallel_shard_iters is None else parallel_shard_iters,
         virtual_epoch_length=virtual_epoch_length or None,
-        task_encoder=_encoder(task_encoder, image_decode),
-        batch_size=batch_size,
-        batch_drop_last=batch_drop_last,
-        packing_buffer_size=packing_buffer_size,
-        max_tokens_per_microbatch=max_tokens_per_microbatch,
         group_by=(group_by,) if isinstance(group_by, str) else tuple(group_by or ()),
-        bucket_batch_size=bucket_batch_size,
-        error_policy=_policy(error_policy, handler),
     )
     return _open(path, settings, worker_config)
 
@@ -207,24 +193,7 @@ def get_val_dataset(
     marked in `batch.__valid__`.
     """
     _refuse_unknown(get_val_dataset, kwargs)
-    settings = RunSettings(
-        kind="finite",
-        split_part=split_part,
-        dataset_config=dataset_config,
-        split_config=split_config,
-        trust_remote_code=trust_remote_code,
-        filter=filter,
-        checksums=checksums,
-        shuffle_over_epochs_multiplier=None,
-        limit=limit,
-        task_encoder=_encoder(task_encoder, image_decode),
-        batch_size=batch_size,
-        batch_drop_last=batch_drop_last,
-        packing_buffer_size=packing_buffer_size,
-        max_tokens_per_microbatch=max_tokens_per_microbatch,
-        error_policy=_policy(error_policy, handler),
-    )
-    return _open(path, settings, worker_config)
+    return _open(path, _settings(locals(), kind="finite", shuffle_over_epochs_multiplier=None), worker_config)
 
 
 def get_val_datasets(path: MixSource, **kwargs: Any) -> list[tuple[DatasetSpec, OpenLeaf]]:
@@ -374,6 +343,14 @@ def _open(source: MixSource, settings: RunSettings, worker_config: WorkerConfig 
         leaves, buckets = cut_into_buckets(own, settings.group_by, batch_size, settings.bucket_batch_size)
         settings = dataclasses.replace(settings, batch_size=max(buckets.rows))
     return DatasetSpec(leaves=leaves, buckets=buckets, mix=mix, settings=settings, worker_config=config)
+
+
+def _settings(arguments: Mapping[str, Any], **resolved: Any) -> RunSettings:
+    """Return the settings among the arguments of `get_train_dataset` or `get_val_dataset`, some of them resolved."""
+    named = {name: arguments[name] for name in RunSettings.__dataclass_fields__.keys() & arguments.keys()}
+    named["task_encoder"] = _encoder(arguments["task_encoder"], arguments["image_decode"])
+    named["error_policy"] = _policy(arguments["error_policy"], arguments["handler"])
+    return RunSettings(**named | resolved)
 
 
 def _encoder(task_encoder: Any, image_decode: str | None) -> Any:

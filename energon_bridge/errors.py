@@ -332,3 +332,12 @@ def did_you_mean(name: object, known: Collection[str], *, cutoff: float = 0.6) -
 
     near = get_close_matches(str(name), known, n=1, cutoff=cutoff)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def check_number(name: str, value: object, least: int, *, optional: bool = False) -> None:
+    """Raise ConfigurationError unless a setting is a whole number of at least `least`, or None if it is `optional`."""
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        kind = f"an integer of at least {least}{' or None' if optional else ''}"
+        raise ConfigurationError(f"{name} must be {kind}, got {value!r}")

@@ -22,7 +22,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from energon_bridge.errors import ConfigurationError, DataParallelError, TooManyRanksError
+from energon_bridge.errors import ConfigurationError, TooManyRanksError, check_number
+from energon_bridge.registry import load, registered
 
 logger = logging.getLogger(__name__)
 
@@ -93,12 +94,7 @@ class WorkerConfig:
         minima = {"num_workers": 0, "prefetch_factor": 1, "buffer_bytes": 0, "max_worker_restarts": 0}
         optional = {"num_lanes": 1, "decode_threads": 1, "microbatches_per_global_batch": 1}
         for name, least in (minima | optional).items():
-            value = getattr(self, name)
-            if value is None and name in optional:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigurationError(f"WorkerConfig: {name} must be an integer of at least {least}, got {value!r}")
-
+            check_number(f"WorkerConfig: {name}", getattr(self, name), least, optional=name in optional)
         if self.start_method not in ("fork", "forkserver", "spawn"):
             raise ConfigurationError(
                 f"WorkerConfig: start_method must be 'fork', 'forkserver' or 'spawn', got {self.start_method!r}"
@@ -155,93 +151,24 @@ class WorkerConfig:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _distributed() -> Any:
+def distributed() -> Any:
     """Return torch.distributed where it is initialised, else None."""
     # Asking must not import torch: where it was never imported, nothing can be initialised.
-    distributed = sys.modules.get("torch.distributed")
-    initialised = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    return distributed if initialised else None
+    module = sys.modules.get("torch.distributed")
+    return module if module is not None and module.is_available() and module.is_initialized() else None
+
+
+def trainer_groups() -> list[Any]:
+    """Return what knows the process groups of the trainers that this process has imported (`registry.toml`, ranks)."""
+    # What was never imported cannot be initialised, and importing megatron-core takes seconds.
+    return [load("ranks", name) for name in registered("ranks") if name in sys.modules]
 
 
 def _rank_and_size(group: Any) -> tuple[int, int]:
     if group is not None:
         return int(group.rank()), int(group.size())
-    distributed = _distributed()
-    return (0, 1) if distributed is None else (distributed.get_rank(), distributed.get_world_size())
-
-
-def _parallel_state() -> Any:
-    """Return megatron-core's module of global groups, or None if they are not made."""
-    # What was never imported cannot be initialised, and importing megatron-core takes seconds.
-    parallel_state = sys.modules.get("megatron.core.parallel_state")
-    initialised = parallel_state is not None and parallel_state.model_parallel_is_initialized()
-    return parallel_state if initialised else None
-
-
-def data_parallel_group(pg_collection: Any = None) -> Any:
-    """Return the pure data-parallel process group, or None if torch.distributed as a whole (or nothing) is it.
-
-    Args:
-        pg_collection: megatron-core's `ProcessGroupCollection`, whose `dp` goes before `megatron.core.parallel_state`.
-    """
-    if pg_collection is not None:
-        # A field that was never set raises AttributeError there.
-        group = getattr(pg_collection, "dp", None)
-        if group is not None:
-            return group
-        logger.debug("pg_collection has no dp group; using megatron's parallel_state or torch.distributed")
-    parallel_state = _parallel_state()
-    return None if parallel_state is None else parallel_state.get_data_parallel_group(with_context_parallel=False)
-
-
-def parallel_place(kind: Literal["tp", "cp", "pp"], pg_collection: Any = None) -> tuple[int, int]:
-    """Return rank and size of this process in its tensor-, context- or pipeline-parallel group; (0, 1) without one.
-
-    Args:
-        kind: Which group.
-        pg_collection: megatron-core's `ProcessGroupCollection`, which goes before `megatron.core.parallel_state`.
-    """
-    group = getattr(pg_collection, kind, None)  # a field that was never set raises AttributeError there
-    if group is not None:
-        return int(group.rank()), int(group.size())
-    parallel_state = _parallel_state()
-    if parallel_state is None:
-        return 0, 1
-    name = {"tp": "tensor_model", "cp": "context", "pp": "pipeline_model"}[kind]
-    rank, size = (getattr(parallel_state, f"get_{name}_parallel_{what}")() for what in ("rank", "world_size"))
-    return int(rank), int(size)
-
-
-def check_data_parallel(config: WorkerConfig, pg_collection: Any = None) -> None:
-    """Raise for a configuration under which the ranks of a replica would train on different data.
-
-    Looked at are megatron's groups, where they are made: there cannot be more data-parallel ranks than replicas, and
-    where there are as many, a rank given as a number must be the data-parallel one. A group is taken at its word.
-
-    Args:
-        config: Of the loader.
-        pg_collection: megatron-core's `ProcessGroupCollection`, which goes before `megatron.core.parallel_state`.
-
-    Raises:
-        DataParallelError: The configuration does not fit them.
-    """
-    kinds: dict[str, Literal["tp", "cp", "pp"]] = {"tensor": "tp", "context": "cp", "pipeline": "pp"}
-    sizes = {name: parallel_place(kind, pg_collection)[1] for name, kind in kinds.items()}
-    group, distributed = data_parallel_group(pg_collection), _distributed()
-    if group is None or distributed is None:
-        return
-    rank, ranks = int(group.rank()), int(group.size())
-    replicas = distributed.get_world_size() // math.prod(sizes.values())
-    other_rank = config.data_parallel_group is None and config.dp_size == ranks and config.dp_rank != rank
-    if config.dp_size <= max(1, replicas) and not other_rank:
-        return
-    parallel = ", ".join(f"{name} parallelism {size}" for name, size in sizes.items() if size > 1)
-    raise DataParallelError(
-        f"the loader is for rank {config.dp_rank} of {config.dp_size}, but with {parallel or 'no model parallelism'} "
-        f"this process is data-parallel rank {rank} of {ranks}: the ranks of a replica would train on different data. "
-        "Pass WorkerConfig data_parallel_group=parallel_state.get_data_parallel_group() (without context parallelism), "
-        "or use EnergonMultiModalDataModule, which does"
-    )
+    group = distributed()
+    return (0, 1) if group is None else (group.get_rank(), group.get_world_size())
 
 
 def default_num_lanes(world_size: int, group_size: int | None = None) -> int:

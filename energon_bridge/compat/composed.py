@@ -41,7 +41,7 @@ from energon_bridge.mix.leaves import number_leaves
 from energon_bridge.mix.schedule import WeightSchedule
 from energon_bridge.mix.tree import Blend, Concat
 from energon_bridge.stream.policy import DEFAULT_TOLERANCE
-from energon_bridge.stream.user_code import OwnHooks, selection_of
+from energon_bridge.stream.user_code import OwnHooks
 from energon_bridge.task_encoder.base import AugmentTaskEncoder, TaskEncoder
 from energon_bridge.task_encoder.deferred import decode_deferred
 from energon_bridge.task_encoder.hooks import Hook, hook_of, is_overridden
@@ -151,7 +151,7 @@ def _delivers(spec: DatasetSpec) -> Hook:
 def _encoding(spec: DatasetSpec) -> list[Step]:
     """Return what is done to the samples of a dataset that delivers samples."""
     encoder = spec.settings.task_encoder
-    own = OwnHooks(encoder, selects=selection_of(None, None))
+    own = OwnHooks(encoder)
     steps: list[Step] = [hook_of(encoder, own.first)] if own.pre else []
     if own.posts:
         steps += [_decoded, encoder.postencode_sample]

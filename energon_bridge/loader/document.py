@@ -83,6 +83,7 @@ _SETTINGS = {
 }
 """Settings that are numbers or None."""
 _MOST_SUM = 1 << 61
+_ANY = -(1 << 63), (1 << 63) - 1
 _MOST_COUNTED = 1 << 56
 """Bytes are counted, too."""
 OF_THE_RUN = ("kind", "settings", *_NUMBERS)
@@ -383,18 +384,12 @@ def read_leaves(document: State) -> list[State]:
     columns: dict[str, Sequence[Any]] = {
         name: decode_text(_entry(entry, f"{name}s", "leaves"), size, f"leaves.{name}s") for name in _TEXTS
     }
-    samples = decode_column(_entry(entry, "num_samples", "leaves"), size, "leaves.num_samples")
-    columns["num_samples"] = _in_range(samples, "leaves.num_samples", 1, LARGEST).tolist()
-    blocks = decode_column(_entry(entry, "blocks", "leaves"), size, "leaves.blocks")
-    columns["block"] = _in_range(blocks, "leaves.blocks", 0, 1 << 32).tolist()
+    columns["num_samples"] = _column(entry, "leaves", "num_samples", size, 1, LARGEST).tolist()
+    columns["block"] = _column(entry, "leaves", "blocks", size, 0, 1 << 32).tolist()
     columns["identity"] = identities
     columns["parked"] = [number >= size - parked for number in range(size)]
     counted = _entries(_entry(entry, "counts", "leaves"), "leaves.counts")
-    counts = []
-    for name in COUNTERS:
-        where = f"leaves.counts.{name}"
-        counts.append(decode_column(_entry(counted, name, "leaves.counts"), size, where))
-        _in_range(counts[-1], where, 0, _MOST_COUNTED)
+    counts = [_column(counted, "leaves.counts", name, size, 0, _MOST_COUNTED) for name in COUNTERS]
     columns["counts"] = [dict(zip(COUNTERS, row, strict=True)) for row in np.stack(counts, axis=1).tolist()]
     leaves = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     for leaf in leaves:
@@ -419,26 +414,21 @@ def _lines(leaf: State) -> tuple[int, int]:
 
 
 def _read_lanes(entry: State, leaves: Sequence[State], num_lanes: int) -> dict[int, LaneState]:
-    where = "lanes.numbers"
-    numbers = decode_column(_entry(entry, "numbers", "lanes"), num_lanes, where, at_most=True)
-    if len(_in_range(numbers, where, 0, num_lanes - 1)) > 1 and np.diff(numbers).min() <= 0:
-        raise damaged(where, "should be in ascending order")
+    numbers = _column(entry, "lanes", "numbers", num_lanes, 0, num_lanes - 1, at_most=True)
+    if len(numbers) > 1 and np.diff(numbers).min() <= 0:
+        raise damaged("lanes.numbers", "should be in ascending order")
     size = len(numbers)
-    columns: dict[str, list[int]] = {}
-    for name, column in LANE_COLUMNS.items():
-        where = f"lanes.{column.name}"
-        values = decode_column(_entry(entry, column.name, "lanes"), size, where)
-        columns[name] = _in_range(values, where, 0, column.most).tolist()
-    where = "lanes.leaf_draws"
-    draws = decode_column(_entry(entry, "leaf_draws", "lanes"), size * len(leaves), where)
-    draws = _in_range(draws, where, 0, LARGEST).reshape(size, len(leaves))
+    columns: dict[str, list[int]] = {
+        name: _column(entry, "lanes", column.name, size, 0, column.most).tolist()
+        for name, column in LANE_COLUMNS.items()
+    }
+    draws = _column(entry, "lanes", "leaf_draws", size * len(leaves), 0, LARGEST).reshape(size, len(leaves))
     if (draws.sum(axis=1) > columns["draw"]).any():
-        raise damaged(where, "counts more draws from the leaves than the lane made")
+        raise damaged("lanes.leaf_draws", "counts more draws from the leaves than the lane made")
     sums: list[list[int]] = [[]] * size
     if "leaf_sums" in entry:
-        where = "lanes.leaf_sums"
-        found = decode_column(entry["leaf_sums"], size * len(leaves), where)
-        sums = _in_range(found, where, 0, _MOST_SUM).reshape(size, len(leaves)).tolist()
+        found = _column(entry, "lanes", "leaf_sums", size * len(leaves), 0, _MOST_SUM)
+        sums = found.reshape(size, len(leaves)).tolist()
     held = _read_held(entry, leaves, size)
     return {
         number: LaneState(
@@ -451,15 +441,12 @@ def _read_lanes(entry: State, leaves: Sequence[State], num_lanes: int) -> dict[i
 
 
 def _read_held(entry: State, leaves: Sequence[State], lanes: int) -> list[BufferedRefs]:
-    sizes = _in_range(decode_column(_entry(entry, "held", "lanes"), lanes, "lanes.held"), "lanes.held", 0, 1 << 32)
-    total = int(sizes.sum())
-    rows = _read_array(entry, "held_rows", 3, total)
-    _in_range(rows[:, 0], "lanes.held_rows[0]", 0, max(Stage))
-    _in_range(rows[:, 1], "lanes.held_rows[1]", 1, 1 << 32)
-    _in_range(rows[:, 2], "lanes.held_rows[2]", -1, 1 << 32)
-    members = _read_array(entry, "held_members", 4, int(rows[:, 1].sum()))
+    sizes = _column(entry, "lanes", "held", lanes, 0, 1 << 32)
+    rows = _read_array(entry, "held_rows", int(sizes.sum()), ((0, max(Stage)), (1, 1 << 32), (-1, 1 << 32)))
     active = [leaf for leaf in leaves if not leaf["parked"]]
-    of_leaf = _in_range(members[:, 0], "lanes.held_members[0]", 0, len(active) - 1)
+    ranges = (0, len(active) - 1), _ANY, (0, LARGEST), (0, 1 << 32)
+    members = _read_array(entry, "held_members", int(rows[:, 1].sum()), ranges)
+    of_leaf = members[:, 0]
     ends = np.array([_lines(leaf) for leaf in active], dtype=np.int64).reshape(-1, 2)
     outside = (members[:, 1] < ends[of_leaf, 0]) | (members[:, 1] >= ends[of_leaf, 1])
     if outside.any():
@@ -469,8 +456,6 @@ def _read_held(entry: State, leaves: Sequence[State], lanes: int) -> list[Buffer
             "lanes.held_members[1]",
             f"names sample {sample} of {active[leaf]['path'][:200]}, which has samples {first} to {last - 1}",
         )
-    _in_range(members[:, 2], "lanes.held_members[2]", 0, LARGEST)
-    _in_range(members[:, 3], "lanes.held_members[3]", 0, 1 << 32)
     starts = np.concatenate(([0], np.cumsum(rows[:, 1])))
     last_rows = np.cumsum(sizes).tolist()
     return [
@@ -479,11 +464,14 @@ def _read_held(entry: State, leaves: Sequence[State], lanes: int) -> list[Buffer
     ]
 
 
-def _read_array(entry: State, name: str, width: int, size: int) -> IntArray:
+def _read_array(entry: State, name: str, size: int, ranges: Sequence[tuple[int, int]]) -> IntArray:
     columns = _entry(entry, name, "lanes")
-    if not isinstance(columns, list) or len(columns) != width:
-        raise damaged(f"lanes.{name}", f"should be a list of {width} columns")
-    parts = [decode_column(column, size, f"lanes.{name}[{i}]") for i, column in enumerate(columns)]
+    if not isinstance(columns, list) or len(columns) != len(ranges):
+        raise damaged(f"lanes.{name}", f"should be a list of {len(ranges)} columns")
+    parts = []
+    for number, (column, ends) in enumerate(zip(columns, ranges, strict=True)):
+        where = f"lanes.{name}[{number}]"
+        parts.append(_in_range(decode_column(column, size, where), where, *ends))
     return np.stack(parts, axis=1)
 
 
@@ -571,6 +559,14 @@ def _entry(entries: State, name: str, where: str) -> Any:
     if name not in entries:
         raise damaged(f"{where}.{name}", "is missing")
     return entries[name]
+
+
+def _column(
+    entries: State, where: str, name: str, size: int, least: int, most: int, *, at_most: bool = False
+) -> IntArray:
+    """Return the integers of a column, which must be in a range."""
+    field = f"{where}.{name}"
+    return _in_range(decode_column(_entry(entries, name, where), size, field, at_most=at_most), field, least, most)
 
 
 def _number(value: Any, field: str, least: int, most: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from energon_bridge.errors import ErrorRateError
 from energon_bridge.loader.document import State
@@ -106,9 +106,7 @@ def flat_metrics(
 
 logger = logging.getLogger(__name__)
 
-_SAMPLES, _SKIPPED, _ERRORS, _EXCLUDED, _BANNED, _DROPPED = map(
-    COUNTERS.index, ("samples", "skipped", "errors", "excluded", "banned", "dropped")
-)
+_ERRORS = COUNTERS.index("errors")
 _LOST_SHARE, _LOST_LEAST = 0.05, 5
 """Share of a dataset's samples, and number of samples, whose loss is worth a warning."""
 AT_END, AT_EPOCH, AT_ANY_TIME = 1, 5, 100
@@ -116,7 +114,7 @@ AT_END, AT_EPOCH, AT_ANY_TIME = 1, 5, 100
 
 
 def check_rates(
-    policy: ErrorPolicy, leaves: Sequence[Leaf], counts: Sequence[Sequence[int]], more: Counts, failure_log: FailureLog
+    policy: ErrorPolicy, leaves: Sequence[Leaf], counts: Counts, more: Counts, failure_log: FailureLog
 ) -> None:
     """Check the error rates of the datasets with failures in a microbatch, by the counters of this rank.
 
@@ -126,7 +124,7 @@ def check_rates(
     Args:
         policy: Gives the highest rate allowed.
         leaves: The leaves of the stream.
-        counts: `COLUMNS` of each leaf, before the microbatch.
+        counts: Those before the microbatch.
         more: Counts of the microbatch.
         failure_log: Has the failures.
 
@@ -136,10 +134,10 @@ def check_rates(
     if policy.max_error_rate is None:
         return
     concerned = {leaves[leaf].dataset.path for leaf, added in more.items() if added[_ERRORS]}
-    nothing = [0] * len(COLUMNS)
-    totals = [[a + b for a, b in zip(row, more.get(number, nothing), strict=True)] for number, row in enumerate(counts)]
-    for path, total in _by_dataset(leaves, totals):
-        failed, drawn = total[_ERRORS], total[_ERRORS] + total[_SAMPLES] + total[_SKIPPED]
+    totals = Counts(counts)
+    totals.add(more)
+    for path, total in _by_dataset(leaves, totals).items():
+        failed, drawn = total["errors"], total["errors"] + total["samples"] + total["skipped"]
         if path in concerned and drawn >= policy.min_draws and failed > policy.max_error_rate * drawn:
             known = failure_log.failures(path)
             raise ErrorRateError(
@@ -149,60 +147,49 @@ def check_rates(
             )
 
 
-def name_losses(
-    leaves: Sequence[Leaf], counts: Sequence[Sequence[int]], failure_log: FailureLog, *, least: int
-) -> None:
+def name_losses(leaves: Sequence[Leaf], counts: Counts, failure_log: FailureLog, *, least: int) -> None:
     """Warn about datasets that delivered nothing or lost more than a twentieth of their draws; once per cause.
 
     Args:
         leaves: The leaves of the stream.
-        counts: `COLUMNS` of each leaf on this rank.
+        counts: Those of this rank.
         failure_log: Has the failures, and knows which warnings were given.
         least: Samples that must have been drawn of a dataset before it is mentioned.
     """
-    for path, total in _by_dataset(leaves, counts):
-        columns = _SAMPLES, _ERRORS, _SKIPPED, _EXCLUDED, _BANNED
-        delivered, failed, skipped, excluded, banned = (total[n] for n in columns)
-        drawn = delivered + failed + skipped + excluded + banned
+    for path, total in _by_dataset(leaves, counts).items():
+        lost = {cause: total[cause] for cause in _LOSSES if total[cause]}
+        drawn = total["samples"] + sum(lost.values())
         if drawn < least:
             continue
-        found = failure_log.failures(path)
-        reasons = {
-            "errors": f"{failed} failed (different samples: {found or 'none since the run was resumed'})"
-            if failed
-            else "",
-            "skipped": f"{skipped} were skipped by hooks" if skipped else "",
-            "excluded": f"{excluded} are listed in `exclude`" if excluded else "",
-            "banned": f"{banned} are banned" if banned else "",
-        }
-        if skipped and total[_DROPPED]:
-            reasons["skipped"] += f" ({total[_DROPPED]} of them as too long for a pack)"
-        if not delivered:
-            causes, what = list(reasons), "no sample of this dataset has been delivered"
-        else:
-            lost = {"errors": failed, "skipped": skipped}
-            causes = [name for name, n in lost.items() if n >= _LOST_LEAST and n > _LOST_SHARE * drawn]
-            share = 100 * sum(lost[name] for name in causes) / drawn
+        causes, what = list(lost), "no sample of this dataset has been delivered"
+        if total["samples"]:
+            many = {cause: n for cause, n in lost.items() if n >= _LOST_LEAST and n > _LOST_SHARE * drawn}
+            causes = [cause for cause in ("errors", "skipped") if cause in many]
+            share = 100 * sum(lost[cause] for cause in causes) / drawn
             what = f"{share:.0f} % of this dataset's samples are left out"
-        new = [cause for cause in causes if reasons[cause] and failure_log.is_new(path, cause)]
-        if new:
-            said = "; ".join(reasons[cause] for cause in causes if reasons[cause])
-            todo = " ".join(_REMEDIES[cause] for cause in causes if reasons[cause])
+        if [cause for cause in causes if failure_log.is_new(path, cause)]:  # each is asked about
+            found = failure_log.failures(path) or "none since the run was resumed"
+            long = f" ({total['dropped']} of them as too long for a pack)" if total["dropped"] else ""
+            said = "; ".join(_LOSSES[cause][0].format(lost[cause], found=found, long=long) for cause in causes)
+            todo = " ".join(_LOSSES[cause][1] for cause in causes)
             logger.warning("%s: %s: of %d drawn on this rank, %s. %s", path, what, drawn, said, todo)
 
 
-_REMEDIES = {
-    "errors": "ErrorPolicy(quarantine=FILE) lists what fails; max_error_rate=… stops a run that loses more.",
-    "skipped": "To keep them, check which hook raises SkipSample.",
-    "excluded": "To keep them, remove them from `exclude` in split.yaml.",
-    "banned": "`energon checkpoint show` lists the bans of a state.",
+_LOSSES = {
+    "errors": (
+        "{} failed (different samples: {found})",
+        "ErrorPolicy(quarantine=FILE) lists what fails; max_error_rate=… stops a run that loses more.",
+    ),
+    "skipped": ("{} were skipped by hooks{long}", "To keep them, check which hook raises SkipSample."),
+    "excluded": ("{} are listed in `exclude`", "To keep them, remove them from `exclude` in split.yaml."),
+    "banned": ("{} are banned", "`energon checkpoint show` lists the bans of a state."),
 }
+"""Counters of what is lost: how that is said, and what to do about it."""
 
 
-def _by_dataset(leaves: Sequence[Leaf], counts: Sequence[Sequence[int]]) -> Iterator[tuple[str, list[int]]]:
-    """Yield the path of each dataset with the sums of its leaves' counters."""
-    totals: dict[str, list[int]] = {}
-    for leaf, row in zip(leaves, counts, strict=True):
-        total = totals.setdefault(leaf.dataset.path, [0] * len(COLUMNS))
-        total[:] = [a + b for a, b in zip(total, row, strict=True)]
-    yield from totals.items()
+def _by_dataset(leaves: Sequence[Leaf], counts: Counts) -> dict[str, Counter[str]]:
+    """Return by the path of each dataset the sums of its leaves' counters."""
+    totals: dict[str, Counter[str]] = {}
+    for leaf, counted in sorted(counts.items()):
+        totals.setdefault(leaves[leaf].dataset.path, Counter()).update(dict(zip(COLUMNS, counted, strict=True)))
+    return totals

@@ -28,7 +28,7 @@ from energon_bridge.loader.bans import (
 )
 from energon_bridge.loader.fits import check_fits, check_lanes, merge
 from energon_bridge.loader.run_plan import RunPlan
-from energon_bridge.loader.streams import WorkerFacts, open_pipeline
+from energon_bridge.loader.streams import open_pipeline
 from energon_bridge.mix import parse_weight
 from energon_bridge.plan.blend import BucketBlend
 from energon_bridge.plan.changes import Ban, GivenWeights, new_keys, with_ban
@@ -36,7 +36,8 @@ from energon_bridge.plan.choose import standing
 from energon_bridge.stream.finite import DrawnRows, FiniteStream, ListedRows, Listing, listing_of_pass
 from energon_bridge.stream.lane import LaneStreams, Stream
 from energon_bridge.stream.pipeline import Pipeline
-from energon_bridge.stream.state import COLUMNS, COUNTERS, LARGEST, BufferedRefs, Counts, LaneBatch, LaneState
+from energon_bridge.stream.settings import WorkerFacts
+from energon_bridge.stream.state import COUNTERS, LARGEST, BufferedRefs, Counts, LaneBatch, LaneState
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.topology import (
     Ownership,
@@ -74,7 +75,7 @@ class Position:
         self.lanes: dict[int, LaneState] = {}
         self._ends: tuple[int, int] = (-1, 0)
         self._listing: tuple[int, Listing, Counts] | None = None
-        self._counts = [[0] * len(COLUMNS) for _ in self.plan.leaves]
+        self._counts = Counts()
         self._bans: tuple[Ban, ...] = ()
         self._parked: list[doc.State] = []
         self._parked_draws: dict[int, tuple[int, ...]] = {}
@@ -113,7 +114,7 @@ class Position:
         """Add the counts of listing the pass: once, though each process that continues the pass lists it again."""
         if self.listing is not None:
             assert self._listing is not None
-            self._add(self._listing[2])
+            self._counts.add(self._listing[2])
 
     def rewind(self) -> None:
         """Go to the beginning of a finite stream or of its next pass."""
@@ -140,7 +141,7 @@ class Position:
         other = copy.copy(self)
         if config is not None:
             other.plan = dataclasses.replace(self.plan, config=config)
-        other.lanes, other._counts = dict(self.lanes), list(self._counts)
+        other.lanes, other._counts = dict(self.lanes), Counts(self._counts)
         return other
 
     def lane(self) -> int | None:
@@ -148,17 +149,13 @@ class Position:
         return self.ownership.lane_in_step(self.plan.config.dp_rank, self.microbatches)
 
     @property
-    def counts(self) -> Sequence[Sequence[int]]:
-        """The `COLUMNS` of each leaf on this rank: restored counts plus what it has delivered since."""
+    def counts(self) -> Counts:
+        """The `COLUMNS` of leaves on this rank: restored counts plus what it has delivered since."""
         return self._counts
 
     def count(self, item: LaneBatch) -> None:
         """Add the counts of a microbatch."""
-        self._add(item.counts)
-
-    def _add(self, counts: Counts) -> None:
-        for leaf, counted in counts.items():
-            self._counts[leaf] = [a + b for a, b in zip(self._counts[leaf], counted, strict=True)]
+        self._counts.add(item.counts)
 
     def lane_state(self, lane: int) -> LaneState:
         """Return the state of a lane."""
@@ -177,7 +174,7 @@ class Position:
             raise ConfigurationError(f"start_at must be a number of steps of at least 0, got {step!r}")
         virtual = self.plan.data.settings.virtual_epoch_length
         self.epoch_steps = step % virtual if virtual else 0
-        self._counts = [[0] * len(COLUMNS) for _ in self.plan.leaves]
+        self._counts = Counts()
         self.mode.seek(self, step)
 
     # Weights ---------------------------------------------------------------------------------------------------------
@@ -286,7 +283,7 @@ class Position:
         It counts the samples that were encoded again since this loader was made or restored, because they waited in a
         state, in the listing of a pass, or beyond `WorkerConfig.buffer_bytes`.
         """
-        again = [row[-1] for row in self._counts] + [0] * len(self._parked)
+        again = [self._counts.of(leaf)[-1] for leaf in range(len(self.plan.leaves))] + [0] * len(self._parked)
         samples = [float(number) for number in self.plan.data.epoch_samples] + [0.0] * len(self._parked)
         rows = zip(doc.leaf_rows(self.saved()), again, samples, strict=True)
         return [row | {"encoded_again": number, "epoch_samples": of_epoch} for row, number, of_epoch in rows]
@@ -309,8 +306,8 @@ class Position:
                 for lane, s in lanes.items()
             }
         leaves = [
-            row | {"counts": dict(zip(COUNTERS, counts, strict=False)), "parked": False}
-            for row, counts in zip(self.plan.table, self._counts, strict=True)
+            row | {"counts": dict(zip(COUNTERS, self._counts.of(leaf), strict=False)), "parked": False}
+            for leaf, row in enumerate(self.plan.table)
         ]
         return doc.SavedRun(
             kind=self.plan.data.kind,
@@ -391,8 +388,10 @@ class Position:
                 sums=(),  # by amounts, lanes begin anew with the new mix
             )
         nothing = dict.fromkeys(COUNTERS, 0)
-        given = (nothing if old is None or not counts else saved[old]["counts"] for old in kept)
-        self._counts = [[*row.values(), *[0] * (len(COLUMNS) - len(COUNTERS))] for row in given]
+        self._counts = Counts()
+        for leaf, old in enumerate(kept):
+            if counts and old is not None:
+                self._counts.of(leaf)[: len(COUNTERS)] = saved[old]["counts"].values()
         self._parked = [saved[old] | {"parked": True} | ({} if counts else {"counts": nothing}) for old in gone]
 
 
@@ -448,7 +447,12 @@ class Mode:
     This one is that of an endless run: each rank goes round its own lanes, with masked microbatches if the ranks do not
     divide the lanes. Others override what differs; other rooms bring further ones (`loader.shares`). Where the rank is
     stands in its position, `at`; a copy of both goes to each worker.
+
+    Attributes:
+        by_lane: Whether units are lanes, each of one worker; a worker without a lane then has none, ever.
     """
+
+    by_lane = True
 
     def units(self, at: Position, began: int) -> Iterator[tuple[int, int]]:
         """Give the units of the rank from here on, each with its worker; a pass was divided at microbatch `began`."""
@@ -530,6 +534,8 @@ class Mode:
 class PassMode(Mode):
     """A pass over the data: validation, which begins again each time, or training that ends."""
 
+    by_lane = False
+
     def needed_lanes(self, ownership: Ownership, rank: int) -> range:
         return range(0)
 
@@ -575,7 +581,7 @@ class PassMode(Mode):
 
     def delivered(self, at: Position) -> frozenset[int]:
         # After a run on other ranks, another rank may hold these counts.
-        begins = not (at.microbatches or at.epoch or any(map(any, at.counts)))
+        begins = not (at.microbatches or at.epoch or any(map(any, at.counts.values())))
         return frozenset() if begins else frozenset(range(len(at.plan.leaves)))
 
     def first_banned(self, at: Position, from_draw: int | None) -> int:

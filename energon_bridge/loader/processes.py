@@ -132,7 +132,7 @@ class Board:
         self._words = memoryview(self._memory).cast("Q")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _board_of, (self._memory,)
+        return functools.partial(Board, memory=self._memory), ()
 
     def fileno(self) -> int:
         """Return the descriptor by which another process maps it."""
@@ -239,10 +239,6 @@ class Board:
             if hook is not None:
                 found.append((hook, words[LEAF], words[INDEX]) if hook.is_single else (hook, 0, -1))
         return found
-
-
-def _board_of(memory: SharedMemory) -> Board:
-    return Board(memory=memory)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from energon_bridge.stream.failures import FailureLog
 from energon_bridge.stream.finite import Listing, num_microbatches
 from energon_bridge.stream.leaf import Leaf, check_cooker, cooker_of
 from energon_bridge.stream.settings import RunSettings, StreamKind
-from energon_bridge.stream.user_code import OwnHooks, selection_of
+from energon_bridge.stream.user_code import OwnHooks
 from energon_bridge.task_encoder.collate import REMEDY_FOR_TYPES
 from energon_bridge.task_encoder.hooks import Hook, is_overridden
 from energon_bridge.topology import WorkerConfig, default_num_lanes
@@ -166,8 +166,7 @@ class DatasetSpec(NotForDataLoader):
     @cached_property
     def grouped(self) -> bool:
         """Whether the encoder batches rows by groups."""
-        selects = selection_of(self.settings.packing_buffer_size, self.settings.max_tokens_per_microbatch)
-        return OwnHooks(self.settings.task_encoder, selects=selects).groups
+        return OwnHooks(self.settings.task_encoder, selects=self.settings.selects).groups
 
     @property
     def listed(self) -> bool:

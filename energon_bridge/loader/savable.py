@@ -44,7 +44,7 @@ from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.state import LaneBatch
 from energon_bridge.stream.watchdog import WatchdogSettings
-from energon_bridge.topology import Ownership, WorkerConfig, check_data_parallel
+from energon_bridge.topology import Ownership, WorkerConfig, trainer_groups
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,8 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         self.spec = dataset
         self.config = config = worker_config or dataset.worker_config
         self.on_mismatch = on_mismatch
-        check_data_parallel(config)
+        for groups in trainer_groups():
+            groups.check_data_parallel(config)
         dataset.check_types()
         self._position = Position(plan_run(dataset, config), PassMode() if dataset.finite else Mode())
         workers = config.num_workers

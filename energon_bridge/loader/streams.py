@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
 
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import JsonlDataset
 from energon_bridge.loader.run_plan import RunPlan
 from energon_bridge.stream.pipeline import Pipeline
-from energon_bridge.stream.settings import StreamSettings
+from energon_bridge.stream.settings import StreamSettings, WorkerFacts
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.task_encoder.images import IMAGE_EXTENSIONS
 
@@ -22,25 +21,6 @@ _LEAST_AHEAD = 4
 """Draws of a lane read ahead, at least, if rounds are too large."""
 _TOGETHER_BYTES, _TOGETHER = 64 << 20, 1024
 """A lane reads several rounds of a leaf together, up to so many bytes and samples."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerFacts:
-    """What a worker process knows about itself.
-
-    Attributes:
-        number: Its number among the workers of its rank.
-        words: Where its threads write what they are doing (`Board.activities`).
-        said: Called after each message of its watchdog.
-        barred: Samples that must not be tried again, by `user_key` of their leaf and index.
-        careful: Whether it does one thing at a time, so that it is certain what kills it.
-    """
-
-    number: int
-    words: Sequence[memoryview]
-    said: Callable[[], None]
-    barred: frozenset[tuple[int, int]]
-    careful: bool
 
 
 def open_pipeline(
@@ -55,9 +35,7 @@ def open_pipeline(
     Args:
         plan: The plan of the run.
         threads: Overrides the number of threads in the configuration.
-        delivered: Leaves that the run has delivered samples of.
-        watchdog: How long a microbatch may take; None: as long as it likes.
-        worker: What a worker process knows about itself; None: this is the training process.
+        delivered, watchdog, worker: As `StreamSettings` has them.
     """
     data, config = plan.data, plan.config
     run = data.settings
@@ -83,16 +61,10 @@ def open_pipeline(
         draws_ahead=min(_TOGETHER, max(_LEAST_AHEAD, _TOGETHER_BYTES // unit)) if is_far else 0,
         failure_log=data.failure_log,
         delivered=delivered,
-        words=() if worker is None else worker.words,
-        barred=frozenset() if worker is None else worker.barred,
-        in_worker=worker is not None,
+        watchdog=watchdog,
+        worker=worker,
     )
-    pipeline = Pipeline(plan.leaves, settings)
-    if watchdog is not None and worker is None:
-        pipeline.watch(watchdog, f"rank {config.dp_rank}")
-    elif watchdog is not None and worker is not None:
-        pipeline.watch(watchdog, f"rank {config.dp_rank}, worker {worker.number}", worker.said)
-    return pipeline
+    return Pipeline(plan.leaves, settings)
 
 
 def _decodes_media(dataset: PreparedDataset | JoinedDataset) -> bool:

@@ -23,6 +23,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,7 +88,7 @@ class Arena:
         self._process = os.getpid()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arena_of, (self.size, self._map)
+        return partial(Arena, self.size, memory=self._map), ()
 
     def fileno(self) -> int:
         """Return the descriptor by which another process maps it."""
@@ -199,10 +200,6 @@ class Arena:
         del self._open[slot]
         if os.getpid() == self._process:  # and not a fork of it, which has the same memory
             self._map[slot] = 0  # from now on the worker may use it again
-
-
-def _arena_of(size: int, memory: SharedMemory) -> Arena:
-    return Arena(size, memory=memory)
 
 
 class Outbox:

@@ -32,10 +32,10 @@ import torch.utils.data
 from energon_bridge.errors import LoaderError
 from energon_bridge.loader.position import Position
 from energon_bridge.loader.processes import Board, StackFile, StartMethod, start_process
-from energon_bridge.loader.streams import WorkerFacts
 from energon_bridge.loader.transport import Arena, BatchMessage, Outbox
 from energon_bridge.rng import key_of
 from energon_bridge.stream.lane import Production
+from energon_bridge.stream.settings import WorkerFacts
 from energon_bridge.stream.state import LaneBatch
 from energon_bridge.stream.watchdog import WatchdogSettings
 
@@ -104,7 +104,8 @@ class Work:
             careful=self.careful,
         )
         due = itertools.islice(position.mode.units(position, began), held_back, None)
-        units = (unit for unit, worker in due if worker == self.number)
+        idle = position.mode.by_lane and self.number >= len(position.own_lanes)  # else it would look for ever
+        units = iter(()) if idle else (unit for unit, worker in due if worker == self.number)
         stream = position.stream(self.watchdog, facts)
         if arena is not None:
             stream.pipeline.write_into(arena)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from energon_bridge.replica.balance import Balance, make_balance
 from energon_bridge.replica.balanced import BalancedLoader
 from energon_bridge.replica.exchange import Exchange
-from energon_bridge.replica.groups import Replica, StageKeys, make_replica
+from energon_bridge.replica.groups import Replica, StageKeys, check_data_parallel, data_parallel_group, make_replica
 from energon_bridge.replica.loader import BroadcastLoader, open_loader
 
 __all__ = [
@@ -21,6 +21,8 @@ __all__ = [
     "Exchange",
     "Replica",
     "StageKeys",
+    "check_data_parallel",
+    "data_parallel_group",
     "make_balance",
     "make_replica",
     "open_loader",

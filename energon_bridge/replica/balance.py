@@ -39,11 +39,10 @@ from energon_bridge.loader.shares import at_window, in_window, sharing_of, why_u
 from energon_bridge.plan.balance import assign_microbatches, cut_window, imbalance
 from energon_bridge.replica.balanced import BalancedLoader, OwnShareLoader
 from energon_bridge.replica.exchange import Move, Peers, pack
-from energon_bridge.replica.groups import Replica, gathered
+from energon_bridge.replica.groups import Replica, data_parallel_group, gathered
 from energon_bridge.rng import fold, key_of
 from energon_bridge.samples.base import pin_value
 from energon_bridge.task_encoder.costs import ColumnCost
-from energon_bridge.topology import data_parallel_group
 
 logger = logging.getLogger(__name__)
 

@@ -8,15 +8,20 @@ CUDA streams.
 
 from __future__ import annotations
 
+import logging
+import math
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from energon_bridge.errors import ConfigurationError
-from energon_bridge.topology import data_parallel_group, parallel_place
+from energon_bridge.errors import ConfigurationError, DataParallelError
+from energon_bridge.topology import WorkerConfig, distributed
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,3 +131,81 @@ def gathered(values: tuple[int, ...]) -> list[tuple[int, ...]]:
     found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(found, own)
     return [tuple(entry.tolist()) for entry in found]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The groups that megatron-core has made, or is given.
+
+
+def _parallel_state() -> Any:
+    """Return megatron-core's module of global groups, or None if they are not made."""
+    # What was never imported cannot be initialised, and importing megatron-core takes seconds.
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    initialised = parallel_state is not None and parallel_state.model_parallel_is_initialized()
+    return parallel_state if initialised else None
+
+
+def data_parallel_group(pg_collection: Any = None) -> Any:
+    """Return the pure data-parallel process group, or None if torch.distributed as a whole (or nothing) is it.
+
+    Args:
+        pg_collection: megatron-core's `ProcessGroupCollection`, whose `dp` goes before `megatron.core.parallel_state`.
+    """
+    if pg_collection is not None:
+        # A field that was never set raises AttributeError there.
+        group = getattr(pg_collection, "dp", None)
+        if group is not None:
+            return group
+        logger.debug("pg_collection has no dp group; using megatron's parallel_state or torch.distributed")
+    parallel_state = _parallel_state()
+    return None if parallel_state is None else parallel_state.get_data_parallel_group(with_context_parallel=False)
+
+
+def parallel_place(kind: Literal["tp", "cp", "pp"], pg_collection: Any = None) -> tuple[int, int]:
+    """Return rank and size of this process in its tensor-, context- or pipeline-parallel group; (0, 1) without one.
+
+    Args:
+        kind: Which group.
+        pg_collection: megatron-core's `ProcessGroupCollection`, which goes before `megatron.core.parallel_state`.
+    """
+    group = getattr(pg_collection, kind, None)  # a field that was never set raises AttributeError there
+    if group is not None:
+        return int(group.rank()), int(group.size())
+    parallel_state = _parallel_state()
+    if parallel_state is None:
+        return 0, 1
+    name = {"tp": "tensor_model", "cp": "context", "pp": "pipeline_model"}[kind]
+    rank, size = (getattr(parallel_state, f"get_{name}_parallel_{what}")() for what in ("rank", "world_size"))
+    return int(rank), int(size)
+
+
+def check_data_parallel(config: WorkerConfig, pg_collection: Any = None) -> None:
+    """Raise for a configuration under which the ranks of a replica would train on different data.
+
+    Looked at are megatron's groups, where they are made: there cannot be more data-parallel ranks than replicas, and
+    where there are as many, a rank given as a number must be the data-parallel one. A group is taken at its word.
+
+    Args:
+        config: Of the loader.
+        pg_collection: megatron-core's `ProcessGroupCollection`, which goes before `megatron.core.parallel_state`.
+
+    Raises:
+        DataParallelError: The configuration does not fit them.
+    """
+    kinds: dict[str, Literal["tp", "cp", "pp"]] = {"tensor": "tp", "context": "cp", "pipeline": "pp"}
+    sizes = {name: parallel_place(kind, pg_collection)[1] for name, kind in kinds.items()}
+    group, world = data_parallel_group(pg_collection), distributed()
+    if group is None or world is None:
+        return
+    rank, ranks = int(group.rank()), int(group.size())
+    replicas = world.get_world_size() // math.prod(sizes.values())
+    other_rank = config.data_parallel_group is None and config.dp_size == ranks and config.dp_rank != rank
+    if config.dp_size <= max(1, replicas) and not other_rank:
+        return
+    parallel = ", ".join(f"{name} parallelism {size}" for name, size in sizes.items() if size > 1)
+    raise DataParallelError(
+        f"the loader is for rank {config.dp_rank} of {config.dp_size}, but with {parallel or 'no model parallelism'} "
+        f"this process is data-parallel rank {rank} of {ranks}: the ranks of a replica would train on different data. "
+        "Pass WorkerConfig data_parallel_group=parallel_state.get_data_parallel_group() (without context parallelism), "
+        "or use EnergonMultiModalDataModule, which does"
+    )

@@ -279,9 +279,9 @@ class BatchRow:
     """
 
     members: tuple[SampleRef, ...]
-    output: int
-    content: Any
-    size: int
+    output: int = SAMPLE
+    content: Any = None
+    size: int = 0
 
     def key(self, pipeline: Pipeline) -> tuple[Any, ...]:
         """Return its restore key."""
@@ -305,7 +305,7 @@ def encode_rows(
             if numbers is not None:
                 NUMBER.set(next(numbers))
             outputs = pipeline.encode(leaf, sample, key, counts)
-            yield [BatchRow((SampleRef(leaf, *each[1:]),), SAMPLE, encoded, 0) for each, encoded in outputs]
+            yield [BatchRow((SampleRef(leaf, *each[1:]),), SAMPLE, encoded) for each, encoded in outputs]
 
 
 def batch_rows(pipeline: Pipeline, rows: Sequence[BatchRow], lane: int, number: int, counts: Counts) -> list[Any]:

@@ -121,9 +121,7 @@ class ListedRows(PassRows):
 
     def _made(self, start: int, stop: int, loads: PendingLoads, counts: Counts) -> list[BatchRow]:
         """Of a pack listed as a whole, these are all outputs of the encoder."""
-        listed = [
-            ([BatchRow((ref,), SAMPLE, None, 0) for ref in refs], output) for refs, output in self._rows[start:stop]
-        ]
+        listed = [([BatchRow((ref,)) for ref in refs], output) for refs, output in self._rows[start:stop]]
         members = [row for rows, _ in listed for row in rows]
         reencode(self._pipeline, members, counts, loads)
         out = []

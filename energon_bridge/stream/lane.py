@@ -22,7 +22,7 @@ from energon_bridge.stream.draws import BatchRow, Draws, batch_rows, reencode, r
 from energon_bridge.stream.grouping import Grouping
 from energon_bridge.stream.packing import Packing
 from energon_bridge.stream.pipeline import Pipeline
-from energon_bridge.stream.state import BufferedRefs, Counts, LaneBatch, LaneState, SampleRef, Stage
+from energon_bridge.stream.state import BufferedRefs, Counts, LaneBatch, LaneState, Stage
 
 _BARREN = 1000
 """Microbatches in a row that hooks may refuse before the stream counts as barren."""
@@ -50,12 +50,12 @@ class Lane:
         held = state.held.entries()
         size = pipeline.settings.run.packing_buffer_size
         self._packing = Packing(self._draws, pipeline, size, state.held, state.buffer) if size else None
-        waiting = [_row(refs, output) for stage, refs, output in held if stage is Stage.GROUP]
+        waiting = [BatchRow(tuple(refs), output) for stage, refs, output in held if stage is Stage.GROUP]
         self._grouping = Grouping(pipeline, pipeline.settings.run.batch_size, waiting) if pipeline.own.groups else None
         # Batches that the hooks made from `_batched`, until all of them are delivered.
         self._batches: deque[Any] = deque()
         self._batches_taken = state.batches_taken
-        self._batched = [_row(refs, output) for stage, refs, output in held if stage is Stage.BATCH]
+        self._batched = [BatchRow(tuple(refs), output) for stage, refs, output in held if stage is Stage.BATCH]
 
     def _bucket(self, microbatch: int) -> Draws | None:
         """Return the draws in the bucket that a microbatch comes from; None without buckets."""
@@ -169,10 +169,6 @@ class Lane:
         if self._packing is None:
             return reencode(self._pipeline, rows, counts)
         return self._packing.made_again(rows, counts)
-
-
-def _row(refs: list[SampleRef], output: int) -> BatchRow:
-    return BatchRow(tuple(refs), output, None, 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

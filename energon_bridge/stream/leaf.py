@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from energon_bridge.errors import FatalSampleError, NoCookerError
+from energon_bridge.errors import DecodeError, FatalSampleError, NoCookerError
 from energon_bridge.format.checksums import Checksums
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.foreign import ForeignDataset, field_map_of
@@ -20,7 +20,7 @@ from energon_bridge.format.jsonl import PART, JsonlDataset, is_jsonl, parse_line
 from energon_bridge.mix import AuxRef
 from energon_bridge.mix.leaves import Amounts
 from energon_bridge.plan.changes import LeafBans
-from energon_bridge.plan.leaf import LeafOrder, Round
+from energon_bridge.plan.leaf import LeafOrder
 from energon_bridge.rng import IntArray, fold
 from energon_bridge.samples import META_FIELDS, CrudeSample, SourceInfo
 from energon_bridge.stores import (
@@ -32,14 +32,14 @@ from energon_bridge.stores import (
     WebdatasetFileStore,
 )
 from energon_bridge.stream.failures import SamplePlace
-from energon_bridge.stream.reader import LeafReader, Reader, RoundBuffer, ShardReader, Unreadable
+from energon_bridge.stream.reader import LeafReader, Reader, ShardReader, Unreadable
 from energon_bridge.stream.settings import StreamSettings
 from energon_bridge.stream.steps import Attempt, Begin, PendingSample
 from energon_bridge.stream.values import (
     EXCLUDED,
     Barred,
-    Columns,
     FailedSample,
+    Parser,
     RawDraws,
     RestoreKey,
     Rows,
@@ -181,41 +181,31 @@ def user_key_of(leaf: Leaf) -> int:
 
 
 class LeafSource:
-    """A leaf that is open in this process.
-
-    `barred` holds user key and index of each sample (of any leaf) that must not be tried again.
-    """
+    """A leaf that is open in this process."""
 
     def __init__(
-        self,
-        leaf: Leaf,
-        decoder: Any,
-        activities: Activities,
-        *,
-        cook: Cook | None,
-        tolerant: bool,
-        barred: Collection[tuple[int, int]] = (),
-        checksums: Checksums = "never",
+        self, leaf: Leaf, settings: StreamSettings, decoder: Any, activities: Activities, stores: StorePool
     ) -> None:
-        self.leaf = leaf
-        self.path = leaf.dataset.path
-        self.cook = cook
+        run, dataset = settings.run, leaf.dataset
+        tolerant, checksums = run.error_policy.damaged_shards == "skip", run.checksums
+        self.leaf, self.path, self.user_key = leaf, dataset.path, user_key_of(leaf)
+        self.cook = cook_of(run.task_encoder, dataset, leaf.aux, stores, run.cache_pool)
         self.reader: Reader
-        self.values: SampleParser | JoinValues
-        dataset = leaf.dataset
+        self.values: Parser
         if isinstance(dataset, JoinedDataset):
             self.reader = reader = JoinReader(dataset, tolerant=tolerant, checksums=checksums)
             self.values = JoinValues(leaf.identity, dataset, reader, decoder, activities)
+        elif isinstance(dataset, ForeignDataset):
+            self.reader = ForeignReader(dataset, tolerant=tolerant)
+            self.values = RowParser(leaf.identity, dataset, decoder, activities)
+        elif isinstance(dataset, JsonlDataset):
+            self.reader = LeafReader(dataset, tolerant=tolerant, checksums=checksums)
+            self.values = LineParser(leaf.identity, dataset, activities)
         else:
-            is_lines = isinstance(dataset, JsonlDataset)
-            values: Any = LineParser if is_lines else sample_parser
-            if isinstance(dataset, ForeignDataset):
-                self.reader, values = ForeignReader(dataset, tolerant=tolerant), RowParser
-            else:
-                unread_from = None if is_lines else getattr(decoder, "unread_from", None)
-                self.reader = LeafReader(dataset, tolerant=tolerant, unread_from=unread_from, checksums=checksums)
-            self.values = values(leaf.identity, dataset, None if is_lines else decoder, activities)
-        self.user_key = user_key_of(leaf)
+            unread_from = getattr(decoder, "unread_from", None)
+            self.reader = LeafReader(dataset, tolerant=tolerant, unread_from=unread_from, checksums=checksums)
+            self.values = sample_parser(leaf.identity, dataset, decoder, activities)
+        barred = () if settings.worker is None else settings.worker.barred
         self.values.barred = Barred(self.user_key, frozenset(index for key, index in barred if key == self.user_key))
 
     def where(self, index: int) -> str:
@@ -233,62 +223,39 @@ class LeafSource:
         return SamplePlace(self.leaf.dataset.path, shard, index, key, parts)
 
 
-class Sources:
-    """The leaves of one process, each opened on first use."""
-
-    def __init__(self, leaves: Sequence[Leaf], settings: StreamSettings, decoder: Any, activities: Activities) -> None:
-        self._leaves = leaves
-        self._settings = settings
-        self._decoder = decoder
-        self._activities = activities
-        self._stores = StorePool(decoder)
-        self._open: list[LeafSource | None] = [None] * len(leaves)
-
-    def source(self, leaf: int) -> LeafSource:
-        """Return a leaf that is open."""
-        source = self._open[leaf]
-        if source is None:
-            run, of = self._settings.run, self._leaves[leaf]
-            cook = cook_of(run.task_encoder, of.dataset, of.aux, self._stores, run.cache_pool)
-            tolerant = run.error_policy.damaged_shards == "skip"
-            barred = self._settings.barred
-            source = LeafSource(
-                of,
-                self._decoder,
-                self._activities,
-                cook=cook,
-                tolerant=tolerant,
-                barred=barred,
-                checksums=run.checksums,
-            )
-            self._open[leaf] = source
-        return source
-
-    def buffer(self, leaf: int, found: Round) -> RoundBuffer:
-        """Return the buffer of a round of a leaf."""
-        bans = self._leaves[leaf].bans
-        return RoundBuffer(self.source(leaf).reader, found, None if bans is None else bans.among(found.indices))
-
-
-class LineParser(SampleParser):
+class LineParser(Parser):
     """Makes crude samples from the lines of one JSONL file: `json` is the parsed object.
 
     The key is the number of the sample. The encoder's decoder is not used, since a line is JSON.
     """
 
-    def _parse(self, raw: Any, index: int, wanted: frozenset[str] | None) -> tuple[str, dict[str, Any]]:
-        if type(raw) is Unreadable:
-            raise raw.error
-        return str(index), {PART: raw}
-
-    def _values(self, parts: dict[str, Any], image: tuple[str, Any] | None) -> dict[str, Any]:
-        return {PART: parse_line(parts[PART])}
+    def make(self, drawn: RawDraws, into: Rows | None = None) -> list[Any]:
+        """Return the sample of each line, or a `FailedSample` instead."""
+        path, (shard_name,), subflavors = self._dataset.path, self._dataset.shard_names, self._dataset.subflavors
+        out: list[Any] = []
+        for raw, index, restore_key in zip(drawn.raws, drawn.indices, drawn.restore_keys, strict=True):
+            key = str(index)
+            try:
+                value = parse_line(raw)
+            except (DecodeError, TypeError) as error:
+                lost = type(raw) is Unreadable
+                place = SamplePlace(path, shard_name, index, key, (PART,))
+                out.append(FailedSample(raw.error if lost else error, Hook.READ if lost else Hook.DECODE, place))
+                continue
+            sample: dict[str, Any] = {
+                "__key__": key,
+                "__shard__": shard_name,
+                "__restore_key__": restore_key,
+                "__subflavors__": dict(subflavors),
+                "__sources__": (SourceInfo(path, index, shard_name, (f"{key}.{PART}",)),),
+                PART: value,
+            }
+            out.append(CrudeSample(sample))
+        return out
 
     def name_of(self, raw: Any, index: int) -> tuple[str, tuple[str, ...]]:
         """Return key and parts of a sample."""
         return str(index), (PART,)
-
-    lost = name_of
 
 
 # Joins ----------------------------------------------------------------------------------------------------------------
@@ -341,56 +308,44 @@ class JoinReader:
         return list(zip(*columns, strict=True))
 
 
-class JoinValues:
-    """Makes the samples of the rows of one join; runs on any thread. Takes the arguments of `SampleParser`."""
+class JoinValues(Parser):
+    """Makes the samples of the rows of one join."""
 
     def __init__(
         self, identity: str, dataset: JoinedDataset, reader: JoinReader, decoder: Any, activities: Activities
     ) -> None:
-        self._activities = activities
-        self._identity = identity
-        self._dataset = dataset
+        super().__init__(identity, dataset, activities)
         self._reader = reader
         self._names = dataset.names
-        self.barred = Barred()
         self._values = [
             sample_parser(identity, part.dataset, decoder, activities, number)
             for number, part in enumerate(dataset.parts)
         ]
 
-    def load(self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool, into: Rows | None = None) -> Columns:
-        """Return for each draw [low, high) of a round its key, and a `PendingSample` or a `FailedSample`.
+    def make(self, drawn: RawDraws, into: Rows | None = None) -> list[Any]:
+        """Return a `PendingSample` for each row.
 
         Slab rows stay unused: only the joiner knows which of the images belongs there.
         """
-        indices = buffer.indices[low:high]
-        now = self._activities.mine()
-        now.dataset, now.index, now.hook = self._dataset, int(indices[0]), Hook.READ
-        raws: list[RawRow] = buffer.fetch(low, high, ahead=ahead)
-        epochs = buffer.epochs[low:high].tolist()
-        rows = indices.tolist()
-        if self.barred.indices:
-            raws = [self.barred.instead_of(raw, row) for raw, row in zip(raws, rows, strict=True)]
-        now.at(self.barred.leaf_key, rows[0])
-        keys: list[RestoreKey] = [(self._identity, row, epoch, 0) for row, epoch in zip(rows, epochs, strict=True)]
+        raws, indices, _, keys = drawn
         columns: list[list[Any]] = []
-        for number, places in enumerate(self._reader.columns(indices)):
+        for number, places in enumerate(self._reader.columns(np.array(indices, dtype=np.int64))):
             present = np.flatnonzero(places >= 0)
             column: list[Any] = [None] * places.size
             among = present.tolist()
-            drawn = RawDraws(
+            of_part = RawDraws(
                 [raws[row][number] for row in among],
                 places[present].tolist(),
                 self._reader.readers[number].shards_of(places[present]).tolist(),
                 [keys[row] for row in among],
             )
-            made = self._values[number].make(drawn)
-            for row, sample in zip(among, made, strict=True):
+            for row, sample in zip(among, self._values[number].make(of_part), strict=True):
                 column[row] = sample
             columns.append(column)
-        samples = [PendingSample(partial(self._joined, parts, key)) for *parts, key in zip(*columns, keys, strict=True)]
-        now.rest()
-        return keys, samples, [sum(len(raw) for raw in row if raw is not None) for row in raws]
+        return [PendingSample(partial(self._joined, parts, key)) for *parts, key in zip(*columns, keys, strict=True)]
+
+    def _sizes(self, raws: Sequence[RawRow]) -> list[int]:
+        return [sum(len(raw) for raw in row if raw is not None) for row in raws]
 
     def _joined(self, parts: list[Any], key: RestoreKey, begin: Begin) -> Any:
         _, row, epoch, _ = key
@@ -472,7 +427,7 @@ class ForeignReader(ShardReader):
 class RowParser(SampleParser):
     """Makes the samples of rows, each by its own field accesses: one row may have a PNG where others have JPEGs."""
 
-    def _parse(self, raw: Any, index: int, wanted: frozenset[str] | None) -> tuple[str, dict[str, Any]]:
+    def _parse(self, raw: Any, wanted: frozenset[str] | None) -> tuple[str, dict[str, Any]]:
         if type(raw) is Unreadable:
             raise raw.error
         return raw.key, _Parts(raw.parts, raw.fields)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from energon_bridge.errors import FatalSampleError, OverLongSampleError
 from energon_bridge.rng import IntArray
-from energon_bridge.stream.draws import SAMPLE, BatchRow, Draws, reencode, rows_of
+from energon_bridge.stream.draws import BatchRow, Draws, reencode, rows_of
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.state import COUNTERS, BufferedRefs, Counts, Stage, as_members
 from energon_bridge.task_encoder.packing import LONGEST_WAIT, Packer
@@ -168,7 +168,7 @@ class Packing:
         pipeline.budget.join(self)
         target = target or pipeline.settings.run.conventions.first_target(draws.number, size)
         self._waiting = PackBuffer(size, held, target)
-        rows = [(stage, [BatchRow((ref,), SAMPLE, None, 0) for ref in refs]) for stage, refs, _ in held.entries()]
+        rows = [(stage, [BatchRow((ref,)) for ref in refs]) for stage, refs, _ in held.entries()]
         # The rows of each pack and of the buffer, as they wait.
         self._packs = deque(members for stage, members in rows if stage is Stage.PACK)
         self._buffer = [members[0] for stage, members in rows if stage is Stage.BUFFER]
@@ -324,7 +324,7 @@ class Packing:
         """Encode the rows of a restored state again; leave out those that no longer encode."""
         out = []
         for row in rows:
-            members = reencode(self._pipeline, [BatchRow((ref,), SAMPLE, None, 0) for ref in row.members], counts)
+            members = reencode(self._pipeline, [BatchRow((ref,)) for ref in row.members], counts)
             if self._pipeline.own.by_length:
                 out += post_encoded(self._pipeline, members, counts, again=True)
                 continue

@@ -24,15 +24,15 @@ from energon_bridge.samples.stacking import LENDER, SLABS, Lender, Slab, SlabPoo
 from energon_bridge.storage.base import MADE, values_of
 from energon_bridge.storage.helpers import Threads
 from energon_bridge.stream.conventions import attach
-from energon_bridge.stream.leaf import Leaf, Sources, cooker_of
+from energon_bridge.stream.leaf import Leaf, LeafSource, StorePool, cooker_of
 from energon_bridge.stream.policy import FailureTracker
 from energon_bridge.stream.reader import DrawSpan, RoundBuffer
 from energon_bridge.stream.settings import Budget, StreamSettings
 from energon_bridge.stream.state import COUNTERS, Counts, SampleRef
 from energon_bridge.stream.steps import PendingSample, Steps, running_hooks
-from energon_bridge.stream.user_code import BegunDraw, HookRunner, OwnHooks, selection_of
+from energon_bridge.stream.user_code import BegunDraw, HookRunner, OwnHooks
 from energon_bridge.stream.values import BANNED, Columns, FailedSample, RestoreKey, has_code
-from energon_bridge.stream.watchdog import Activities, Watchdog, WatchdogSettings
+from energon_bridge.stream.watchdog import Activities, Watchdog
 from energon_bridge.task_encoder.base import decoder_of
 from energon_bridge.task_encoder.deferred import decode_deferred
 from energon_bridge.task_encoder.hooks import BATCH, NUMBER, UNKNOWN, Hook
@@ -68,23 +68,23 @@ class Pipeline:
         self.settings, run = settings, settings.run
         self.rows, self.conventions = run.rows, run.conventions
         makes = any(has_code(leaf.dataset) or cooker_of(run.task_encoder, leaf.dataset) for leaf in leaves)
-        selects = selection_of(run.packing_buffer_size, run.max_tokens_per_microbatch)
-        words = settings.words
+        words = () if settings.worker is None else settings.worker.words
         self.activities = Activities(words[1:])
-        sources = Sources(leaves, settings, decoder_of(run.task_encoder), self.activities)
-        self.source = sources.source
-        self.own = own = OwnHooks(run.task_encoder, selects=selects, makes=makes)
+        self._decoder = decoder_of(run.task_encoder)
+        self._stores = StorePool(self._decoder)
+        self._open: list[LeafSource | None] = [None] * len(leaves)
+        self.own = own = OwnHooks(run.task_encoder, selects=run.selects, makes=makes)
         self.judge = FailureTracker(run.error_policy, run.task_encoder, own.all, settings.delivered)
         self.steps = Steps(self.judge, self.source, own.proves, words[0] if words else None)
         self.code = HookRunner(run.task_encoder, own, self.steps)
         self.load_seconds = self.batch_seconds = 0.0
         self._asked: tuple[float, ...] = values_of(MADE)
-        self.watchdog: Watchdog | None = None
+        self.watchdog = self._new_watchdog()
         self.warned_of_groups = False
         self.budget = Budget(settings.config.buffer_bytes, settings.lanes)
         # Reads of several rounds are longer only where these continue the same slices.
         together = max(1, settings.read_together)
-        self.cursors = Cursors(leaves, sources.buffer, together=lambda order: 1 if order.is_dealt else together)
+        self.cursors = Cursors(leaves, self._buffer, together=lambda order: 1 if order.is_dealt else together)
         self._pool = Threads(settings.threads, "energon-load") if settings.threads else None
         readers = settings.background_reads
         self._reading = Threads(readers, "energon-read") if readers else None
@@ -96,7 +96,29 @@ class Pipeline:
         self.slabs = self._slab_pool if straight and getattr(run.task_encoder, "decoder", None) is not None else None
         self.chunk: int = -(-self.rows // settings.threads) if settings.threads else max(self.rows, _TOGETHER)
 
+    def _new_watchdog(self) -> Watchdog | None:
+        settings, worker = self.settings, self.settings.worker
+        if settings.watchdog is None:
+            return None
+        where = f"rank {settings.config.dp_rank}"
+        if worker is None:
+            return Watchdog(settings.watchdog, self.steps.now, self.activities, where)
+        where += f", worker {worker.number}"
+        return Watchdog(settings.watchdog, self.steps.now, self.activities, where, worker.said)
+
     # Loading ---------------------------------------------------------------------------------------------------------
+
+    def source(self, leaf: int) -> LeafSource:
+        """Return a leaf, which is opened on first use."""
+        source = self._open[leaf]
+        if source is None:
+            source = LeafSource(self.leaves[leaf], self.settings, self._decoder, self.activities, self._stores)
+            self._open[leaf] = source
+        return source
+
+    def _buffer(self, leaf: int, found: Round) -> RoundBuffer:
+        bans = self.leaves[leaf].bans
+        return RoundBuffer(self.source(leaf).reader, found, None if bans is None else bans.among(found.indices))
 
     @cached_property
     def num_samples(self) -> int:
@@ -195,10 +217,6 @@ class Pipeline:
             yield
         finally:
             LENDER.set(None)
-
-    def watch(self, settings: WatchdogSettings, where: str, said: Callable[[], None] = lambda: None) -> None:
-        """Start the watchdog; `where` names the process, `said` is called after each of its messages."""
-        self.watchdog = Watchdog(settings, self.steps.now, self.activities, where, said)
 
     def seconds_since(self, start: float) -> tuple[float, ...]:
         """Return the seconds since `start`, and those of them spent on loading and on batching; reset both.
@@ -309,7 +327,7 @@ class Pipeline:
                 which = (output,) if len(batches) > 1 else ()
                 self.conventions.attach(batch, "__restore_key__", ("Batch", lane, number + output, tuple(keys), *which))
         for batch in batches:
-            if not (self.settings.in_worker and isinstance(batch, Batch | Sample | dict)):
+            if not (self.settings.worker is not None and isinstance(batch, Batch | Sample | dict)):
                 self.conventions.attach(batch, "__valid__", real_rows(len(samples)))
                 continue
             self.conventions.attach(batch, "__valid__", RealRows(len(samples)))

@@ -23,6 +23,7 @@ from energon_bridge.errors import (
     SampleError,
     SkipSample,
     StoppedByPolicyError,
+    check_number,
 )
 from energon_bridge.samples import Batch, Sample
 from energon_bridge.storage import READ_TIMEOUT_SECONDS
@@ -110,11 +111,7 @@ class ErrorPolicy:
         if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or seconds <= 0):
             raise ConfigurationError(f"ErrorPolicy: read_timeout_seconds must be above 0, or None, got {seconds!r}")
         for name, least in (("min_draws", 1), ("tolerance", 0), ("messages", 0)):
-            value = getattr(self, name)
-            if value is None and name == "tolerance":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigurationError(f"ErrorPolicy: {name} must be an integer of at least {least}, got {value!r}")
+            check_number(f"ErrorPolicy: {name}", getattr(self, name), least, optional=name == "tolerance")
 
 
 def is_of_the_program(error: Exception, encoder: Any) -> bool:

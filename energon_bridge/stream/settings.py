@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.errors import ConfigurationError, check_number
 from energon_bridge.format.checksums import Checksums
 from energon_bridge.plan.leaf import DEFAULT_PARALLEL_SHARD_ITERS
 from energon_bridge.stores import CachePool, NoCachePool
 from energon_bridge.stream.conventions import Conventions
 from energon_bridge.stream.failures import FailureLog
 from energon_bridge.stream.policy import ErrorPolicy
-from energon_bridge.stream.watchdog import Words
+from energon_bridge.stream.watchdog import WatchdogSettings, Words
 from energon_bridge.task_encoder.packing import MAX_LIMIT
 from energon_bridge.topology import WorkerConfig
 
 StreamKind = Literal["train", "passes", "finite"]
 """Endless training, training that ends with each pass, and validation; states have these words."""
+Selection = Literal["packs", "microbatches"] | None
+"""What is selected of a buffer of samples: packs, by the encoder; microbatches of similar length; None: nothing is."""
 
 _LEAST = {
     "batch_size": 1,
@@ -79,7 +81,7 @@ class RunSettings:
             raise ConfigurationError(f"checksums must be always, sampled or never, got {self.checksums!r}")
         check_numbers({name: getattr(self, name) for name in _LEAST})
         if self.shuffle_over_epochs_multiplier != -1:
-            check_number("shuffle_over_epochs_multiplier", self.shuffle_over_epochs_multiplier, 1)
+            check_number("shuffle_over_epochs_multiplier", self.shuffle_over_epochs_multiplier, 1, optional=True)
         if self.bucket_batch_size is not None and not self.group_by:
             raise ConfigurationError("bucket_batch_size is for the buckets of group_by, which is not given")
         if self.group_by and (self.batch_size is None or self.packing_buffer_size is not None):
@@ -103,17 +105,37 @@ class RunSettings:
         """Samples in a full microbatch."""
         return self.batch_size or 1
 
+    @property
+    def selects(self) -> Selection:
+        """What is selected of a buffer of samples."""
+        if self.packing_buffer_size is None:
+            return None
+        return "packs" if self.max_tokens_per_microbatch is None else "microbatches"
+
 
 def check_numbers(settings: Mapping[str, Any]) -> None:
     """Raise ConfigurationError if a setting should be a whole number and is not, or is too small."""
     for name in settings.keys() & _LEAST.keys():
-        check_number(name, settings[name], _LEAST[name])
+        check_number(name, settings[name], _LEAST[name], optional=True)
 
 
-def check_number(name: str, value: int | None, least: int) -> None:
-    """Raise ConfigurationError unless a setting is None or a whole number of at least `least`."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-        raise ConfigurationError(f"{name} must be an integer of at least {least} or None, got {value!r}")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFacts:
+    """What a worker process knows about itself.
+
+    Attributes:
+        number: Its number among the workers of its rank.
+        words: Where the thread that runs hooks, then each loading thread, write their activity (`Activity.words`).
+        said: Called after each message of its watchdog.
+        barred: Samples that must not be tried again, by `user_key` of their leaf and index.
+        careful: Whether it does one thing at a time, so that it is certain what kills it.
+    """
+
+    number: int
+    words: Sequence[Words]
+    said: Callable[[], None]
+    barred: frozenset[tuple[int, int]]
+    careful: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +153,8 @@ class StreamSettings:
         draws_ahead: Draws of each lane to read ahead if rounds are not read.
         failure_log: Logs failures that no microbatch carries.
         delivered: Leaves that the run has delivered samples of; empty at its start.
-        words: Where the hook thread and then each loading thread write their activity (`Activity.words`).
-        barred: Leaf (`user_key_of`) and index of samples that must not be tried again.
-        in_worker: Microbatches are pickled, for another process.
+        watchdog: How long a microbatch may take; None: as long as it likes.
+        worker: What a worker process knows about itself; None: this is the training process.
     """
 
     run: RunSettings
@@ -146,9 +167,8 @@ class StreamSettings:
     draws_ahead: int
     failure_log: FailureLog
     delivered: Collection[int]
-    words: Sequence[Words]
-    barred: frozenset[tuple[int, int]]
-    in_worker: bool
+    watchdog: WatchdogSettings | None
+    worker: WorkerFacts | None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -16,12 +16,13 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from operator import index as index_of
 from types import GeneratorType, NoneType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
 from energon_bridge.errors import ConfigurationError, FatalSampleError, SampleError
+from energon_bridge.stream.settings import Selection
 from energon_bridge.stream.state import Counts, SampleRef
 from energon_bridge.stream.steps import Attempt, Members, Ref, Source, Step, Steps
 from energon_bridge.task_encoder.deferred import decode_deferred
@@ -30,16 +31,6 @@ from energon_bridge.task_encoder.hooks import BATCH, DELIVERING, LAST, UNKNOWN, 
 _LOADING = (Hook.READ, Hook.DECODE, Hook.FIELD_MAP, Hook.PART_FILTER, Hook.SAMPLE_LOADER, Hook.JOINER, Hook.COOK)
 _LATE = (Hook.DECODE_DEFERRED, Hook.POSTENCODE)
 _BATCHING = (Hook.BATCH, Hook.ENCODE_BATCH)
-
-Selection = Literal["packs", "microbatches"] | None
-"""What is selected of a buffer of samples: packs, by the encoder; microbatches of similar length; None: nothing is."""
-
-
-def selection_of(packing_buffer_size: int | None, max_tokens_per_microbatch: int | None) -> Selection:
-    """Return what these settings of a dataset select."""
-    if packing_buffer_size is None:
-        return None
-    return "packs" if max_tokens_per_microbatch is None else "microbatches"
 
 
 class OwnHooks:

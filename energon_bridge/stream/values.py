@@ -99,29 +99,23 @@ class Barred:
         return tuple(part if part is None else lost for part in raw) if isinstance(raw, tuple) else lost
 
 
-class SampleParser:
+class Parser:
     """Makes samples of one leaf; runs on any thread.
 
     Args:
         identity: Identity of the leaf, the first entry of every restore key.
-        dataset: The dataset, with its fields, excludes and subflavors.
-        decoder: `SampleDecoder`, or None to leave every part as bytes.
+        dataset: The dataset.
         activities: Where threads record what they are doing.
     """
 
-    def __init__(self, identity: str, dataset: Any, decoder: Any, activities: Activities) -> None:
+    def __init__(self, identity: str, dataset: Any, activities: Activities) -> None:
         self._activities = activities
         self._identity = identity
         self._dataset = dataset
-        self._decode = None if decoder is None else decoder.decode
-        self._decode_into = getattr(decoder, "decode_into", None)
-        self._keeps: Any = getattr(decoder, "keeps_unread", None)
-        self._parts = dataset.part_filter if isinstance(dataset.part_filter, frozenset) else None
-        self._follow = follow_links(dataset.path)
         self.barred = Barred()
 
     def load(self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool, into: Rows | None = None) -> Columns:
-        """Return for each draw [low, high) of a round its key, and its sample or a `FailedSample`."""
+        """Return for each draw [low, high) of a round its key, and what `make` makes of it."""
         drawn = buffer.indices[low:high]
         indices, shards = drawn.tolist(), buffer.reader.shards_of(drawn).tolist()
         now = self._activities.mine()
@@ -135,7 +129,33 @@ class SampleParser:
         keys = [(identity, index, epoch, 0) for index, epoch in zip(indices, epochs, strict=True)]
         samples = self.make(RawDraws(raws, indices, shards, keys), into)
         now.rest()
-        return keys, samples, list(map(len, raws))
+        return keys, samples, self._sizes(raws)
+
+    def _sizes(self, raws: Sequence[Any]) -> list[int]:
+        return list(map(len, raws))
+
+    def make(self, drawn: RawDraws, into: Rows | None = None) -> list[Any]:
+        """Return the sample, a `PendingSample` or a `FailedSample` for the bytes of each sample."""
+        raise NotImplementedError
+
+    def name_of(self, raw: Any, index: int) -> tuple[str, tuple[str, ...]]:
+        """Return key and parts of a sample, without decoding it."""
+        raise NotImplementedError
+
+
+class SampleParser(Parser):
+    """Makes the samples of a dataset from their bytes, with its fields, excludes and subflavors.
+
+    `decoder` is a `SampleDecoder`, or None to leave every part as bytes.
+    """
+
+    def __init__(self, identity: str, dataset: Any, decoder: Any, activities: Activities) -> None:
+        super().__init__(identity, dataset, activities)
+        self._decode = None if decoder is None else decoder.decode
+        self._decode_into = getattr(decoder, "decode_into", None)
+        self._keeps: Any = getattr(decoder, "keeps_unread", None)
+        self._parts = dataset.part_filter if isinstance(dataset.part_filter, frozenset) else None
+        self._follow = follow_links(dataset.path)
 
     def make(self, drawn: RawDraws, into: Rows | None = None) -> list[Any]:
         """Return the sample or a `FailedSample` for the bytes of each sample."""
@@ -146,16 +166,16 @@ class SampleParser:
         now.dataset, now.hook = dataset, Hook.READ
         attempt = Attempt()
         parsed: list[Any] = []  # key and parts of each, or a `FailedSample`
-        each = zip(raws, indices, shards, strict=True)
+        each = zip(raws, shards, strict=True)
         while len(parsed) < len(raws):
             with attempt:  # of all, and of those left after a failure
-                for raw, index, shard in each:
-                    found = self._parse(raw, index, self._parts)
+                for raw, shard in each:
+                    found = self._parse(raw, self._parts)
                     parsed.append(EXCLUDED if excluded and (names[shard], found[0]) in excluded else found)
                 break
+            index = indices[len(parsed)]
             error = raw.error if type(raw) is Unreadable else self._located(attempt.error, raw, names[shard], index)
-            place = SamplePlace(path, names[shard], index, *self.lost(raw, index))
-            parsed.append(FailedSample(error, Hook.READ, place))
+            parsed.append(FailedSample(error, Hook.READ, SamplePlace(path, names[shard], index, "", ())))
         now.hook = Hook.DECODE
         images: dict[int, tuple[str, Any]] = {}
         rows: Sequence[int] = range(len(parsed))
@@ -233,14 +253,10 @@ class SampleParser:
 
     def name_of(self, raw: Any, index: int) -> tuple[str, tuple[str, ...]]:
         """Return key and parts of a sample, without decoding it."""
-        key, parts = self._parse(raw, index, None)
+        key, parts = self._parse(raw, None)
         return key, tuple(parts)
 
-    def lost(self, raw: Any, index: int) -> tuple[str, tuple[str, ...]]:
-        """Return the same of a sample that cannot be parsed, as far as it is known."""
-        return "", ()
-
-    def _parse(self, raw: Any, index: int, wanted: frozenset[str] | None) -> tuple[str, dict[str, Any]]:
+    def _parse(self, raw: Any, wanted: frozenset[str] | None) -> tuple[str, dict[str, Any]]:
         """Return key and parts of a sample; videos and sound of an unread sample stay unread."""
         if type(raw) is Unread:
             return raw.parts(wanted, self._keeps, self._follow)

@@ -128,9 +128,12 @@ def test_more_ranks_than_lanes_are_refused() -> None:
         ({"num_workers": "4"}, "num_workers must be an integer of at least 0, got '4'"),
         ({"num_workers": -1}, "num_workers must be an integer of at least 0, got -1"),
         ({"prefetch_factor": 0}, "prefetch_factor must be an integer of at least 1, got 0"),
-        ({"num_lanes": 0}, "num_lanes must be an integer of at least 1, got 0"),
-        ({"decode_threads": 0}, "decode_threads must be an integer of at least 1, got 0"),
-        ({"microbatches_per_global_batch": 0}, "microbatches_per_global_batch must be an integer of at least 1, got 0"),
+        ({"num_lanes": 0}, "num_lanes must be an integer of at least 1 or None, got 0"),
+        ({"decode_threads": 0}, "decode_threads must be an integer of at least 1 or None, got 0"),
+        (
+            {"microbatches_per_global_batch": 0},
+            "microbatches_per_global_batch must be an integer of at least 1 or None, got 0",
+        ),
         ({"max_worker_restarts": -1}, "max_worker_restarts must be an integer of at least 0, got -1"),
     ],
 )

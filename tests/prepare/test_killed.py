@@ -21,6 +21,7 @@ from typing import IO, Any
 import pytest
 from forked import Program
 from paths import REPOSITORY
+from ray_cluster import ray_cluster
 from sources import content, llava
 from tar_builder import read_all, write_texts
 
@@ -30,7 +31,8 @@ from energon_bridge.format.dataset import open_dataset
 from energon_bridge.prepare import parse_ratio, prepare_dataset, render_dataset_yaml
 from energon_bridge.storage import open_store
 
-KILLS = 50 if os.environ.get("ENERGON_LONG_TESTS") else 2
+LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
+KILLS = 50 if LONG else 2
 SEED = os.environ.get("ENERGON_TEST_SEED", "0")
 TASKS = 3
 SCRIPT = (
@@ -117,14 +119,9 @@ WORK = {"convert": convert_work, "prepare": prepare_work, "columns": columns_wor
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
     """Start a Ray cluster of two nodes on this machine, each with processes of its own; return its address."""
-    pytest.importorskip("ray", reason="ray is not installed (extra ray)")
-    from ray.cluster_utils import Cluster
-
     patient = {"health_check_timeout_ms": 600_000, "health_check_failure_threshold": 100}  # on a busy machine
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "_system_config": patient})
-    nodes.add_node(num_cpus=1)
-    yield nodes.address
-    nodes.shutdown()
+    with ray_cluster(1, 1, **patient) as nodes:
+        yield nodes.address
 
 
 def stages_of(work: Work, engine: str, request: pytest.FixtureRequest) -> list[list[list[str]]]:
@@ -207,8 +204,16 @@ def run(
     return again, killed
 
 
-@pytest.mark.parametrize("engine", ["processes", "tasks", "ray"])
-@pytest.mark.parametrize("command", WORK)
+# On a cluster all commands are shared out in the same way: one of them in the gate.
+CASES = [
+    (command, engine)
+    for command in WORK
+    for engine in ("processes", "tasks", "ray")
+    if LONG or engine != "ray" or command == "prepare"
+]
+
+
+@pytest.mark.parametrize(("command", "engine"), CASES)
 def test_killed_at_random_moments(command: str, engine: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     seed = random.randrange(1 << 30) if SEED == "random" else int(SEED)
     print(f"ENERGON_TEST_SEED={seed}")  # noqa: T201
