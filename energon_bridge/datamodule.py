@@ -30,8 +30,8 @@ from energon_bridge.loader.metrics import dataset_names
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.registry import load
-from energon_bridge.samples.devices import normalise_on_device, to_device
 from energon_bridge.samples.showing import counted, described
+from energon_bridge.samples.stacking import to_device
 from energon_bridge.stream.settings import check_numbers
 from energon_bridge.task_encoder.checks import check_encoder
 from energon_bridge.topology import WorkerConfig, trainer_groups
@@ -365,7 +365,7 @@ class EnergonMultiModalDataModule(_Base):
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         """Move the tensors of a batch to Lightning's device, and normalise byte pixels there."""
-        return normalise_on_device(batch if str(device) == "cpu" else to_device(batch, device))
+        return load("pixels", "normalise")(batch if str(device) == "cpu" else to_device(batch, device))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the training data of the whole run; all data-parallel ranks must call this.

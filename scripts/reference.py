@@ -99,6 +99,7 @@ INTEGRATIONS = {
     "Megatron-LM": "megatron_lm",
     "Megatron-Bridge": "bridge",
     "Context parallelism": "context_parallel",
+    "torchtitan": "torchtitan",
     "torchft": "torchft",
     "Reports": "report",
     "Weights that follow the losses": "feedback",

@@ -18,11 +18,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 SAVES = 20
 COMPARED_BATCHES = 3
+MEMORY_AFTER = (1 / 6, 1 / 2, 1)
+"""Shares of the batches that `memory` takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +33,7 @@ class Job:
     """One measurement of one system.
 
     Attributes:
-        task: `throughput`, `save`, `restore` or `start`.
+        task: `throughput`, `save`, `restore`, `start`, `forward` (a state that is made, not reached) or `memory`.
         mode: `raw` (bytes as they are), `uint8` or `float` (decoded CHW images), `packed` (uint8, four in a pack),
             `resized` (uint8, 224 x 224, by the encoder), `scaled` (the same, declared to the decoder before), `cooked`
             (crude samples of several images and texts, as lists of uint8 images and strings).
@@ -57,6 +60,8 @@ class Job:
 
 
 Touch = Callable[[Any], list[str]]
+StateAt = Callable[[Any, int], Any]
+"""Gives the state of a loader after so many samples, without taking them."""
 
 
 def descendants(root: int) -> Iterator[tuple[int, list[str]]]:
@@ -135,26 +140,44 @@ def save(job: Job, open_loader: Callable[[Job], Any], touch: Touch) -> dict[str,
 
 
 def restore(job: Job, open_loader: Callable[[Job], Any], touch: Touch) -> dict[str, Any]:
-    data, expected = pickle.loads(Path(job.state_file).read_bytes())
-    state = pickle.loads(data)
-    start = time.perf_counter()
+    data, expected = pickle.loads(Path(job.state_file).read_bytes()) if job.state_file else (None, None)
+    state = data and pickle.loads(data)
+    start, cpu = time.perf_counter(), cpu_seconds()
     loader = open_loader(job)
-    loader.restore_state_rank(state)
+    if state is not None:
+        loader.restore_state_rank(state)
     batches = iter(loader)
     seen = [touch(next(batches))]
-    first = time.perf_counter() - start
+    first, cpu = time.perf_counter() - start, cpu_seconds() - cpu
     seen += [touch(next(batches)) for _ in range(COMPARED_BATCHES - 1)]
-    return {"restore_to_first_batch_s": first, "exact": seen == expected}
+    return {"restore_to_first_batch_s": first, "cpu_s": cpu, "exact": expected is None or seen == expected}
 
 
-def memory_kib() -> int:
+def forward(job: Job, open_loader: Callable[[Job], Any], touch: Touch, state_at: StateAt) -> dict[str, Any]:
+    data = pickle.dumps(state_at(open_loader(job), job.consumed_batches * job.batch_size))
+    Path(job.state_file).write_bytes(pickle.dumps((data, None)))
+    return {"state_bytes": len(data)}
+
+
+def memory_kib(kinds: tuple[str, ...] = ("Pss_Anon:", "Pss_Shmem:")) -> int:
     """Return the memory that this process and its workers take beside files: heaps and shared memory, counted once."""
     total = 0
     for pid in (os.getpid(), *(pid for pid, _ in descendants(os.getpid()))):
         for line in Path("/proc", str(pid), "smaps_rollup").read_text().splitlines():
-            if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
+            if line.startswith(kinds):
                 total += int(line.split()[1])
     return total
+
+
+def memory(job: Job, open_loader: Callable[[Job], Any], touch: Touch) -> dict[str, Any]:
+    batches = iter(open_loader(job))
+    taken, found = 0, []
+    for step in (1, *(round(share * job.consumed_batches) for share in MEMORY_AFTER)):
+        while taken < step:
+            touch(next(batches))
+            taken += 1
+        found.append(memory_kib(("Pss:",)))
+    return {"pss_kib": found}
 
 
 def open_files() -> int:
@@ -181,11 +204,12 @@ def start(job: Job, open_loader: Callable[[Job], Any], touch: Touch) -> dict[str
     }
 
 
-TASKS = {"throughput": throughput, "save": save, "restore": restore, "start": start}
+TASKS = {"throughput": throughput, "save": save, "restore": restore, "start": start, "memory": memory}
 
 
-def main(open_loader: Callable[[Job], Any], touch: Touch) -> None:
+def main(open_loader: Callable[[Job], Any], touch: Touch, state_at: StateAt | None = None) -> None:
     """Do the job that the command line holds as JSON; the last line printed is the result as JSON."""
     job = Job(**json.loads(sys.argv[1]))
-    result = TASKS[job.task](job, open_loader, touch)
+    tasks = TASKS if state_at is None else TASKS | {"forward": partial(forward, state_at=state_at)}
+    result = tasks[job.task](job, open_loader, touch)
     print(json.dumps(result), flush=True)

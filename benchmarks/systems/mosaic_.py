@@ -29,6 +29,8 @@ _SHARD_BYTES = 32 << 20
 
 
 def _streaming() -> Any:
+    if "streaming.base" in sys.modules:
+        return sys.modules["streaming.base"]
     found = importlib.util.find_spec("streaming")
     assert found is not None
     assert found.submodule_search_locations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from benchmarks.systems.measure import Job, main
+from benchmarks.systems.measure import Job, StateAt, main
 
 NAMES = (
     *("Cooker", "DefaultTaskEncoder", "InterleavedSample", "SampleDecoder", "WorkerConfig"),
@@ -107,8 +107,8 @@ def open_loader(package: ModuleType, job: Job) -> Any:
     return package.get_loader(dataset) if job.task == "throughput" else package.get_savable_loader(dataset)
 
 
-def run(package: ModuleType) -> None:
+def run(package: ModuleType, state_at: StateAt | None = None) -> None:
     """Do the job of the command line with a package that has the interface of megatron-energon."""
     for name in NAMES:  # a package may import on first use; imports are not what is measured
         getattr(package, name)
-    main(lambda job: open_loader(package, job), touch)
+    main(lambda job: open_loader(package, job), touch, state_at)

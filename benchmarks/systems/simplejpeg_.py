@@ -21,12 +21,12 @@ IMAGES = 1000
 BATCHES_AHEAD = 8
 
 
-def load(job: Job) -> list[bytes]:
+def load(folder: Path, part: str) -> list[bytes]:
     found: list[bytes] = []
-    for path in sorted(Path(job.path).glob("*.tar")):
+    for path in sorted(folder.glob("*.tar")):
         with tarfile.open(path) as tar:
             for member in tar:
-                if member.name.endswith(f".{job.part}") and (file := tar.extractfile(member)):
+                if member.name.endswith(f".{part}") and (file := tar.extractfile(member)):
                     found.append(file.read())
         if len(found) >= IMAGES:
             break
@@ -40,7 +40,7 @@ def decode(images: list[bytes]) -> list[str]:
 
 
 def open_loader(job: Job) -> Iterator[list[str]]:
-    images = cycle(load(job))
+    images = cycle(load(Path(job.path), job.part))
     with ThreadPoolExecutor(os.cpu_count() or 1) as threads:
         waiting = [threads.submit(decode, list(islice(images, job.batch_size))) for _ in range(BATCHES_AHEAD)]
         while True:

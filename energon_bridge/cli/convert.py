@@ -73,6 +73,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 @click.option("--on-error", type=click.Choice(["stop", "skip"]), default="stop", help="What samples that fail do.")
 @click.option("--preferred", is_flag=True, help="Of lists of preferences (DPO, KTO), take the preferred answers only.")
 @click.option("--media-metadata/--no-media-metadata", default=True, help="Write down sizes and lengths of media.")
+@click.option("--checksums", is_flag=True, help="Keep checksums of all samples and parts, which readers compare.")
 @click.option("--dry-run", is_flag=True, help="Show the first samples, and write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace what is in OUT.")
 @click.option("--ask/--no-ask", default=None, help="Ask about the proposals. [default: on a terminal]")
@@ -99,6 +100,7 @@ def command(
     on_error: str,
     preferred: bool,
     media_metadata: bool,
+    checksums: bool,
     dry_run: bool,
     overwrite: bool,
     ask: bool | None,
@@ -160,6 +162,7 @@ def command(
         samples_per_shard=samples_per_shard,
         bytes_per_shard=limit,
         media=media_metadata,
+        checksums=checksums,
         skip_errors=on_error == "skip",
         max_pixels=max_pixels,
         quality=quality,

@@ -281,17 +281,16 @@ class ChecksumScan:
             self._parts.append(self._part)
             self._part = 0
 
-    def finish(self, scan: ShardScan, store: Store, shard: str) -> ShardChecksums:
-        """Return the checksums of a tar whose scan is complete; what hard links lead to is read again."""
+    def finish(self, scan: ShardScan, size: int, read: Callable[[int, int], bytes]) -> ShardChecksums:
+        """Return the checksums of a tar of `size` bytes, all taken; what hard links lead to is read again."""
         samples = [*self._samples, self._sample]
         for number in scan.linked:
-            place = shard, scan.part_offsets[number], scan.part_sizes[number]
-            self._parts[number] = zlib.crc32(store.read_range(*place))
+            self._parts[number] = zlib.crc32(read(scan.part_offsets[number], scan.part_sizes[number]))
         names = tuple(dict.fromkeys(scan.part_names))
         codes = {name: code for code, name in enumerate(names)}
         firsts = np.searchsorted(np.asarray(scan.part_samples), np.arange(len(scan.keys) + 1))
         return ShardChecksums(
-            size=store.size(shard),
+            size=size,
             samples=np.array(samples, _U32),
             keys=np.array([zlib.crc32(key.encode("utf-8", "surrogateescape")) for key in scan.keys], _U32),
             firsts=firsts.astype(_U32),

@@ -46,8 +46,8 @@ logger = logging.getLogger(__name__)
 __all__ = ["STATE_FILE", "Described", "EnergonTrainer", "model_inputs"]
 
 STATE_FILE = "energon_bridge_data.json"
-_FEATURES = ("image_hidden_states", "video_hidden_states")
-"""Outputs of models of transformers that have an entry for each image or video."""
+_NO_PREDICTIONS = ("past_key_values", "cache", "image_hidden_states", "video_hidden_states")
+"""Outputs of transformers without a row a sample: keys and values (`cache` from 5.24 on), images, videos."""
 
 
 class EnergonTrainer(Trainer):
@@ -249,13 +249,12 @@ class EnergonTrainer(Trainer):
     ) -> tuple[Tensor | None, Any, Any]:
         """Predict as transformers does; the loss of a batch without any label is 0.
 
-        By default, the features of images and videos are no predictions: they have no rows, and batches of texts alone
-        lack them.
+        By default, keys and values are no predictions, nor are the features of images and videos: they have no rows,
+        and batches of texts alone lack them.
         """
         if ignore_keys is None:
             config = getattr(unwrapped(self.model), "config", None)
-            ignored = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
-            ignore_keys = [*ignored, *_FEATURES]
+            ignore_keys = [*getattr(config, "keys_to_ignore_at_inference", ()), *_NO_PREDICTIONS]
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         if loss is not None and "labels" in inputs:
             count = _num_labels(inputs["labels"])

@@ -39,7 +39,7 @@ from energon_bridge.errors import (
 from energon_bridge.loader.document import State, read_lanes
 from energon_bridge.loader.summary import read_states
 from energon_bridge.replica.groups import data_parallel_group, parallel_place
-from energon_bridge.samples.devices import cuda_in_use, normalise_on_device
+from energon_bridge.samples.devices import normalise_on_device
 from energon_bridge.task_encoder.hooks import Hook, is_overridden
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -428,7 +428,8 @@ def _with_pixels(batch: Any) -> Any:
     """Convert pixels that were transferred as bytes to floats, on this rank's GPU if it has one."""
     if (batch.get("pixel_norm") if isinstance(batch, dict) else getattr(batch, "pixel_norm", None)) is None:
         return batch
-    return normalise_on_device(batch, torch.device("cuda", torch.cuda.current_device()) if cuda_in_use() else None)
+    in_use = torch.cuda.is_available() and torch.cuda.is_initialized()  # without initialising CUDA
+    return normalise_on_device(batch, torch.device("cuda", torch.cuda.current_device()) if in_use else None)
 
 
 def _megatron_arguments() -> Any:

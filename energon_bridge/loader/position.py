@@ -27,8 +27,7 @@ from energon_bridge.loader.bans import (
     with_found,
 )
 from energon_bridge.loader.fits import check_fits, check_lanes, merge
-from energon_bridge.loader.run_plan import RunPlan
-from energon_bridge.loader.streams import open_pipeline
+from energon_bridge.loader.run_plan import RunPlan, open_pipeline
 from energon_bridge.mix import parse_weight
 from energon_bridge.plan.blend import BucketBlend
 from energon_bridge.plan.changes import Ban, GivenWeights, new_keys, with_ban
@@ -447,7 +446,12 @@ class Mode:
     This one is that of an endless run: each rank goes round its own lanes, with masked microbatches if the ranks do not
     divide the lanes. Others override what differs; other rooms bring further ones (`loader.shares`). Where the rank is
     stands in its position, `at`; a copy of both goes to each worker.
+
+    Attributes:
+        by_lane: Whether units are lanes, each of one worker; a worker without a lane then has none, ever.
     """
+
+    by_lane = True
 
     def units(self, at: Position, began: int) -> Iterator[tuple[int, int]]:
         """Give the units of the rank from here on, each with its worker; a pass was divided at microbatch `began`."""
@@ -528,6 +532,8 @@ class Mode:
 
 class PassMode(Mode):
     """A pass over the data: validation, which begins again each time, or training that ends."""
+
+    by_lane = False
 
     def needed_lanes(self, ownership: Ownership, rank: int) -> range:
         return range(0)

@@ -58,6 +58,7 @@ class Sharing(Mode):
         settings: Its settings in states; empty without windows, since global batches then stay the same.
     """
 
+    by_lane = False
     group: int
     window: int
     tables: tuple[SampleTable, ...] = field(repr=False)

@@ -104,7 +104,8 @@ class Work:
             careful=self.careful,
         )
         due = itertools.islice(position.mode.units(position, began), held_back, None)
-        units = (unit for unit, worker in due if worker == self.number)
+        idle = position.mode.by_lane and self.number >= len(position.own_lanes)  # else it would look for ever
+        units = iter(()) if idle else (unit for unit, worker in due if worker == self.number)
         stream = position.stream(self.watchdog, facts)
         if arena is not None:
             stream.pipeline.write_into(arena)

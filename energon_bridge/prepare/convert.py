@@ -28,7 +28,7 @@ import numpy as np
 
 from energon_bridge.errors import ConfigurationError, SampleError, SkipSample, SourceError
 from energon_bridge.format.media import HAS_HEIF, HEAD_BYTES, MediaFilter, extension_by_head, open_heic
-from energon_bridge.format.nvmeta import INFO_JSON, META_FOLDER, meta_path, read_info
+from energon_bridge.format.nvmeta import INFO_JSON, META_FOLDER, has_checksums, meta_path, read_info
 from energon_bridge.format.parallel import Task, Workers, map_shards
 from energon_bridge.format.tar_index import index_name
 from energon_bridge.prepare.run import ShardRecord
@@ -61,7 +61,8 @@ class ConvertOptions:
     """How a source is converted.
 
     `split` is for sources without splits of their own; sizes of shards as in `ShardWriter`. Images of more than
-    `max_pixels` are scaled down; `quality` (1 to 100) encodes all JPEGs and WebPs again.
+    `max_pixels` are scaled down; `quality` (1 to 100) encodes all JPEGs and WebPs again. With `checksums`, those of all
+    samples and parts are kept.
     """
 
     layout: Layout
@@ -70,6 +71,7 @@ class ConvertOptions:
     samples_per_shard: int | None = None
     bytes_per_shard: int | None = None
     media: bool = True
+    checksums: bool = False
     skip_errors: bool = False
     max_pixels: int | None = None
     quality: int | None = None
@@ -360,7 +362,8 @@ def _make_shard(root: Path, options: ConvertOptions, find_only: bool, job: _Job)
         return True, there.skipped
     if find_only:
         return None
-    shard = ShardFile(parts / job.shard, media=options.media)
+    checksums = options.checksums or has_checksums(open_store(root))  # of a source that grew, the new ones too
+    shard = ShardFile(parts / job.shard, media=options.media, checksums=checksums)
     try:
         for sample in job.samples:
             try:
@@ -388,7 +391,8 @@ def _make_shard(root: Path, options: ConvertOptions, find_only: bool, job: _Job)
 def _key(options: ConvertOptions) -> bytes:
     """Return the options that a shard depends on, apart from its samples."""
     images = (options.max_pixels, options.quality) if options.reencodes else ()
-    return repr((_FORMAT, _plain_layout(options.layout), options.media, *images)).encode()
+    kept = ("checksums",) * options.checksums
+    return repr((_FORMAT, _plain_layout(options.layout), options.media, *images, *kept)).encode()
 
 
 def _plain_layout(layout: Layout) -> list[Any]:
@@ -486,6 +490,7 @@ def _told(source: Source, options: ConvertOptions) -> bytes:
             for name in ("shuffle", "samples_per_shard", "bytes_per_shard", "media", "skip_errors")
         },
         **({"max_pixels": options.max_pixels, "quality": options.quality} if options.reencodes else {}),
+        **({"checksums": True} if options.checksums else {}),
     }
     return json.dumps(plain, indent=2).encode()
 

@@ -186,13 +186,11 @@ def prepare_dataset(
         if not listed:
             _logger.info("%s: the split part %r gets none of the %d shards.", store.root, part, len(shards))
     checksums = checksums or has_checksums(store)
-    identity = str(uuid.uuid4())
     with Staging(store) as staging:
         counts, part_names, indexed = _index(
             store,
             shards,
             staging,
-            identity,
             num_workers=num_workers,
             key_index=key_index,
             media=media,
@@ -204,7 +202,7 @@ def prepare_dataset(
         staging.add(meta_path(DEFAULT_SPLIT_CONFIG), render_splits(split_parts, exclude=_old_excludes(store)))
         if dataset_yaml is not None:
             staging.add(meta_path(dataset_yaml_name), dataset_yaml)
-        _commit(store, staging, counts, identity, key_index=key_index, checksums=checksums)
+        _commit(store, staging, counts, key_index=key_index, checksums=checksums)
     _forget_scans(store)
     return Prepared(shard_counts=counts, split_parts=split_parts, part_names=part_names, media=indexed)
 
@@ -249,19 +247,17 @@ def rebuild_index(
     store.check_root()
     info = read_info(store)
     shards, checksums = list(info.shard_counts), info.has_checksums
-    identity = str(uuid.uuid4())
     with Staging(store) as staging:
         counts, part_names, _ = _index(
             store,
             shards,
             staging,
-            identity,
             num_workers=num_workers,
             key_index=key_index,
             checksums=checksums,
             progress=progress,
         )
-        _commit(store, staging, counts, identity, key_index=key_index, checksums=checksums)
+        _commit(store, staging, counts, key_index=key_index, checksums=checksums)
     return Prepared(shard_counts=counts, split_parts={}, part_names=part_names)
 
 
@@ -269,7 +265,6 @@ def _index(
     store: Store,
     shards: Sequence[str],
     staging: Staging,
-    identity: str,
     *,
     num_workers: Workers,
     key_index: bool,
@@ -357,7 +352,7 @@ def _scan(store: Store, keep: bool, find_only: bool, checksums: bool, shard: str
     scan.check()
     record = ShardRecord(scan=scan, made_of=version)
     if found is not None:
-        record.checksums = found.finish(scan, store, shard).encode()
+        record.checksums = found.finish(scan, store.size(shard), partial(store.read_range, shard)).encode()
     if keep:
         store.write(name, record.encode())
     return record
@@ -420,10 +415,8 @@ def _forget_scans(store: Store) -> None:
             store.delete(name)
 
 
-def _commit(
-    store: Store, staging: Staging, counts: dict[str, int], identity: str, *, key_index: bool, checksums: bool
-) -> None:
-    staging.add(meta_path(INDEX_UUID), identity.encode())
+def _commit(store: Store, staging: Staging, counts: dict[str, int], *, key_index: bool, checksums: bool) -> None:
+    staging.add(meta_path(INDEX_UUID), str(uuid.uuid4()).encode())
     if store.exists(meta_path(INFO_YAML)):  # older readers use it, so keep it up to date
         staging.add(meta_path(INFO_YAML), dump_yaml({"energon_version": FORMAT_VERSION, "shard_counts": counts}))
     staging.add(meta_path(INFO_JSON), render_info(counts, checksums=checksums))

@@ -58,6 +58,7 @@ class ShardWriter:
             their own. The dataset is readable after `finish_shards(path)`. Without a name, the end of the block does
             that.
         media: Store the sizes and durations of images, videos and sound.
+        checksums: Keep checksums of all samples and parts, which readers compare.
 
     Raises:
         ConfigurationError: The settings contradict each other, or the folder contains something else.
@@ -74,6 +75,7 @@ class ShardWriter:
         split_part: str = "train",
         writer: str | None = None,
         media: bool = True,
+        checksums: bool = False,
     ) -> None:
         self._type = _writable(sample_type)
         if samples_per_shard is None and bytes_per_shard is None:
@@ -88,7 +90,7 @@ class ShardWriter:
         self._samples_per_shard = samples_per_shard
         self._bytes_per_shard = bytes_per_shard
         self._writer = writer
-        self._media = media
+        self._kept = {"media": media, "checksums": checksums}
         self._parts = PartsFolder(Path(path), lock="alone" if writer is None else None)
         self._folder = self._parts.path / split_part
         self._prefix = f"{writer}-" if writer is not None else ""
@@ -185,7 +187,7 @@ class ShardWriter:
             self._close_shard()
             shard = None
         if shard is None:
-            shard = ShardFile(self._folder / f"{self._prefix}{self._num_shards:05d}.tar", media=self._media)
+            shard = ShardFile(self._folder / f"{self._prefix}{self._num_shards:05d}.tar", **self._kept)
             self._shard = shard
             self._num_shards += 1
         shard.add(key, parts)

@@ -23,12 +23,13 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Literal
 
 from energon_bridge.errors import ConfigurationError, DecodeError, SourceError, StorageError
-from energon_bridge.format.checksums import checksums_path
+from energon_bridge.format.checksums import ChecksumScan, checksums_path
 from energon_bridge.format.key_index import KeyIndexWriter
 from energon_bridge.format.media import HEAD_BYTES, MediaFilter, metadata_row
 from energon_bridge.format.nvmeta import (
@@ -88,11 +89,12 @@ def _header(name: str, size: int) -> bytes:
 class ShardFile:
     """One tar being written, and its record; `path` appears on `close`."""
 
-    def __init__(self, path: Path, *, media: bool) -> None:
+    def __init__(self, path: Path, *, media: bool, checksums: bool = False) -> None:
         self.path = path
         self.record = ShardRecord()
         self.num_bytes = 0
         self._media = media
+        self._checksums = ChecksumScan() if checksums else None
         self._partial = partial_path(path)
         with _writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,13 +125,19 @@ class ShardFile:
             scan.part_names.append(part)
             scan.part_offsets.append(self.num_bytes + len(header))
             scan.part_sizes.append(len(data))
-            self._write(header, data, bytes(-len(data) % _BLOCK))
+            pieces = header, data, bytes(-len(data) % _BLOCK)
+            for start, piece in zip(accumulate(map(len, pieces), initial=self.num_bytes), pieces, strict=False):
+                if self._checksums is not None:
+                    self._checksums.take(scan, start, piece)
+            self._write(*pieces)
             if self._media and _MEDIA.may_pass(name):
                 self._look_into(name, data)
 
     def close(self, *, made_of: str = "") -> ShardRecord:
         """Finish the tar, rename it and write its record. A shard without samples leaves only a record."""
-        record = self.record
+        record, size = self.record, self.num_bytes + END_BYTES
+        if self._checksums is not None and self.num_samples:
+            record.checksums = self._checksums.finish(record.scan, size, _unlinked).encode()
         record.scan.offsets.append(self.num_bytes)
         record.made_of = made_of
         self._write(bytes(END_BYTES))
@@ -162,6 +170,10 @@ class ShardFile:
                 self.record.media.append((name, *metadata_row(load("decoder", "metadata")(kind, data))))
         except (DecodeError, ConfigurationError) as error:  # the second: PyAV is not installed
             _logger.info("%s: no media metadata: %s", name, error)
+
+
+def _unlinked(start: int, size: int) -> bytes:
+    raise AssertionError("nothing that is written here is a hard link")
 
 
 def partial_path(path: Path) -> Path:
@@ -287,6 +299,9 @@ def publish(
                 identity.update(f"{shard}\0{record.scan.keys}\0{record.scan.part_names}".encode())
                 identity.update(index + record.scan.part_sizes.tobytes())
                 staging.add(index_name(shard), index)
+                if record.checksums:
+                    checksums = True
+                    staging.add(checksums_path(shard), record.checksums)
                 for name, accesses in record.fields.items():
                     fields.setdefault(name, {}).update(dict.fromkeys(accesses))
             writer.finish()

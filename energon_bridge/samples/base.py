@@ -226,7 +226,7 @@ class _Record:
 
     def to(self, device: Any, *, non_blocking: bool = False) -> Self:
         """Return a copy with all tensors on a device (or of a dtype); keys, sources and texts are not copied."""
-        from energon_bridge.samples.devices import to_device
+        from energon_bridge.samples.stacking import to_device
 
         moved: Self = to_device(self, device, non_blocking=non_blocking)
         return moved

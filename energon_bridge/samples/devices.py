@@ -1,4 +1,4 @@
-"""Moves batches to another device, and normalises pixels there.
+"""Normalises the pixels of a batch on the device of the model.
 
 Pixels may cross as bytes, a quarter of the size of floats. Such a batch has a `pixel_norm`, the mean and deviation of
 each channel in steps of a byte; `normalise_on_device` turns the bytes into floats on the model's device. The layout
@@ -14,27 +14,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-
-
-def to_device(value: Any, device: Any, *, non_blocking: bool = True) -> Any:
-    """Return a batch, or a value in it, with all tensors on a device; keys, sources and texts are not copied."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=non_blocking)
-    if is_dataclass(value) and not isinstance(value, type):
-        names = (f.name for f in fields(value) if f.init)
-        return replace(
-            value, **{name: to_device(getattr(value, name), device, non_blocking=non_blocking) for name in names}
-        )
-    if isinstance(value, dict):
-        return {name: to_device(entry, device, non_blocking=non_blocking) for name, entry in value.items()}
-    if isinstance(value, list) and any(isinstance(entry, Tensor) for entry in value):
-        return [to_device(entry, device, non_blocking=non_blocking) for entry in value]
-    return value
-
-
-def cuda_in_use() -> bool:
-    """Return whether this process has initialised CUDA, without initialising it."""
-    return bool(torch.cuda.is_available() and torch.cuda.is_initialized())
 
 
 def normalise_on_device(batch: Any, device: Any = None, *, dtype: torch.dtype = torch.float32) -> Any:

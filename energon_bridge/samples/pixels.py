@@ -58,7 +58,7 @@ try:
 except ImportError:
     _compiled: Any = None
 else:
-    _compiled = _pixels
+    _compiled = _pixels if hasattr(_pixels, "use") else None  # else, built of an older source, which takes other things
 COMPILED = _compiled is not None
 """Whether the compiled part is there."""
 

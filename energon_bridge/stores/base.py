@@ -283,20 +283,27 @@ class PartIndex:
             raise self._damaged(f"its shard, byte and size of {key!r} are {str(rows[0])[:200]}")
         return PartLocation._make((*rows[0], not by_part))
 
-    def media(self, key: str) -> MediaMetadata | None:
-        """Return the metadata of a media file, None if there is none.
+    def media(self, key: str) -> MediaMetadata:
+        """Return the metadata of a media file.
 
-        Raises MediaMetadataError if the dataset or folder has no media metadata at all, or some that cannot be read.
+        Raises MediaMetadataError if the dataset or folder has no media metadata at all, or some that cannot be read,
+        and FileNotInStoreError if it has none of this file.
         """
-        remedy = f"Run `energon prepare-media {self._store.root}` with one of its filters."
+        root = self._store.root
+        remedy = f"Run `energon prepare-media {root}` with one of its filters."
         try:
             has_media = self._has("media_metadata")
         except KeyIndexError as error:
-            raise MediaMetadataError(f"{self._store.root}: no media metadata: {error} {remedy}") from error
+            raise MediaMetadataError(f"{root}: no media metadata: {error} {remedy}") from error
         if not has_media:
-            raise MediaMetadataError(f"{self._store.root}: no media metadata. {remedy}")
+            raise MediaMetadataError(f"{root}: no media metadata. {remedy}")
         rows = self._ask(_MEDIA, (key,))
-        return read_metadata(*rows[0], where=f"{self._store.root}: media metadata of {key!r}") if rows else None
+        if not rows:
+            raise FileNotInStoreError(
+                f"{root}: no media metadata of {key!r}. Run `energon prepare-media {root}` with a filter that the file "
+                "passes"
+            )
+        return read_metadata(*rows[0], where=f"{root}: media metadata of {key!r}")
 
     def _has(self, table: str) -> bool:
         with self._current_lock():
@@ -431,7 +438,7 @@ class SystemFileStore(FileStore):
 
     def get_media_metadata(self, key: str) -> MediaMetadata:
         """Return the metadata of a file from the folder's media index."""
-        return known_media(self._index.media(key), self._store.root, key)
+        return self._index.media(key)
 
 
 class JsonlFileStore(FileStore):
@@ -533,7 +540,7 @@ class WebdatasetFileStore(FileStore):
 
     def get_media_metadata(self, key: str) -> MediaMetadata:
         """Return the metadata of the part `<sample key>.<part>` from the dataset's index."""
-        return known_media(self._index.media(key), self._store.root, key)
+        return self._index.media(key)
 
 
 def follow_links(path: str | os.PathLike[str]) -> Follow:
@@ -553,13 +560,3 @@ def follow_links(path: str | os.PathLike[str]) -> Follow:
         )
 
     return follow
-
-
-def known_media(metadata: MediaMetadata | None, path: str, key: str) -> MediaMetadata:
-    """Return metadata that was looked up; raises FileNotInStoreError if it is None."""
-    if metadata is None:
-        raise FileNotInStoreError(
-            f"{path}: no media metadata of {key!r}. Run `energon prepare-media {path}` with a filter that the "
-            "file passes"
-        )
-    return metadata

@@ -10,7 +10,6 @@ from .base import (
     stateless as stateless,
 )
 from .collate import (
-    LengthGrouper as LengthGrouper,
     batch_list as batch_list,
     batch_pad_stack as batch_pad_stack,
     batch_samples as batch_samples,
@@ -36,6 +35,7 @@ from .costs import (
     BatchCost as BatchCost,
     ColumnCost as ColumnCost,
     attention_pairs as attention_pairs,
+    cost_limit as cost_limit,
     num_tokens as num_tokens,
     vision_patches as vision_patches,
 )
@@ -44,6 +44,9 @@ from .decoder import (
 )
 from .deferred import (
     DeferredImage as DeferredImage,
+)
+from .grouping import (
+    LengthGrouper as LengthGrouper,
 )
 from .inputs import (
     check_packing as check_packing,
@@ -69,5 +72,4 @@ from .packed_sequences import (
 from .packing import (
     OverLong as OverLong,
     Packer as Packer,
-    cost_limit as cost_limit,
 )

@@ -221,6 +221,35 @@ class ColumnCost:
         return self.weights(batch)
 
 
+def cost_limit(lengths: npt.ArrayLike, costs: npt.ArrayLike, max_tokens: int, *, slack: float = 1.02) -> int:
+    """Return a limit for the cost of packs with which they are nearly as costly as each other.
+
+    That is the mean cost of a full pack times `slack`, or the largest cost of a sample, if that is more. Less slack
+    makes packs more even and less full.
+
+    Args:
+        lengths: Tokens of some samples, as the packer counts them.
+        costs: What each costs, in the unit of the packer's sizes, whole numbers: `round(cost.of_sizes(…))`.
+        max_tokens: The limit of tokens.
+        slack: At least 0.5.
+
+    Raises:
+        ConfigurationError: There are no samples, not as many costs, or numbers that make no limit.
+    """
+    tokens, values = np.asarray(lengths, np.float64), np.asarray(costs, np.float64)
+    if tokens.ndim != 1 or tokens.shape != values.shape or not tokens.sum() > 0:
+        raise ConfigurationError(
+            f"cost_limit needs the lengths and costs of some samples, got arrays of shape {tokens.shape} and "
+            f"{values.shape}"
+        )
+    if not (np.isfinite(values).all() and values.min() >= 0 and slack >= 0.5 and max_tokens > 0):
+        raise ConfigurationError(
+            f"cost_limit needs costs of 0 or more, max_tokens above 0 and slack of at least 0.5, got {max_tokens=}, "
+            f"{slack=} and costs from {values.min()} to {values.max()}"
+        )
+    return max(1, math.ceil(max(values.max(), slack * max_tokens * values.sum() / tokens.sum())))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FittedCost:
     """What `fit_cost` found.

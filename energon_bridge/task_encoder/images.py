@@ -47,6 +47,7 @@ from energon_bridge.format.media import (
     open_heic,
     plain_jpeg,
 )
+from energon_bridge.registry import load
 from energon_bridge.samples import streaming
 from energon_bridge.samples.stacking import UNALIGNED, Slab
 
@@ -168,7 +169,7 @@ def decode_image(data: bytes | bytearray | memoryview, form: ImageForm, *, part:
     """Decode one image into a form. Raises DecodeError, naming `part` and the codec's message."""
     try:
         if form.backend == "torchcodec":
-            made = _torchcodec_pixels(data, form)
+            made = _torchcodec().pixels_of(data, form)
             return Image.fromarray(made) if form.container == "pil" else _in_form(made, form)
         if form.container == "pil":
             return _pillow_image(data, form, part)
@@ -195,7 +196,7 @@ def image_size(data: bytes | bytearray | memoryview, form: ImageForm, *, part: s
         return header.width, header.height
     try:
         if form.backend == "torchcodec":
-            _torchcodec_kind(data)
+            _torchcodec().kind_of(data)
         with io.BytesIO(data) as stream, _opened(stream, data, form, part) as image:
             turned = form.backend == "torchcodec" and image.getexif().get(_ORIENTATION, 1) in _ON_ITS_SIDE
             return image.size[::-1] if turned else image.size
@@ -369,7 +370,7 @@ def _opened(
     if HAS_HEIF and is_heic(data):
         open_heic()
     image = Image.open(stream, formats=_formats_for(data, part))
-    _check_size(image.size, form)
+    check_size(image.size, form)
     return image
 
 
@@ -379,7 +380,7 @@ def _formats_for(data: bytes | bytearray | memoryview, part: str) -> list[str]:
     return [*_PILLOW_FORMATS, *dict.fromkeys(named)]
 
 
-def _check_size(size: tuple[int, int], form: ImageForm) -> None:
+def check_size(size: tuple[int, int], form: ImageForm) -> None:
     if size[0] * size[1] > form.max_pixels:
         raise ValueError(
             f"it has {size[0]} x {size[1]} pixels, more than the limit of {form.max_pixels:,}; raise it with "
@@ -387,51 +388,11 @@ def _check_size(size: tuple[int, int], form: ImageForm) -> None:
         )
 
 
-@cache
-def _torchcodec() -> Callable[..., torch.Tensor]:
-    """Return torchcodec's function for images. Raises ConfigurationError if it is not installed or does not load."""
-    try:
-        from torchcodec.decoders import decode_image as decode
-    except (ImportError, OSError, RuntimeError) as error:
-        raise ConfigurationError(
-            "image_backend='torchcodec' needs torchcodec 0.17 or later: pip install 'energon-bridge[torchcodec]'. Its "
-            "wheels on PyPI need the CUDA build of torch; for a CPU build take the one of "
-            f"https://download.pytorch.org/whl/cpu that fits torch ({type(error).__name__}: {error})"
-        ) from error
-    function: Callable[..., torch.Tensor] = decode
-    return function
-
-
-_TORCHCODEC_MODES = {"L": "GRAY", "RGB": "RGB", "RGBA": "RGB_ALPHA"}
-_TORCHCODEC_FORMATS = ("jpg", "png", "webp", "gif", "avif", "heic")
-
-
-def _torchcodec_kind(data: bytes | bytearray | memoryview) -> str:
-    kind = "heic" if is_heic(data) else guess_image_extension(data)
-    if kind not in _TORCHCODEC_FORMATS:
-        raise ValueError(
-            f"torchcodec decodes JPEG, PNG, WebP, GIF, AVIF and HEIC, but this is {kind or 'none of them'}: leave out "
-            "image_backend='torchcodec' for such data"
-        )
-    return kind
-
-
-def _torchcodec_pixels(data: bytes | bytearray | memoryview, form: ImageForm) -> np.ndarray:
-    kind = _torchcodec_kind(data)
-    if kind != "heic" or HAS_HEIF:  # a few bytes can ask for any amount of memory
-        if kind == "heic":
-            open_heic()
-        with Image.open(io.BytesIO(data)) as image:
-            _check_size(image.size, form)
-    flattens = form.alpha != "drop" and form.mode != "RGBA" and kind != "jpg"
-    decoded = _torchcodec()(bytes(data), mode=_TORCHCODEC_MODES["RGBA" if flattens else form.mode])
-    if decoded.ndim == 4:  # an animation: take the first frame
-        decoded = decoded[0]
-    pixels: np.ndarray = decoded.permute(1, 2, 0).numpy()
-    _check_size((pixels.shape[1], pixels.shape[0]), form)
-    if flattens:
-        return np.array(on_white(Image.fromarray(pixels)).convert(form.mode))
-    return pixels[..., 0] if form.mode == "L" else pixels
+def _torchcodec() -> Any:
+    """Return the module that decodes by torchcodec; raises ConfigurationError if that is not installed."""
+    module = load("decoder", "torchcodec")
+    module.library()
+    return module
 
 
 @cache

@@ -4,7 +4,7 @@
 
 `packer.select` is the hook `select_samples_to_pack`: it returns groups of the buffer to deliver; every sample in no
 group stays in the buffer, before the samples that come next. `packer.admit` drops, cuts or refuses what no pack can
-hold. A limit on `cost` (`cost_limit`) makes packs cost the same: attention grows with the squares of lengths.
+hold. A limit on `cost` (`costs.cost_limit`) makes packs cost the same: attention grows with the squares of lengths.
 
 Three rules decide which packs leave; all of them depend on the sizes in the buffer and their order alone, so that a
 resumed run repeats them:
@@ -31,7 +31,6 @@ from math import ceil
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from energon_bridge.errors import ConfigurationError, OverLongSampleError, SkipSample, UnfitSampleError
 from energon_bridge.rng import IntArray
@@ -432,35 +431,6 @@ class Packer(Generic[T]):
 def _full_enough(min_fill: float, limit: int) -> int:
     """Return the least size under the binding limit of a pack that is full enough (rule 1)."""
     return ceil(Fraction(min_fill) * limit)
-
-
-def cost_limit(lengths: npt.ArrayLike, costs: npt.ArrayLike, max_tokens: int, *, slack: float = 1.02) -> int:
-    """Return a limit for the cost of packs with which they are nearly as costly as each other.
-
-    That is the mean cost of a full pack times `slack`, or the largest cost of a sample, if that is more. Less slack
-    makes packs more even and less full.
-
-    Args:
-        lengths: Tokens of some samples, as the packer counts them.
-        costs: What each costs, in the unit of the packer's sizes, whole numbers: `round(cost.of_sizes(…))`.
-        max_tokens: The limit of tokens.
-        slack: At least 0.5.
-
-    Raises:
-        ConfigurationError: There are no samples, not as many costs, or numbers that make no limit.
-    """
-    tokens, values = np.asarray(lengths, np.float64), np.asarray(costs, np.float64)
-    if tokens.ndim != 1 or tokens.shape != values.shape or not tokens.sum() > 0:
-        raise ConfigurationError(
-            f"cost_limit needs the lengths and costs of some samples, got arrays of shape {tokens.shape} and "
-            f"{values.shape}"
-        )
-    if not (np.isfinite(values).all() and values.min() >= 0 and slack >= 0.5 and max_tokens > 0):
-        raise ConfigurationError(
-            f"cost_limit needs costs of 0 or more, max_tokens above 0 and slack of at least 0.5, got {max_tokens=}, "
-            f"{slack=} and costs from {values.min()} to {values.max()}"
-        )
-    return max(1, ceil(max(values.max(), slack * max_tokens * values.sum() / tokens.sum())))
 
 
 def _whole(size: Any, sample: Any) -> int:

@@ -25,6 +25,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
 from energon_bridge.dataloader import EnergonDataloader
+from energon_bridge.replica.warmup import CostWarmup
 from energon_bridge.task_encoder.costs import record_time
 from energon_bridge.training.config import CheckpointConfig
 from energon_bridge.training.module import VisionLanguageModule
@@ -167,6 +168,41 @@ class MicrobatchTimer(Callback):
         if self._seen > _WARM_UP and not last:
             self._left -= 1
             record_time(self.path, [batch], clock() - self._started)
+
+
+class CostWarmupCallback(Callback):
+    """Time microbatches for a `CostWarmup`, whose state is then part of the checkpoints.
+
+    With gradient accumulation, the last microbatch of a step is left out: it waits for the gradients of other ranks.
+
+    Args:
+        cost: By which the ranks are balanced.
+    """
+
+    def __init__(self, cost: CostWarmup) -> None:
+        self.cost = cost
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Start the clock."""
+        self._step, self._started = trainer.global_step, 0.0 if self.cost.finished else clock()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Record the time, and after the last microbatch of a step count that."""
+        last = trainer.global_step != self._step
+        if not self.cost.finished and not (last and trainer.accumulate_grad_batches > 1):
+            self.cost.record(batch, clock() - self._started)
+        if last:
+            self.cost.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the cost, gathered over the ranks."""
+        return self.cost.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state of the cost."""
+        self.cost.load_state_dict(state_dict)
 
 
 def clock() -> float:

@@ -138,6 +138,8 @@ class DataConfig:
         balance_column_tokens: Column of the dataset with the tokens of a sample, or an expression of columns. Every
             rank then plans the global batch by itself and loads only what it runs (`ColumnCost`); null: ranks exchange.
         balance_column_patches: The same for image patches; null: none.
+        balance_warmup: Optimizer steps, after the first five, whose microbatches are timed on all ranks; from then on
+            their costs are fitted to these times (`CostWarmup`). 0: costs stay as they are. Needs trainer=lightning.
         balance_window: Global batches whose microbatches are cut again into batches of microbatches with similar costs;
             1: global batches stay as they are.
         packing_buffer_size: Samples per lane from which packs are chosen; null: no packing. Applies to training and
@@ -175,6 +177,7 @@ class DataConfig:
     balance_patches: float | None = None
     balance_column_tokens: str | None = None
     balance_column_patches: str | None = None
+    balance_warmup: int = 0
     balance_window: int = 1
     packing_buffer_size: int | None = None
     max_tokens_per_microbatch: int | None = None
@@ -444,10 +447,22 @@ class RunConfig:
                 )
         if data.balance_window < 1:
             raise ConfigurationError(f"data.balance_window must be at least 1, got {data.balance_window}")
-        if data.balance == "none" and data.balance_column_tokens is not None:
-            raise ConfigurationError(
-                "data.balance_column_tokens is set, but nothing is balanced: set data.balance=global_batch"
-            )
+        for name in ("balance_column_tokens", "balance_warmup"):
+            if data.balance == "none" and getattr(data, name):
+                raise ConfigurationError(f"data.{name} is set, but nothing is balanced: set data.balance=global_batch")
+        if data.balance_warmup < 0:
+            raise ConfigurationError(f"data.balance_warmup must be at least 0, got {data.balance_warmup}")
+        unfit = {
+            "trainer=megatron, whose schedule runs the microbatches of a step together": self.trainer == "megatron",
+            "data.balance_column_tokens, by which ranks plan before anything is timed": data.balance_column_tokens,
+            "data.balance_window, by whose costs global batches are cut": data.balance_window > 1,
+        }
+        for what, given in unfit.items():
+            if data.balance_warmup and given:
+                raise ConfigurationError(
+                    f"data.balance_warmup={data.balance_warmup} does not go with {what}: set balance_attention and "
+                    "balance_patches to what `energon bench --fit-cost` prints"
+                )
         if data.balance_column_patches is not None and data.balance_column_tokens is None:
             raise ConfigurationError(
                 "data.balance_column_patches needs data.balance_column_tokens, the column of tokens"

@@ -41,6 +41,7 @@ from energon_bridge.errors import ConfigurationError, EnergonError, did_you_mean
 from energon_bridge.integrations.feedback import DoReMi, MixFeedback
 from energon_bridge.integrations.lightning import MixFeedbackCallback, RunReport
 from energon_bridge.loader.run_plan import DatasetSpec
+from energon_bridge.replica.warmup import CostWarmup
 from energon_bridge.rng import key_of
 from energon_bridge.task_encoder.base import TaskEncoder
 from energon_bridge.task_encoder.conversation import ChatSample, read_conversation
@@ -51,6 +52,7 @@ from energon_bridge.training.callbacks import (
     TIMES,
     AtomicCheckpointIO,
     Checkpointer,
+    CostWarmupCallback,
     MicrobatchTimer,
     ProgressReporter,
     list_checkpoints,
@@ -124,6 +126,8 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
         module = VisionLanguageModule(bundle, config)
         module.feedback = feedback
         data = stack.enter_context(closing(build_data_module(config, bundle)))
+        if isinstance(data.balance_cost, CostWarmup):
+            trainer.callbacks.insert(0, CostWarmupCallback(data.balance_cost))
         validates = config.validation.limit_batches != 0
         if validates:
             data.val_dataloader()  # fails now, not after training, if there is no validation split
@@ -207,7 +211,7 @@ def build_data_module(
     settings = asdict(config.data)
     for name in ENCODER_SETTINGS:
         del settings[name]
-    for name in ("attention", "patches", "column_tokens", "column_patches"):
+    for name in ("attention", "patches", "column_tokens", "column_patches", "warmup"):
         del settings[f"balance_{name}"]
     settings |= settings.pop("settings")
     return EnergonMultiModalDataModule(
@@ -224,7 +228,7 @@ def build_data_module(
     )
 
 
-def _balance_cost(data: DataConfig, bundle: ModelBundle) -> BatchCost | ColumnCost:
+def _balance_cost(data: DataConfig, bundle: ModelBundle) -> BatchCost | ColumnCost | CostWarmup:
     given = data.balance_attention, data.balance_patches
     weights = BatchCost.of_model(bundle.model.config) if None in given else BatchCost()
     attention, patches = (
@@ -233,7 +237,7 @@ def _balance_cost(data: DataConfig, bundle: ModelBundle) -> BatchCost | ColumnCo
     )
     weights = replace(weights, attention=attention, patches=patches)
     if data.balance_column_tokens is None:
-        return weights
+        return CostWarmup(weights, steps=data.balance_warmup) if data.balance_warmup else weights
     return ColumnCost(tokens=data.balance_column_tokens, patches=data.balance_column_patches or "0", weights=weights)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ def fit(data: Any, folder: Path, ckpt_path: Path | None = None, ranks: int = 1, 
         **({"max_epochs": -1, "strategy": "ddp" if ranks > 1 else "auto"} | settings),
     )
     if isinstance(data, EnergonMultiModalDataModule):
-        trainer.fit(model, datamodule=data, ckpt_path=ckpt_path, weights_only=True if ckpt_path else None)
+        safe = {"weights_only": True} if ckpt_path and "weights_only" in signature(trainer.fit).parameters else {}
+        trainer.fit(model, datamodule=data, ckpt_path=ckpt_path, **safe)
     else:
         trainer.fit(model, data, ckpt_path=ckpt_path)
     data.close()

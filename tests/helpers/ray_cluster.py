@@ -16,15 +16,16 @@ STORE_BYTES = 200 << 20
 
 
 @contextmanager
-def ray_cluster(*cpus: int) -> Iterator[Any]:
-    """Run a cluster whose nodes have so many cores, as they say; the first is the head."""
+def ray_cluster(*cpus: int, **system: Any) -> Iterator[Any]:
+    """Run a cluster whose nodes have so many cores, as they say; the first is the head, with settings of the system."""
     pytest.importorskip("ray", reason="ray is not installed (extra ray)")
     from ray.cluster_utils import Cluster
 
     nodes = Cluster()
     try:
         for number in cpus:
-            nodes.add_node(num_cpus=number, object_store_memory=STORE_BYTES, include_dashboard=False)
+            head = {} if nodes.head_node else {"_system_config": system}
+            nodes.add_node(num_cpus=number, object_store_memory=STORE_BYTES, include_dashboard=False, **head)
         yield nodes
     finally:
         for pid in descendants():

@@ -37,7 +37,9 @@ def run(arguments):
 def serve():
     """Run the programs that come by standard input."""
     import megatron.energon  # noqa: F401
+    import torch.utils.data._utils
 
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.1  # its workers do not end by themselves: five seconds each
     for line in sys.stdin:
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
             process = os.fork()

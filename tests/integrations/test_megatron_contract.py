@@ -16,7 +16,6 @@ from forked import on_gloo
 
 pytest.importorskip("megatron.core")
 
-from engine import worker_config_of
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import (
@@ -32,7 +31,6 @@ from energon_bridge.testing import create_captioning_test_dataset
 
 WORLD = 8
 NUM_TRAIN, MICRO_BATCH = 48, 2
-STEPS_OF_AN_EPOCH = NUM_TRAIN // MICRO_BATCH // 2  # on two data-parallel ranks
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +46,13 @@ class Rank:
     groups: ProcessGroupCollection
 
 
-def on_all_ranks(dataset: Path, function: Callable[[Rank], Any], *, collection: bool = True) -> list[Any]:
+def on_all_ranks(dataset: Path, function: Callable[[Rank], Any]) -> list[Any]:
     """Call a function on eight ranks with tp2 x cp2 x dp2; return its results and the data-parallel rank of each."""
 
     def start(rank: int) -> tuple[int, Any]:
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, context_parallel_size=2)
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        data = module(dataset, groups if collection else None)
+        data = module(dataset, groups)
         result = function(Rank(data, groups))
         data.close()
         dist.barrier()
@@ -83,25 +81,6 @@ def by_replica(results: list[tuple[int, Any]]) -> dict[int, Any]:
     for dp, result in results:
         assert result == replicas[dp]
     return replicas
-
-
-@pytest.mark.parametrize(("collection", "num_workers"), [(True, 1), (False, 0)])
-def test_a_replica_has_one_stream_and_replicas_share_the_data_out(
-    dataset: Path, collection: bool, num_workers: int
-) -> None:
-    def load(rank: Rank) -> Any:
-        rank.data.num_workers = num_workers
-        config = worker_config_of(rank.data, num_workers)
-        train, val = rank.data.build()
-        return (config.rank, config.world_size), digests(train, STEPS_OF_AN_EPOCH), len(list(val.one_pass()))
-
-    results = on_all_ranks(dataset, load, collection=collection)
-    assert [dp for dp, _ in results] == [0, 0, 0, 0, 1, 1, 1, 1]
-    replicas = by_replica(results)
-    assert [replicas[dp][0] for dp in (0, 1)] == [(0, 2), (1, 2)]
-    epoch = [key for dp in (0, 1) for keys, _ in replicas[dp][1] for key in keys]
-    assert sorted(epoch) == [f"train-{i:05d}" for i in range(NUM_TRAIN)]
-    assert [replicas[dp][2] for dp in (0, 1)] == [2, 2]
 
 
 def test_megatrons_iterator_saves_and_restores_the_stream(dataset: Path, tmp_path: Path) -> None:

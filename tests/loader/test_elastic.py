@@ -7,7 +7,6 @@ That a stop changes nothing, whatever the data, the encoder and the topologies a
 from __future__ import annotations
 
 import contextvars
-import itertools
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -119,15 +118,6 @@ def test_fresh_runs_are_one_sequence_on_any_ranks_and_workers(
     assert len(streams) == 1
     (stream,) = streams
     assert len(stream) == 48
-
-
-def test_a_small_dataset_alone_is_one_sequence_on_any_number_of_lanes(data: Path) -> None:
-    dataset = train_dataset(data / "text")
-    streams = [
-        [batch.__key__ for batch in itertools.islice(loaders_of(dataset, 1, 0, num_lanes=lanes)[0], 60)]
-        for lanes in (1, 5, 24, 48)
-    ]
-    assert all(stream == streams[0] for stream in streams)
 
 
 @pytest.mark.parametrize("counts", [[1], [1, 1], [23], [25]])

@@ -173,15 +173,3 @@ def test_shuffled_without_an_end(data: Path, slices: int | None) -> None:
         drawn = Counter(batch.__restore_key__[3][0][1] for batch in islice(loader, 1200))
     assert set(drawn) == set(range(12))
     assert min(drawn.values()) >= 50
-
-
-def test_fewer_samples_than_lanes(data: Path) -> None:
-    dataset = mixed(data, [(data / "a", 1), (data / "c", 1)], batch_size=1)
-    drawn = Counter(
-        key[:2]
-        for loader in loaders_of(dataset, 24, 0)
-        for batch in islice(loader, 48)
-        for key in batch.__restore_key__[3]
-    )
-    assert len(drawn) == 24
-    assert max(drawn.values()) - min(drawn.values()) <= 8

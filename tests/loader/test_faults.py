@@ -22,6 +22,7 @@ import torch.utils.data
 from engine import Numbers, TensorEncoder, config_of, deliver, digest, loaders_of, text_dataset, train_dataset
 from forked import Program
 from keyed import KEYS, join, keyed_dataset, shards, shuffled, write_mix
+from left_behind import left_shared_memory, shared_memory
 from paths import HELPERS
 from test_workers_end import is_running
 from workers import loader_of, wait_until, worker_pids
@@ -83,9 +84,10 @@ def expected_of(data: Path, number: int) -> list[str]:
         (lambda: os._exit(0), "exit code 0"),
         (lambda: os._exit(7), "exit code 7"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed by signal 9"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "killed by signal 11"),
         (lambda: os.kill(os.getpid(), signal.SIGTERM), "killed by signal 15"),
     ],
-    ids=["sys.exit(0)", "os._exit(0)", "os._exit(7)", "SIGKILL", "SIGTERM"],
+    ids=["sys.exit(0)", "os._exit(0)", "os._exit(7)", "SIGKILL", "SIGSEGV", "SIGTERM"],
 )
 def test_a_worker_that_ends_however_it_does_is_replaced(
     data: Path, tmp_path: Path, act: Callable[[], Any], how: str, caplog: pytest.LogCaptureFixture
@@ -419,6 +421,7 @@ TRAINER = """
 @pytest.mark.parametrize("thread", [False, True], ids=["main thread", "another thread"])
 def test_workers_are_gone_within_a_second_of_a_killed_trainer(data: Path, tmp_path: Path, thread: bool) -> None:
     """Also if a hook keeps the interpreter lock, and whichever thread made the loader."""
+    before = shared_memory()
     for number in range(100 if LONG else 1):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -435,6 +438,7 @@ def test_workers_are_gone_within_a_second_of_a_killed_trainer(data: Path, tmp_pa
             time.sleep(0.01)
         assert time.monotonic() - killed < 1
         assert trainer.wait() == -signal.SIGKILL
+    assert wait_until(lambda: not left_shared_memory(before))  # other tests of this machine come and go
 
 
 # What a worker is ----------------------------------------------------------------------------------------------------

@@ -313,8 +313,9 @@ def test_the_environment_chooses_what_is_not_chosen(monkeypatch: pytest.MonkeyPa
         ({"address": "127.0.0.1:1"}, "no Ray cluster at 127.0.0.1:1"),
     ],
 )
-def test_options_are_checked(data: Path, options: dict[str, Any], said: str) -> None:
+def test_options_are_checked(data: Path, options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_NUM_REDIS_GET_RETRIES", "2")  # of 20, a second each, for a cluster that is not there
     with pytest.raises(ConfigurationError, match=said):
         next(iter(loader_of(data, 1, worker_engine="ray", ray_options=options)))
 

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -46,22 +45,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # Dying ---------------------------------------------------------------------------------------------------------------
-
-
-def test_kills_are_told_and_do_not_change_the_stream(data: Path, caplog: pytest.LogCaptureFixture) -> None:
-    expected = deliver(loaders_of(train_dataset(data, "skipping"), 1, 0), 60).digests
-    choose = random.Random(4)
-    with closing(loader_of(data, 3, SkippingEncoder(), prefetch_factor=2)) as loader:
-        found: list[str] = []
-        for batch in islice(loader, 60):
-            found.append(digest(batch))
-            if len(found) % 12 == 5:
-                os.kill(choose.choice(worker_pids()), signal.SIGKILL)
-    assert found == expected
-    messages = [record.message for record in caplog.records if "killed by signal 9" in record.message]
-    # One killed with all that it had to deliver delivered may be replaced together with the next.
-    assert 3 <= len(messages) <= 5
-    assert all("no sample is lost" in message for message in messages)
 
 
 def test_kills_do_not_change_batches_that_cross_as_memory_files(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from recipes import captions_dataset
 from workers import loader_of, wait_until, worker_pids
 
 from energon_bridge import DefaultTaskEncoder, SavableDataLoader, TextSample, get_savable_loader, get_train_dataset
+from energon_bridge.loader import pool
 from energon_bridge.storage.helpers import Threads, at_rest
 from energon_bridge.stream.pipeline import Pipeline
 
@@ -56,6 +57,21 @@ def test_closing_leaves_nothing(data: Path) -> None:
     gc.collect()
     assert wait_until(lambda: not left_shared_memory(before))  # other tests of this machine come and go
     assert len(os.listdir("/proc/self/fd")) <= files + 5
+
+
+def test_workers_without_a_lane_wait_and_end_when_they_are_told(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They used to look for a unit of their own for ever, with a core each, and were killed after seconds."""
+    codes, end = [], pool.Worker.end
+
+    def noted(worker: pool.Worker, seconds: float) -> tuple[int | None, str]:
+        ended = end(worker, seconds)
+        codes.append(ended[0])
+        return ended
+
+    monkeypatch.setattr(pool.Worker, "end", noted)
+    with closing(loader_of(data, 3, num_lanes=1)) as loader:
+        next(iter(loader))
+    assert codes == [0, 0, 0]
 
 
 def test_dropping_a_loader_stops_its_workers(data: Path) -> None:

@@ -16,7 +16,15 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from energon_bridge import DefaultTaskEncoder, WorkerConfig, get_savable_loader, get_train_dataset, get_val_dataset
+from energon_bridge import (
+    CrudeSample,
+    DefaultTaskEncoder,
+    ShardWriter,
+    WorkerConfig,
+    get_savable_loader,
+    get_train_dataset,
+    get_val_dataset,
+)
 from energon_bridge.cli.main import main
 from energon_bridge.errors import ConfigurationError, CorruptShardError, MetadataError
 from energon_bridge.format.checksums import SAMPLED, checksums_path, crc32s, read_checksums
@@ -150,6 +158,70 @@ def test_tars_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     prepare(tmp_path)
     size = (tmp_path / "train/0.tar").stat().st_size
     assert sum(length for _, length in ranges) <= size + len(ranges) * 16_384  # a member that a window cut off
+
+
+def all_checksums(root: Path) -> dict[str, bytes]:
+    folder = root / ".nv-meta/checksums"
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*.crc"))}
+
+
+def test_what_writes_tars_makes_the_same_without_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unread(self: Any, rel: str, *place: Any) -> bytes:
+        assert not (rel.endswith(".tar") and Path(self.root).name == "out"), f"{rel} is read"
+        return plain(self, rel, *place)
+
+    samples = [
+        {"__key__": key_of(0, sample), "bin": content(0, sample, 0), "a.raw": content(0, sample, 1)}
+        for sample in range(40)
+    ]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"id": f"k{number}", "text": "t" * number}) + "\n" for number in range(30)))
+
+    def written(out: Path, *, checksums: bool) -> None:
+        with ShardWriter(out, sample_type=CrudeSample, samples_per_shard=15, checksums=checksums) as writer:
+            for sample in samples:
+                writer.write(sample)
+
+    def converted(out: Path, *, checksums: bool) -> None:
+        flags = ["--sample-type", "CrudeSample", "--samples-per-shard", "12", "--split-ratio", "1,0,0", "--no-ask"]
+        flags += ["--checksums"] * checksums
+        run = CliRunner().invoke(main, ["convert", str(rows), str(out), *flags, "--num-workers", "1"])
+        assert run.exit_code == 0, run.output
+
+    plain = LocalStore.read_range
+    for make in (written, converted):
+        made, later = tmp_path / make.__name__ / "out", tmp_path / make.__name__ / "later"
+        with monkeypatch.context() as patch:
+            if make is written:  # at its end, convert looks at some samples
+                patch.setattr(LocalStore, "read_range", unread)
+            make(made, checksums=True)
+        make(later, checksums=False)
+        assert all_checksums(later) == {}
+        prepare_dataset(later, split=parse_patterns(["train:train/.*"]), dataset_yaml=CRUDE, checksums=True)
+        assert all_checksums(made) == all_checksums(later)
+        assert len(all_checksums(made)) == 3
+        assert read_info(open_store(made)).has_checksums
+        assert [len(one.problems) for one in lint_dataset(open_dataset(made, split_part="train"), deep=True)] == [
+            0,
+            0,
+            0,
+        ]
+    run = CliRunner().invoke(main, ["convert", str(rows), str(tmp_path / "converted/later"), "--checksums", "--no-ask"])
+    assert "checksums was None, now True" in run.output
+
+
+def test_a_conversion_that_goes_on_makes_those_of_new_shards(tmp_path: Path) -> None:
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "out"
+    lines = [json.dumps({"id": f"k{number}", "text": "t" * number}) + "\n" for number in range(30)]
+    flags = ["--sample-type", "CrudeSample", "--samples-per-shard", "10", "--split-ratio", "1,0,0", "--no-ask"]
+    for count in (20, 30):
+        rows.write_text("".join(lines[:count]))
+        run = CliRunner().invoke(main, ["convert", str(rows), str(out), *flags])
+        assert run.exit_code == 0, run.output
+        if count == 20:
+            prepare_dataset(out, split=parse_patterns(["train:train/.*"]), dataset_yaml=CRUDE, checksums=True)
+    assert len(all_checksums(out)) == 3
+    assert [len(one.problems) for one in lint_dataset(open_dataset(out, split_part="train"), deep=True)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -406,15 +406,6 @@ def test_json_is_all_that_goes_to_stdout(tmp_path):
     assert run("prepare-media", out, "--media-metadata-by-extension") == {"num_files": 12, "failed": []}
 
 
-def test_it_runs_with_stdin_closed(tmp_path):
-    source, flags, _ = llava(tmp_path / "in", 3)
-    line = 'exec "$0" -c "from energon_bridge.cli.main import main; main()" convert "$@" <&-'
-    arguments = [sys.executable, str(source), str(tmp_path / "out"), *map(str, flags)]
-    result = subprocess.run(["bash", "-c", line, *arguments], capture_output=True, text=True, cwd=REPOSITORY)
-    assert result.returncode == 0, result.stderr
-    assert "Done: 3 samples" in result.stdout
-
-
 def test_prepare_points_to_convert(tmp_path):
     source, _, _ = llava(tmp_path, 1)
     for path, hint in ((source, f"energon convert {source} OUT"), (tmp_path, f"energon convert {tmp_path} OUT")):

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from paths import HELPERS, REPOSITORY
+from ray_cluster import ray_cluster
 from sources import content, converted, llava
 from tar_builder import write_texts
 
@@ -230,17 +231,13 @@ def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """Return a Ray cluster of two nodes on this machine."""
-    ray = pytest.importorskip("ray", reason="ray is not installed (extra ray)")
-    from ray.cluster_utils import Cluster
+    with ray_cluster(1, 1) as nodes:
+        import ray
 
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    nodes.add_node(num_cpus=1)
-    ray.init(
-        address=nodes.address, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": f"{REPOSITORY}:{HELPERS}"}}
-    )
-    yield nodes
-    ray.shutdown()
-    nodes.shutdown()
+        environment = {"env_vars": {"PYTHONPATH": f"{REPOSITORY}:{HELPERS}"}}
+        ray.init(address=nodes.address, log_to_driver=False, runtime_env=environment)
+        yield nodes
+        ray.shutdown()
 
 
 @pytest.mark.filterwarnings("ignore")  # Ray's own

@@ -21,6 +21,7 @@ from typing import IO, Any
 import pytest
 from forked import Program
 from paths import REPOSITORY
+from ray_cluster import ray_cluster
 from sources import content, llava
 from tar_builder import read_all, write_texts
 
@@ -117,14 +118,9 @@ WORK = {"convert": convert_work, "prepare": prepare_work, "columns": columns_wor
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
     """Start a Ray cluster of two nodes on this machine, each with processes of its own; return its address."""
-    pytest.importorskip("ray", reason="ray is not installed (extra ray)")
-    from ray.cluster_utils import Cluster
-
     patient = {"health_check_timeout_ms": 600_000, "health_check_failure_threshold": 100}  # on a busy machine
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "_system_config": patient})
-    nodes.add_node(num_cpus=1)
-    yield nodes.address
-    nodes.shutdown()
+    with ray_cluster(1, 1, **patient) as nodes:
+        yield nodes.address
 
 
 def stages_of(work: Work, engine: str, request: pytest.FixtureRequest) -> list[list[list[str]]]:

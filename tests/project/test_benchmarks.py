@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
+import tarfile
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from forked import run_program
 from paths import REPOSITORY
+from PIL import Image
 
 import energon_bridge
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
 
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks import data, models, packing, processes, run
+from benchmarks import data, figures, models, packing, processes, run
 from benchmarks.run import warmup_batches
 from benchmarks.systems.measure import Job, consume
 from benchmarks.systems.same_api import PACK, PACKING_BUFFER, SIDE, open_loader, touch
@@ -166,33 +170,47 @@ def test_what_pixels_cost(monkeypatch, capsys):
     assert all("decode" in line and "processor / pillow" in line for line in lines[1:])
 
 
-def test_rows_of_models_end_in_what_the_models_take(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["LLaVA-1.5", "Gemma 3"])
+def test_rows_end_in_what_the_model_takes(tmp_path: Path, model: str) -> None:
     pytest.importorskip("transformers")
-    from benchmarks.systems import models_ours
-    from benchmarks.systems.models import CAPTION_TOKENS, LLAVA_IMAGE_TOKENS, SEQ_LENGTH, touch as count_images
+    from benchmarks.systems import models as runner
 
-    models.write(tmp_path, count=40, different=2)
+    models.write(tmp_path, 40, 2, [model])
     yaml = render_dataset_yaml("CrudeWebdataset", None)
     prepare_dataset(tmp_path / "data", split=parse_patterns(["train:.*"]), dataset_yaml=yaml)
-    for row in ("qwen2.5-vl/uint8", "llava-1.5", "siglip"):
-        batch_size = models.ROWS[row]
-        job = Job(
-            **{"task": "throughput", "path": str(tmp_path / "data"), "mode": row, "part": "jpg", "workers": 0},
-            **{"batch_size": batch_size // 8 or 1, "shuffle_buffer_size": 1, "slice_size": 4},
-            **{"seconds": 0.1, "warmup_seconds": 0.0},
-        )
-        batch = next(iter(models_ours.open_loader(job)))
-        assert len(count_images(batch)) == (batch_size // 8 or len(batch.sample_keys))
-        if row == "siglip":
-            assert batch["pixel_values"].shape == (4, 3, 384, 384)
-            assert batch["tokens"].shape == (4, CAPTION_TOKENS)
-        elif row == "llava-1.5":
-            assert batch.pixel_values.shape == (4, 3, 336, 336)
-            assert batch.tokens.shape[1] > LLAVA_IMAGE_TOKENS
-        else:
-            assert batch.visual_inputs["image_grid_thw"][0].tolist() == [1, 34, 46]
-            assert batch.pixel_values.element_size() == 1
-            assert SEQ_LENGTH * 0.8 < batch.tokens.shape[1] <= SEQ_LENGTH
+    job = Job(
+        **{"task": "throughput", "path": str(tmp_path / "data"), "mode": f"{model}/ours", "part": "jpg"},
+        **{"workers": 0, "batch_size": 4, "shuffle_buffer_size": 1, "slice_size": 4},
+        **{"seconds": 0.1, "warmup_seconds": 0.0},
+    )
+    ours = next(iter(runner.open_loader(job)))
+    assert len(runner.touch(ours)) == 4
+    with tarfile.open(next((tmp_path / "data").glob("*.tar"))) as tar:
+        image, record = (tar.extractfile(member).read() for member in list(tar)[:2])
+    theirs = runner.Collate(tmp_path / model)([(Image.open(io.BytesIO(image)), json.loads(record))] * 4)
+    assert len(runner.touch(theirs)) == 4
+    side, tokens = {"LLaVA-1.5": (336, 576), "Gemma 3": (896, 256)}[model]
+    assert ours.pixel_values.shape == theirs["pixel_values"].shape == (4, 3, side, side)
+    assert ours.tokens.shape[1] > tokens
+    assert theirs["labels"].shape[1] > tokens
+
+
+def test_texts_continue_from_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(figures, "TEXTS", 1_500)
+    monkeypatch.setattr(figures, "CONSUMED", (1_000, 10**6))
+    monkeypatch.setattr(figures, "REACHED", 1_000)
+    monkeypatch.setattr(figures, "version", lambda name: "0")
+    options = "--libraries ours webdataset --workers 0 --memory-workers 0 --repetitions 1 --steps 12"
+    monkeypatch.setattr(
+        sys, "argv", ["figures.py", *options.split(), "--parts", "resume", "memory", "--cache", str(tmp_path)]
+    )
+    figures.main()
+    printed = capsys.readouterr().out
+    assert printed.count("| energon_bridge | 0 |") == printed.count("| webdataset | 0 |") == 2
+    assert "other samples" not in printed
+    states = [figures.json.loads(path.read_text()) for path in tmp_path.glob("state-ours-*.json")]
+    assert len(states) == 2
+    assert all(500 < state["state_bytes"] < 2_000 for state in states)
 
 
 def test_how_even_balance_makes_the_ranks(capsys):
@@ -200,11 +218,11 @@ def test_how_even_balance_makes_the_ranks(capsys):
 
     found = balance.run(1_600, (4, 8), (1, 2, 4))
     assert len(found) == len(balance.MIXES) * 2 * 6
-    for _, _, rounds, figures in found:
-        assert figures.worse <= 1.01
-        assert figures.least_step <= figures.step * (1 + 1e-9)
-        assert figures.step <= figures.step_before
-        assert figures.least_round <= figures.round * (1 + 1e-9)
-        assert figures.round <= figures.round_before
-        assert rounds > 1 or figures.step == figures.step_before
+    for _, _, rounds, ranks in found:
+        assert ranks.worse <= 1.01
+        assert ranks.least_step <= ranks.step * (1 + 1e-9)
+        assert ranks.step <= ranks.step_before
+        assert ranks.least_round <= ranks.round * (1 + 1e-9)
+        assert ranks.round <= ranks.round_before
+        assert rounds > 1 or ranks.step == ranks.step_before
     assert capsys.readouterr().out.count("image mix, packs") == 6

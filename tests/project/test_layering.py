@@ -57,11 +57,11 @@ LAYERS = (
 # longest name counts.
 ROOMS = {
     "models": """
-        transforms av samples.pixels task_encoder.families task_encoder.conversation task_encoder.inputs
-        task_encoder.layout task_encoder.multimodal task_encoder.packed_sequences task_encoder.pickled
-        task_encoder.pixels
-        task_encoder.resize task_encoder.sample_encoders task_encoder.sequences task_encoder.templates
-        task_encoder.texts task_encoder.visual
+        transforms av samples.devices samples.pixels task_encoder.families task_encoder.conversation
+        task_encoder.grouping task_encoder.inputs task_encoder.layout task_encoder.multimodal
+        task_encoder.packed_sequences task_encoder.pickled task_encoder.pixels task_encoder.resize
+        task_encoder.sample_encoders task_encoder.sequences task_encoder.templates task_encoder.texts
+        task_encoder.torchcodec_images task_encoder.visual
     """,
     "trainers": "integrations replica plan.balance stream.planned loader.shares task_encoder.costs",
     "cloud": """
@@ -79,13 +79,13 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 28_700,
-    "models": 9_700,
-    "trainers": 7_160,
+    "core": 28_420,
+    "models": 10_020,
+    "trainers": 7_450,
     "cloud": 4_320,
-    "tools": 15_230,
+    "tools": 15_260,
     "drop-in": 4_000,
-    "training": 4_570,
+    "training": 4_640,
 }
 MAX_LINES = 1000  # of one file: the budgets keep rooms small, this keeps a file one idea
 RUN_AS_COMMAND = 'if __name__ == "__main__":\n    sys.exit(main())\n'

@@ -143,13 +143,6 @@ def test_an_empty_count_is_seen_among_many_shards(texts: Path, monkeypatch: pyte
         train_dataset(texts)
 
 
-def test_lint_says_how_much_it_could_check(texts: Path):
-    for number in range(3):
-        (texts / f"train/shard_00{number}.tar.idx").write_bytes(b"12345678")
-    result = energon("lint", texts, "--no-progress")
-    assert result.output.endswith("Failed: 3 problems; 0 of 30 samples could be checked.\n")
-
-
 # Field maps ----------------------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from paths import REPOSITORY
+from titan import stand_in
 
 README = REPOSITORY / "README.md"
 DOCUMENTS = [README, *sorted((REPOSITORY / "docs").rglob("*.md"))]
@@ -70,6 +71,7 @@ def test_python_block(document, line, code, dataset, tmp_path, monkeypatch, requ
     if VIDEOS in code:
         code = code.replace(VIDEOS, str(request.getfixturevalue("videos")))
     with monkeypatch.context() as patch:
+        stand_in(patch)
         patch.setattr(sys, "meta_path", list(sys.meta_path))  # what a block installs goes with it
         exec(compile(code, str(document), "exec"), {"__name__": "__main__"})
     for name in [name for name in sys.modules if name.startswith("megatron.energon")]:

@@ -196,10 +196,6 @@ class Failing(DefaultTaskEncoder):
         return self.how(batch)
 
 
-def raise_index_error(batch: Any) -> Any:
-    raise KeyboardError("of the encoder")
-
-
 class KeyboardError(RuntimeError):
     """An error that is not one of the package's."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
@@ -41,7 +40,6 @@ from energon_bridge import (
     Packer,
     TextSample,
     get_savable_loader,
-    get_train_dataset,
     make_balance,
 )
 from energon_bridge.cli.main import main
@@ -59,12 +57,9 @@ from energon_bridge.loader.document import read_lanes, read_leaves
 from energon_bridge.loader.fits import merge
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
-from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
-from energon_bridge.prepare.columns import add_column
 from energon_bridge.replica.balance import Balance, balanced
 from energon_bridge.replica.balanced import OwnShareLoader
 from energon_bridge.stream.reader import LeafReader
-from energon_bridge.testing import write_shard
 
 TOPOLOGIES = [(1, 0), (2, 2), (4, 3), (8, 0)]
 STEPS = 6
@@ -501,42 +496,6 @@ def test_processes_whose_workers_die_and_states_of_single_ranks(data: Path) -> N
     results = on_gloo(2, run)
     steps = [[rank[4 * step : 4 * step + 4] for rank in results] for step in range(4)]
     assert sets_of(steps) == as_it_comes(dataset, 4)
-
-
-def test_no_rank_reads_more_than_its_share(tmp_path: Path) -> None:
-    """Four ranks, samples of 17 kB: what each reads are the samples that it runs, and equally many of them."""
-    folder = tmp_path / "large"
-    folder.mkdir()
-    for shard in range(4):
-        keys = range(200 * shard, 200 * shard + 200)
-        samples = {f"{key:06d}": {"txt": f"{key} ".encode() + b"x" * (16_000 + key % 7)} for key in keys}
-        write_shard(folder / f"{shard}.tar", samples)
-    dataset_yaml = render_dataset_yaml("TextSample", {"text": "txt"})
-    prepare_dataset(folder, split=parse_patterns(["train:.*"]), dataset_yaml=dataset_yaml)
-    add_column(folder, "size", size_of_text)
-    config = config_of(4, 0, num_lanes=32, microbatches_per_global_batch=16)
-    dataset = get_train_dataset(folder, batch_size=4, shuffle_buffer_size=20, worker_config=config)
-
-    def run(rank: int) -> tuple[int, int]:
-        loader = get_savable_loader(dataset, worker_config=dataclasses.replace(config, rank=rank))
-        balanced = EnergonDataloader(loader, balance=make_balance(ColumnCost(tokens="size"), own_share=True))
-        counted = []
-        for batches in (8, 120):
-            for _ in range(batches):
-                next(balanced)
-            read = int(Path("/proc/self/io").read_text().split()[1])
-            counted.append((read, sum(row["bytes"] for row in loader.counters())))
-        balanced.close()
-        return counted[1][0] - counted[0][0], counted[1][1] - counted[0][1]
-
-    found = on_gloo(4, run)
-    shares = [own for _, own in found]
-    assert max(read for read, _ in found) <= 1.05 * sum(shares) / 4
-    assert max(shares) <= 1.01 * min(shares)
-
-
-def size_of_text(sample: TextSample) -> int:
-    return 1 + len(sample.text) % 11
 
 
 def test_ranks_that_would_plan_differently_are_told(data: Path) -> None:

@@ -37,7 +37,6 @@ from energon_bridge.errors import (
     FieldMapError,
     MetadataError,
     SourceError,
-    UnknownSplitError,
 )
 from energon_bridge.format.foreign import ForeignRow
 from energon_bridge.loader.run_plan import plan_run
@@ -429,11 +428,6 @@ def test_what_cannot_be_is_refused(source: Any, error: type[Exception], text: st
         source = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": part}}
     with pytest.raises(error, match=text):
         trained(source)
-
-
-def test_an_unknown_split_names_those_that_are_there(plain: Path) -> None:
-    with pytest.raises(UnknownSplitError, match=r"no split part 'test'\. Known split parts: train, val"):
-        open_tables(plain, split_part="test")
 
 
 # Commands -------------------------------------------------------------------------------------------------------------

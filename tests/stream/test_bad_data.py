@@ -17,7 +17,6 @@ import yaml
 from tar_builder import write_tar
 from two_lanes import EPOCHS, KEY, KEYS, NUM_TRAIN, PER_SHARD, SHARD, counts, lanes, loader_of, write_dataset
 
-from energon_bridge import DefaultTaskEncoder
 from energon_bridge.errors import (
     CorruptShardError,
     DatasetNotFoundError,
@@ -280,18 +279,6 @@ def test_a_split_whose_samples_are_all_excluded_is_an_error(damaged: Path) -> No
 
 
 # Too much is bad -----------------------------------------------------------------------------------------------------
-
-
-class TolerantOfTwo(DefaultTaskEncoder):
-    __default_failure_tolerance__ = 3
-
-
-def test_bad_samples_that_are_not_in_a_row_do_not_add_up(damaged: Path) -> None:
-    break_jpeg(damaged)
-    loader = loader_of(damaged, batch_size=4, task_encoder=TolerantOfTwo())
-    for _ in islice(loader, 10 * NUM_TRAIN // 4):
-        pass
-    assert counts(loader.save_state_rank())["errors"] >= 9
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

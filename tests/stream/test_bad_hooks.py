@@ -256,22 +256,10 @@ def test_validation_leaves_a_bad_sample_out_of_its_batch(dataset: Path) -> None:
         assert counts(loader.save_state_rank())["errors"] == passes
 
 
-def test_validation_masks_a_batch_of_which_nothing_is_left(dataset: Path) -> None:
-    loader = validation(dataset, Failing(SkipSample, "val-00002", "val-00003"))
-    assert rows(loader) == [["val-00000", "val-00001"], [], ["val-00004"]]
-    assert counts(loader.save_state_rank()) == {"samples": 3, "errors": 0, "skipped": 2, "excluded": 0}
-
-
 def test_validation_masks_a_batch_that_a_hook_refuses(dataset: Path) -> None:
     loader = validation(dataset, FailingBatch("encode_batch", ValueError, "val-00002"))
     assert rows(loader) == [["val-00000", "val-00001"], [], ["val-00004"]]
     assert counts(loader.save_state_rank()) == {"samples": 3, "errors": 2, "skipped": 0, "excluded": 0}
-
-
-def test_validation_of_which_nothing_is_left_is_an_error(dataset: Path) -> None:
-    keys = [f"val-{number:05d}" for number in range(5)]
-    with pytest.raises(EmptyDatasetError, match="every one of the 5 samples of the split was skipped"):
-        next(iter(validation(dataset, Failing(SkipSample, *keys))))
 
 
 class Several(DefaultTaskEncoder):

@@ -402,6 +402,7 @@ def test_other_lengths_are_refused_by_name(length: Any, complaint: str, data: Pa
         (lambda samples: [samples[:1], None], "a list with None"),
         (lambda samples: [0, 1], "a list with a int"),
         (lambda samples: [["ab"]], "a str that it did not get"),
+        (lambda samples: [[dataclasses.replace(samples[0])]], "a Numbers that it did not get"),
         (lambda samples: [samples[:1], samples[:1]], "a Numbers that it did not get, or returned one twice"),
     ],
 )

@@ -33,7 +33,8 @@ from energon_bridge.errors import (
     SettingMismatchError,
 )
 from energon_bridge.task_encoder import Document, Piece
-from energon_bridge.task_encoder.packing import cost_limit, padded_rows
+from energon_bridge.task_encoder.costs import cost_limit
+from energon_bridge.task_encoder.packing import padded_rows
 
 SAMPLES = 400
 BUDGET = 128

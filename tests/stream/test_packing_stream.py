@@ -206,32 +206,14 @@ def test_samples_that_never_fit_are_given_up_and_counted(data: Path, caplog: pyt
     assert "dropped after 33 selections left it over" in caplog.text
 
 
-class Copies(Pairs):
-    def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
-        return [[Numbers.derive_from(s, text=s.text, number=s.number, noise=s.noise) for s in samples]]
-
-
 class Nothing(Pairs):
     def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
         return []
 
 
-class Twice(Pairs):
-    def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
-        return [samples[:2], samples[1:3]]
-
-
-@pytest.mark.parametrize(
-    ("encoder", "message"),
-    [
-        (Copies, "returned a Numbers that it did not get"),
-        (Twice, "or returned one twice"),
-        (Nothing, "made no pack from"),
-    ],
-)
-def test_selections_that_cannot_be_are_refused(data: Path, encoder: type[Pairs], message: str) -> None:
-    dataset = train_dataset(data, "default", task_encoder=encoder(), packing_buffer_size=8)
-    with pytest.raises(FatalSampleError, match=message):
+def test_a_selection_without_a_pack_is_refused(data: Path) -> None:
+    dataset = train_dataset(data, "default", task_encoder=Nothing(), packing_buffer_size=8)
+    with pytest.raises(FatalSampleError, match="made no pack from"):
         next(iter(get_savable_loader(dataset)))
 
 

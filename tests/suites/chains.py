@@ -15,6 +15,7 @@ Runs without pytest too, on all cores, with nothing but what the package itself 
 
     python tests/suites/chains.py --chains 2000 --processes 16 --seed 7
     python tests/suites/chains.py --seed 7 --first 123 --chains 1      # chain 123 of that run again
+    python tests/suites/chains.py --chains 1000 --seed 7 --having group_by     # buckets; unit: tokens
     ENERGON_CHAIN_MEDIA=1 python tests/suites/chains.py --chains 1000 --seed 7
 """
 
@@ -499,11 +500,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="default: as many as there are cores")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first chain")
+    parser.add_argument("--having", default="", help="only chains that have this in their description")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no more chains after so many")
     given = parser.parse_args(arguments)
     outcomes: Counter[str] = Counter()
     started = time.monotonic()
-    numbers = iter(range(given.first, given.first + given.chains))
+    having = (n for n in itertools.count(given.first) if given.having in str(drawn_chain(given.seed, n)))
+    numbers, last = itertools.islice(having, given.chains), given.first
     with tempfile.TemporaryDirectory(prefix="chains-") as folder:
         os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")  # of joins
         data = str(write_data(Path(folder) / "data"))
@@ -526,11 +529,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         print(f"--seed {given.seed}: a process died or hung in one of the chains {still}: {error!r}")
                         return 1
                     outcomes[outcome] += 1
+                    last = max(last, number)
                     if report:
                         print(report, flush=True)
     total, minutes = sum(outcomes.values()), (time.monotonic() - started) / 60
     rest = ", ".join(f"{count} {name}" for name, count in sorted(outcomes.items()))
-    print(f"{total} chains of seed {given.seed} from {given.first} on, in {minutes:.1f} minutes: {rest}")
+    which = f"{given.first} to {last}" + f" with {given.having}" * bool(given.having)
+    print(f"{total} chains of seed {given.seed}, {which}, in {minutes:.1f} minutes: {rest}")
     return int(outcomes["differs"] > 0)
 
 

@@ -103,10 +103,6 @@ def test_pixels_are_those_of_the_image_processor(family: str) -> None:
         assert torch.equal(sample.visual["image_grid_thw"], expected["image_grid_thw"])
 
 
-def text_part(text: str) -> dict[str, str]:
-    return {"type": "text", "text": text}
-
-
 @pytest.mark.parametrize("family", QWENS)
 def test_tokens_are_those_of_the_whole_text_with_its_images_expanded(family: str) -> None:
     """As the family's processor makes them, which cannot be made without torchvision."""

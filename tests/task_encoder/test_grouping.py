@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from energon_bridge.errors import ConfigurationError, OverLongSampleError
 from energon_bridge.samples import TextSample
-from energon_bridge.task_encoder.collate import LengthGrouper
+from energon_bridge.task_encoder.grouping import LengthGrouper
 
 LONGEST = 4096
 LANES = 24

@@ -13,7 +13,7 @@ from PIL import Image
 
 from energon_bridge import SampleDecoder
 from energon_bridge.errors import ConfigurationError, DecodeError
-from energon_bridge.task_encoder import images
+from energon_bridge.task_encoder import images, torchcodec_images
 from energon_bridge.task_encoder.deferred import DeferredImage
 from energon_bridge.task_encoder.images import IMAGE_FORMS
 
@@ -49,7 +49,7 @@ def encoded(kind: str, image: Image.Image | None = None, **options: Any) -> byte
 
 @pytest.fixture
 def no_torchcodec(monkeypatch):
-    forget = images._torchcodec.cache_clear
+    forget = torchcodec_images.library.cache_clear
     forget()
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchcodec"]:
         monkeypatch.delitem(sys.modules, name)
@@ -64,7 +64,7 @@ def test_without_torchcodec_the_remedy_is_named(no_torchcodec):
 
 
 def test_settings_that_do_not_go_together(monkeypatch):
-    monkeypatch.setattr(images, "_torchcodec", lambda: None)
+    monkeypatch.setattr(torchcodec_images, "library", lambda: None)
     with pytest.raises(ConfigurationError, match=r"image_backend='nvjpeg' must be one of auto, torchcodec"):
         SampleDecoder(image_backend="nvjpeg")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="which torchcodec cannot do"):
@@ -75,7 +75,7 @@ def test_settings_that_do_not_go_together(monkeypatch):
 
 
 def test_torchcodec_says_which_formats_it_decodes(monkeypatch):
-    monkeypatch.setattr(images, "_torchcodec", lambda: None)
+    monkeypatch.setattr(torchcodec_images, "library", lambda: None)
     decoder = SampleDecoder(image_backend="torchcodec")
     with pytest.raises(DecodeError, match="torchcodec decodes JPEG, PNG, WebP, GIF, AVIF and HEIC, but this is tif"):
         decoder.decode("tif", encoded("TIFF"))
@@ -84,10 +84,10 @@ def test_torchcodec_says_which_formats_it_decodes(monkeypatch):
 
 
 def test_torchcodec_keeps_the_limit_of_pixels(monkeypatch):
-    monkeypatch.setattr(images, "_torchcodec", lambda: pytest.fail("it was asked to decode a bomb"))
+    monkeypatch.setattr(torchcodec_images, "library", lambda: pytest.fail("it was asked to decode a bomb"))
     with pytest.raises(DecodeError, match="36 x 24 pixels, more than the limit of 100"):
         SampleDecoder(image_backend="auto", max_pixels=100).decode("png", encoded("PNG"))
-    monkeypatch.setattr(images, "_torchcodec", lambda: None)
+    monkeypatch.setattr(torchcodec_images, "library", lambda: None)
     decoder = SampleDecoder(image_backend="torchcodec", max_pixels=100)
     with pytest.raises(DecodeError, match="36 x 24 pixels, more than the limit of 100"):
         decoder.decode("png", encoded("PNG"))

@@ -13,10 +13,20 @@ import pytest
 import torch
 from paths import REPOSITORY
 from PIL import Image
-from processors import called, conversation, expands, processor_classes, template_of, tiny_model_config, tiny_processor
+from processors import (
+    REPLACING,
+    called,
+    conversation,
+    expands,
+    processor_classes,
+    template_of,
+    tiny_model_config,
+    tiny_processor,
+)
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from transformers.models.auto.processing_auto import processor_class_from_name
+from transformers.processing_utils import ProcessorMixin
 
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.task_encoder import model_inputs
@@ -76,6 +86,13 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
     return torch.equal(ours[box], theirs[box]) and all(
         int(values.count_nonzero()) == int(values[box].count_nonzero()) for values in (ours, theirs)
     )
+
+
+def test_an_old_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in REPLACING:
+        monkeypatch.delattr(ProcessorMixin, name)
+    with pytest.raises(ConfigurationError, match=r"LlavaProcessor: .* need transformers 5\.10 or newer"):
+        ChatTemplateTaskEncoder.for_processor(tiny_processor("LlavaProcessor"))
 
 
 def test_every_processor_stands_in_the_table() -> None:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
+import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
 
-from forked import become_rank, free_port, run_forked
+from forked import become_rank, free_port, run_forked, start_forked
 from megatron_runs import configuration, train
 from run_outputs import read_losses
 
@@ -29,6 +32,7 @@ from energon_bridge.datasets import get_loader, get_train_dataset
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
 from energon_bridge.prepare.columns import add_column
+from energon_bridge.replica.warmup import CostWarmup
 from energon_bridge.testing import create_captioning_test_dataset, write_shard
 from energon_bridge.topology import WorkerConfig
 from energon_bridge.training import run as training
@@ -95,6 +99,11 @@ def test_lightning_learns_the_same(dataset: Path, tmp_path: Path) -> None:
         ((COLUMN,), "data.balance_column_tokens is set, but nothing is balanced"),
         ((*BALANCED, "data.balance_column_patches=patches"), "needs data.balance_column_tokens"),
         ((*BALANCED, "data.balance_window=0"), "data.balance_window must be at least 1, got 0"),
+        (("data.balance_warmup=2",), "data.balance_warmup is set, but nothing is balanced"),
+        ((*BALANCED, "data.balance_warmup=-1"), "data.balance_warmup must be at least 0, got -1"),
+        ((*BALANCED, "data.balance_warmup=2", "trainer=megatron"), "does not go with trainer=megatron"),
+        ((*BALANCED, "data.balance_warmup=2", "trainer=lightning", COLUMN), "does not go with data.balance_column_to"),
+        ((*BALANCED, "data.balance_warmup=2", "trainer=lightning", "data.balance_window=3"), "cut: set balance_att"),
     ],
 )
 def test_settings_that_make_no_sense(overrides: tuple[str, ...], message: str, dataset: Path, tmp_path: Path) -> None:
@@ -109,6 +118,61 @@ def test_windows_of_the_script_cut_global_batches_again(dataset: Path, tmp_path:
     )
     assert whole(plain) != whole(windows)
     assert sorted(key for keys in plain for key in keys) == sorted(key for keys in windows for key in keys)
+
+
+def test_costs_that_fit_themselves_outlive_a_kill(uneven: Path, tmp_path: Path) -> None:
+    """In the warm-up, and after it: the ranks share out as in the run that was not killed."""
+
+    def run(name: str, *, killed_at: int | None = None, resume: bool = False) -> list[Any]:
+        config = configuration(
+            uneven,
+            tmp_path / name,
+            *GLOBAL,
+            "trainer=lightning",
+            "train.max_steps=10",
+            "checkpoint.interval=3",
+            "checkpoint.keep=0",
+            "data.balance=global_batch",
+            "data.balance_warmup=2",
+        )
+        port = free_port()
+
+        def start(rank: int) -> list[list[str]]:
+            become_rank(rank, 2, port)
+            keys = record_training_keys()
+            record, step = CostWarmup.record, CostWarmup.step
+
+            def recorded(self: CostWarmup, batch: Any, seconds: float) -> None:
+                assert seconds > 0
+                record(self, batch, 0.1 + 0.001 * batch.tokens.numel() ** 2)  # alike in both runs
+
+            def stepped(self: CostWarmup) -> bool:
+                changed = step(self)
+                if self._done == killed_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return changed
+
+            CostWarmup.record, CostWarmup.step = recorded, stepped  # type: ignore[method-assign]
+            training.run(config, resume=resume)
+            return keys
+
+        children = [start_forked(partial(start, rank)) for rank in range(2)]
+        return [child.result() for child in children]
+
+    expected = [keys for ok, keys in run("whole") if ok]
+    assert [len(keys) for keys in expected] == [40, 40]
+    (saved,) = (tmp_path / "whole" / "checkpoints").glob("*6.ckpt")
+    assert not run("killed", killed_at=7)[0][0]
+    again = run("killed", resume=True)
+    assert [keys for ok, keys in again if ok] == [keys[24:] for keys in expected]
+    states = [
+        torch.load(sorted((tmp_path / name / "checkpoints").iterdir())[-1], weights_only=False)["callbacks"]
+        for name in ("whole", "killed")
+    ]
+    first, second = (state["CostWarmupCallback"] for state in states)
+    assert first == second
+    assert first["fitted"] is not None
+    assert torch.load(saved, weights_only=False)["callbacks"]["CostWarmupCallback"]["times"] != []
 
 
 def whole(ranks: list[list[str]]) -> list[list[str]]:

@@ -141,6 +141,11 @@ class ProcessorFamily:
         name = type(self.processor).__name__
         if getattr(self.processor, "tokenizer", None) is None:
             raise ConfigurationError(f"{name} has no tokenizer, so it writes no text for media")
+        if _of_base("replace_image_token") is None:
+            raise ConfigurationError(
+                f"{name}: encoders of any processor need transformers 5.10 or newer, whose processors write the text "
+                "of one image or video; with older ones use `family_of`, for LLaVA and Qwen-VL"
+            )
         if reason := _REFUSED.get(name):
             raise ConfigurationError(f"{name} cannot be used for training on conversations: {reason}")
         if self.pixels not in (None, "processor") or self.pixels_dtype == "uint8":

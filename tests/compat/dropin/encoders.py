@@ -34,7 +34,6 @@ from megatron.energon import (
     get_val_datasets,
 )
 from megatron.energon.epathlib import EPath
-from megatron.energon.flavors.base_dataset import SavableDataset
 from megatron.energon.flavors.jsonl.ijsonl import IJsonlIndexReader
 from megatron.energon.flavors.webdataset.metadata import EnergonDatasetType, get_dataset_info, get_dataset_type
 from megatron.energon.metadataset.loader import traverse_metadataset
@@ -85,13 +84,6 @@ class PackBatch(Batch):
     tokens: np.ndarray
     cu_lengths: list[torch.Tensor]
     imgs: torch.Tensor = None
-
-
-class PieceSorter(SavableDataset[Piece]):
-    """A wrapper that no run here makes: it only has to be declared."""
-
-    def __init__(self, dataset: SavableDataset[Piece], *, worker_config: WorkerConfig) -> None:
-        super().__init__(worker_config=worker_config)
 
 
 class Packer(DefaultTaskEncoder[CaptioningSample, Piece, PackBatch, dict]):
