@@ -175,11 +175,6 @@ def test_a_checkpoint_of_other_data_is_refused_and_not_started_over(dataset: Pat
 # Epochs and validation -----------------------------------------------------------------------------------------------
 
 
-def test_epochs_follow_one_another(dataset: Path, tmp_path: Path, uninterrupted: list[str]) -> None:
-    model = fit(module(dataset), tmp_path, max_epochs=3, limit_val_batches=0)
-    assert model.trained == uninterrupted[: 3 * EPOCH]
-
-
 def test_validation_ends_and_is_whole_every_time(dataset: Path, tmp_path: Path, uninterrupted: list[str]) -> None:
     """Without any limit, in the middle of an epoch and at its end, and after Lightning's sanity check."""
     model = fit(module(dataset), tmp_path, max_epochs=2, val_check_interval=EPOCH // 2)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import csv
-import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from workers import worker_pids
 
 pytest.importorskip("lightning.pytorch")
 
@@ -146,13 +143,6 @@ def test_numbers_are_exported_as_they_are_logged(dataset: Path, tmp_path: Path) 
     ]
 
 
-def test_the_interval_is_the_trainers(dataset: Path, tmp_path: Path) -> None:
-    kept = Kept()
-    settings: dict[str, Any] = {"logger": kept, "callbacks": [DataMonitor()], "enable_progress_bar": False}
-    fit(data_of(str(dataset)), tmp_path, max_steps=5, log_every_n_steps=2, **settings)
-    assert [step for step, _ in kept.lines] == [2, 4]
-
-
 def test_an_interval_below_one_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="every_n_steps"):
         DataMonitor(every_n_steps=0)
@@ -187,27 +177,6 @@ def test_counters_go_on_from_a_state_and_waiting_does_not(dataset: Path) -> None
     other.restore_state(loader.save_state())
     assert other.metrics()["samples"] == 10
     assert other.metrics()["batches"] == other.metrics()["wait_seconds"] == 0
-    loader.close()
-
-
-def test_workers_that_were_lost_are_counted(dataset: Path) -> None:
-    train = get_train_dataset(
-        dataset,
-        batch_size=2,
-        shuffle_buffer_size=10,
-        max_samples_per_sequence=10,
-        task_encoder=DefaultTaskEncoder(),
-        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=1),
-    )
-    loader = get_savable_loader(train)
-    stream = iter(loader)
-    next(stream)
-    assert loader.metrics()["worker_restarts"] == 0
-    (pid,) = worker_pids()
-    os.kill(pid, signal.SIGKILL)
-    for _ in range(12):
-        next(stream)
-    assert loader.metrics()["worker_restarts"] == 1
     loader.close()
 
 

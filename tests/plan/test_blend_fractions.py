@@ -8,7 +8,6 @@ the discrepancy of the points over all arcs, which sorting finds exactly.
 from __future__ import annotations
 
 from collections import Counter
-from fractions import Fraction
 from itertools import islice
 from pathlib import Path
 
@@ -221,34 +220,3 @@ def test_a_delivered_mix_epoch_ends_every_leaf_exactly(leaves: list[Path], world
                 found.update((key[0], key[1]) for key in keys)
         loader.close()
     assert found == expected
-
-
-# Repetitions ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_lanes", [1, 3, 24, 48, 120])
-@pytest.mark.parametrize("seed", range(6))
-def test_every_mix_epoch_of_five_random_leaves_ends_exactly(seed: int, num_lanes: int) -> None:
-    random = np.random.default_rng(seed)
-    samples = tuple(int(10 ** random.uniform(0, 4)) for _ in range(LEAVES))
-    repetitions = tuple(Fraction(int(random.integers(1, 13)), int(random.integers(1, 7))) for _ in range(LEAVES))
-    rotations = tuple(int(random.integers(0, num_lanes)) for _ in range(LEAVES))
-    blend = EpochizedBlend(
-        samples=samples,
-        repetitions=repetitions,
-        num_lanes=num_lanes,
-        key=seed,
-        rotations=rotations,
-        blocks=(1,) * LEAVES,
-    )
-    totals = np.zeros(LEAVES, dtype=np.int64)
-    done = [0] * num_lanes
-    for epoch in (1, 2, 3):
-        for lane in range(num_lanes):
-            end = int(blend.drawn(lane, epoch).sum())
-            if end > done[lane]:
-                taken = blend.leaves(lane, done[lane], end - done[lane])
-                assert taken.size == end - done[lane], "a mix epoch can be asked for whole"
-                totals += np.bincount(taken, minlength=LEAVES)
-            done[lane] = end
-        assert totals.tolist() == [int(epoch * n * r) for n, r in zip(samples, repetitions, strict=True)]

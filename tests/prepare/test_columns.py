@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from engine import NUM_LANES, SkippingEncoder, deliver, loaders_of, numbers_of, text_dataset, train_dataset
+from engine import NUM_LANES, deliver, loaders_of, numbers_of, text_dataset, train_dataset
 from keyed import CRUDE
 from PIL import Image
 
@@ -453,10 +453,3 @@ def test_columns_go_and_filters_with_them(tmp_path: Path) -> None:
         train_dataset(root, filter="number > 3")
     with pytest.raises(MetadataError, match=r"no column 'number'\. Columns: none"):
         remove_column(root, "number")
-
-
-def test_an_encoder_that_skips_stays_exact_with_a_filter(data: Path) -> None:
-    dataset = train_dataset(data, "skipping", filter="number % 2 == 0")
-    assert isinstance(dataset.settings.task_encoder, SkippingEncoder)
-    batches = deliver(loaders_of(dataset, 2, 2), 20)
-    assert len(batches.digests) == 40

@@ -31,7 +31,8 @@ from energon_bridge.format.dataset import open_dataset
 from energon_bridge.prepare import parse_ratio, prepare_dataset, render_dataset_yaml
 from energon_bridge.storage import open_store
 
-KILLS = 50 if os.environ.get("ENERGON_LONG_TESTS") else 2
+LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
+KILLS = 50 if LONG else 2
 SEED = os.environ.get("ENERGON_TEST_SEED", "0")
 TASKS = 3
 SCRIPT = (
@@ -203,8 +204,16 @@ def run(
     return again, killed
 
 
-@pytest.mark.parametrize("engine", ["processes", "tasks", "ray"])
-@pytest.mark.parametrize("command", WORK)
+# On a cluster all commands are shared out in the same way: one of them in the gate.
+CASES = [
+    (command, engine)
+    for command in WORK
+    for engine in ("processes", "tasks", "ray")
+    if LONG or engine != "ray" or command == "prepare"
+]
+
+
+@pytest.mark.parametrize(("command", "engine"), CASES)
 def test_killed_at_random_moments(command: str, engine: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     seed = random.randrange(1 << 30) if SEED == "random" else int(SEED)
     print(f"ENERGON_TEST_SEED={seed}")  # noqa: T201

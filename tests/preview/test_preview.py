@@ -257,8 +257,7 @@ def keys_of(found: Any) -> list[tuple[int, int, str]]:
     return [(one["rank"], one["row"], one["key"]) for one in found["samples"]]
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 5])
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("mix", "ranks"), list(zip(MIXES, cycle([1, 3, 5]))))
 def test_a_step_of_a_mix_is_what_is_delivered(data: Path, mix: str, ranks: int) -> None:
     steps = run(ranks_of(opened(data, mix), ranks), 12)
     arguments = (data / f"{mix}.yaml", *OPTIONS, *LANES, "--world-size", ranks)

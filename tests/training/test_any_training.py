@@ -133,13 +133,6 @@ def check_killed_and_resumed(whole: RunConfig, killed: RunConfig) -> None:
     assert losses[0][STEPS] < losses[0][1]
 
 
-def test_killed_and_resumed_training_gives_the_same_losses(
-    model_type: str, model: Path, data: Path, tmp_path: Path
-) -> None:
-    runs = (configuration(model_type, model, data, tmp_path / name) for name in ("whole", "killed"))
-    check_killed_and_resumed(*runs)
-
-
 @pytest.mark.parametrize("name", TWINS)
 def test_the_command_that_convert_shows_trains_a_twin_whatever_stops_it(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

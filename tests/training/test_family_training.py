@@ -117,19 +117,6 @@ def test_every_token_has_the_loss_in_a_pack_that_it_has_alone(family: str) -> No
         assert float(mask.sum()) == float(alone_mask.sum())
 
 
-def test_a_sample_is_blind_to_the_others_of_its_pack(family: str) -> None:
-    encoder = encoder_of(family)
-    module = module_of(family, encoder)
-    samples = conversations(encoder)
-    packs = [
-        encoder.batch([encoder.pack_selected_samples([first, *samples[1:3]])]) for first in (samples[0], samples[3])
-    ]
-    with torch.no_grad():
-        ours, others = (module.token_losses(pack)[0][0] for pack in packs)
-    rest = sum(len(sample.tokens) for sample in samples[1:3])
-    torch.testing.assert_close(ours[-rest:], others[-rest:], rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_packing_is_checked_with_the_positions_of_the_family(
     family: str, attention: str, monkeypatch: pytest.MonkeyPatch
