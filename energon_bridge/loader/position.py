@@ -502,9 +502,9 @@ class Mode:
                 draws = at.plan.blend.leaf_draws(lane, microbatches)
                 at.lanes[lane] = LaneState(microbatches, sum(draws), 0, tuple(draws))
                 continue
-            draw = microbatches * at.plan.data.rows
-            leaf_draws, sums = standing(at.plan.leaves, at.plan.blend, lane, draw)
-            at.lanes[lane] = LaneState(microbatches, draw, 0, tuple(leaf_draws), sums=sums)
+            there = standing(at.plan.leaves, at.plan.blend, lane, microbatches * at.plan.data.rows)
+            sums = tuple(there.sums)
+            at.lanes[lane] = LaneState(microbatches, there.draw, 0, tuple(there.leaf_draws), sums=sums)
 
     def delivered(self, at: Position) -> frozenset[int]:
         """Return the leaves that the run has delivered samples of, as far as the rank can know; none at the start."""
