@@ -152,10 +152,6 @@ class Position:
         """The `COLUMNS` of leaves on this rank: restored counts plus what it has delivered since."""
         return self._counts
 
-    def count(self, item: LaneBatch) -> None:
-        """Add the counts of a microbatch."""
-        self._counts.add(item.counts)
-
     def lane_state(self, lane: int) -> LaneState:
         """Return the state of a lane."""
         return self.lanes.get(lane) or LaneState.fresh(len(self.plan.leaves))

@@ -181,7 +181,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
             mode.take(position, item)
             self.note = item.note
             position.advance()
-            position.count(item)
+            position.counts.add(item.counts)
             if not position.ownership.even:
                 self._last = item.batch
             self._steps += 1
