@@ -79,7 +79,7 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 28_340,
+    "core": 28_310,
     "models": 10_020,
     "trainers": 7_450,
     "cloud": 4_560,
