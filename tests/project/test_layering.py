@@ -83,7 +83,7 @@ BUDGETS = {
     "models": 10_060,
     "trainers": 7_450,
     "cloud": 4_560,
-    "tools": 15_320,
+    "tools": 15_330,
     "drop-in": 4_000,
     "training": 4_640,
 }
