@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import shutil
 import time
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from left_behind import left_processes, left_shared_memory, shared_memory
-from packaging.version import Version
 from paths import FIXTURES
 
 # Before anything imports torch, tokenizers or the hub client.
@@ -32,20 +28,6 @@ LONG_FOLDERS = ("training", "suites", "project")
 settings.register_profile("repeat", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", deadline=None, max_examples=1000, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
-
-
-def names_of_today() -> None:
-    """Find image processors of transformers based on Pillow as `...Pil`, also before 5.4, which has no `Pil`."""
-    with contextlib.suppress(PackageNotFoundError):
-        if Version(version("transformers")) < Version("5.4"):
-            import transformers
-
-            kind: Any = type(transformers)
-            look_up = kind.__getattr__
-            kind.__getattr__ = lambda module, name: look_up(module, name.removesuffix("Pil"))
-
-
-names_of_today()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -105,5 +87,5 @@ def nothing_left_behind() -> Iterator[None]:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Name the Megatron-LM that tests/integrations/test_pretrain.py ran with, where it ran."""
     passed = terminalreporter.stats.get("passed", [])
-    for release in sorted({value for report in passed for name, value in report.user_properties if name == MEGATRON}):
-        terminalreporter.write_line(f"pretrain() of {MEGATRON} ran: megatron-core {release}")
+    for version in sorted({value for report in passed for name, value in report.user_properties if name == MEGATRON}):
+        terminalreporter.write_line(f"pretrain() of {MEGATRON} ran: megatron-core {version}")

@@ -97,7 +97,7 @@ OMNI_TOKENS = SpecialTokens(
 
 def write_tiny_llava(config: ModelConfig, folder: Path, texts: Iterable[str]) -> None:
     """Write a model of the LLaVA family: a CLIP tower, a projector and a Llama."""
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
+    from transformers import CLIPImageProcessorPil, CLIPVisionConfig, LlamaConfig, LlavaConfig
 
     _check_sizes(config, heads=2, patches=1)
     tokenizer = train_tokenizer(texts, config.vocab_size, LLAVA_TOKENS)
@@ -111,7 +111,7 @@ def write_tiny_llava(config: ModelConfig, folder: Path, texts: Iterable[str]) ->
         projection_dim=config.hidden_size,
     )
     text = LlamaConfig(**_text_sizes(config, tokenizer), max_position_embeddings=4096)
-    image_processor = _pillow_processor("CLIP")(
+    image_processor = CLIPImageProcessorPil(
         size={"shortest_edge": config.image_size},
         crop_size={"height": config.image_size, "width": config.image_size},
         image_mean=[0.5] * 3,
@@ -164,7 +164,7 @@ def write_tiny_qwen3_vl(config: ModelConfig, folder: Path, texts: Iterable[str])
 
 def write_tiny_idefics3(config: ModelConfig, folder: Path, texts: Iterable[str]) -> None:
     """Write a model of the Idefics 3 family: it cuts an image into up to four tiles, and gets the whole image too."""
-    from transformers import Idefics3Config, Idefics3Processor, LlamaConfig
+    from transformers import Idefics3Config, Idefics3ImageProcessorPil, Idefics3Processor, LlamaConfig
 
     scale = 2  # patches along each side of what becomes a token
     _check_sizes(config, heads=2, patches=scale)
@@ -185,7 +185,7 @@ def write_tiny_idefics3(config: ModelConfig, folder: Path, texts: Iterable[str])
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         pad_token_id=tokenizer.pad_token_id,
     )
-    image_processor = _pillow_processor("Idefics3")(
+    image_processor = Idefics3ImageProcessorPil(
         size={"longest_edge": 2 * config.image_size}, max_image_size={"longest_edge": config.image_size}
     )
     count = (config.image_size // config.patch_size // scale) ** 2
@@ -245,6 +245,7 @@ def write_tiny_qwen2_5_omni(config: ModelConfig, folder: Path, texts: Iterable[s
     from transformers import (
         Qwen2_5OmniProcessor,
         Qwen2_5OmniThinkerConfig,
+        Qwen2VLImageProcessorPil,
         Qwen2VLVideoProcessor,
         WhisperFeatureExtractor,
     )
@@ -272,7 +273,7 @@ def write_tiny_qwen2_5_omni(config: ModelConfig, folder: Path, texts: Iterable[s
     size = {"shortest_edge": (_MERGE * config.patch_size) ** 2, "longest_edge": config.image_size**2}
     patches = {"patch_size": config.patch_size, "merge_size": _MERGE, "temporal_patch_size": 2}
     processor = Qwen2_5OmniProcessor(
-        image_processor=_pillow_processor("Qwen2VL")(size=size, **patches),
+        image_processor=Qwen2VLImageProcessorPil(size=size, **patches),
         video_processor=Qwen2VLVideoProcessor(size=size, **patches),
         feature_extractor=extractor,
         tokenizer=tokenizer,
@@ -310,13 +311,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, special: SpecialToken
     )
 
 
-def _pillow_processor(family: str) -> Any:
-    """Return the class of a family's image processors based on Pillow: before transformers 5.4 without `Pil`."""
-    import transformers
-
-    return getattr(transformers, f"{family}ImageProcessorPil", None) or getattr(transformers, f"{family}ImageProcessor")
-
-
 def _write_qwen(
     kind: Any,
     config: ModelConfig,
@@ -327,6 +321,8 @@ def _write_qwen(
     text: Mapping[str, Any] = MappingProxyType({}),
     interleaved: bool = False,
 ) -> None:
+    from transformers import Qwen2VLImageProcessorPil
+
     _check_sizes(config, heads=4, patches=_MERGE)
     tokenizer = train_tokenizer(texts, config.vocab_size, QWEN_TOKENS)
     ids: dict[str, int] = {
@@ -343,7 +339,7 @@ def _write_qwen(
         text_config={**_qwen_text(config, tokenizer, interleaved=interleaved), **text},
         **ids,
     )
-    image_processor = _pillow_processor("Qwen2VL")(
+    image_processor = Qwen2VLImageProcessorPil(
         size={"shortest_edge": (_MERGE * config.patch_size) ** 2, "longest_edge": config.image_size**2},
         patch_size=config.patch_size,
         merge_size=_MERGE,
@@ -373,18 +369,13 @@ def _windows(config: ModelConfig) -> dict[str, Any]:
 
 
 def _qwen_text(config: ModelConfig, tokenizer: Any, *, interleaved: bool = False) -> dict[str, Any]:
-    import transformers
-
     # The three axes share the frequencies of a head about equally, as in the published models.
     half = config.hidden_size // config.num_heads // 2
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
     rope["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
     if interleaved:
         rope["mrope_interleaved"] = True
-    text = {**_text_sizes(config, tokenizer), "max_position_embeddings": 4096}
-    if transformers.__version__.startswith("4."):
-        return {**text, "rope_scaling": rope, "rope_theta": rope["rope_theta"]}
-    return {**text, "rope_parameters": rope}
+    return {**_text_sizes(config, tokenizer), "max_position_embeddings": 4096, "rope_parameters": rope}
 
 
 def _hearing(config: ModelConfig, extractor: Any) -> dict[str, Any]:

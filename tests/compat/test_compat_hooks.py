@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from forked import run_forked
+from keyed import write_mix
 
 from energon_bridge import WorkerConfig
 from energon_bridge.compat import factories, hooks, install, wrapped
@@ -26,13 +27,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def mix(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     other = create_captioning_test_dataset(tmp_path_factory.mktemp("other"), num_train=6, num_val=3)
+    parts = [{"path": str(path), "weight": 3}, {"path": str(other), "weight": 1}]
     file = tmp_path_factory.mktemp("mix") / "mix.yaml"
-    parts = f"[{{path: {path}, weight: 3}}, {{path: {other}, weight: 1}}]"
-    file.write_text(
-        "__module__: megatron.energon\n__class__: MetadatasetV2\n"
-        f"splits: {{train: {{blend: {parts}}}, val: {{path: {path}}}}}\n"
-    )
-    return file
+    return write_mix(file, train={"blend": parts}, val={"path": str(path)})
 
 
 class Plain(DefaultTaskEncoder[Any, Any, Any, Any]):

@@ -88,9 +88,8 @@ def model_config_of(family: str, tokenizer: Any) -> Any:
         if family == "llava":
             return transformers.LlavaConfig(**settings, image_seq_length=4)
         return transformers.LlavaNextConfig(**settings, image_grid_pinpoints=PINPOINTS)
-    old = transformers.__version__.startswith("4.")
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-    text |= {"rope_scaling": rope, "rope_theta": 10000.0} if old else {"rope_parameters": rope}
+    text["rope_parameters"] = rope
     ids = {
         "image_token_id": tokenizer.convert_tokens_to_ids("<|image_pad|>"),
         "video_token_id": tokenizer.convert_tokens_to_ids("<|video_pad|>"),

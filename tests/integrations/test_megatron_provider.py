@@ -16,6 +16,7 @@ import torch.distributed as dist
 pytest.importorskip("megatron.core")
 
 from engine import GroupingEncoder
+from keyed import write_mix
 from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import RerunDataIterator
 from rank_states import rank_file
@@ -206,10 +207,8 @@ def test_a_chunk_that_never_asks_is_cut_off(dataset: Path) -> None:
 
 @pytest.mark.parametrize("replica_loading", ["every_rank", "one_rank"])
 def test_an_iterator_for_each_validation_set(replica_loading: str, dataset: Path, tmp_path: Path) -> None:
-    mix = tmp_path / "mix.yaml"
-    blend = "".join(f"      - {{path: {dataset}, weight: 1, subflavors: {{part: {n}}}}}\n" for n in range(2))
-    text = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n"
-    mix.write_text(text + "".join(f"  {split}:\n    blend:\n{blend}" for split in ("train", "val")))
+    blend = {"blend": [{"path": str(dataset), "weight": 1, "subflavors": {"part": n}} for n in range(2)]}
+    mix = write_mix(tmp_path / "mix.yaml", train=blend, val=blend)
 
     def run(rank: int) -> Any:
         provider = train_valid_test_dataloaders_provider(

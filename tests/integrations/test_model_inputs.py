@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from families import (
     FAMILIES,
     QWENS,
@@ -31,6 +32,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from forked import become_rank, free_port, run_forked
+from packaging.version import Version
 from transformers import TrainingArguments
 
 from energon_bridge import WorkerConfig, get_loader, get_train_dataset, get_val_dataset
@@ -84,8 +86,10 @@ def samples_of(encoder: Any, family: str, count: int = 8) -> list[MultiModalSamp
         samples.append(chat(*turns, images=images, key=f"talk {number}"))
     if family in QWENS:
         frames = torch.randint(0, 256, (5, 3, 20, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        # Releases before 5.20 count the seconds of a patch of Qwen2.5-VL in whole ones.
+        fps = 3.0 if Version(transformers.__version__) >= Version("5.20") else 2.0
         samples[1] = chat(
-            "<video> color? <image>", "red", images=[picture()], videos=[VideoFrames(frames=frames, fps=3.0)]
+            "<video> color? <image>", "red", images=[picture()], videos=[VideoFrames(frames=frames, fps=fps)]
         )
     samples.append(chat("color?", "how many?", key="text"))
     return [encoder.encode(sample) for sample in samples]

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from forked import free_port
+from keyed import write_mix
 from paths import REPOSITORY
 
 from energon_bridge.testing import create_captioning_test_dataset
@@ -263,10 +264,8 @@ def test_full_validation_takes_every_sample_of_every_dataset_once(
     layout: str, megatron: Megatron, dataset: Path, tmp_path: Path
 ) -> None:
     larger = create_captioning_test_dataset(tmp_path / "larger", num_train=8, num_val=16)
-    mix = tmp_path / "mix.yaml"
-    blend = "".join(f"      - {{path: {path}, weight: 1}}\n" for path in (dataset, larger))
-    text = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n"
-    mix.write_text(text + "".join(f"  {split}:\n    blend:\n{blend}" for split in ("train", "val")))
+    blend = {"blend": [{"path": str(path), "weight": 1} for path in (dataset, larger)]}
+    mix = write_mix(tmp_path / "mix.yaml", train=blend, val=blend)
     options = ["--energon-validation", "each", "--multiple-validation-sets", "--full-validation"]
     run = pretrain(megatron, mix, tmp_path, LAYOUTS[layout], *options, "--train-iters", "2")
     once = [f"val-{number:05d}" for number in [*range(8), *range(16)]]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from engine import NUM_LANES, deliver, loaders_of, numbers_of, text_dataset, train_dataset
-from keyed import CRUDE
+from keyed import CRUDE, write_mix
 from PIL import Image
 
 from energon_bridge import (
@@ -295,20 +295,12 @@ def test_an_epoch_has_what_the_filter_keeps(data: Path, text: str, batch_size: i
 def test_mixes_are_filtered_by_dataset_and_as_a_whole(data: Path, tmp_path: Path) -> None:
     other = text_dataset(tmp_path / "other", train=[20, 20])
     add_column(other, "number", number)
-    mix = {
-        "__module__": "megatron.energon",
-        "__class__": "MetadatasetV2",
-        "splits": {
-            "train": {
-                "blend_epochized": [
-                    {"path": str(data), "filter": "number < 20", "subset": {"range": [10, 60]}, "repetitions": 2},
-                    {"concat": [{"path": str(other), "filter": "number != 38"}], "filter": "number > 35"},
-                ],
-                "filter": "number != 12",
-            }
-        },
-    }
-    dataset = train_dataset(mix, "default", repeat=False)  # type: ignore[arg-type]
+    parts = [
+        {"path": str(data), "filter": "number < 20", "subset": {"range": [10, 60]}, "repetitions": 2},
+        {"concat": [{"path": str(other), "filter": "number != 38"}], "filter": "number > 35"},
+    ]
+    mix = write_mix(tmp_path / "mix.yaml", train={"blend_epochized": parts, "filter": "number != 12"})
+    dataset = train_dataset(mix, "default", repeat=False)
     with closing(get_savable_loader(dataset)) as loader:
         found = sorted(n for batch in loader for n in numbers_of(batch))
     assert found == sorted([n for n in range(10, 20) if n != 12] * 2 + [36, 37, 39])
@@ -316,7 +308,7 @@ def test_mixes_are_filtered_by_dataset_and_as_a_whole(data: Path, tmp_path: Path
         "(number < 20) and (number != 12)",
         "(number != 38) and (number > 35) and (number != 12)",
     ]
-    dataset = train_dataset(mix, "skipping")  # type: ignore[arg-type]
+    dataset = train_dataset(mix, "skipping")
     expected = deliver(loaders_of(dataset, 1, 0), 3 * NUM_LANES).digests
     assert deliver(loaders_of(dataset, 3, 1), NUM_LANES).digests == expected
 
@@ -420,11 +412,7 @@ def test_what_is_left_out_is_not_read(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_forecasts_know_filters(data: Path, tmp_path: Path) -> None:
-    mix = tmp_path / "mix.yaml"
-    mix.write_text(
-        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    path: "
-        f"{data}\n    filter: number % 5 == 2\n"
-    )
+    mix = write_mix(tmp_path / "mix.yaml", train={"path": str(data), "filter": "number % 5 == 2"})
     plan = energon("plan", mix, "--batch-size", 2, "--steps", 50)
     assert plan.exit_code == 0, plan.output
     assert "where number % 5 == 2" in plan.output.replace("\n", " ")

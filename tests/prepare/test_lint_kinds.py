@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 from click.testing import CliRunner, Result
 from engine import text_dataset
+from keyed import write_mix
 from PIL import Image
 from tar_builder import write_tar
 
@@ -96,12 +97,8 @@ def test_a_mix_is_linted_with_all_its_datasets(data: Path, tmp_path: Path) -> No
     """Those that several splits read are checked once."""
     other, mix = text_dataset(tmp_path / "other", train=[6], val=[2]), tmp_path / "mix.yaml"
     lines = jsonl(tmp_path / "lines.jsonl")
-    mix.write_text(
-        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n"
-        "  train:\n    blend:\n      - {path: data, weight: 2}\n      - {path: other}\n"
-        "      - {path: lines.jsonl}\n      - {path: data, weight: 1}\n"
-        "  val:\n    path: data\n    split_part: val\n"
-    )
+    twice = [{"path": "data", "weight": 2}, {"path": "other"}, {"path": "lines.jsonl"}, {"path": "data", "weight": 1}]
+    write_mix(mix, train={"blend": twice}, val={"path": "data", "split_part": "val"})
     assert lint(mix) == (0, {"ok": True, "checked": 26, "samples": 26, "empty": [], "problems": []})
     break_text(other / "train/shard_000.tar", "00003")
     lines.write_text(lines.read_text().replace('{"text": "text 2"}', '{"text": "text 2"!'))
@@ -116,11 +113,9 @@ def test_joins_that_do_not_match_are_named(tmp_path: Path) -> None:
     for name, counts in (("data", [4, 5]), ("fewer", [7])):
         rebuild_index(text_dataset(tmp_path / name, train=counts))  # with a key index
     mix = tmp_path / "mix.yaml"
-    mix.write_text(
-        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    join:\n"
-        "      one: {path: data}\n      two: {path: fewer, nonmatch: error}\n"
-        "    joiner: {__module__: megatron.energon, __class__: TextSample}\n"
-    )
+    joiner = {"__module__": "megatron.energon", "__class__": "TextSample"}
+    both = {"one": {"path": "data"}, "two": {"path": "fewer", "nonmatch": "error"}}
+    write_mix(mix, train={"join": both, "joiner": joiner})
     code, report = lint(mix)
     (problem,) = report["problems"]
     assert (code, report["checked"], problem["split_part"]) == (1, 16, "train")
@@ -139,10 +134,7 @@ def test_through_a_task_encoder(data: Path, tmp_path: Path, kind: str) -> None:
     elif kind == "jsonl":
         jsonl(path)
     elif kind == "mix":
-        path.write_text(
-            "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train: {path: data}\n"
-            "  val: {path: data, split_part: val}\n"
-        )
+        write_mix(path, train={"path": "data"}, val={"path": "data", "split_part": "val"})
     encoder = "RefusesFive" if kind in ("texts", "mix") else "Cooks"
     assert lint(path)[0] == 0
     code, report = lint(path, "--encoder", f"test_lint_kinds:{encoder}")
@@ -187,10 +179,7 @@ def test_equal_samples_of_jsonl_and_across_datasets(tmp_path: Path) -> None:
     assert [one["key"] for one in lint(lines, "--duplicates")[1]["problems"]] == ["7"]
     for name in ("a", "b"):
         text_dataset(tmp_path / name, train=[2])
-    mix.write_text(
-        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
-        "      - {path: a, weight: 1}\n      - {path: b, weight: 1}\n"
-    )
+    write_mix(mix, train={"blend": [{"path": name, "weight": 1} for name in "ab"]})
     code, report = lint(mix, "--duplicates")
     assert code == 1
     assert [(one["dataset"], one["key"]) for one in report["problems"]] == [
@@ -238,11 +227,8 @@ def test_info_knows_parts_media_columns_and_tars_that_came_later(tmp_path: Path)
 def test_info_of_jsonl_and_mixes(data: Path, tmp_path: Path) -> None:
     lines, mix = jsonl(tmp_path / "x.jsonl"), tmp_path / "mix.yaml"
     assert json.loads(energon("info", lines, "--json").stdout)["num_samples"] == 8
-    mix.write_text(
-        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n"
-        "  train:\n    blend:\n      - {path: data, weight: 3}\n      - {path: x.jsonl, weight: 1}\n"
-        "  val:\n    path: data\n    split_part: val\n"
-    )
+    blend = [{"path": "data", "weight": 3}, {"path": "x.jsonl", "weight": 1}]
+    write_mix(mix, train={"blend": blend}, val={"path": "data", "split_part": "val"})
     found = json.loads(energon("info", mix, "--json").stdout)
     train = {"path": str(data), "split_part": "train", "mixed": "weight 0.75", "num_samples": 9}
     assert found["splits"]["train"][0] == train

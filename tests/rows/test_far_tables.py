@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 from clouds import Cloud, s3
 from engine import deliver, loaders_of
+from keyed import write_mix
 from object_server import ObjectServer, every, serving
 from sources import content, converted, picture
 from test_tables import KINDS, same, trained, validated
@@ -39,10 +40,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write(found / name)
     (found / "one.parquet").write_bytes((found / "parquet/train-00000-of-00002.parquet").read_bytes())
     (found / "one.arrow").write_bytes((found / "arrow/train/data-00001.arrow").read_bytes())
-    (found / "mix.yaml").write_text(
-        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
-        "      - {path: ./one.parquet, weight: 2, filter: year > 3}\n      - {path: ./arrow, weight: 1}\n"
-    )
+    filtered = {"path": "./one.parquet", "weight": 2, "filter": "year > 3"}
+    write_mix(found / "mix.yaml", train={"blend": [filtered, {"path": "./arrow", "weight": 1}]})
     return found
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from engine import config_of, counts_of, loaders_of, text_dataset
+from keyed import write_mix
 from multimodal import PixelProcessor, WordTokenizer
 
 from energon_bridge.datasets import get_train_dataset
@@ -82,11 +83,7 @@ def test_segments_of_a_mix_come_out_of_workers_with_their_dataset(
     path: Path, tmp_path: Path, packing: int | None
 ) -> None:
     other = text_dataset(tmp_path / "other", train=[80, 80])
-    mix = tmp_path / "mix.yaml"
-    mix.write_text(
-        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
-        f"    - {{weight: 1, path: {path}}}\n    - {{weight: 1, path: {other}}}\n"
-    )
+    mix = write_mix(tmp_path / "mix.yaml", train={"blend": [{"weight": 1, "path": str(one)} for one in (path, other)]})
     dataset = get_train_dataset(
         mix, task_encoder=encoder(), worker_config=config_of(1, 2, num_lanes=2), batch_size=2,
         packing_buffer_size=packing,

@@ -21,7 +21,7 @@ import torch
 from crude import prepared
 from defects import jpeg, npy_header, png
 from hostile import limited
-from keyed import keyed_dataset
+from keyed import keyed_dataset, write_mix
 from PIL import Image
 
 from energon_bridge import (
@@ -381,11 +381,7 @@ def test_samples_that_name_such_files_are_counted_skips(folder: Path, tmp_path: 
     (folder / "out.txt").symlink_to(folder.parent / "secret.txt")
     names = ["a.txt", "pipe.txt", "zero.txt", "out.txt", "../secret.txt", "missing.txt"]
     data = prepared(tmp_path / "crude", {f"k{n}": {"txt": name.encode()} for n, name in enumerate(names)})
-    mix = tmp_path / "mix.yaml"
-    mix.write_text(
-        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n"
-        f"    path: {data}\n    aux:\n      pictures: filesystem://{folder}\n"
-    )
+    mix = write_mix(tmp_path / "mix.yaml", train={"path": str(data), "aux": {"pictures": f"filesystem://{folder}"}})
 
     def job(note: Any) -> tuple[set[str], int]:
         policy = ErrorPolicy(tolerance=0)

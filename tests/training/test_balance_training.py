@@ -24,6 +24,7 @@ pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
 
 from forked import become_rank, free_port, run_forked, start_forked
+from keyed import write_mix
 from megatron_runs import configuration, train
 from run_outputs import read_losses
 
@@ -334,12 +335,8 @@ def changes_in(checkpoint: Path) -> list[Any]:
 def test_feedback_of_the_script_moves_the_weights_and_resumes_exactly(
     trainer: str, uneven: Path, dataset: Path, tmp_path: Path
 ) -> None:
-    mix = tmp_path / "mix.yaml"
-    mix.write_text(
-        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
-        f"    - {{weight: 0.5, path: {uneven}}}\n    - {{weight: 0.5, path: {dataset}}}\n"
-        f"  val:\n    path: {uneven}\n"
-    )
+    blend = [{"weight": 0.5, "path": str(path)} for path in (uneven, dataset)]
+    mix = write_mix(tmp_path / "mix.yaml", train={"blend": blend}, val={"path": str(uneven)})
     reference = tmp_path / "reference.json"
     reference.write_text(json.dumps({str(uneven): 0.0, str(dataset): 100.0}))  # the second is learned already
     config = configuration(

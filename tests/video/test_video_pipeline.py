@@ -14,6 +14,7 @@ import torch
 from clips import write_sound, write_video
 from crude import prepared
 from engine import config_of, counts_of, deliver, digest, loaders_of, train_dataset
+from keyed import write_mix
 
 import energon_bridge.stream.reader as reader_module
 from energon_bridge import (
@@ -225,11 +226,7 @@ class Cooking(DefaultTaskEncoder):
 def test_sound_in_crude_data_and_in_auxiliary_files(sounds: Path, tmp_path: Path) -> None:
     parts = {str(n): {"wav": (sounds / f"{n}.wav").read_bytes()} for n in range(6)}
     folder = prepared(tmp_path / "crude", parts)
-    mix = tmp_path / "mix.yaml"
-    mix.write_text(
-        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n"
-        f"    path: {folder}\n    aux:\n      films: filesystem://{sounds}\n"
-    )
+    mix = write_mix(tmp_path / "mix.yaml", train={"path": str(folder), "aux": {"films": f"filesystem://{sounds}"}})
     expected = None
     for world_size, workers in [(1, 0), (2, 2)]:
         spec = train_dataset(mix, task_encoder=Cooking())

@@ -144,7 +144,7 @@ class ProcessorFamily:
         if _of_base("replace_image_token") is None:
             raise ConfigurationError(
                 f"{name}: encoders of any processor need transformers 5.10 or newer, whose processors write the text "
-                "of one image or video; with older ones use `family_of`, for LLaVA and Qwen-VL"
+                "of one image or video"
             )
         if reason := _REFUSED.get(name):
             raise ConfigurationError(f"{name} cannot be used for training on conversations: {reason}")
