@@ -166,7 +166,7 @@ class Figures:
 
         def run(point: tuple[str, str]) -> dict[str, Any]:
             runner = systems(sys.executable, sys.executable)[point[1]]
-            return measure(runner, self.job("throughput", folders[point[0]], "uint8", 0, batch_size=32))
+            return measure(runner, self.job("throughput", folders[point[0]], "uint8", 1, batch_size=32))
 
         found = self.best(list(product(kinds, libraries)), run)
         for kind, library in product(kinds, libraries):
