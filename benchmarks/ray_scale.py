@@ -35,7 +35,7 @@ def homes(ranks: int, workers: int, nodes: int) -> np.ndarray:
     names = {f"node-{number}": number for number in range(nodes)}
     load, found = np.zeros(nodes, int), np.empty((ranks, workers), int)
     for rank, worker in itertools.product(range(ranks), range(workers)):
-        chosen = names[home_of(f"rank {rank}, worker {worker} of {workers}", names)]
+        chosen = names[home_of([f"rank {rank}, worker {worker} of {workers}"], names)]
         chosen = chosen if load[chosen] < PLACES else int(load.argmin())
         load[chosen] += 1
         found[rank, worker] = chosen

@@ -1,7 +1,8 @@
 """What actors cost against worker processes: CPU per batch, of the trainer and of each kind of process beside it.
 
 The same stream of decoded JPEGs, in batches of 6 MB and of 100 kB, from two worker processes and from two actors on the
-second node of a cluster on this machine, in turns; of each figure the least of some rounds counts.
+second node of a cluster on this machine, which write into the trainer's memory, or use a connection as from elsewhere.
+In turns; of each figure the least of some rounds counts. "all" is trainer, workers, actors and relay together.
 
     python -m benchmarks.ray_workers [--rounds 3] [--batches 300]
 """
@@ -84,6 +85,7 @@ def measured(data: Path, batches: int, **settings: Any) -> dict[str, float]:
             next(stream)
         took, after = time.perf_counter() - began, cpu_by_role()
     spent = {role: after[role] - before[role] for role in after if after[role] - before[role] > 0}
+    spent["all"] = sum(spent.get(role, 0.0) for role in ("trainer", "workers", "actors", "relay"))
     return {name: 1e3 * seconds / batches for name, seconds in {"wall": took, **spent}.items()}
 
 
@@ -100,7 +102,10 @@ def main() -> None:
     for cpus in (0, WORKERS):
         cluster.add_node(num_cpus=cpus, object_store_memory=200 << 20, include_dashboard=False)
     options = {"address": cluster.address, "placement_timeout_seconds": 300, "idle_seconds": 1e6}
-    kinds: dict[str, dict[str, Any]] = {"processes": {}, "actors": {"worker_engine": "ray", "ray_options": options}}
+    kinds: dict[str, dict[str, Any]] = {"processes": {}} | {
+        name: {"worker_engine": "ray", "ray_options": options | {"shared_memory": name == "actors here"}}
+        for name in ("actors here", "actors by connection")
+    }
     with tempfile.TemporaryDirectory() as folder:
         for name, size in SIZES.items():
             data = written(Path(folder) / name, size)

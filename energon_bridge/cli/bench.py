@@ -1,8 +1,9 @@
 """`energon bench MIX`: how fast a dataset loads on this machine, stage by stage, and what limits it.
 
 Three kinds of runs over the same training stream, each for some seconds after a warm-up: reading only (parts stay
-bytes), everything in this process, and everything with more and more workers. The time per stage comes from the
-loader's `metrics()` in a run without workers, processor time from the system, for all processes.
+bytes), everything in this process, and everything with more and more workers; with `--engine ray` then as many on a
+cluster. The time per stage comes from the loader's `metrics()` in a run without workers, processor time from the
+system, for all processes of this machine.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import resource
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 import click
 
@@ -34,8 +35,8 @@ _CACHE = ("cache_hits", "cache_hit_bytes", "cache_misses", "cache_miss_bytes")
 class Rate:
     """One run: its rate, processor seconds per sample, and seconds per stage and sample.
 
-    `training_cpu` is the share of the time for which the training process itself was busy; `cache_hits` and
-    `cache_misses` are blocks of the node's cache.
+    `training_cpu` is the share of the time for which the training process itself was busy, `making` that for which
+    workers made microbatches; `cache_hits` and `cache_misses` are blocks of the node's cache.
     """
 
     workers: int
@@ -44,6 +45,7 @@ class Rate:
     bytes_per_second: float
     cpu_per_sample: float
     training_cpu: float
+    making: float
     load: float
     encode: float
     batch: float
@@ -59,7 +61,10 @@ class Rate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The result of all runs; `load_average` is that of the machine before them, `workers` the fewest that suffice."""
+    """The result of all runs; `load_average` is that of the machine before them, `workers` the fewest that suffice.
+
+    `cluster` is a run with the most workers on a Ray cluster, if it was asked for, and `cluster_limit` its limit.
+    """
 
     cores: int
     load_average: float
@@ -68,11 +73,19 @@ class Measured:
     workers: int
     limit: str
     advice: str
+    cluster: Rate | None = None
+    cluster_limit: str | None = None
 
 
 @click.command("bench")
 @click.argument("mix", type=click.Path(), required=False)
 @click.option("--seconds", type=click.FloatRange(min=0.2), default=5.0, show_default=True, help="Time for each run.")
+@click.option(
+    "--engine",
+    type=click.Choice(["process", "ray"]),
+    default="process",
+    help="ray: also with --num-workers actors of the cluster at RAY_ADDRESS.",
+)
 @click.option("--encoder", help="Task encoder: MODULE:NAME of an object, or of what makes it.  [default: none]")
 @click.option(
     "--fit-cost",
@@ -82,7 +95,13 @@ class Measured:
 )
 @run_options
 def command(
-    mix: str | None, seconds: float, encoder: str | None, fit_cost: str | None, as_json: bool, **options: Any
+    mix: str | None,
+    seconds: float,
+    engine: Literal["process", "ray"],
+    encoder: str | None,
+    fit_cost: str | None,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Measure how fast MIX loads here: a dataset's folder or URL, or a metadataset's YAML file.
 
@@ -99,7 +118,7 @@ def command(
         return
     if mix is None:
         raise click.UsageError("Missing argument 'MIX': a dataset or mix to measure (or --fit-cost FILE).")
-    result = bench(mix, options, seconds=seconds, encoder=load_encoder(encoder))
+    result = bench(mix, options, seconds=seconds, encoder=load_encoder(encoder), engine=engine)
     if as_json:
         print_json(asdict(result))
         return
@@ -108,10 +127,19 @@ def command(
     _print_rates(result)
     click.echo(f"Limit: {result.limit}")
     click.echo(f"Try: {result.advice}")
+    if result.cluster_limit is not None:
+        click.echo(f"Cluster: {result.cluster_limit}")
 
 
-def bench(mix: str, options: dict[str, Any], *, seconds: float, encoder: Any = None) -> Measured:
-    """Return how fast a mix loads on this machine, and what limits it.
+def bench(
+    mix: str,
+    options: dict[str, Any],
+    *,
+    seconds: float,
+    encoder: Any = None,
+    engine: Literal["process", "ray"] = "process",
+) -> Measured:
+    """Return how fast a mix loads on this machine, and what limits it; with engine "ray", also on the cluster.
 
     Raises:
         EnergonError: The mix cannot be loaded.
@@ -131,6 +159,7 @@ def bench(mix: str, options: dict[str, Any], *, seconds: float, encoder: Any = N
     best = max(rate.samples_per_second for rate in rates)
     chosen = next(rate for rate in rates if rate.samples_per_second >= _ENOUGH_OF_BEST * best)
     limit, advice = judge(reading, rates, chosen, cores)
+    cluster = _measure(mix, options, encoder, seconds, engine) if engine == "ray" and most else None
     return Measured(
         cores=cores,
         load_average=load_average,
@@ -139,6 +168,8 @@ def bench(mix: str, options: dict[str, Any], *, seconds: float, encoder: Any = N
         workers=chosen.workers,
         limit=limit,
         advice=advice,
+        cluster=cluster,
+        cluster_limit=None if cluster is None else judge_cluster(cluster, rates[-1]),
     )
 
 
@@ -170,11 +201,15 @@ def numbers_of_workers(most: int) -> list[int]:
     return [0, *(1 << power for power in range(most.bit_length()) if 1 << power < most), *([most] if most else [])]
 
 
-def _measure(mix: str, options: dict[str, Any], encoder: Any, seconds: float) -> Rate:
+def _measure(
+    mix: str, options: dict[str, Any], encoder: Any, seconds: float, engine: Literal["process", "ray"] = "process"
+) -> Rate:
     from energon_bridge.datasets import get_savable_loader
 
     dataset = open_mix(mix, options, task_encoder=encoder)
-    with closing(get_savable_loader(dataset)) as loader:
+    with closing(
+        get_savable_loader(dataset, worker_config=replace(dataset.worker_config, worker_engine=engine))
+    ) as loader:
         began = time.perf_counter()
         stream = iter(loader)
         next(stream)  # opens files and starts workers
@@ -195,6 +230,7 @@ def _measure(mix: str, options: dict[str, Any], encoder: Any, seconds: float) ->
         bytes_per_second=more["bytes"] / took,
         cpu_per_sample=workers_used / samples,
         training_cpu=own / took,
+        making=more["make_seconds"] / took / max(1, options["num_workers"]),
         load=more["load_seconds"] / samples,
         encode=more["encode_seconds"] / samples,
         batch=more["batch_seconds"] / samples,
@@ -271,6 +307,19 @@ def judge(reading: Rate, rates: list[Rate], chosen: Rate, cores: int) -> tuple[s
     )
 
 
+def judge_cluster(cluster: Rate, local: Rate) -> str:
+    """Return how workers on a cluster compare with as many processes here, and what limits them."""
+    share = cluster.samples_per_second / local.samples_per_second
+    said = f"{cluster.workers} workers there make {share:.2f} of the samples of {cluster.workers} processes here"
+    if cluster.making > _BUSY:
+        limit = f"making batches ({cluster.making:.0%} of their time): more --num-workers, if it has the cores"
+    elif cluster.training_cpu > _BUSY:
+        limit = "the training process: batches of fewer bytes"
+    else:
+        limit = f"the way here: they make batches in {cluster.making:.0%} of their time. Batches of fewer bytes"
+    return f"{said}; the limit is {limit}"
+
+
 def report(result: Measured) -> Iterator[str]:
     """Yield lines that report the cost of a sample, stage by stage."""
     costs = ", ".join(f"{name} {1e6 * took:,.0f} us" for name, took in _stages(result.reading, result.rates[0]).items())
@@ -294,17 +343,20 @@ def report(result: Measured) -> Iterator[str]:
         )
 
 
+_NOTES = {(True, True): " on Ray", (True, False): " on Ray", (False, True): " (enough)", (False, False): ""}
+
+
 def _print_rates(result: Measured) -> None:
     print_table(
         ("workers", "samples/s", "bytes/s", "CPU per sample", "training process"),
         [
             (
-                f"{rate.workers}{' (enough)' if rate.workers == result.workers else ''}",
+                f"{rate.workers}{_NOTES[rate is result.cluster, rate.workers == result.workers]}",
                 f"{rate.samples_per_second:,.0f}",
                 format_bytes(int(rate.bytes_per_second)),
                 f"{1e6 * rate.cpu_per_sample:,.0f} us",
                 f"{rate.training_cpu:.0%} busy",
             )
-            for rate in result.rates
+            for rate in (*result.rates, *([] if result.cluster is None else [result.cluster]))
         ],
     )

@@ -62,7 +62,7 @@ def flat_metrics(
           (an epoch has each sample as often as repetitions say; `len(loader)` microbatches of each rank, if none is
           skipped), and `waiting_in_groups`, the samples drawn that wait in groups that are not full;
         - `ready`: microbatches that workers have finished and the training loop has not taken;
-        - `worker_restarts`: how often a dead worker was replaced;
+        - `worker_restarts`: how often a dead worker was replaced; if any, `worker_moves`: how often one moved;
         - `make_seconds` of all processes together, and of these `load_seconds` (waiting for samples to be read and
           decoded), `encode_seconds` and `batch_seconds`;
         - if servers were asked: `requests`, of these `request_retries` and `request_hedges` (second requests),

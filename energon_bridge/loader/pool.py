@@ -40,6 +40,10 @@ _BEGIN_SECONDS = 30.0
 _IMPORT_FACTOR = 10
 """Factor of that time for workers that import everything first, on nodes that are busy with it."""
 _END_SECONDS = 5.0
+_CATCH_UP_SECONDS = 5.0
+"""Time for a worker to catch up with the one that it takes over from, before that one waits."""
+_MOVE_SECONDS = 60.0
+"""Time before a worker that could not go on elsewhere tries again."""
 _RESTARTS_WITHOUT_A_BATCH = 3
 _DEATHS_OF_A_SAMPLE = 3
 _SHORT_WAIT_MILLISECONDS = 1
@@ -95,6 +99,14 @@ class Engine(Protocol):
         """Return what a worker is doing: the stacks of its threads, or that it is stopped."""
         ...
 
+    def move(self, ready: Callable[[], int]) -> int | None:
+        """Return a worker that should be started elsewhere, and take over there; asked before each microbatch.
+
+        Args:
+            ready: Tells the microbatches that are made and not taken.
+        """
+        ...
+
     def metrics(self) -> dict[str, float]:
         """Return what is to be counted of it, by name."""
         ...
@@ -107,6 +119,8 @@ class Worker:
         number: Which of the workers of its rank it is.
         current: The pass that it has been asked for.
         taken: Microbatches that it sent in this pass and that were taken.
+        behind: Microbatches of these that come first, and that another worker has delivered meanwhile.
+        withheld: Credits that it is not given, since the one that takes over from it must catch up.
         started: When it was started.
     """
 
@@ -117,7 +131,8 @@ class Worker:
                 "in this process, on threads, and delivers the same batches"
             )
         self.number = work.number
-        self.current = self.taken = 0
+        self.current = self.taken = self.behind = 0
+        self.withheld: int | None = None
         self._engine = engine
         self.arena = new_arena(sendable=not engine.forks)
         self.board = Board(sendable=not engine.forks)
@@ -227,6 +242,7 @@ class WorkerPool:
     Attributes:
         restarts: How often workers were replaced.
         hedges: How often a second worker was started for a slow one.
+        moves: How often a worker went on elsewhere, where the engine had a better place.
     """
 
     def __init__(
@@ -252,8 +268,10 @@ class WorkerPool:
         # Of each worker, since it last sent a microbatch:
         self._deaths = [0] * number
         self._suspects = [Counter[tuple[int, int]]() for _ in range(number)]
-        self._rivals: dict[int, Worker] = {}  # second workers of slow ones
-        self.restarts = self.hedges = 0
+        self._rivals: dict[int, Worker] = {}  # second workers of slow ones, or of the one that moves
+        self._moving: int | None = None
+        self._move_again = 0.0
+        self.restarts = self.hedges = self.moves = 0
         _pools.add(self)
 
     # Delivering -------------------------------------------------------------------------------------------------------
@@ -272,6 +290,7 @@ class WorkerPool:
     def again(self, due: Iterator[tuple[int, int]]) -> bool:
         """Let running workers begin the next pass; say whether there are any."""
         self._due = due
+        self._stay()
         for worker in self._workers:
             worker.current += 1
             worker.taken = 0
@@ -283,6 +302,7 @@ class WorkerPool:
 
     def __next__(self) -> LaneBatch:
         unit, number = next(self._due)
+        self._move()
         while True:
             worker = self._workers[number]
             if worker.has_sent(_SHORT_WAIT_MILLISECONDS):
@@ -290,39 +310,55 @@ class WorkerPool:
             else:
                 with record_function(_RANGE):
                     data = self._waited_for(worker, unit)
-            if self._rivals:
-                worker = self._first(worker, bool(data))
+                worker = self._workers[number]
+            if data and number in self._rivals and number != self._moving:
+                self._drop(self._rivals.pop(number))  # of two that make the same, it was not the first
             if not data:
                 self._replace(worker)
                 continue
-            current, failed, *message = pickle.loads(data)
-            if current != worker.current:
-                continue  # of a pass that was broken off
-            worker.send(CREDIT)  # at once: the worker makes its next microbatch while this one is unpacked
             try:
-                value = unpack(BatchMessage(*message), worker.arena)
+                value = self._unpacked(worker, data)
             except OSError:
                 if not worker.ends_within(_LOOK_SECONDS):
                     raise
                 self._replace(worker)  # it took a memory file along
                 continue
-            if failed:
-                raise raised_by_worker(value)
-            worker.taken += 1
+            if value is None:
+                continue
+            if number == self._moving:
+                self._rivals[number].behind += 1
             if self._deaths[number]:
                 self._deaths[number] = 0
                 self._suspects[number].clear()
             return LaneBatch.of_plain(value)
 
-    @property
+    def _unpacked(self, worker: Worker, data: bytes) -> Any:
+        """Return what is in a message; None: it is not wanted any more. Raises the error that it is."""
+        current, failed, *message = pickle.loads(data)
+        if current != worker.current:
+            return None  # of a pass that was broken off
+        if worker.withheld is None:
+            worker.send(CREDIT)  # at once: the worker makes its next microbatch while this one is unpacked
+        else:
+            worker.withheld += 1
+        value = unpack(BatchMessage(*message), worker.arena)
+        if failed:
+            raise raised_by_worker(value)
+        worker.taken += 1
+        if worker.behind:
+            worker.behind -= 1
+            return None
+        return value
+
     def ready(self) -> int:
-        """Microbatches that workers have made and nobody has taken."""
+        """Return the microbatches that workers have made and nobody has taken."""
         return sum(max(0, worker.board.num_sent - worker.taken) for worker in list(self._workers))
 
     def metrics(self) -> dict[str, float]:
         """Return what is to be counted of the workers, by name (`metrics.flat_metrics`)."""
         hedges = {} if self._engine.hedge_seconds is None else {"worker_hedges": self.hedges}
-        return {"ready": self.ready, "worker_restarts": self.restarts, **hedges, **self._engine.metrics()}
+        hedges |= {"worker_moves": self.moves} if self.moves else {}
+        return {"ready": self.ready(), "worker_restarts": self.restarts, **hedges, **self._engine.metrics()}
 
     # Watching over ----------------------------------------------------------------------------------------------------
 
@@ -332,26 +368,33 @@ class WorkerPool:
         Raises:
             HookTimeoutError: It takes too long, and the run is to end then.
         """
-        since, reported, unbegun, rival = time.monotonic(), 0, False, self._rivals.get(worker.number)
+        since, reported, unbegun, number = time.monotonic(), 0, False, worker.number
         hedge = self._engine.hedge_seconds
         while True:
+            self._catch_up()
+            worker, rival = self._workers[number], self._rivals.get(number)
             if rival is None:
                 data = worker.receive()
             else:
                 self._engine.settle(wait=False)
-                sent = select.select([worker, rival], [], [], self._look)[0]
+                moves = number == self._moving
+                both = [worker] if moves and not (rival.taken or rival.behind) else [worker, rival]
+                sent = select.select(both, [], [], self._look)[0]
                 if rival in sent and worker not in sent:
+                    if moves:
+                        continue
                     if data := rival.receive(socket.MSG_DONTWAIT):
-                        self._workers[worker.number], self._rivals[worker.number] = rival, worker
+                        self._workers[number], self._rivals[number] = rival, worker
                         return data
-                    self._drop(self._rivals.pop(worker.number))  # it is gone itself
-                    rival = hedge = None
+                    self._drop(self._rivals.pop(number))  # it is gone itself
+                    hedge = None
                 data = worker.receive(socket.MSG_DONTWAIT) if worker in sent else None
             if data is not None:
                 return data
-            if hedge is not None and rival is None and worker.board.has_begun and time.monotonic() - since > hedge:
-                logger.warning("%s is slow: a second worker makes the same", f"{self._where}, worker {worker.number}")
-                rival = self._rivals[worker.number] = self._started(worker.number)
+            waits = hedge is not None and time.monotonic() - since > hedge
+            if waits and number not in self._rivals and worker.board.has_begun:
+                logger.warning("%s, worker %d is slow: a second worker makes the same", self._where, number)
+                self._rivals[number] = self._started(number)
                 self.hedges += 1
             if worker.is_gone:
                 last = worker.receive(socket.MSG_DONTWAIT)  # it may have sent something on its way out
@@ -361,17 +404,54 @@ class WorkerPool:
             elif self._watchdog is not None:
                 reported = self._judge(worker, unit, self._watchdog, since, reported)
 
-    def _first(self, worker: Worker, has_sent: bool) -> Worker:
-        """Return which of two workers that make the same was first, and end the other; one that is gone is replaced."""
-        number = worker.number
-        if has_sent and (other := self._rivals.pop(number, None)) is not None:
-            self._drop(other)
-        return self._workers[number]
-
     def _drop(self, worker: Worker) -> None:
         worker.kill()
         worker.end(_END_SECONDS)
         worker.close()
+
+    # Moving -----------------------------------------------------------------------------------------------------------
+
+    def _move(self) -> None:
+        """Start a worker where the engine has a better place, beside the one that goes on until then."""
+        number = self._engine.move(self.ready)
+        if number is not None and not self._rivals and time.monotonic() > self._move_again:
+            self._rivals[number], self._moving = self._started(number), number
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Let the worker that was started elsewhere take over when it makes what comes next, and has shown that it can.
+
+        Until then it makes again what the other one has delivered since, which is dropped.
+        """
+        if (number := self._moving) is None:
+            return
+        rival, worker, error = self._rivals[number], self._workers[number], None
+        try:
+            while rival.behind and (data := rival.receive(socket.MSG_DONTWAIT)) is not None:
+                if not data:
+                    raise ConnectionError("it has ended")
+                self._unpacked(rival, data)
+        except Exception as failure:
+            error = failure
+        if error is not None or rival.is_gone:
+            logger.warning("%s, worker %d cannot go on elsewhere: %s", self._where, number, error or "it has ended")
+            self._move_again = time.monotonic() + _MOVE_SECONDS
+            self._stay()
+        elif rival.taken and worker.withheld is None and time.monotonic() - rival.started > _CATCH_UP_SECONDS:
+            worker.withheld = 0
+        elif not rival.behind and (rival.taken > 1 or (rival.taken and rival.has_sent(0))):
+            self._workers[number], self._rivals[number] = rival, worker
+            self.moves += 1
+            self._stay()
+
+    def _stay(self) -> None:
+        """Drop the second worker of the one that moves."""
+        if self._moving is not None:
+            self._drop(self._rivals.pop(self._moving))
+            stays, self._moving = self._workers[self._moving], None
+            for _ in range(stays.withheld or 0):
+                stays.send(CREDIT)
+            stays.withheld = None
 
     def _judge_beginning(self, worker: Worker, reported: bool) -> bool:
         """Kill a worker that has not started in time; return whether it was logged."""
@@ -491,6 +571,7 @@ class WorkerPool:
                 "%s killed its worker %d times in a row and is not tried again", ", ".join(running), _DEATHS_OF_A_SAMPLE
             )
         self._workers[number] = self._rivals.pop(number) if number in self._rivals else self._started(number)
+        self._moving = None if number == self._moving else self._moving
         worker.close()
         self._engine.settle()
 
@@ -498,6 +579,7 @@ class WorkerPool:
         """Stop the workers. A busy worker gets some seconds to finish."""
         workers, self._workers = [*self._workers, *self._rivals.values()], []
         self._rivals.clear()
+        self._moving = None
         for worker in workers:
             worker.ask_to_end()
         deadline = time.monotonic() + _END_SECONDS
@@ -510,7 +592,7 @@ class WorkerPool:
 
     def forget(self) -> None:
         """Let go of workers that another process started, of which this one is a fork."""
-        self._workers, self._rivals = [], {}
+        self._workers, self._rivals, self._moving = [], {}, None
 
 
 _OPEN_FILES = "The process has as many files open as it may: raise the limit (`ulimit -n`), or lower num_workers"

@@ -1,13 +1,15 @@
-"""What runs on the nodes of a Ray cluster: an actor with a worker process, which is one as any loader has.
+"""What runs on the nodes of a Ray cluster: an actor with worker processes, which are as any loader has.
 
-The worker makes microbatches as it would beside the trainer (`workers.run_worker`), in a fork of the actor. The actor
+A worker makes microbatches as it would beside the trainer (`workers.run_worker`), in a fork of the actor. The actor
 outlives it, and so knows how it ended and in which hook. Ray places the actor, starts it, sends it its work and tells
 of its end. The microbatches go over a connection of their own to the relay of the trainer (`ray_relay`), from the
 memory that the worker wrote them into: through Ray's object store, one of 6 MB took four times the CPU of making it.
 
-The relay sends a token and the line, then the commands for the worker, a byte each. It gets frames: `<QQ`, the bytes of
-what follows, and of that the pickle in front: the number of the pass, whether the message is an error, and the message
-with the length of each place instead of the place. Then come the bytes of the places, one after the other.
+The relay connects, and sends a token and the line. On the trainer's own machine the descriptors of link, board, stacks
+and arena come along, by a Unix socket: the worker talks to the trainer as its worker processes do. Otherwise commands
+for the worker follow, a byte each, and the relay gets frames: `<QQ`, the bytes of what follows, and of that the pickle
+in front: the number of the pass, whether the message is an error, and the message with the length of each place instead
+of the place. Then come the bytes of the places, one after the other.
 """
 
 from __future__ import annotations
@@ -22,16 +24,20 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from energon_bridge import __version__
 from energon_bridge.loader.pool import Worker
-from energon_bridge.loader.transport import BatchMessage, lifted
-from energon_bridge.loader.workers import LocalProcesses
+from energon_bridge.loader.processes import Board, StackFile
+from energon_bridge.loader.transport import Arena, BatchMessage, lifted
+from energon_bridge.loader.workers import LocalProcesses, Work
 
 _LOOK_SECONDS = 0.05
+_WAIT_SECONDS = 1.0
 _END_SECONDS = 2.0
 _CONNECT_SECONDS = 60.0
 FRAME, LINE = struct.Struct("<QQ"), struct.Struct("<Q")
@@ -40,8 +46,23 @@ Ending = tuple[int | None, str, tuple[bytes, int]]
 """Exit code of a worker, what is said of its end, and what its board said."""
 
 
+class TrainersWorker(Worker):
+    """A worker whose link and memory are a trainer's on this machine."""
+
+    def __init__(self, work: Work, link: int, board: int, stacks: int, arena: int = -1) -> None:
+        self.number, self._engine = work.number, LocalProcesses("fork")
+        self.board, self._stacks = Board.at(board), StackFile(stacks)
+        self.arena = None if arena < 0 else Arena.at(arena)
+        with socket.socket(fileno=link) as theirs:
+            self._process = self._engine.start(work, theirs, self.arena, self.board, self._stacks)
+        self.sentinel: int = self._process.sentinel
+
+    def ask_to_end(self) -> None:
+        """The trainer does."""
+
+
 class WorkerActor:
-    """One actor: it has a worker at a time, of the line that it was started for.
+    """One actor: it has workers, each of the line that it was started for.
 
     Args:
         label: What the dashboard calls it.
@@ -52,9 +73,9 @@ class WorkerActor:
 
     def __init__(self, label: str, environment: dict[str, str], folder: str, path: list[str]) -> None:
         self._label = label
-        self._worker: Worker | None = None
-        self._line, self._token = 0, b""
-        self._server = socket.create_server(("", 0), family=socket.AF_INET)
+        self._token = os.urandom(16)
+        self._asked: dict[int, tuple[Work, list[socket.socket]]] = {}  # what was asked for, and where it is connected
+        self._workers: dict[int, Worker] = {}
         os.environ.update(environment)
         if os.path.isdir(folder):
             os.chdir(folder)
@@ -63,110 +84,114 @@ class WorkerActor:
     def __repr__(self) -> str:
         return f"WorkerActor({self._label})"
 
-    def place(self) -> tuple[str, str, tuple[str, int, bytes], dict[str, str]]:
-        """Return the name of the machine, Ray's of the node, where it is connected to, and `versions`."""
+    def place(self) -> tuple[str, str, tuple[str, bytes, str], dict[str, str]]:
+        """Return the name of the machine, Ray's of the node, its address, token and `machine`, and `versions`."""
         import ray
 
-        self._token = os.urandom(16)
-        address = ray.util.get_node_ip_address(), self._server.getsockname()[1], self._token
+        address = ray.util.get_node_ip_address(), self._token, machine()
         return socket.gethostname(), ray.get_runtime_context().get_node_id(), address, versions()
 
-    def start(self, line: int, work: bytes) -> str | None:
-        """Start the worker; return why that cannot be, as what is missing here, or None."""
-        self.stop(self._line)
+    def start(self, line: int, work: bytes) -> str | int:
+        """Prepare a worker; return the port of `serve`, or why there cannot be one, as what is missing here."""
         try:
             unpickled = pickle.loads(work)
         except (ImportError, AttributeError) as error:
             return f"{type(error).__name__}: {error}"
-        self._line = line
-        self._worker = Worker(unpickled, LocalProcesses("fork"), _LOOK_SECONDS)
-        return None
+        server, here = socket.create_server(("", 0), family=socket.AF_INET), socket.socket(socket.AF_UNIX)
+        here.bind(name_here(self._token, line))
+        here.listen()
+        self._asked[line] = unpickled, [server, here]
+        port: int = server.getsockname()[1]
+        return port
 
     def serve(self, line: int) -> Ending | None:
-        """Hand the relay what the worker makes, and the worker what the relay says; return how the worker ended.
+        """Run the worker of a line for the relay that connects, or the trainer; return how it ended.
 
         None: the relay is gone, or wants nothing of this line any more.
         """
-        worker = self._worker
-        if worker is None or line != self._line:
+        work, servers = self._asked.get(line) or (None, [])
+        link, files = self._accepted(line, servers)
+        for server in servers:
+            server.close()
+        if work is None or link is None or self._asked.pop(line, None) is None:
             return None
-        link = self._accepted(line, worker)
-        if link is None:
-            self.stop(line)
-            return None
-        link.settimeout(None)
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with link:
-            while worker is self._worker:
-                try:
-                    both: list[Any] = [link, worker]
-                    ready = select.select(both, [], [], _LOOK_SECONDS)[0]
-                    if link in ready:
-                        commands = link.recv(4096)
-                        for command in commands:
-                            worker.send(bytes([command]))
-                        if not commands:
-                            break
-                    data = worker.receive(socket.MSG_DONTWAIT) if worker in ready else None
-                    if data == b"" or (data is None and worker not in ready and worker.is_gone):
-                        return self._ended(worker) if worker is self._worker else None
-                    if data:
-                        _send(link, data, worker)
-                except (OSError, ValueError):  # the relay, the worker, or its descriptor is gone
-                    if worker is self._worker and worker.ends_within(_END_SECONDS):
-                        return self._ended(worker)
-                    break
-        self.stop(line)
-        return None
-
-    def _accepted(self, line: int, worker: Worker) -> socket.socket | None:
-        """Return the connection of a relay for a line; None if none comes, or the line is not wanted any more."""
-        expected, deadline = self._token + LINE.pack(line), time.monotonic() + _CONNECT_SECONDS
-        self._server.settimeout(_LOOK_SECONDS)
-        while worker is self._worker and time.monotonic() < deadline:
-            try:
-                link, _ = self._server.accept()
-            except TimeoutError:
-                continue
-            link.settimeout(_END_SECONDS)
-            with contextlib.suppress(OSError):
-                if hmac.compare_digest(link.recv(len(expected), socket.MSG_WAITALL), expected):
-                    return link
-            link.close()  # of another line, which has ended
-        return None
-
-    def _ended(self, worker: Worker) -> Ending:
-        self._worker = None
+            worker = TrainersWorker(work, *files) if files else Worker(work, LocalProcesses("fork"), _LOOK_SECONDS)
+            self._workers[line] = worker
+            ended = _served(link, worker, lambda: line in self._workers)
+        ended &= self._workers.pop(line, None) is not None
+        if not ended:
+            worker.kill()
         said = worker.board.copied()
         code, how = worker.end(_END_SECONDS)
         worker.close()
-        return code, f"{how} on {socket.gethostname()}", said
+        return (code, f"{how} on {socket.gethostname()}", said) if ended else None
+
+    def _accepted(self, line: int, servers: list[socket.socket]) -> tuple[socket.socket | None, list[int]]:
+        """Return a connection with the token, and what it brings; None if none comes, or the line is not wanted."""
+        expected, deadline = self._token + LINE.pack(line), time.monotonic() + _CONNECT_SECONDS
+        while line in self._asked and time.monotonic() < deadline:
+            for server in select.select(servers, [], [], _LOOK_SECONDS)[0]:
+                link, _ = server.accept()
+                link.settimeout(_END_SECONDS)
+                data, files = b"", list[int]()
+                with contextlib.suppress(OSError):
+                    data, files, *_ = socket.recv_fds(link, len(expected), 4, socket.MSG_WAITALL)
+                if hmac.compare_digest(data, expected):
+                    link.settimeout(None)
+                    return link, files
+                for file in files:
+                    os.close(file)
+                link.close()
+        return None, []
 
     # At any time -----------------------------------------------------------------------------------------------------
 
     def status(self, line: int) -> tuple[bytes, int] | None:
         """Return what the worker's board says."""
-        worker = self._worker
-        return worker.board.copied() if worker is not None and line == self._line else None
+        worker = self._workers.get(line)
+        return None if worker is None else worker.board.copied()
 
     def state(self, line: int) -> str:
         """Return the stacks of the worker."""
-        worker = self._worker
-        return worker.state() if worker is not None and line == self._line else "  it has ended"
-
-    def kill(self, line: int) -> None:
-        """End the worker; `serve` says so."""
-        if line == self._line and (worker := self._worker) is not None:
-            worker.kill()
+        worker = self._workers.get(line)
+        return "  it has ended" if worker is None else worker.state()
 
     def stop(self, line: int) -> None:
-        """End the worker, if it is of this line; nobody waits for what it makes."""
-        worker = self._worker
-        if line == self._line and worker is not None:
-            self._worker, self._line = None, 0
-            worker.kill()
-            worker.end(_END_SECONDS)
-            worker.close()
+        """End a worker, if there is one; nobody waits for what it makes."""
+        self._asked.pop(line, None)
+        worker = self._workers.pop(line, None)
+        if worker is not None:
+            with contextlib.suppress(ValueError):  # it has just ended
+                worker.kill()
+
+
+def _served(link: socket.socket, worker: Worker, wanted: Callable[[], bool]) -> bool:
+    """Serve a worker to its end; say whether that came, and not that of the relay.
+
+    The relay is handed what it makes, and it what the relay says, but for one that talks to the trainer.
+    """
+    apart = isinstance(worker, TrainersWorker)
+    if not apart:
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    both = [link, worker.sentinel if isinstance(worker, TrainersWorker) else worker]
+    while wanted():
+        try:
+            ready = select.select(both, [], [], _WAIT_SECONDS if apart else _LOOK_SECONDS)[0]
+            if link in ready:
+                commands = link.recv(4096)
+                for command in commands:
+                    worker.send(bytes([command]))
+                if not commands:
+                    break
+            data = worker.receive(socket.MSG_DONTWAIT) if worker in ready else None
+            if data == b"" or (data is None and worker not in ready and worker.is_gone):
+                return True
+            if data:
+                _send(link, data, worker)
+        except (OSError, ValueError):  # the relay, the worker, or its descriptor is gone
+            return wanted() and worker.ends_within(_END_SECONDS)
+    return False
 
 
 def _send(link: socket.socket, data: bytes, worker: Worker) -> None:
@@ -188,6 +213,17 @@ def _send(link: socket.socket, data: bytes, worker: Worker) -> None:
             sent -= len(waiting.pop(0))
         if waiting:
             waiting[0] = waiting[0][sent:]
+
+
+def name_here(token: bytes, line: int) -> str:
+    """Return the name of a Unix socket, in no folder, by which an actor is reached on its own machine."""
+    return f"\0energon-{token.hex()}-{line}"
+
+
+def machine() -> str:
+    """Return what is the same only for processes that can share memory and see one another: of one user, too."""
+    names = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid", "mnt", "user")]
+    return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *names, str(os.getuid())])
 
 
 def versions() -> dict[str, str]:

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from energon_bridge.errors import ConfigurationError, LoaderError, did_you_mean
@@ -49,10 +49,16 @@ DEFAULTS: dict[str, Any] = {
     "silence_seconds": 15.0,
     "idle_seconds": 10.0,
     "on_cluster_loss": "local",
+    "min_actors": None,
+    "max_actors": None,
+    "scale_seconds": 5.0,
+    "shared_memory": True,
 }
 """The options, in words in docs/how-to/cpu-nodes.md."""
 _CHOICES = {"strategy": ("pack", "spread", "cache"), "on_cluster_loss": ("local", "raise")}
-_STATE_SECONDS, _KILL_SECONDS = 3.0, 5.0
+_STATE_SECONDS, _KILL_SECONDS, _LOOK_SECONDS = 3.0, 5.0, 0.5
+_REPLACE_SECONDS = 2.0
+"""Time for an actor that replaces one, or takes over from one, before a process beside the trainer does."""
 _SERVE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from energon_bridge.loader.ray_relay import main; main(int(sys.argv[2]))"
@@ -66,11 +72,20 @@ def options_of(given: dict[str, Any] | None) -> dict[str, Any]:
             raise ConfigurationError(f"ray_options: there is no option {name!r}{did_you_mean(name, DEFAULTS)}")
         if name in _CHOICES and value not in _CHOICES[name]:
             raise ConfigurationError(f"ray_options: {name} must be one of {', '.join(_CHOICES[name])}, got {value!r}")
+        if name.endswith("_actors") and value is not None and not (isinstance(value, int) and value > 0):
+            raise ConfigurationError(f"ray_options: {name} must be an integer above 0, got {value!r}")
         if name.endswith("_seconds") and value is not None and not (isinstance(value, int | float) and value > 0):
             raise ConfigurationError(f"ray_options: {name} must be a number of seconds above 0, got {value!r}")
     if given and given.get("strategy") == "cache" and given.get("label_selector"):
         raise ConfigurationError("ray_options: strategy='cache' chooses nodes by resources, not by label_selector")
-    return DEFAULTS | (given or {})
+    options = DEFAULTS | (given or {})
+    if options["max_actors"] is not None:
+        options["min_actors"] = options["min_actors"] or 1
+        if options["min_actors"] > options["max_actors"]:
+            raise ConfigurationError(
+                f"ray_options: min_actors ({options['min_actors']}) is more than max_actors ({options['max_actors']})"
+            )
+    return options
 
 
 class RelayProcess:
@@ -120,10 +135,11 @@ class RelayProcess:
 
     def request(self, *request: Any, files: tuple[int, ...] = ()) -> None:
         """Send a request, which a relay that is gone does not get."""
-        try:
-            socket.send_fds(self._control, [pickle.dumps(request)], files)
-        except ConnectionError:
-            self.lost = True
+        if not self.lost:
+            try:
+                socket.send_fds(self._control, [pickle.dumps(request)], files)
+            except ConnectionError:
+                self.lost = True
 
     def answer(self, kind: str, number: int, seconds: float | None = None) -> tuple[Any, ...] | None:
         """Return the answer to the request about a line; None if there is none within some seconds."""
@@ -134,6 +150,14 @@ class RelayProcess:
                 return None
             self._answers[answer[0], answer[1]] = answer[2:]
         return found
+
+    @property
+    def moves(self) -> Sequence[int]:
+        """Return the lines that would better be elsewhere."""
+        while (answer := self._next(0.0)) is not None:
+            self._answers[answer[0], answer[1]] = answer[2:]
+        numbers: Sequence[int] = self._answers.get(("moves", 0), ((),))[0]
+        return numbers
 
     @property
     def failed(self) -> bool:
@@ -170,9 +194,13 @@ class RelayProcess:
 class ActorProcess:
     """A worker on the cluster, or beside the trainer if there is no place: what the pool knows of its process."""
 
-    def __init__(self, relay: RelayProcess | None, number: int, board: Board, stacks: StackFile) -> None:
-        self.relay, self.number, self.board, self.stacks = relay, number, board, stacks
+    def __init__(
+        self, relay: RelayProcess | None, number: int, worker: int, link: socket.socket, board: Board, stacks: StackFile
+    ) -> None:
+        self.relay, self.number, self.worker, self.board, self.stacks = relay, number, worker, board, stacks
         self.local: Any = None
+        self.settled = self.closed = False
+        self._release = weakref.finalize(self, link.close)  # also if the answer is an error, or never waited for
         self._started_by = os.getpid()
 
     def is_alive(self) -> bool:
@@ -203,8 +231,12 @@ class ActorProcess:
 
     def close(self) -> None:
         """Give back what there is of it in this process."""
+        self.closed = True
+        self._release()
         if self.local is not None:
             self.local.close()
+            if self.relay is not None:
+                self.relay.request("gone", self.number)
 
 
 _relays: dict[str, RelayProcess] = {}
@@ -253,12 +285,14 @@ class RayEngine:
         if self._options["address"] is None and ray.is_initialized():  # this process is of Ray Train
             self._options["address"] = ray.get_runtime_context().gcs_address
         self.hedge_seconds = self._options["hedge_after_seconds"]
-        self._config, self._finite = config, finite
+        self._config, self._finite, self._key = config, finite, f"{id(self)}"
         self._interval = 1.0 if watchdog is None else watchdog.interval
         self._local = LocalProcesses("fork")
-        self._starting: list[tuple[int, ActorProcess, socket.socket, Callable[[], None]]] = []
+        self._starting: list[tuple[ActorProcess, socket.socket, Callable[[], None]]] = []
         self._relay: RelayProcess | None = None
         self._said = self._gone = False
+        self._processes: dict[int, ActorProcess] = {}
+        self._look_again = 0.0
         self._places: dict[int, str] = {}  # nodes of workers, "" for this process's own
 
     def _connected(self) -> RelayProcess | None:
@@ -299,29 +333,43 @@ class RayEngine:
     def start(self, work: Work, link: socket.socket, arena: Arena | None, board: Board, stacks: StackFile) -> Any:
         """Ask for an actor; `settle` waits for it."""
         relay = self._connected()
-        process = ActorProcess(relay, next(_lines), board, stacks)
         here = link.dup()
-        weakref.finalize(process, here.close)  # also if the answer is an error, or never waited for
+        process = ActorProcess(relay, next(_lines), work.number, here, board, stacks)
+        self._processes = {number: one for number, one in self._processes.items() if not one.closed}
+        self._processes[process.number] = process
 
         def start_here() -> None:
+            self._places[work.number] = ""
             with here:
                 process.local = self._local.start(work, here, arena, board, stacks)
 
-        self._places[work.number] = ""
+        self._places.setdefault(work.number, "")
         if relay is None:
             start_here()
             return process
         kind = "passes, " if self._finite else ""
         name = f"rank {self._config.dp_rank}, {kind}worker {work.number} of {self._config.num_workers}"
-        facts = {"name": name, "ahead": work.ahead, "interval": self._interval}
+        lanes = [*work.position.own_lanes[work.number :: self._config.processes]] or [name]
+        facts = {"name": name, "lanes": lanes, "ahead": work.ahead}
+        facts |= {"interval": self._interval, "patience": self._patience}
         with os.fdopen(os.memfd_create("energon-work"), "wb") as file:
             file.write(dumped(work))
             file.flush()
             shared = (link, board, stacks, file) if arena is None else (link, board, stacks, file, arena)
             files = tuple(one.fileno() for one in shared)
             relay.request("start", process.number, facts, files=files)
-        self._starting.append((work.number, process, here, start_here))
+        self._starting.append((process, here, start_here))
         return process
+
+    @property
+    def _runs(self) -> bool:
+        """Whether workers of the loader run, which one that starts now joins."""
+        return any(process.settled and not process.closed for process in self._processes.values())
+
+    @property
+    def _patience(self) -> float:
+        seconds: float = self._options["placement_timeout_seconds"]
+        return min(seconds, _REPLACE_SECONDS) if self._runs else seconds
 
     def settle(self, *, wait: bool = True) -> None:
         """Wait for the actors that were asked for, and start those workers here that the cluster has no place for.
@@ -330,45 +378,61 @@ class RayEngine:
             LoaderError: A node lacks what the work needs.
         """
         starting, self._starting = self._starting, []
-        unplaced = []
-        for number, process, here, start_here in starting:
+        unplaced, runs, patience = [], self._runs, self._patience
+        for process, here, start_here in starting:
             assert process.relay is not None
             answer = process.relay.answer("start", process.number, None if wait else 0.0)
-            if answer is None and process.relay.is_alive:
-                self._starting.append((number, process, here, start_here))
-            elif answer is None:  # which the pool sees
+            if answer is None and process.relay.is_alive and not process.closed:
+                self._starting.append((process, here, start_here))
+                continue
+            process.settled = True
+            if answer is None:  # which the pool sees
                 here.close()
             elif answer[0] == "unplaced":
-                unplaced.append(number)
+                unplaced.append(process.worker)
                 start_here()
-            elif answer[0] == "refused":
-                raise LoaderError(_REFUSED.format(number=number, reason=answer[1]))
             else:
                 here.close()
-                node, theirs = answer[1]
-                self._check_versions(node, theirs)
-                self._places[number] = node
+                reason = answer[1] if answer[0] == "refused" else self._difference(*answer[1])
+                if reason and not runs:
+                    raise LoaderError(_REFUSED.format(number=process.worker, reason=reason))
+                if reason:
+                    logger.warning(_REFUSED.format(number=process.worker, reason=reason))
+                    process.kill()
+                    process.board.end(None)
+                else:
+                    self._places[process.worker] = answer[1][0]
         if unplaced:
             logger.warning(
                 "the Ray cluster has no place for %d of %d workers (%s) within %g s, so these are processes beside the "
-                "trainer. Give it more nodes, ask for less (ray_options num_cpus, memory, resources), or wait longer "
-                "(placement_timeout_seconds)",
-                *(len(unplaced), self._config.num_workers, ", ".join(map(str, unplaced))),
-                self._options["placement_timeout_seconds"],
+                "trainer until it has. Give it more nodes, ask for less (ray_options num_cpus, memory, resources), or "
+                "wait longer at the start (placement_timeout_seconds)",
+                *(len(unplaced), self._config.num_workers, ", ".join(map(str, unplaced)), patience),
             )
 
-    def _check_versions(self, node: str, theirs: dict[str, str]) -> None:
-        """Refuse another version of this package, which may make another stream; warn of other differences."""
+    def move(self, ready: Callable[[], int]) -> int | None:
+        """Return a worker for which the cluster has a better place than it has."""
+        relay = self._relay
+        if relay is None or time.monotonic() < self._look_again or not relay.is_alive:
+            return None
+        self._look_again = time.monotonic() + _LOOK_SECONDS
+        self.settle(wait=False)
+        if self._options["min_actors"] is not None:
+            most = self._config.num_workers * self._config.prefetch_factor
+            relay.request("depth", self._key, ready() / most)
+        moves = [self._processes[number] for number in relay.moves if number in self._processes]
+        return next((process.worker for process in moves if not process.closed), None)
+
+    def _difference(self, node: str, theirs: dict[str, str]) -> str | None:
+        """Return what makes the stream of a node another one: another version of this package; warn of others."""
         ours = versions()
         other = [f"{name} {theirs[name]} instead of {ours[name]}" for name in ours if theirs[name] != ours[name]]
         if theirs["energon_bridge"] != ours["energon_bridge"]:
-            raise LoaderError(
-                f"the Ray node {node} has {', '.join(other)}: its stream may be another one. Install the same there, "
-                "or send it along with ray_options runtime_env={'pip': [...]}"
-            )
+            return f"the Ray node {node} has {', '.join(other)}: its stream may be another one"
         if other and not self._said:
             self._said = True
             logger.warning("the Ray node %s has %s: tensors may differ from those made here", node, ", ".join(other))
+        return None
 
     def ending(self, process: ActorProcess) -> tuple[int | None, str]:
         """Return the exit code of a worker, as far as it is known, and how it ended."""

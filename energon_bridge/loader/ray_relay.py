@@ -5,7 +5,11 @@ this process instead. What befalls the cluster (its head ends, and with it every
 process and not the training.
 
 A *line* is what the trainer sees as one worker. Its *seat* is an actor, whose microbatches come over a connection, in
-frames (`ray_actor`), and are read from it into the arena of the line. What Ray says comes as events from its threads.
+frames (`ray_actor`), and are read from it into the arena of the line; on this machine, an actor gets the line itself.
+What Ray says comes as events from its threads.
+
+A line has a seat of its own, or shares one of so many as the depth of the queues asks for (`_scale`). Lines that would
+better be elsewhere are named to the trainer, which starts them again there and then ends them here.
 
 The trainer sends pickled requests with descriptors over a control socket, a packet each; answers go back there. This
 process ends when that socket is closed, and when it has had no line for a while.
@@ -23,21 +27,26 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from energon_bridge.loader.processes import Board, StackFile
-from energon_bridge.loader.ray_actor import FRAME, LINE, Ending, WorkerActor
+from energon_bridge.loader.ray_actor import FRAME, LINE, Ending, WorkerActor, machine, name_here
 from energon_bridge.loader.transport import Arena, BatchMessage, Outbox
 from energon_bridge.loader.workers import AGAIN
 from energon_bridge.rng import key_of
 
 PACKET_BYTES = 1 << 16
-_LOOK_SECONDS = 0.25
-_AT_ONCE_BYTES = 1 << 18
+_LOOK_SECONDS = 0.2
+_AT_ONCE_BYTES = 1 << 20
 _CONNECT_SECONDS = 10.0
 _AVOIDED_SECONDS = 60.0
+_ASK_SECONDS = 5.0
+_MOST_LINES = 256
+_DEPTH_SECONDS, _LOW, _HIGH, _SLOWER = 3.0, 0.25, 0.75, 6
+"""How long a depth holds; of queues that are nearly empty or full; how much slower actors are given up than added."""
 _NODE_LABEL = "ray.io/node-id"
 
 
@@ -50,9 +59,11 @@ class Seat:
     since: float
     node: str = ""
     node_id: str = ""
-    address: tuple[str, int, bytes] = ("", 0, b"")
+    address: tuple[str, bytes, str] = ("", b"", "")
     versions: dict[str, str] | None = None
-    line: Line | None = None
+    lines: list[Line] = field(default_factory=list)
+    leaving: bool = False
+    avoids: bool = False
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -60,16 +71,19 @@ class Line:
     """What the trainer sees as one worker.
 
     Attributes:
-        tcp: The connection to its actor.
+        patience: Seconds to wait for a seat.
+        tcp: The connection to its actor; of one on this machine nothing comes over it.
         front: What has come of a frame, until its pickle is there.
         message: The message of a frame whose bytes are coming, with the places for these that are not full.
         owed: Microbatches that it may have and has not.
         since: When the last one came.
         watched: When the actor was asked for its board, which it has not answered yet.
+        direct: Whether its worker talks to the trainer itself.
     """
 
     number: int
     name: str
+    lanes: Sequence[Any]
     link: socket.socket
     outbox: Outbox
     arena: Arena | None
@@ -78,6 +92,7 @@ class Line:
     work: bytes
     ahead: int
     interval: float
+    patience: float
     deadline: float
     owed: int
     tcp: socket.socket | None = None
@@ -88,6 +103,7 @@ class Line:
     since: float = 0.0
     watched: float = 0.0
     seat: Seat | None = None
+    direct: bool = False
 
 
 class Relay:
@@ -97,7 +113,7 @@ class Relay:
         import ray
 
         self._ray: Any = ray
-        self._control = control
+        self._control, self._machine = control, machine()
         self._options = options
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._woken, self._wake = socket.socketpair()
@@ -110,7 +126,12 @@ class Relay:
         self._seats: list[Seat] = []
         self._numbers = itertools.count()
         self._bad: dict[str, float] = {}  # nodes that lost an actor, each avoided until then
-        self._busy = time.monotonic()
+        self._waiting: dict[int, Line] = {}  # lines that the trainer makes itself until there is a seat
+        self._moves: list[int] = []
+        self._wanted = options["min_actors"]
+        self._depths: dict[str, tuple[float, float]] = {}
+        self._scaled = [time.monotonic()] * 2
+        self._busy, self._looked, self._ask_again = time.monotonic(), 0.0, 0.0
         self._ended = False
         ray.init(address=options["address"], log_to_driver=False, logging_level=logging.ERROR)
 
@@ -158,7 +179,13 @@ class Relay:
             self._ended = True
             return
         kind, *arguments = pickle.loads(data)
-        requests: dict[str, Callable[..., None]] = {"start": self._start, "kill": self._kill, "state": self._state}
+        requests: dict[str, Callable[..., Any]] = {
+            "start": self._start,
+            "kill": self._kill,
+            "state": self._state,
+            "gone": lambda number: self._waiting.pop(number, None),
+            "depth": self._note_depth,
+        }
         requests[kind](*arguments, *files)
 
     def _answer(self, *answer: Any) -> None:
@@ -168,7 +195,7 @@ class Relay:
     def _start(
         self, number: int, facts: dict[str, Any], link: int, board: int, stacks: int, work: int, arena: int = -1
     ) -> None:
-        """Start a line, on an actor that is free or on a new one; it is answered when that is there, or is not."""
+        """Start a line, on an actor that has room or on a new one; it is answered when that is there, or is not."""
         with os.fdopen(work, "rb") as file:
             file.seek(0)
             blob = file.read()
@@ -182,13 +209,27 @@ class Relay:
             stacks=StackFile(stacks),
             work=blob,
             owed=facts["ahead"],
-            deadline=time.monotonic() + self._options["placement_timeout_seconds"],
+            deadline=time.monotonic() + facts["patience"],
             **facts,
         )
-        free = [seat for seat in self._seats if seat.line is None]
-        seat = min(free, key=lambda seat: (seat.versions is None, seat.name != line.name), default=None)
-        seat = seat or self._new_seat(line)
-        seat.line, line.seat = line, seat
+        self._sit(line)
+
+    def _sit(self, line: Line) -> None:
+        """Give a line a seat: of its own, or, if actors are shared, where there are the fewest lines."""
+        seats = [seat for seat in self._seats if not seat.leaving]
+        if self._wanted is None:
+            seats = [seat for seat in seats if not seat.lines]
+        elif len(seats) < self._wanted:
+            seats.append(self._new_seat(line))
+        home = self._home(line.lanes) if self._options["strategy"] == "cache" else None
+
+        def cost(seat: Seat) -> tuple[int, ...]:
+            same = any(other.name == line.name for other in seat.lines)  # which this one takes over from
+            return same, seat.versions is None, seat.node_id != home, len(seat.lines), seat.name != line.name
+
+        seat = min(seats, key=cost, default=None) or self._new_seat(line)
+        seat.lines.append(line)
+        line.seat = seat
         if seat.versions is not None:
             self._begin(seat, line)
 
@@ -204,6 +245,9 @@ class Relay:
             return
         call = line.seat.actor.state.options(concurrency_group="watch").remote(number)
         self._when(call, lambda text: self._answer("state", number, text), lambda error: None)
+
+    def _note_depth(self, loader: str, depth: float) -> None:
+        self._depths[loader] = depth, time.monotonic()
 
     def _hear_link(self, line: Line) -> None:
         """Pass the commands on that the trainer has sent to one of its workers."""
@@ -231,25 +275,32 @@ class Relay:
 
     def _new_seat(self, line: Line) -> Seat:
         """Ask the cluster for an actor."""
-        options = self._options
+        options, avoided = self._options, self._avoided()
         wanted = {key: options[key] for key in ("num_cpus", "memory", "resources", "label_selector", "runtime_env")}
         wanted = {key: value for key, value in wanted.items() if value is not None}
         if options["strategy"] == "spread":
             wanted["scheduling_strategy"] = "SPREAD"
         elif options["strategy"] == "cache":
-            wanted["scheduling_strategy"] = self._home(line)
-        elif avoided := self._avoided():
+            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+            home = self._home(line.lanes)
+            wanted["scheduling_strategy"] = (
+                "DEFAULT" if home is None else NodeAffinitySchedulingStrategy(home, soft=True)
+            )
+        elif avoided:
             wanted["label_selector"] = (options["label_selector"] or {}) | {_NODE_LABEL: f"!in({','.join(avoided)})"}
         name = f"energon {line.name} #{next(self._numbers)}"
-        make = self._ray.remote(max_restarts=0, concurrency_groups={"watch": 2}, **wanted)(WorkerActor)
+        groups = {"watch": 2, "serve": _MOST_LINES}
+        make = self._ray.remote(max_restarts=0, concurrency_groups=groups, **wanted)(WorkerActor)
         actor = make.options(name=name).remote(line.name, options["environment"], options["folder"], sys.path)
-        seat = Seat(actor=actor, name=line.name, since=time.monotonic())
+        seat = Seat(actor=actor, name=line.name, since=time.monotonic(), avoids=bool(avoided))
         self._seats.append(seat)
 
         def there(place: tuple[Any, ...]) -> None:
             seat.node, seat.node_id, seat.address, seat.versions = place
-            if seat.line is not None:
-                self._begin(seat, seat.line)
+            seat.since = time.monotonic()
+            for line in list(seat.lines):
+                self._begin(seat, line)
 
         self._when(actor.place.remote(), there, lambda error: self._lose(seat, error))
         return seat
@@ -265,56 +316,67 @@ class Relay:
         bad = [node for node, until in self._bad.items() if until > time.monotonic()]
         return bad if bad and self._nodes() else []
 
-    def _home(self, line: Line) -> Any:
-        """Let a worker be on the same node each time, if that has room: the ranges of its lanes are in its cache."""
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        nodes = self._nodes()
-        if not nodes:
-            return "DEFAULT"
-        identities = {node["NodeName"]: node["NodeID"] for node in nodes}
-        return NodeAffinitySchedulingStrategy(identities[home_of(line.name, identities)], soft=True)
+    def _home(self, lanes: Sequence[Any]) -> str | None:
+        """Return the node whose cache has what lanes read before; None: there is no node yet."""
+        identities = {node["NodeName"]: node["NodeID"] for node in self._nodes()}
+        return identities[home_of(lanes, identities)] if identities else None
 
     def _begin(self, seat: Seat, line: Line) -> None:
         """Start the worker of a line on its actor."""
 
-        def started(missing: str | None) -> None:
+        def started(port: str | int) -> None:
             if self._lines.get(line.number) is not line:
                 seat.actor.stop.options(concurrency_group="watch").remote(line.number)  # it was not there before
                 return
-            if missing is not None:
-                self._answer("start", line.number, "refused", f"{missing} (on {seat.node})")
-                self._forget(line)
+            if isinstance(port, str):
+                self._refuse(line, seat, f"{port} (on {seat.node})")
                 return
+            call = seat.actor.serve.options(concurrency_group="serve").remote(line.number)
+            self._when(call, ended, lambda error: self._lose(seat, error))
             try:
-                line.tcp = socket.create_connection(seat.address[:2], timeout=_CONNECT_SECONDS)
-                line.tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                line.tcp.sendall(seat.address[2] + LINE.pack(line.number))
-                line.tcp.setblocking(False)
+                self._connect(line, seat, port)
             except OSError as error:
-                self._lose(seat, ConnectionError(f"no connection to {seat.address[0]}:{seat.address[1]}: {error}"))
+                self._lose(seat, ConnectionError(f"no connection to {seat.address[0]}:{port}: {error}"))
                 return
-            line.board.begin()
-            line.work, line.since = b"", time.monotonic()
+            line.work = b""
             self._answer("start", line.number, "there", (seat.node, seat.versions))
-            self._selector.register(line.link, selectors.EVENT_READ, lambda: self._hear_link(line))
-            self._selector.register(line.tcp, selectors.EVENT_READ, lambda: self._read(line))
 
         def ended(ending: Ending | None) -> None:
             if line.number in self._lines and ending is not None:
                 code, how, said = ending
-                self._read(line)  # what it had sent before
-                line.board.show(said)
+                if not line.direct:
+                    self._read(line)  # what it had sent before
+                    line.board.show(said)
                 self._end(line, code, how)
 
         call = seat.actor.start.remote(line.number, line.work)
         line.deadline, line.since, line.watched = float("inf"), time.monotonic(), 0.0
         self._when(call, started, lambda error: self._lose(seat, error))
-        self._when(seat.actor.serve.remote(line.number), ended, lambda error: self._lose(seat, error))
+
+    def _connect(self, line: Line, seat: Seat, port: int) -> None:
+        """Connect to a worker, or hand it the line, if it is on this machine."""
+        host, token, where = seat.address
+        if self._options["shared_memory"] and where == self._machine:
+            line.direct, line.tcp = True, socket.socket(socket.AF_UNIX)
+            line.tcp.connect(name_here(token, line.number))
+            shared: list[Any] = [line.link, line.board, line.stacks, *([] if line.arena is None else [line.arena])]
+            socket.send_fds(line.tcp, [token + LINE.pack(line.number)], [one.fileno() for one in shared])
+            line.link.close()
+            line.arena, line.since = None, 0.0
+            line.outbox.close()
+            return
+        line.tcp = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
+        line.tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        line.tcp.sendall(token + LINE.pack(line.number))
+        line.tcp.setblocking(False)
+        line.board.begin()
+        line.since = time.monotonic()
+        self._selector.register(line.link, selectors.EVENT_READ, lambda: self._hear_link(line))
+        self._selector.register(line.tcp, selectors.EVENT_READ, lambda: self._read(line))
 
     def _read(self, line: Line) -> None:
         """Read what has come from an actor, frame by frame, and hand each to the trainer when it is complete."""
-        while line.number in self._lines and line.tcp is not None:
+        while line.number in self._lines and line.tcp is not None and not line.direct:
             try:
                 if line.waiting:
                     got = line.tcp.recv_into(line.waiting[0])
@@ -376,25 +438,35 @@ class Relay:
         if seat not in self._seats:
             return
         self._seats.remove(seat)
-        line, seat.line = seat.line, None
+        lines, seat.lines = seat.lines, []
         with contextlib.suppress(Exception):  # it may be a call that failed, not the actor
             self._ray.kill(seat.actor)
-        if line is None:
-            return
         text = " ".join(str(error).split())
         setup = self._ray.exceptions.RuntimeEnvSetupError
         if seat.node_id:
             self._bad[seat.node_id] = time.monotonic() + _AVOIDED_SECONDS
-        if seat.versions is None and (isinstance(error, setup) or "creation task" in text):
-            self._answer("start", line.number, "refused", text)
-            self._forget(line)
-        elif line.work:  # before it had begun
-            line.since = line.watched = 0.0
-            line.deadline = time.monotonic() + self._options["placement_timeout_seconds"]
-            line.seat = self._new_seat(line)
-            line.seat.line = line
-        else:
-            self._end(line, None, f"its actor was lost on {seat.node}: {text}")
+        for line in lines:
+            if seat.versions is None and (isinstance(error, setup) or "creation task" in text):
+                self._refuse(line, seat, text)
+            elif line.work:  # before it had begun
+                line.since = line.watched = 0.0
+                line.deadline = time.monotonic() + line.patience
+                self._sit(line)
+            else:
+                self._end(line, None, f"its actor was lost on {seat.node}: {text}")
+
+    def _refuse(self, line: Line, seat: Seat, reason: str) -> None:
+        """Say that a node cannot do the work, and leave it alone for a while."""
+        self._bad[seat.node_id] = time.monotonic() + _AVOIDED_SECONDS
+        self._answer("start", line.number, "refused", reason)
+        self._forget(line)
+        if not seat.lines:
+            self._give_up(seat)
+
+    def _give_up(self, seat: Seat) -> None:
+        if seat in self._seats:
+            self._seats.remove(seat)
+            self._ray.kill(seat.actor)
 
     def _end(self, line: Line, code: int | None, how: str, *, keep: bool = True) -> None:
         """Let the trainer see that a worker has ended; keep its actor for another one, or not."""
@@ -404,19 +476,19 @@ class Relay:
         self._forget(line)
         if seat is None or seat not in self._seats:
             return
-        if keep:
+        if keep or seat.lines:
             seat.actor.stop.options(concurrency_group="watch").remote(line.number)
         else:
-            self._seats.remove(seat)
-            self._ray.kill(seat.actor)
+            self._give_up(seat)
 
     def _forget(self, line: Line) -> None:
         """Give back what there is of a line in this process."""
         del self._lines[line.number]
-        with contextlib.suppress(KeyError):
+        with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(line.link)
-        if line.seat is not None:
-            line.seat.line, line.seat.since = None, time.monotonic()
+        if line.seat is not None and line in line.seat.lines:
+            line.seat.lines.remove(line)
+            line.seat.since = time.monotonic()
         if line.tcp is not None:
             with contextlib.suppress(KeyError):
                 self._selector.unregister(line.tcp)
@@ -431,24 +503,73 @@ class Relay:
     def _look(self) -> None:
         """See to lines that have no actor, or whose actor says nothing, and to actors that have no line."""
         now, options = time.monotonic(), self._options
+        if now - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = now
         for line in list(self._lines.values()):
             seat = line.seat
             if now > line.deadline and seat is not None:
-                self._seats.remove(seat)
-                self._ray.kill(seat.actor)
                 self._answer("start", line.number, "unplaced", "")
-                self._forget(line)
+                self._waiting[line.number] = line
+                self._forget(line)  # but not its seat, which may come
             elif line.watched and now - line.watched > options["silence_seconds"] and seat is not None:
                 self._lose(seat, TimeoutError(f"it did not answer for {now - line.watched:.0f} s"))
             elif line.since and line.owed > 0 and not line.watched and now - line.since > line.interval:
                 self._watch(line)
-        for seat in [seat for seat in self._seats if seat.line is None]:
-            if now - seat.since > options["idle_seconds"]:
-                self._seats.remove(seat)
-                self._ray.kill(seat.actor)
-        if self._lines:
+        self._look_at_seats(now)
+        self._scale(now)
+        if (moves := self._better_elsewhere()) != self._moves:
+            self._moves = moves
+            self._answer("moves", 0, moves)
+        if self._lines or self._waiting:
             self._busy = now
         self._ended |= now - self._busy > options["idle_seconds"]
+
+    def _look_at_seats(self, now: float) -> None:
+        """End actors that have no line and are not waited for; ask for those that lines wait for."""
+        empty = sorted((seat for seat in self._seats if not seat.lines), key=lambda seat: seat.versions is None)
+        shared = self._wanted is not None and bool(self._lines)
+        kept = empty if shared else empty[: len(self._waiting)]
+        for seat in empty:
+            barred = seat.avoids and seat.versions is None and now - seat.since > _AVOIDED_SECONDS
+            idle = seat not in kept and now - seat.since > self._options["idle_seconds"]
+            if seat.leaving or barred or idle:
+                self._give_up(seat)
+        seats = [seat for seat in self._seats if not seat.leaving and (shared or not seat.lines)]
+        missing = (self._wanted if shared else len(self._waiting)) - len(seats)
+        if missing > 0 and now > self._ask_again:
+            self._ask_again = now + _ASK_SECONDS
+            self._new_seat(next(iter((self._waiting or self._lines).values())))
+
+    def _better_elsewhere(self) -> list[int]:
+        """Return the lines that would better be on another seat, and those that wait for one if there is any."""
+        there = [len(seat.lines) for seat in self._seats if seat.versions is not None and not seat.leaving]
+        if not there:
+            return []
+        moves = sorted(self._waiting) if self._wanted is not None or not min(there) else []
+        for seat in self._seats:
+            if seat.lines and (seat.leaving or len(seat.lines) > min(there) + 1):
+                moves.append(seat.lines[-1].number)
+        return moves
+
+    def _scale(self, now: float) -> None:
+        """Have one actor more where training waits for batches, and one less where they lie ready for long."""
+        options, seats = self._options, [seat for seat in self._seats if not seat.leaving]
+        depths = [depth for depth, at in self._depths.values() if now - at < _DEPTH_SECONDS]
+        if self._wanted is None or not depths or not self._lines:
+            self._scaled = [now, now]
+            return
+        if min(depths) > _LOW or any(seat.versions is None for seat in seats):
+            self._scaled[0] = now
+        if min(depths) < _HIGH:
+            self._scaled[1] = now
+        low, high = (now - since for since in self._scaled)
+        if low > options["scale_seconds"] and len(seats) < (options["max_actors"] or len(self._lines)):
+            self._wanted, self._scaled = len(seats) + 1, [now, now]
+            self._new_seat(next(iter(self._lines.values())))
+        elif high > _SLOWER * options["scale_seconds"] and len(seats) > options["min_actors"]:
+            self._wanted, self._scaled = len(seats) - 1, [now, now]
+            min(seats, key=lambda seat: len(seat.lines)).leaving = True
 
     def _watch(self, line: Line) -> None:
         """Ask an actor what its worker is doing, and say it on the board of the line."""
@@ -465,9 +586,14 @@ class Relay:
         self._when(call, answered, lambda error: self._lose(seat, error))
 
 
-def home_of(worker: str, nodes: Iterable[str]) -> str:
-    """Return the node of a worker, by rendezvous: when nodes come and go, only the workers of those move."""
-    return max(nodes, key=lambda node: key_of("home", node, worker))
+def home_of(lanes: Sequence[Any], nodes: Iterable[str]) -> str:
+    """Return the node on which most of some lanes are at home.
+
+    Each lane has its node by rendezvous: when nodes come and go, or lanes come to other workers, no other lane moves.
+    """
+    nodes = sorted(nodes)
+    homes = Counter(max(nodes, key=lambda node: key_of("home", node, str(lane))) for lane in lanes)
+    return max(nodes, key=lambda node: (homes[node], key_of("home", node, str(lanes[0]))))
 
 
 def main(descriptor: int) -> None:

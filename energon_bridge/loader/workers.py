@@ -258,6 +258,9 @@ class LocalProcesses:
                 return "\n".join(f"    {line}" for line in text.splitlines())
         return "  its stack is not available: it does not take signals"
 
+    def move(self, ready: Callable[[], int]) -> int | None:
+        """Return None: no place is better than another."""
+
     def metrics(self) -> dict[str, float]:
         """Nothing beside what the pool counts."""
         return {}

@@ -69,6 +69,15 @@ IDEFICS_TOKENS = SpecialTokens(
     chat_template=CHATML_TEMPLATE,
 )
 
+MLLAMA_TOKENS = SpecialTokens(
+    pad="<|endoftext|>",
+    bos="<|begin_of_text|>",
+    eos="<|im_end|>",
+    others=("<|im_start|>",),
+    named={"image_token": "<image>"},
+    chat_template=CHATML_TEMPLATE,
+)
+
 AUDIO_TOKENS = SpecialTokens(
     pad="<|endoftext|>", eos="<|im_end|>", others=("<|im_start|>", "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>")
 )
@@ -181,6 +190,32 @@ def write_tiny_idefics3(config: ModelConfig, folder: Path, texts: Iterable[str])
     )
     count = (config.image_size // config.patch_size // scale) ** 2
     processor = Idefics3Processor(image_processor, tokenizer, count, chat_template=tokenizer.chat_template)
+    for part in (model, processor):
+        part.save_pretrained(folder)
+
+
+def write_tiny_mllama(config: ModelConfig, folder: Path, texts: Iterable[str]) -> None:
+    """Write a model of the MLlama family: of five layers of text, the fourth sees images, by cross-attention."""
+    from transformers import MllamaConfig, MllamaImageProcessorPil, MllamaProcessor
+
+    _check_sizes(config, heads=2, patches=1)
+    tokenizer = train_tokenizer(texts, config.vocab_size, MLLAMA_TOKENS)
+    sizes = _text_sizes(config, tokenizer)
+    layers = {"num_hidden_layers": 5 * config.num_layers, "max_position_embeddings": 4096}
+    seeing = list(range(3, 5 * config.num_layers, 5))
+    vision = {
+        **{"hidden_size": config.hidden_size, "intermediate_size": 2 * config.hidden_size},
+        **{"num_hidden_layers": config.num_layers, "num_global_layers": 1, "attention_heads": config.num_heads},
+        **{"image_size": config.image_size, "patch_size": config.patch_size},
+        **{"intermediate_layers_indices": [0], "vision_output_dim": 2 * config.hidden_size},
+    }
+    model = MllamaConfig(
+        vision_config=vision,
+        text_config={**sizes, **layers, "cross_attention_layers": seeing},
+        image_token_index=tokenizer.image_token_id,
+    )
+    image_processor = MllamaImageProcessorPil(size={"height": config.image_size, "width": config.image_size})
+    processor = MllamaProcessor(image_processor, tokenizer, chat_template=tokenizer.chat_template)
     for part in (model, processor):
         part.save_pretrained(folder)
 
@@ -393,6 +428,7 @@ PRESETS: Mapping[str, Writer] = MappingProxyType(
         "tiny-qwen2.5-vl": write_tiny_qwen2_5_vl,
         "tiny-qwen3-vl": write_tiny_qwen3_vl,
         "tiny-idefics3": write_tiny_idefics3,
+        "tiny-mllama": write_tiny_mllama,
         "tiny-qwen2-audio": write_tiny_qwen2_audio,
         "tiny-qwen2.5-omni": write_tiny_qwen2_5_omni,
     }

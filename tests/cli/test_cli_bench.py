@@ -23,6 +23,7 @@ RATE = bench.Rate(
     bytes_per_second=1e8,
     cpu_per_sample=1e-3,
     training_cpu=1.0,
+    making=1.0,
     load=1e-4,
     encode=1e-4,
     batch=8e-4,
@@ -120,3 +121,17 @@ def test_what_limits_is_named() -> None:
     assert judged(READING, RATE, replace(two, waiting=0.7)).startswith("the store: 70% of the time")
     assert judged(READING, RATE, replace(two, training_cpu=0.9), cores=8).startswith("the training process")
     assert judged(READING, RATE, two, cores=8).startswith("the number of workers: the largest number tried, 2")
+
+
+@pytest.mark.parametrize(
+    ("making", "training_cpu", "limit"),
+    [
+        (0.9, 0.9, "making batches (90% of their time)"),
+        (0.5, 0.9, "the training process: batches of fewer bytes"),
+        (0.5, 0.2, "the way here: they make batches in 50% of their time"),
+    ],
+)
+def test_it_says_what_limits_a_cluster(making: float, training_cpu: float, limit: str) -> None:
+    cluster = replace(RATE, workers=4, making=making, training_cpu=training_cpu, samples_per_second=800.0)
+    said = bench.judge_cluster(cluster, replace(RATE, workers=4))
+    assert said.startswith(f"4 workers there make 0.80 of the samples of 4 processes here; the limit is {limit}")

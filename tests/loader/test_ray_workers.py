@@ -20,7 +20,7 @@ import pytest
 import torch
 from engine import Numbers, TensorEncoder, config_of, deliver, digest, loaders_of, text_dataset, train_dataset
 from left_behind import descendants
-from ray_cluster import actor_processes, ray_cluster
+from ray_cluster import STORE_BYTES, actor_processes, ray_cluster
 from workers import loader_of, wait_until
 
 from energon_bridge import ErrorPolicy, WorkerConfig, get_savable_loader, get_val_dataset
@@ -52,8 +52,8 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture
 def actors(cluster: Any) -> dict[str, Any]:
-    """Return the settings of workers that are actors."""
-    options = {"address": cluster.address, "num_cpus": 0.5, "placement_timeout_seconds": 200}
+    """Return the settings of workers that are actors, and reached by a connection as if they were elsewhere."""
+    options = {"address": cluster.address, "num_cpus": 0.5, "placement_timeout_seconds": 200, "shared_memory": False}
     return {"worker_engine": "ray", "ray_options": options}
 
 
@@ -64,9 +64,11 @@ def expected_of(data: Path, number: int, **kwargs: Any) -> list[str]:
 # The stream ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("shared_memory", [False, True])
 def test_actors_make_the_stream_of_processes_and_states_go_from_one_to_the_other(
-    data: Path, actors: dict[str, Any]
+    data: Path, actors: dict[str, Any], shared_memory: bool
 ) -> None:
+    actors["ray_options"] |= {"shared_memory": shared_memory}
     expected, found, state = expected_of(data, 60), [], None
     for settings in ({"num_workers": 2} | actors, {"num_workers": 0}, {"num_workers": 3} | actors, {"num_workers": 2}):
         with closing(loader_of(data, **settings)) as loader:
@@ -168,14 +170,17 @@ def test_what_dies_or_stalls_is_replaced_from_what_was_delivered(
     faults = 30 if LONG else 2
     actors["ray_options"] |= {"silence_seconds": 2.0} if fault is stop_an_actor else {}
     with closing(loader_of(data, 2, **actors)) as loader:
-        found = []
-        for number in range(faults * 12):
-            found.append(digest(next(iter(loader))))
-            if number % 12 == 3:
-                fault()
+        found = [digest(next(iter(loader))) for _ in range(4)]
+        for number in range(1, faults + 1):
+            fault()
+            while loader.metrics()["worker_restarts"] < number:
+                found.append(digest(next(iter(loader))))
+            while loader.metrics()["local_workers"] or loader._pool._rivals:  # until there is an actor again
+                found.append(digest(next(iter(loader))))
+                time.sleep(0.05)
         assert loader.metrics()["worker_restarts"] == faults
         assert len(re.findall(said, caplog.text)) == faults
-    assert found == expected_of(data, faults * 12)
+    assert found == expected_of(data, len(found))
 
 
 def test_a_sample_that_ends_its_worker_is_left_out(data: Path, actors: dict[str, Any]) -> None:
@@ -250,8 +255,7 @@ def test_what_the_cluster_cannot_place_runs_beside_the_trainer(
     assert re.search(r"no place for 2 of 2 workers \(0, 1\) within 1 s, .*processes beside the trainer", caplog.text)
 
 
-@pytest.mark.skipif(not LONG, reason="placing actors after the loss of a node takes minutes: ENERGON_LONG_TESTS=1")
-def test_nodes_and_the_head_may_go(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nodes_and_the_head_may_go_and_nodes_may_come(data: Path, caplog: pytest.LogCaptureFixture) -> None:
     with ray_cluster(0, 2, 2) as cluster:
         options = {"address": cluster.address, "placement_timeout_seconds": 200, "strategy": "spread"}
         loaders = [
@@ -259,17 +263,36 @@ def test_nodes_and_the_head_may_go(data: Path, caplog: pytest.LogCaptureFixture)
             for loss in ("local", "raise")
         ]
         found = [[digest(next(iter(loader))) for _ in range(10)] for loader in loaders]
+        longest = 0.0
+
+        def until(met: Callable[[float], bool]) -> None:
+            """Deliver until so many workers are beside the trainer, by both loaders together."""
+            nonlocal longest
+            deadline = time.monotonic() + 120
+            while not met(sum(loader.metrics()["local_workers"] for loader in loaders)):
+                for digests, loader in zip(found, loaders, strict=True):
+                    since = time.monotonic()
+                    digests.append(digest(next(iter(loader))))
+                    longest = max(longest, time.monotonic() - since)
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+
         cluster.remove_node(min(cluster.worker_nodes, key=str), allow_graceful=False)
-        for digests, loader in zip(found, loaders, strict=True):
-            digests += [digest(next(iter(loader))) for _ in range(20)]
+        until(lambda local: local == 2)
+        assert re.search(r"no place for . of 2 workers \(.*\) within 2 s, .* until it has", caplog.text)
+        cluster.add_node(num_cpus=2, object_store_memory=STORE_BYTES)
+        until(lambda local: local == 0)
+        assert longest < 15  # 2 s for a place, and the time in which Ray sees that a node has gone
+        assert sum(loader.metrics().get("worker_moves", 0) for loader in loaders) >= 2
         cluster.remove_node(cluster.head_node, allow_graceful=False)
-        found[0] += [digest(next(iter(loaders[0]))) for _ in range(30)]
         while loaders[0].metrics()["local_workers"] < 2:  # what was made before the loss comes first
-            assert len(found[0]) < 2000
+            assert len(found[0]) < 5000
             found[0].append(digest(next(iter(loaders[0]))))
+            time.sleep(0.05)
+        found[0] += [digest(next(iter(loaders[0]))) for _ in range(30)]
         assert found[0] == expected_of(data, len(found[0]))
         with pytest.raises(LoaderError, match=r"the Ray cluster is lost.*Nothing delivered is lost.*save_state_rank"):
-            found[1].extend(digest(batch) for batch in islice(loaders[1], 30))
+            found[1].extend(digest(batch) for batch in islice(loaders[1], 2000) if not time.sleep(0.05))  # type: ignore[func-returns-value]
         state = loaders[1].save_state_rank()
         for loader in loaders:
             loader.close()
@@ -277,6 +300,30 @@ def test_nodes_and_the_head_may_go(data: Path, caplog: pytest.LogCaptureFixture)
             loader.restore_state_rank(state)
             found[1] += [digest(next(iter(loader))) for _ in range(10)]
         assert found[1] == expected_of(data, len(found[1]))
+
+
+def test_actors_are_shared_and_their_number_follows_the_queues(data: Path, actors: dict[str, Any]) -> None:
+    actors["ray_options"] |= {"min_actors": 1, "max_actors": 3, "scale_seconds": 0.5}
+    found: list[str] = []
+    with closing(loader_of(data, 4, **actors)) as loader:
+        stream = iter(loader)
+
+        def until(number: int, pause: float) -> None:
+            deadline = time.monotonic() + 200
+            while len(actor_processes()) != number:
+                for _ in range(10 if pause else 500):
+                    found.append(digest(next(stream)))
+                    time.sleep(pause)
+                assert time.monotonic() < deadline
+
+        found += [digest(next(stream)) for _ in range(10)]
+        assert [len(workers) for workers in actor_processes().values()] == [4]
+        until(3, 0.0)  # the loop takes all at once
+        until(1, 0.05)
+        assert loader.metrics()["worker_moves"] >= 4
+        assert loader.metrics()["worker_restarts"] == 0
+        assert loader.metrics()["local_workers"] == 0
+    assert found == expected_of(data, len(found))
 
 
 def test_nothing_is_left_behind(data: Path, actors: dict[str, Any]) -> None:
@@ -309,6 +356,8 @@ def test_the_environment_chooses_what_is_not_chosen(monkeypatch: pytest.MonkeyPa
     [
         ({"adress": "auto"}, "there is no option 'adress' Did you mean 'address'"),
         ({"strategy": "wide"}, "strategy must be one of pack, spread, cache, got 'wide'"),
+        ({"max_actors": 0}, "max_actors must be an integer above 0, got 0"),
+        ({"min_actors": 3, "max_actors": 2}, r"min_actors \(3\) is more than max_actors \(2\)"),
         ({"silence_seconds": 0}, "silence_seconds must be a number of seconds above 0, got 0"),
         ({"address": "127.0.0.1:1"}, "no Ray cluster at 127.0.0.1:1"),
     ],

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ from engine import (
 )
 from workers import loader_of, worker_pids
 
-from energon_bridge import get_savable_loader, get_val_dataset
+from energon_bridge import ErrorPolicy, SavableDataLoader, get_savable_loader, get_val_dataset
 from energon_bridge.errors import FatalSampleError, LoaderError, WorkerDiedError
+from energon_bridge.loader.workers import LocalProcesses
 
 SHARDS = [5, 9, 1, 14, 8]
 
@@ -44,7 +46,83 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return text_dataset(tmp_path_factory.mktemp("workers"), train=SHARDS, val=SHARDS)
 
 
-# Dying ---------------------------------------------------------------------------------------------------------------
+# Dying and moving ----------------------------------------------------------------------------------------------------
+
+
+class Restless(LocalProcesses):
+    """Has a better place for a worker, as often as it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__("fork")
+        self.started = 0
+        self.draw = random.Random(5)
+
+    def move(self, ready: Callable[[], int]) -> int | None:
+        assert ready() >= 0
+        return self.draw.randrange(2)
+
+    def start(self, work: Any, *arguments: Any) -> Any:
+        self.started += 1
+        return super().start(work, *arguments)
+
+
+def restless(loader: SavableDataLoader) -> Restless:
+    engine = loader._pool._engine = Restless()
+    return engine
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 5])
+def test_workers_go_on_elsewhere_and_do_not_change_the_stream(
+    data: Path, prefetch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("energon_bridge.loader.pool._MOVE_SECONDS", 0.05)  # where the one that moves is killed
+    monkeypatch.setattr("energon_bridge.loader.pool._CATCH_UP_SECONDS", 0.1)
+    settings = {"prefetch_factor": prefetch, "max_worker_restarts": 1000}
+    with closing(loader_of(data, 2, SkippingEncoder(), **settings)) as loader:
+        engine, found, kills = restless(loader), list[str](), 0
+        while loader._pool.moves < 4:
+            found += [digest(batch) for batch in islice(loader, 5)]
+            if loader._pool.moves > kills:
+                os.kill(random.Random(kills).choice(worker_pids()), signal.SIGKILL)
+                kills += 1
+            assert len(found) < 5000
+            time.sleep(0.02)
+        counted = loader.metrics()
+        assert counted["worker_moves"] == 4
+        assert engine.started >= 2 + counted["worker_moves"] + counted["worker_restarts"]
+        assert len(worker_pids()) <= 3  # those that were left have ended
+    assert found == deliver(loaders_of(train_dataset(data, "skipping"), 1, 0), len(found)).digests
+    assert not worker_pids()
+
+
+class NotThere(TensorEncoder):
+    """Fails in all processes but those that were started first."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def encode_sample(self, sample: Any) -> Any:
+        (self.folder / str(os.getpid())).mkdir(exist_ok=True)
+        processes = sorted(self.folder.iterdir(), key=lambda folder: folder.stat().st_mtime_ns)
+        if str(os.getpid()) not in {folder.name for folder in processes[:2]}:
+            raise RuntimeError("nothing is mounted here")
+        return super().encode_sample(sample)
+
+
+def test_a_worker_that_fails_elsewhere_stays(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dataset = train_dataset(data, task_encoder=NotThere(tmp_path), error_policy=ErrorPolicy(on_error="raise"))
+    with closing(get_savable_loader(dataset, worker_config=config_of(1, 2))) as loader:
+        stream = iter(loader)
+        found = [digest(next(stream)) for _ in range(10)]
+        engine = restless(loader)
+        while not engine.started or loader._pool._rivals:
+            found.append(digest(next(stream)))
+            assert len(found) < 2000
+        assert "worker_moves" not in loader.metrics()
+        assert loader.metrics()["worker_restarts"] == 0
+    assert "cannot go on elsewhere" in caplog.text
+    assert found == deliver(loaders_of(train_dataset(data), 1, 0), len(found)).digests
 
 
 def test_kills_do_not_change_batches_that_cross_as_memory_files(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,11 +79,11 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 28_260,
+    "core": 28_340,
     "models": 10_020,
     "trainers": 7_450,
-    "cloud": 4_320,
-    "tools": 15_260,
+    "cloud": 4_560,
+    "tools": 15_330,
     "drop-in": 4_000,
     "training": 4_640,
 }

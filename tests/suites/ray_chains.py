@@ -116,8 +116,10 @@ def run_chain(data: Path, cluster: Any, seed: int, number: int, counts: Counter[
     draw = random.Random(f"{seed} {number}")
     disturbances = Disturbances(cluster, draw)
     encoder, states, found = draw.choice(ENCODERS), None, list[str]()
-    options = {"address": cluster.address, "num_cpus": 0.2, "silence_seconds": 3.0, "idle_seconds": 120.0}
+    options = {"address": cluster.address, "num_cpus": 0.2, "silence_seconds": 3.0, "idle_seconds": 30.0}
     options |= {"placement_timeout_seconds": 120, "hedge_after_seconds": 2.0 if number % 2 else None}
+    options |= {"shared_memory": number % 3 == 0}
+    options |= {"min_actors": 1, "max_actors": 3, "scale_seconds": 0.3} if number % 4 == 2 else {}
     with_nodes = number % 8 == 0
     for _ in range(draw.randint(2, 5)):
         ranks, steps = draw.choice((1, 1, 2, 3)), draw.randint(4, 30)
@@ -147,6 +149,7 @@ def run_chain(data: Path, cluster: Any, seed: int, number: int, counts: Counter[
                 column.append(next(iter(loader)))
                 column[-1] = digest(column[-1]), is_masked(column[-1])
             counts["restarts"] += int(loader.metrics()["worker_restarts"])
+            counts["moves"] += int(loader.metrics().get("worker_moves", 0))
             counts["hedges"] += int(loader.metrics().get("worker_hedges", 0))
         states = [loader.save_state_rank() for loader in loaders]
         for loader in loaders:

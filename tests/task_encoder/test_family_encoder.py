@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Sequence
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,7 +32,7 @@ from energon_bridge import CaptioningSample, SampleDecoder, VidQASample, VQASamp
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.samples import CrudeSample, InterleavedSample
 from energon_bridge.task_encoder import DeferredImage
-from energon_bridge.task_encoder.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder, VideoFrames
+from energon_bridge.task_encoder.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder, VideoFrames, registry
 from energon_bridge.task_encoder.packing import Packer
 
 
@@ -289,6 +292,31 @@ def test_what_cannot_be_loaded_says_so(tmp_path: Path) -> None:
         ConfigurationError, match=r"(?s)cannot load the tokenizer and image processor of '.*local folder"
     ):
         ChatTemplateTaskEncoder.from_pretrained(tmp_path / "none")
+
+
+@pytest.mark.parametrize("missing", [("torchvision", "num2words"), ("num2words",)])
+def test_packages_that_a_processor_needs_are_named_at_once(
+    missing: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoConfig, AutoProcessor
+
+    AutoConfig.for_model("smolvlm").save_pretrained(tmp_path)
+    tokenizer_of("llava").save_pretrained(tmp_path)
+    parts = {
+        f"{one}_processor": {f"{one}_processor_type": f"SmolVLM{one.title()}Processor"} for one in ("image", "video")
+    }
+    (tmp_path / "processor_config.json").write_text(json.dumps({"processor_class": "SmolVLMProcessor", **parts}))
+    monkeypatch.setattr(registry, "find_spec", lambda name: None if name in missing else name)
+    if find_spec("torchvision") is not None or len(missing) == 1:  # as it complains where the others are installed
+        complaint = "Package `num2words` is required to run SmolVLM processor."
+        monkeypatch.setattr(AutoProcessor, "from_pretrained", Mock(side_effect=ImportError(complaint)))
+    with pytest.raises(ConfigurationError) as caught:
+        ChatTemplateTaskEncoder.from_pretrained(tmp_path)
+    install = (
+        "num2words" if len(missing) == 1 else f"torch=={torch.__version__.partition('+')[0]} torchvision num2words"
+    )
+    needs = f"needs {' and '.join(missing)}: `pip install {install}`"
+    assert str(caught.value) == f"the processor of {str(tmp_path)!r} {needs}"
 
 
 def test_deferred_images_have_the_sizes_of_their_headers() -> None:

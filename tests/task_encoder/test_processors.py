@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from clips import all_frames, write_video
 from paths import REPOSITORY
 from PIL import Image
 from processors import (
@@ -28,6 +32,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.auto.processing_auto import processor_class_from_name
 from transformers.processing_utils import ProcessorMixin
 
+from energon_bridge.av import AVDecoder
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.task_encoder import model_inputs
 from energon_bridge.task_encoder.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder, ProcessorFamily
@@ -297,3 +302,24 @@ def test_arguments_of_the_processor_are_in_the_plans() -> None:
     whole, less = (family.plan_image(640, 480).tokens for family in families)
     made = processor(text=[processor.image_token], images=[Image.new("RGB", (640, 480))], **small)["input_ids"][0]
     assert less == made.count(processor.image_token_id) < whole
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["Qwen3VLProcessor", "Qwen2_5_VLProcessor"])
+def test_frames_of_a_variable_rate_have_the_times_at_which_they_are_shown(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("torchvision")
+    path = write_video(tmp_path / "a.mp4", frames=120, varying=True, size=(64, 48))
+    shown = [float(frame.seconds) for frame in all_frames(path)]
+    processor = tiny_processor(name)
+    config = ChatConfig(chat_template=template_of(processor), seq_length=60_000, min_num_frames=8, max_num_frames=8)
+    encoder = ChatTemplateTaskEncoder.for_processor(processor, config)
+    turns = [{"role": "user", "content": "<video> what?"}, {"role": "assistant", "content": "Colours."}]
+    encoded = encoder.encode(ChatSample(__key__="a", messages=turns, videos=[AVDecoder.open(path)]))
+    times = [shown[number] - shown[0] for number in np.linspace(0, 119, 8).round().astype(int)]
+    if name == "Qwen2_5_VLProcessor":  # it is told one rate
+        wanted = 2 * (shown[-1] - shown[0]) * 120 / 119 / 8
+        assert encoded.visual["second_per_grid_ts"].tolist() == [pytest.approx(wanted, rel=1e-3)]
+        return
+    middles = [f"{(first + last) / 2:.1f}" for first, last in list(pairwise(times))[::2]]
+    even = [f"{(first + 17 / 2) / 119 * times[-1]:.1f}" for first in range(0, 119, 34)]
+    assert re.findall(r"<([\d.]+) seconds>", processor.tokenizer.decode(encoded.tokens)) == middles != even

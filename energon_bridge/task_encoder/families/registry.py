@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +110,11 @@ def load_pretrained(name_or_path: str | Path) -> Pretrained:
     """
     from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
+    model_type = ""
     try:
         model_config = AutoConfig.from_pretrained(name_or_path)
-        if model_config.model_type not in NATIVE:
+        model_type = model_config.model_type
+        if model_type not in NATIVE:
             processor = AutoProcessor.from_pretrained(name_or_path)
             return Pretrained(
                 tokenizer=getattr(processor, "tokenizer", None),
@@ -120,7 +124,7 @@ def load_pretrained(name_or_path: str | Path) -> Pretrained:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path)
         image_processor = AutoImageProcessor.from_pretrained(name_or_path, backend="pil")
     except ImportError as error:
-        raise ConfigurationError(f"the processor of {str(name_or_path)!r} needs a package: {error}") from error
+        raise ConfigurationError(_needed(str(name_or_path), model_type, str(error))) from error
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"cannot load the tokenizer and image processor of {str(name_or_path)!r}: {error}\nWithout a connection to "
@@ -132,6 +136,21 @@ def load_pretrained(name_or_path: str | Path) -> Pretrained:
         family=family_of(model_config, tokenizer, image_processor, video_config=video_config),
         chat_template=_chat_template(name_or_path),
     )
+
+
+_PACKAGES = ("torchvision", "torchaudio", "num2words")
+_NEEDED = {"smolvlm": ("torchvision", "num2words")}
+"""By type of model, what its processor asks for, of which transformers names one at a time."""
+
+
+def _needed(name: str, model_type: str, complaint: str) -> str:
+    """Return what is missing for a processor, and how to install it, from the complaint of transformers."""
+    named = [package for package in _PACKAGES if package in complaint.lower()]
+    missing = [one for one in dict.fromkeys((*named, *_NEEDED.get(model_type, ()))) if find_spec(one) is None]
+    if not missing:
+        return f"the processor of {name!r} needs a package: {complaint}"
+    torch = f"torch=={version('torch').partition('+')[0]} " if any(one.startswith("torch") for one in missing) else ""
+    return f"the processor of {name!r} needs {' and '.join(missing)}: `pip install {torch}{' '.join(missing)}`"
 
 
 def _chat_template(name_or_path: str | Path) -> str | None:

@@ -438,7 +438,9 @@ def _mismatch(segments: Sequence[Segment], plans: Sequence[Plan]) -> str:
 def _by_offsets(segments: Sequence[Segment], tokenizer: Any, stretches: Sequence[Stretch]) -> None:
     text = "".join(segment.text for segment in segments)
     tokens, offsets = tokens_with_offsets(tokenizer, text)
-    begins = list(accumulate((begin for begin, _ in offsets), max))
+    begins = [begin for begin, _ in offsets]
+    if begins != sorted(begins):
+        begins = list(accumulate(begins, max))
     first = start = 0
     for number, (segment, stretch) in enumerate(zip(segments, stretches, strict=True), 1):
         end = start + len(segment.text)
