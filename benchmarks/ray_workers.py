@@ -90,7 +90,7 @@ def measured(data: Path, batches: int, **settings: Any) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, and print a line for each size and kind."""
+    """Measure, and print a line for each size, round and kind: the least so far."""
     parser = argparse.ArgumentParser(description="CPU of actors beside that of worker processes")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", type=int, default=300)
@@ -114,8 +114,7 @@ def main() -> None:
                 for kind, settings in kinds.items():
                     for key, value in measured(data, arguments.batches, **settings).items():
                         least[kind][key] = min(value, least[kind].get(key, value))
-            for kind, figures in least.items():
-                print(name, kind, {key: round(value, 2) for key, value in figures.items()}, flush=True)
+                    print(name, kind, {key: round(value, 2) for key, value in least[kind].items()}, flush=True)
     cluster.shutdown()
 
 

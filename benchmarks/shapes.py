@@ -15,6 +15,7 @@ from fractions import Fraction
 import numpy as np
 
 from energon_bridge import AspectTiers
+from energon_bridge.plan.amounts import Standing
 from energon_bridge.plan.blend import BucketBlend
 from energon_bridge.plan.choose import Chooser, plain_cursors
 from energon_bridge.plan.leaf import LeafOrder, Round, slice_length
@@ -63,7 +64,7 @@ def main() -> None:
         for lane in range(LANES):
             chooser = choosers.get((lane, bucket))
             if chooser is None:
-                chooser = Chooser(cursors, blend.blends[bucket], lane, 0, [0] * len(names))
+                chooser = Chooser(cursors, blend.blends[bucket], lane, Standing(0, [0] * len(names)))
                 choosers[lane, bucket] = chooser
             members = chooser.picks(rows[bucket]).members[:, 1]
             np.add.at(seen, members, 1)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from energon_bridge.mix.leaves import Amounts
-from energon_bridge.plan.amounts import AmountBlend
+from energon_bridge.plan.amounts import AmountBlend, Standing
 from energon_bridge.plan.blend import WeightedBlend
 from energon_bridge.plan.changes import LeafBans
 from energon_bridge.plan.choose import AnyBlend, Chooser, plain_cursors
@@ -87,7 +87,7 @@ def blend_of(leaves: list[PlanLeaf], lanes: int, *, tokens: bool) -> AnyBlend:
 def drawn(leaves: list[PlanLeaf], blend: AnyBlend, lanes: int) -> Iterator[np.ndarray]:
     """Give leaf and sample of the draws, in the global order, lap by lap."""
     cursors = plain_cursors(leaves)
-    choosers = [Chooser(cursors, blend, lane, 0, [0] * DATASETS) for lane in range(lanes)]
+    choosers = [Chooser(cursors, blend, lane, Standing(0, [0] * DATASETS)) for lane in range(lanes)]
     while True:
         yield np.stack([chooser.picks(500).members[:, :2] for chooser in choosers], axis=1).reshape(-1, 2)
 
@@ -163,7 +163,7 @@ def main() -> None:
         cells = []
         for tokens in (True, False):
             cursors, blend = plain_cursors(leaves), blend_of(leaves, 24, tokens=tokens)
-            make = partial(Chooser, cursors, blend, 3, 0, [0] * DATASETS)
+            make = partial(Chooser, cursors, blend, 3, Standing(0, [0] * DATASETS))
             cells.append(f"{microseconds(make, at_once):.1f} us")
         print(f"| {at_once} | " + " | ".join(cells) + " |", flush=True)
 

@@ -186,7 +186,7 @@ def get_val_dataset(
     Args:
         limit: Steps after which a pass ends, on every rank.
         batch_drop_last: Leave out a last microbatch that is not full.
-        packing_buffer_size: Samples in a block from which packs (or, with `max_tokens_per_microbatch`, microbatches)
+        packing_buffer_size: Samples in a section from which packs (or, with `max_tokens_per_microbatch`, microbatches)
             are selected; the ranks select all of a pass before its first step, and agree on their number.
 
     The others are those of `get_train_dataset`. All ranks make the same number of steps; rows that do not exist are

@@ -27,6 +27,7 @@ from energon_bridge.format.parallel import available_cores
 from energon_bridge.format.tar import parse_sample
 from energon_bridge.format.tar_index import index_name
 from energon_bridge.prepare.convert import (
+    SKIPPED,
     Converted,
     ConvertOptions,
     check_first_files,
@@ -144,7 +145,7 @@ def command(
     shown = opened.where if "://" in opened.where else source  # `Path` leaves one slash
     click.echo(f"{shown}: {opened.kind}, {count_of(len(opened), 'sample')}.")
     if opened.left_out:
-        click.echo(f"Files that are left out: {', '.join(opened.left_out)}.")
+        click.echo(f"Left out: {', '.join(opened.left_out)}.")
     check_first_files(opened)
     layout = replace(_layout(opened, sample_type, fields, asking=asking), preferred=preferred)
     check_layout(layout)
@@ -326,6 +327,8 @@ def _report(out: Path, done: Converted, options: ConvertOptions) -> None:
         click.echo(f"Skipped {count_of(len(done.skipped), 'sample')}:")
         for message in done.skipped[:5]:
             click.echo(f"  {message}")
+        if len(done.skipped) > 5:
+            click.echo(f"  … and {len(done.skipped) - 5:,} more, all in {out}/{SKIPPED}")
     if done.num_unread:
         click.echo(
             f"Found out nothing about {count_of(done.num_unread, 'media file')}, damaged ones or, without PyAV, videos "

@@ -295,7 +295,7 @@ class _Names:
 
     def _draws(self, lane: int, at: LaneState, taken: int) -> UnbannedDraws:
         blend = self._run.plan.blend
-        chooser = Chooser(self._cursors, blend, lane, at.draw, at.leaf_draws, at.origin, at.sums)
+        chooser = Chooser(self._cursors, blend, lane, at.standing)
         return UnbannedDraws(chooser, taken)
 
     def _stand(self, lane: int, m: int) -> LaneState:

@@ -215,17 +215,16 @@ def _sizes(store: Store, shards: Sequence[str], *, where: str, split_part: str) 
     if far is not None:
         with contextlib.suppress(ShardMissingError):  # the loop below finds out which one
             return list(far.sizes(shards))
-    return [_size(store, shard, where=where, split_part=split_part) for shard in shards]
-
-
-def _size(store: Store, shard: str, *, where: str, split_part: str) -> int:
-    try:
-        return store.size(shard)
-    except ShardMissingError as error:
-        raise ShardMissingError(
-            f"{store.url(shard)}: no such shard, but {where} lists it in {split_part!r}. Restore it, or run "
-            f"`energon prepare {store.root}` again."
-        ) from error
+    sizes = []
+    for shard in shards:
+        try:
+            sizes.append(store.size(shard))
+        except ShardMissingError as error:
+            raise ShardMissingError(
+                f"{store.url(shard)}: no such shard, but {where} lists it in {split_part!r}. Restore it, or run "
+                f"`energon prepare {store.root}` again."
+            ) from error
+    return sizes
 
 
 def _fingerprint(

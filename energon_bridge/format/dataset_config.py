@@ -264,7 +264,7 @@ class DatasetFunction:
 
     __slots__ = ("_function", "name", "source", "where")
 
-    def __init__(self, *, source: str, name: str, where: str) -> None:
+    def __init__(self, source: str, name: str, where: str) -> None:
         self.source = source
         self.name = name
         self.where = where
@@ -281,14 +281,10 @@ class DatasetFunction:
         return self._function(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _load, (self.source, self.name, self.where)
+        return DatasetFunction, (self.source, self.name, self.where)
 
     def __repr__(self) -> str:
         return f"DatasetFunction({self.where}:{self.name})"
-
-
-def _load(source: str, name: str, where: str) -> DatasetFunction:
-    return DatasetFunction(source=source, name=name, where=where)
 
 
 def load_function(store: Store, reference: str, *, default_name: str, trust: bool) -> DatasetFunction:
@@ -302,7 +298,7 @@ def load_function(store: Store, reference: str, *, default_name: str, trust: boo
         raise MetadataError(
             f"{where}: no such file, but dataset.yaml names it as {default_name}. Add it, or remove the entry."
         )
-    return DatasetFunction(source=store.read(rel).decode("utf-8-sig"), name=function_name or default_name, where=where)
+    return DatasetFunction(store.read(rel).decode("utf-8-sig"), function_name or default_name, where)
 
 
 def import_class(module: str, name: str, *, root: str, where: str, trust: bool) -> Any:

@@ -27,8 +27,7 @@ from energon_bridge.loader.bans import (
     with_found,
 )
 from energon_bridge.loader.fits import check_fits, check_lanes, merge
-from energon_bridge.loader.run_plan import RunPlan
-from energon_bridge.loader.streams import open_pipeline
+from energon_bridge.loader.run_plan import RunPlan, open_pipeline
 from energon_bridge.mix import parse_weight
 from energon_bridge.plan.blend import BucketBlend
 from energon_bridge.plan.changes import Ban, GivenWeights, new_keys, with_ban
@@ -152,10 +151,6 @@ class Position:
     def counts(self) -> Counts:
         """The `COLUMNS` of leaves on this rank: restored counts plus what it has delivered since."""
         return self._counts
-
-    def count(self, item: LaneBatch) -> None:
-        """Add the counts of a microbatch."""
-        self._counts.add(item.counts)
 
     def lane_state(self, lane: int) -> LaneState:
         """Return the state of a lane."""
@@ -503,9 +498,9 @@ class Mode:
                 draws = at.plan.blend.leaf_draws(lane, microbatches)
                 at.lanes[lane] = LaneState(microbatches, sum(draws), 0, tuple(draws))
                 continue
-            draw = microbatches * at.plan.data.rows
-            leaf_draws, sums = standing(at.plan.leaves, at.plan.blend, lane, draw)
-            at.lanes[lane] = LaneState(microbatches, draw, 0, tuple(leaf_draws), sums=sums)
+            there = standing(at.plan.leaves, at.plan.blend, lane, microbatches * at.plan.data.rows)
+            sums = tuple(there.sums)
+            at.lanes[lane] = LaneState(microbatches, there.draw, 0, tuple(there.leaf_draws), sums=sums)
 
     def delivered(self, at: Position) -> frozenset[int]:
         """Return the leaves that the run has delivered samples of, as far as the rank can know; none at the start."""

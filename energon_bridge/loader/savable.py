@@ -29,8 +29,7 @@ from energon_bridge.loader.fits import read_all
 from energon_bridge.loader.metrics import AT_ANY_TIME, AT_END, AT_EPOCH, check_rates, flat_metrics, name_losses
 from energon_bridge.loader.pool import Engine, WorkerPool
 from energon_bridge.loader.position import Mode, OnMismatch, PassMode, Position, merged_state
-from energon_bridge.loader.run_plan import DATASET_IS_NO_LOADER, DatasetSpec, NotForDataLoader, plan_run
-from energon_bridge.loader.streams import open_pipeline
+from energon_bridge.loader.run_plan import DATASET_IS_NO_LOADER, DatasetSpec, NotForDataLoader, open_pipeline, plan_run
 from energon_bridge.loader.workers import LocalProcesses, Work, keep_freed_memory
 from energon_bridge.registry import load
 from energon_bridge.samples.base import pin_value
@@ -182,7 +181,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
             mode.take(position, item)
             self.note = item.note
             position.advance()
-            position.count(item)
+            position.counts.add(item.counts)
             if not position.ownership.even:
                 self._last = item.batch
             self._steps += 1

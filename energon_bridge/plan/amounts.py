@@ -70,6 +70,22 @@ class AmountBlend(WeightParts):
         return phase * leaf.amounts.total // leaf.order.num_samples >> 64
 
 
+class Standing(NamedTuple):
+    """Where a lane is in its blend.
+
+    Attributes:
+        draw: The next draw.
+        leaf_draws: Draws made before in each leaf.
+        sums: The sums of the leaves, in a blend by amounts; none where it begins.
+        origin: Draw at which the lane began with this blend.
+    """
+
+    draw: int
+    leaf_draws: Sequence[int]
+    sums: Sequence[int] = ()
+    origin: int = 0
+
+
 class _Chosen(NamedTuple):
     """Consecutive draws: the first one, the leaf and amount of each, and the sums before them."""
 
@@ -90,31 +106,19 @@ class AmountDraws:
         blend: The weights.
         leaves: The leaves.
         lane: The lane.
-        draw: The next draw.
-        leaf_draws: Draws made before in each leaf.
-        sums: The sums of the leaves.
-        origin: Draw at which the lane began with this mix.
+        at: Where it is.
     """
 
-    def __init__(
-        self,
-        blend: AmountBlend,
-        leaves: Sequence[OrderedLeaf],
-        lane: int,
-        draw: int,
-        leaf_draws: Sequence[int],
-        sums: Sequence[int],
-        origin: int,
-    ) -> None:
-        self._blend, self._leaves, self._lane, self._origin = blend, leaves, lane, origin
-        self._draw, self._leaf_draws = draw, list(leaf_draws)
-        self._given = tuple(sums) or (0,) * len(leaves)
+    def __init__(self, blend: AmountBlend, leaves: Sequence[OrderedLeaf], lane: int, at: Standing) -> None:
+        self._blend, self._leaves, self._lane, self._origin = blend, leaves, lane, at.origin
+        self._draw, self._leaf_draws = at.draw, list(at.leaf_draws)
+        self._given = tuple(at.sums) or (0,) * len(leaves)
         self._sums = list(self._given)
-        if draw == origin:
+        if at.draw == at.origin:
             self._sums = [blend.first_sum(lane, leaf) for leaf in leaves]
         self._chosen: deque[_Chosen] = deque()
         self._ahead: list[IntArray] = [np.zeros(0, dtype=np.int64)] * len(leaves)  # amounts of the next draws
-        self._size, self._at = _FEWEST, draw
+        self._size, self._at = _FEWEST, at.draw
         self._bans = sorted({start for leaf in leaves if leaf.bans is not None for start in leaf.bans.starts.tolist()})
         self._banned_from = -1
 

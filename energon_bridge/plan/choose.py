@@ -18,7 +18,7 @@ from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from energon_bridge.plan.amounts import AmountBlend, AmountDraws, OrderedLeaf
+from energon_bridge.plan.amounts import AmountBlend, AmountDraws, OrderedLeaf, Standing
 from energon_bridge.plan.blend import Blend, BucketBlend
 from energon_bridge.plan.leaf import LeafOrder, Round
 from energon_bridge.rng import IntArray
@@ -181,34 +181,22 @@ class Chooser(Generic[R]):
         cursors: Where the lane is in the leaves.
         blend: Says which leaf a draw comes from; None if there is one leaf.
         lane: The lane.
-        draw: The next draw.
-        leaf_draws: Draws made before in each leaf.
-        origin: Draw at which the blend begins.
-        sums: The sums of the leaves, in a blend by amounts.
+        at: Where it is.
 
     Attributes:
         draw, leaf_draws: Those of the position that choosing has reached.
     """
 
-    def __init__(
-        self,
-        cursors: Cursors[R],
-        blend: AnyBlend | None,
-        lane: int,
-        draw: int,
-        leaf_draws: Sequence[int],
-        origin: int = 0,
-        sums: Sequence[int] = (),
-    ) -> None:
-        self._cursors, self._lane, self._origin = cursors, lane, origin
+    def __init__(self, cursors: Cursors[R], blend: AnyBlend | None, lane: int, at: Standing) -> None:
+        self._cursors, self._lane, self._origin = cursors, lane, at.origin
         self._amounts: AmountDraws | None = None
         self._blend: Blend | None = None
         if isinstance(blend, AmountBlend):
-            self._amounts = AmountDraws(blend, cursors.leaves, lane, draw, leaf_draws, sums, origin)
+            self._amounts = AmountDraws(blend, cursors.leaves, lane, at)
         else:
             assert not isinstance(blend, BucketBlend)  # each of its buckets has a chooser of its own
             self._blend = blend
-        self.draw, self.leaf_draws = draw, list(leaf_draws)
+        self.draw, self.leaf_draws = at.draw, list(at.leaf_draws)
 
     def sums(self, draw: int) -> tuple[int, ...]:
         """Return the sums of the leaves before a draw, not before one asked about earlier; none without amounts."""
@@ -288,16 +276,8 @@ class PassDraws:
 
     def picks(self, start: int, stop: int) -> Picks:
         """Return draws [start, stop) of the pass."""
-        draw = self.first + start
-        leaf_draws, sums = standing(self.leaves, self.blend, 0, draw)
-        return Chooser(self._cursors, self.blend, 0, draw, leaf_draws, sums=sums).picks(stop - start)
-
-
-class Standing(NamedTuple):
-    """Where a lane is before a draw: its draws of each leaf, and the sums of a blend by amounts."""
-
-    leaf_draws: list[int]
-    sums: tuple[int, ...] = ()
+        at = standing(self.leaves, self.blend, 0, self.first + start)
+        return Chooser(self._cursors, self.blend, 0, at).picks(stop - start)
 
 
 _STRETCH = 1 << 14
@@ -310,13 +290,14 @@ def standing(leaves: Sequence[OrderedLeaf], blend: AnyBlend | None, lane: int, d
     It is computed at once, but for a blend by amounts, which goes through all draws: some microseconds for each.
     """
     if blend is None:
-        return Standing([draw])
+        return Standing(draw, [draw])
     assert not isinstance(blend, BucketBlend)
     if not isinstance(blend, AmountBlend):
-        return Standing(blend.counts(lane, draw).tolist())
-    counts, draws = np.zeros(len(leaves), dtype=np.int64), AmountDraws(blend, leaves, lane, 0, [0] * len(leaves), (), 0)
+        return Standing(draw, blend.counts(lane, draw).tolist())
+    counts = np.zeros(len(leaves), dtype=np.int64)
+    draws = AmountDraws(blend, leaves, lane, Standing(0, counts.tolist()))
     for first in range(0, draw, _STRETCH):
         size = min(_STRETCH, draw - first)
         counts += np.bincount(draws.take(size), minlength=counts.size)
         draws.sums(first + size)  # what came before is not needed again
-    return Standing(counts.tolist(), draws.sums(draw))
+    return Standing(draw, counts.tolist(), draws.sums(draw))

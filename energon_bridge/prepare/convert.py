@@ -52,6 +52,8 @@ Progress = Callable[[int, int], None]
 _FORMAT = 1  # of the shards: after a raise, everything is written again
 _OPTIONS = "options.json"
 _RECORDS = "convert"
+SKIPPED = f"{META_FOLDER}/{_RECORDS}/skipped.txt"
+"""Names all samples that failed and were skipped, a line each."""
 _PROPOSED_BYTES = 512 << 20
 _MOST_PER_SHARD = 10_000
 
@@ -241,9 +243,10 @@ def propose_samples_per_shard(source: Source, layout: Layout) -> int:
 
 def check_first_files(source: Source) -> None:
     """Raise SourceError if none of the files that the first rows name exists; it suggests where they may be."""
-    files = [content for row in first_rows(source) for content in contents_of(row) if hasattr(content, "path")]
-    missing = [content.path for content in files if not os.path.exists(content.path)]
-    if not missing or len(missing) < len(files):
+    contents = [content for row in first_rows(source) for content in contents_of(row)]  # bytes too
+    paths = [getattr(content, "path", None) for content in contents]
+    missing = [path for path in paths if path is not None and not os.path.exists(path)]
+    if not missing or len(missing) < len(contents):
         return
     first = Path(missing[0])
     for parent in first.parents:
@@ -344,7 +347,8 @@ def _sample(source: Source, layout: Layout, number: int) -> SourceSample:
     try:
         return source.sample(number, layout)
     except (SourceError, SkipSample) as error:
-        return _FailedSample(f"{source.where}, sample {number}", error)
+        named = str(error).startswith(source.where)
+        return _FailedSample(source.where if named else f"{source.where}, sample {number}", error)
 
 
 def _make_shard(root: Path, options: ConvertOptions, find_only: bool, job: _Job) -> tuple[bool, list[str]] | None:
@@ -449,6 +453,9 @@ def _finish(
     unread = sum(num_unread(load(shard)) for shard in shards) if options.media else 0
     if counts != old or reused < len(plan) or any(parts.path.rglob("*.rec")):
         extra = {meta_path(f"{_RECORDS}/{_OPTIONS}"): told}
+        if skipped:
+            lines = "".join(" ".join(message.split()) + "\n" for message in skipped)
+            extra[SKIPPED] = lines.encode("utf-8", "surrogateescape")
         for shard, record in records.items():
             if record is not None:
                 extra[meta_path(f"{_RECORDS}/{record_path(Path(shard)).as_posix()}")] = record.encode()
@@ -460,6 +467,8 @@ def _finish(
             split_parts=split_parts,
             extra=extra,
         )
+        if not skipped and store.exists(SKIPPED):
+            store.delete(SKIPPED)
         for gone in written - counts.keys():  # not the tars of others, beside which --overwrite writes
             store.delete(gone)
             store.delete(index_name(gone))

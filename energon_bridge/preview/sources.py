@@ -17,8 +17,7 @@ from energon_bridge.forecast.run import Run
 from energon_bridge.forecast.samples import name_steps
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.parallel import available_cores
-from energon_bridge.loader.run_plan import DatasetSpec, RunPlan, plan_run
-from energon_bridge.loader.streams import open_pipeline
+from energon_bridge.loader.run_plan import DatasetSpec, RunPlan, open_pipeline, plan_run
 from energon_bridge.plan.choose import Picks
 from energon_bridge.preview.records import Record, fields_of
 from energon_bridge.stream.failures import SamplePlace

@@ -316,7 +316,7 @@ def groups_of(path: Path) -> list[Group]:
             return _parquet_groups(str(path), stamp, parquet_file(str(path), stamp).metadata)
         table = read_table(str(path))
     except (OSError, arrow.ArrowException) as error:
-        raise SourceError(f"{path}: cannot be read: {error}. Was the download cut off?") from error
+        raise SourceError(f"{path}: cannot be read: {str(error).rstrip('.')}. Was the download cut off?") from error
     return [
         Group(
             path=str(path),

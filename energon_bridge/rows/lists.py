@@ -268,6 +268,10 @@ def _read_csv(path: Path, text: str, delimiter: str) -> ListedEntries:
     return ListedEntries(path, entries, unit="row", first=2)
 
 
+def _stem_key(name: str) -> str:
+    return str(Path(name).with_suffix("")).replace(".", "_")
+
+
 class CocoSource:
     """COCO captions: one sample for each image, with all its captions."""
 
@@ -282,13 +286,17 @@ class CocoSource:
             captions: dict[Any, list[str]] = {}
             for annotation in content["annotations"]:
                 captions.setdefault(annotation["image_id"], []).append(annotation["caption"])
-            self._images = [(image["id"], image["file_name"]) for image in content["images"]]
+            images = dict.fromkeys((image["id"], image["file_name"]) for image in content["images"])
         except (KeyError, TypeError) as error:
             raise SourceError(
                 f"{path}: not COCO captions: {error} is missing in `images` or `annotations`. "
                 "Use captions_*.json; instances_*.json contains boxes."
             ) from error
         self._captions = captions
+        self._images = list(images)  # one that is listed again is the same image
+        self._taken = Counter(_stem_key(name) for _, name in images)
+        if orphans := len(captions.keys() - {image for image, _ in images}):
+            self.left_out = (f"captions of {orphans:,} image{'s' * (orphans > 1)} that `images` does not list",)
 
     def __len__(self) -> int:
         return len(self._images)
@@ -301,7 +309,9 @@ class CocoSource:
             values = {"image_id": image, "file_name": name, "captions": self._captions.get(image, [])}
             if not values["captions"]:
                 raise SourceError("no captions. Leave such images out with --on-error skip.")
-            key = str(Path(name).with_suffix("")).replace(".", "_")
+            key = _stem_key(name)
+            if self._taken[key] > 1:
+                key += f"-{image}"
             return Row(where=where, values=values, files={"image": media_file(name, self._media)}, key=key)
 
     def sample(self, number: int, layout: Layout) -> RowSample:

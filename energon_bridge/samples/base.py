@@ -162,15 +162,6 @@ def _names_of(cls: type) -> tuple[str, ...]:
     return names
 
 
-def _no_such_field(cls: Any, name: str) -> str:
-    """Return the error for a field that a class does not have; it suggests the nearest name.
-
-    (For attributes Python does that itself. A `__getattr__` here would make each access to a field three times slower.)
-    """
-    known = [*field_names(cls), *cls.__aliases__]
-    return f"{cls.__name__} has no field {name!r}.{did_you_mean(name, known)} It has {', '.join(known)}"
-
-
 def _html(record: Any, names: Iterable[str]) -> str:
     """Return a table of a sample or batch, for notebooks."""
     markup: str = load("view", "notebook")(record, names)
@@ -202,8 +193,10 @@ class _Record:
             return getattr(self, name)
         if (target := self.__aliases__.get(name)) in names:
             return getattr(self, target)
-        kind: Any = type(self)
-        raise KeyError(_no_such_field(kind, name))
+        # For attributes Python itself suggests a name; a `__getattr__` would make each access three times slower.
+        known = [*names, *self.__aliases__]
+        hint = did_you_mean(name, known)
+        raise KeyError(f"{type(self).__name__} has no field {name!r}.{hint} It has {', '.join(known)}")
 
     def __contains__(self, name: object) -> bool:
         return name in field_names(type(self)) or name in self.__aliases__

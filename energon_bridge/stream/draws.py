@@ -79,7 +79,7 @@ class Draws:
         self.origin = state.origin
         self.leaf_draws = list(state.leaf_draws)
         # What has been chosen, and is loaded or loading.
-        self._chooser = Chooser(pipeline.cursors, blend, number, state.draw, state.leaf_draws, state.origin, state.sums)
+        self._chooser = Chooser(pipeline.cursors, blend, number, state.standing)
         self._first = state.draw
         self._slab: Slab | None = None
         self._loading = PendingLoads(pipeline)

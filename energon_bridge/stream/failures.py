@@ -271,18 +271,10 @@ def _line(report: Report) -> dict[str, Any]:
 
 
 def _parsed(line: Any) -> QuarantinedSample:
-    return QuarantinedSample(
-        dataset=line["dataset"],
-        shard=line["shard"],
-        index=int(line["index"]),
-        key=line["key"],
-        parts=tuple(line["parts"]),
-        hook=line["hook"],
-        error=line["error"],
-        message=line["message"],
-        members=tuple(SamplePlace(*member) for member in line.get("members", ())),
-        size=int(line.get("size", 1)),
-    )
+    texts = {name: line[name] for name in ("dataset", "shard", "key", "hook", "error", "message")}
+    members = tuple(SamplePlace(*member) for member in line.get("members", ()))
+    index, size = int(line["index"]), int(line.get("size", 1))
+    return QuarantinedSample(**texts, index=index, parts=tuple(line["parts"]), members=members, size=size)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

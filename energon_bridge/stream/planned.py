@@ -176,7 +176,7 @@ class PlannedLane:
         self.number = number
         self._rules = rules
         self._microbatches = state.microbatches
-        chooser = Chooser(cursors, rules.blend, number, state.draw, state.leaf_draws, state.origin, state.sums)
+        chooser = Chooser(cursors, rules.blend, number, state.standing)
         self._draws, self._origin = UnbannedDraws(chooser), state.origin
         size, held = rules.buffer_size, state.held
         self._buffer = PackBuffer(size, held, state.buffer or Conventions().first_target(number, size))

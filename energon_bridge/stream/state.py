@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from energon_bridge.plan.amounts import Standing
 from energon_bridge.rng import IntArray
 from energon_bridge.stream.failures import Report
 
@@ -157,6 +158,11 @@ class LaneState:
     batches_taken: int = field(default=0, metadata=_column("batches_taken", most=1 << 32))
     buffer: int = field(default=0, metadata=_column("buffers", most=1 << 32))
     sums: tuple[int, ...] = ()
+
+    @property
+    def standing(self) -> Standing:
+        """Where the lane is in its blend."""
+        return Standing(self.draw, self.leaf_draws, self.sums, self.origin)
 
     def plain(self) -> tuple[Any, ...]:
         """Return the values as plain tuples, to cross to the training process with a microbatch."""

@@ -16,8 +16,6 @@ from .collate import (
     batch_stack as batch_stack,
     concat_pad as concat_pad,
     generic_batch as generic_batch,
-    generic_concat as generic_concat,
-    homogeneous_concat_mix as homogeneous_concat_mix,
 )
 from .conversation import (
     Conversation as Conversation,
@@ -51,6 +49,10 @@ from .grouping import (
 from .inputs import (
     check_packing as check_packing,
     model_inputs as model_inputs,
+)
+from .joining import (
+    generic_concat as generic_concat,
+    homogeneous_concat_mix as homogeneous_concat_mix,
 )
 from .layout import (
     ConversationTemplateConfig as ConversationTemplateConfig,

@@ -39,7 +39,7 @@ def as_pil(image: Any, alpha: Alpha = "white") -> Image.Image:
         pixels = image
     else:
         pixels = np.empty(0)
-    if pixels.ndim != 3 or pixels.shape[2] not in _MODES:
+    if pixels.ndim != 3 or pixels.shape[2] not in (1, 2, 3, 4):
         shape = getattr(image, "shape", None)
         raise SampleError(
             "an image must be a PIL image, a CHW tensor or an HWC array of 1 to 4 channels, got "
@@ -50,11 +50,10 @@ def as_pil(image: Any, alpha: Alpha = "white") -> Image.Image:
     if np.issubdtype(pixels.dtype, np.floating):
         pixels = np.rint(pixels.clip(0.0, 1.0) * 255.0)
     pixels = np.ascontiguousarray(pixels.astype(np.uint8))
-    made = Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels, _MODES[pixels.shape[2]])
+    made = Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels)  # L, LA, RGB or RGBA
     return as_alpha_says(made, alpha)
 
 
-_MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
 _OVERSHOOT = 0.5
 """How far floats may leave [0, 1]: resizing goes a little beyond, normalised or 8-bit values much farther."""
 

@@ -18,12 +18,15 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from engine import Numbers, TensorEncoder, config_of, deliver, digest, loaders_of, text_dataset, train_dataset
 from left_behind import descendants
+from object_server import serving
 from ray_cluster import STORE_BYTES, actor_processes, ray_cluster
 from workers import loader_of, wait_until
 
 from energon_bridge import ErrorPolicy, WorkerConfig, get_savable_loader, get_val_dataset
+from energon_bridge.cli.main import main
 from energon_bridge.errors import ConfigurationError, LoaderError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
@@ -326,6 +329,33 @@ def test_actors_are_shared_and_their_number_follows_the_queues(data: Path, actor
     assert found == expected_of(data, len(found))
 
 
+def test_lanes_find_what_they_read_in_the_caches_of_their_nodes(tmp_path: Path) -> None:
+    """Shards of one sample are blocks of the cache, which each node has apart."""
+    text_dataset(tmp_path / "served" / "data", train=[1] * 60)
+    folders = [tmp_path / name for name in "ab"]
+    with serving(tmp_path / "served") as server, ray_cluster(0) as cluster:
+        for folder in folders:
+            variables = {"ENERGON_CACHE_DIR": str(folder), "ENERGON_CACHE_BYTES": "1000000000"}
+            cluster.add_node(
+                num_cpus=2, object_store_memory=STORE_BYTES, node_name=folder.name, env_vars=os.environ | variables
+            )
+        options = {"address": cluster.address, "num_cpus": 0.5, "strategy": "cache", "idle_seconds": 0.5}
+        dataset = train_dataset(f"{server.url}/data")  # type: ignore[arg-type]
+        counted = []
+        for _ in range(2):
+            config = config_of(1, 4, worker_engine="ray", ray_options=options | {"placement_timeout_seconds": 200})
+            with closing(get_savable_loader(dataset, worker_config=config)) as loader:
+                assert len([*islice(loader, 8)]) == 8
+                counted.append(loader.metrics())
+            assert wait_until(lambda: not actor_processes(), 30)
+        assert counted[0]["cache_misses"] >= 16
+        assert counted[1].get("cache_misses", 0) == 0
+        assert counted[1]["cache_hits"] >= 16
+        blocks = [{file.name for file in folder.rglob("*.block")} for folder in folders]
+        assert min(map(len, blocks)) > 0
+        assert len(blocks[0] & blocks[1]) < len(blocks[0] | blocks[1]) / 2  # or any place would do
+
+
 def test_nothing_is_left_behind(data: Path, actors: dict[str, Any]) -> None:
     actors["ray_options"] |= {"idle_seconds": 0.5}
     before = set(descendants())
@@ -336,6 +366,15 @@ def test_nothing_is_left_behind(data: Path, actors: dict[str, Any]) -> None:
     assert wait_until(lambda: not actor_processes(), 20)
     relays = [line for pid, line in descendants().items() if pid not in before and "ray_relay" in line]
     assert wait_until(lambda: not [pid for pid, line in descendants().items() if line in relays], 20)
+
+
+def test_bench_compares_with_the_cluster(data: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    arguments = ["bench", str(data), "--batch-size", "2", "--num-workers", "2", "--seconds", "1", "--engine", "ray"]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    assert re.search(r"2 on Ray\W+[\d,]+", result.output)
+    assert re.search(r"Cluster: 2 workers there make \d+\.\d\d of the samples of 2 processes here", result.output)
 
 
 # Settings ------------------------------------------------------------------------------------------------------------

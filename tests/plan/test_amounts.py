@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from energon_bridge.forecast.epochs import expected_draws
 from energon_bridge.mix.leaves import Amounts
-from energon_bridge.plan.amounts import AmountBlend, AmountDraws
+from energon_bridge.plan.amounts import AmountBlend, AmountDraws, Standing
 from energon_bridge.plan.blend import lane_step
 from energon_bridge.plan.changes import LeafBans
 from energon_bridge.plan.choose import Chooser, plain_cursors, standing
@@ -115,7 +115,7 @@ def test_each_draw_comes_from_the_leaf_that_is_furthest_behind(
     parts = ((0, steps), (changed, Steps([given_weights[0]]))) if changed else ((0, steps),)
     blend, lane = AmountBlend(parts=parts, num_lanes=lanes, key=seed), lanes // 2
     expected = recounted(blend, leaves, lane, DRAWS)
-    draws = AmountDraws(blend, leaves, lane, 0, [0] * 3, (), 0)
+    draws = AmountDraws(blend, leaves, lane, Standing(0, [0] * 3))
     stops = sorted({1, 2, *rng.integers(1, DRAWS, 8).tolist(), DRAWS})
     found, sums = [], {}
     for low, high in pairwise([0, *stops]):
@@ -125,11 +125,11 @@ def test_each_draw_comes_from_the_leaf_that_is_furthest_behind(
     assert sums == {stop: expected[stop - 1][1] for stop in stops}
     for stop in stops[:-1]:  # continued from the state there
         counts = np.bincount(found[:stop], minlength=3).tolist()
-        again = AmountDraws(blend, leaves, lane, stop, counts, sums[stop], 0)
+        again = AmountDraws(blend, leaves, lane, Standing(stop, counts, sums[stop]))
         assert again.sums(stop) == sums[stop]
         assert again.take(DRAWS - stop).tolist() == found[stop:]
         assert again.sums(DRAWS) == sums[DRAWS]
-    assert standing(leaves, blend, lane, stops[-2]) == (counts, sums[stops[-2]])
+    assert standing(leaves, blend, lane, stops[-2]) == (stops[-2], counts, sums[stops[-2]], 0)
 
 
 def drawn(leaves: Sequence[PlanLeaf], blend: AmountBlend, draws: int) -> tuple[np.ndarray, np.ndarray]:
@@ -137,7 +137,7 @@ def drawn(leaves: Sequence[PlanLeaf], blend: AmountBlend, draws: int) -> tuple[n
     cursors = plain_cursors(leaves)
     columns = []
     for lane in range(blend.num_lanes):
-        chooser = Chooser(cursors, blend, lane, 0, [0] * len(leaves))
+        chooser = Chooser(cursors, blend, lane, Standing(0, [0] * len(leaves)))
         columns.append(
             np.concatenate([chooser.picks(2000).members[:, :2] for _ in range(draws // blend.num_lanes // 2000)])
         )
@@ -206,5 +206,5 @@ def test_rounding_of_large_sums_stays_that_of_whole_numbers() -> None:
     leaves = [plan_leaf(0, [2.0**30], 1), plan_leaf(1, [2.0**30 - 1, 2.0**30 + 1], 1)]
     blend = AmountBlend(parts=((0, Steps([[1, 1]])),), num_lanes=1, key=4)
     assert [leaf for leaf, _ in recounted(blend, leaves, 0, 3000)] == AmountDraws(
-        blend, leaves, 0, 0, [0, 0], (), 0
+        blend, leaves, 0, Standing(0, [0, 0])
     ).take(3000).tolist()

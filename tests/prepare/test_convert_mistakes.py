@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from paths import REPOSITORY
 from sources import (
+    coco,
     content,
     convert,
     converted,
@@ -58,6 +59,54 @@ def test_a_missing_image_is_named_or_skipped(tmp_path):
     (tmp_path / "in/images/0/4.png").write_bytes(picture(4, "PNG"))
     converted(source, tmp_path / "out", *flags, "--on-error", "skip")
     assert content(tmp_path / "out") == content(converted(source, tmp_path / "other", *flags, "--on-error", "skip"))
+
+
+def test_all_that_is_skipped_is_named_in_a_file(tmp_path):
+    source, flags, _ = llava(tmp_path / "in", 12)
+    entries = json.loads(source.read_text())
+    for number in range(2, 9):
+        entries[number]["image"] = f"gone {number}.jpg"
+    entries[9] = "no object"
+    source.write_text(json.dumps(entries))
+    result = convert(source, tmp_path / "out", *flags, "--on-error", "skip")
+    names = tmp_path / "out/.nv-meta/convert/skipped.txt"
+    assert f"and 3 more, all in {names}" in result.output
+    lines = sorted(names.read_text().splitlines())
+    assert len(lines) == 8
+    assert [f"entry {number} (id" in line for number, line in zip(range(2, 9), lines, strict=False)] == [True] * 7
+    assert lines[-1].startswith(f"{source}, entry 9: expected an object")
+
+
+def test_coco_lists_an_image_twice_two_by_one_stem_and_captions_of_none(tmp_path):
+    source, flags, _ = coco(tmp_path / "in", 4)
+    listed = json.loads(source.read_text())
+    first = listed["images"][0]
+    stem = first["file_name"].rpartition(".")[0]
+    folder = next((tmp_path / "in").rglob(first["file_name"])).parent
+    (folder / f"{stem}.png").write_bytes(picture(7, "PNG"))
+    listed["images"] += [first, {"id": 70, "file_name": f"{stem}.png"}]
+    listed["annotations"] += [{"image_id": 70, "caption": "of 70"}, {"image_id": 99, "caption": "of none"}]
+    source.write_text(json.dumps(listed))
+    flags = [*flags, "--split-ratio", "1,0,0"]
+    result = convert(source, tmp_path / "out", *flags)
+    assert result.exit_code == 0, result.output
+    assert "Left out: captions of 1 image that `images` does not list." in result.output
+    found = members(tmp_path / "out")
+    assert len(found) == 10
+    assert found[f"{stem}-{first['id']}.jpg"] == (folder / first["file_name"]).read_bytes()
+    assert found[f"{stem}-70.png"] == picture(7, "PNG")
+
+
+def test_a_parquet_row_without_bytes_is_one_sample_that_fails(tmp_path):
+    pyarrow, files = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    images = [{"bytes": None if n == 2 else picture(n), "path": f"{n}.jpg"} for n in range(5)]
+    table = pyarrow.table({"image": images, "text": [f"text {n}" for n in range(5)]})
+    files.write_table(table, tmp_path / "x.parquet")
+    message = refused(tmp_path / "x.parquet", tmp_path / "out")
+    assert f"x.parquet, row group 0, row 2: {tmp_path}/2.jpg: cannot read: No such file" in message
+    result = convert(tmp_path / "x.parquet", tmp_path / "out", "--on-error", "skip")
+    assert "Skipped 1 sample:" in result.output
+    assert sum(read_info(open_store(tmp_path / "out")).shard_counts.values()) == 4
 
 
 def test_damaged_pictures_are_counted(tmp_path):

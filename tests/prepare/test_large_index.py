@@ -27,7 +27,8 @@ from energon_bridge.errors import (
     NotPreparedError,
     StorageError,
 )
-from energon_bridge.format import key_index, open_dataset
+from energon_bridge.format import key_index
+from energon_bridge.format.dataset import open_dataset
 from energon_bridge.format.join import JoinPart, find_rows
 from energon_bridge.format.key_index import find_keys, keys_at, keys_of_shard, local_key_index
 from energon_bridge.format.media import MediaFilter

@@ -249,7 +249,7 @@ def test_every_file_of_a_folder_is_taken_or_counted(tmp_path: Path) -> None:
     result = convert(folder, tmp_path / "out", *ALL)
     assert result.exit_code == 0, result.output
     assert (
-        "Files that are left out: 1 .db (neither media nor a caption), 2 .dng (neither media nor a caption), "
+        "Left out: 1 .db (neither media nor a caption), 2 .dng (neither media nor a caption), "
         "1 .json (.txt beside it is taken), 1 .txt (no media beside it), 1 without an extension (neither media nor a "
         "caption), 1 hidden."
     ) in result.output
@@ -280,7 +280,7 @@ def test_files_of_a_folder_that_its_list_does_not_name_are_counted(tmp_path: Pat
         (folder / name).write_bytes(picture("AVIF" if name.endswith("avif") else "JPEG"))
     as_csv(folder / "metadata.csv", [{"file_name": name, "caption": "x"} for name in ("a.jpg", "b.jpg")])
     said = convert(folder, tmp_path / "out", *ALL).output
-    assert "Files that are left out: 1 .avif (not named in metadata.csv), 1 .jpg (not named in metadata.csv)." in said
+    assert "Left out: 1 .avif (not named in metadata.csv), 1 .jpg (not named in metadata.csv)." in said
 
 
 def test_a_folder_without_media_says_what_it_has(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ LAYERS = (
 ROOMS = {
     "models": """
         transforms av samples.devices samples.pixels task_encoder.families task_encoder.conversation
-        task_encoder.grouping task_encoder.inputs task_encoder.layout task_encoder.multimodal
+        task_encoder.grouping task_encoder.inputs task_encoder.joining task_encoder.layout task_encoder.multimodal
         task_encoder.packed_sequences task_encoder.pickled task_encoder.pixels task_encoder.resize
         task_encoder.sample_encoders task_encoder.sequences task_encoder.templates task_encoder.texts
         task_encoder.torchcodec_images task_encoder.visual
@@ -79,11 +79,11 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 28_340,
-    "models": 10_020,
+    "core": 28_250,
+    "models": 10_060,
     "trainers": 7_450,
     "cloud": 4_560,
-    "tools": 15_320,
+    "tools": 15_330,
     "drop-in": 4_000,
     "training": 4_640,
 }
