@@ -1,7 +1,7 @@
 """What a conversation with an image costs up to Qwen2.5-VL's tensors: `python -m benchmarks.sample_cpu`.
 
-In batches of 8, by a loader in this process: all CPU of a sample of `benchmarks.models` (640 x 480, four turns), in each
-type of pixels, and of decoding its JPEG. All take turns; the least of each, in milliseconds and times of decoding.
+In batches of 8, by a loader in this process: all CPU of a sample of `benchmarks.models` (640 x 480, four turns), in
+each type of pixels, and of decoding its JPEG. All take turns; the least of each, in milliseconds and times of it.
 `--use 1`: with AVX2 only.
 """
 
