@@ -20,7 +20,7 @@ from typing import IO, Any, Self
 
 import fsspec
 
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.errors import ConfigurationError, MetadataError
 from energon_bridge.mix.paths import resolve_path
 
 DEFAULT_PROFILE_NAME = "__filesystem__"
@@ -41,6 +41,10 @@ class FileStat:
     last_modified: datetime
 
 
+class NoVersionError(MetadataError, AssertionError):
+    """A `dss://` path without a version; programs expect the second class."""
+
+
 class EPath(os.PathLike[str]):
     """An absolute path or URL.
 
@@ -57,7 +61,12 @@ class EPath(os.PathLike[str]):
             self._protocol, self._path = "", posixpath.normpath(os.path.abspath(rest if separator else text))
             return
         if protocol == "dss":
-            resolve_path(text, base="/", where="EPath")  # raises without a version, or without the folder
+            if "@" not in rest.partition("/")[0]:
+                raise NoVersionError(
+                    f"{text}: expected dss://NAME@VERSION/path: DSS paths must include a dataset version separated "
+                    "by '@'"
+                )
+            resolve_path(text, base="/", where="EPath")  # raises without the folder
             self._protocol, self._path = protocol, posixpath.normpath(rest)
             return
         if protocol == "rclone":

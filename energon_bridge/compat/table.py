@@ -108,6 +108,7 @@ _ADAPTERS = {
         "ShuffleBufferDataset",
         "WatchdogDataset",
     ),
+    "transforms": ("CustomTransform", "MergeTransform"),
     "records": (
         "AVDecoder",
         "AV_DECODE_AVAILABLE",
@@ -383,7 +384,7 @@ MODULE_ADVICE = {
     "tools.analyze_debug": "run `energon analyze-debug`; `energon which` names the samples of any step",
     "tools.checkpoint": "states fit any number of ranks as they are, and `energon checkpoint` shows what they say",
     "tools.mount": "run `energon mount`",
-    "transforms": "transform images in encode_sample, with any library; its random numbers are seeded for each sample",
+    "transforms": "give MergeTransform transforms of torchvision itself",
     "typed_converter": "read your own configuration with a library for it",
     "wrappers": _WRAPPERS,
     "watchdog": "pass get_savable_loader(watchdog_timeout_seconds=…)",

@@ -133,6 +133,13 @@ class Relay:
         self._scaled = [time.monotonic()] * 2
         self._busy, self._looked, self._ask_again = time.monotonic(), 0.0, 0.0
         self._ended = False
+        try:
+            ray.remote(label_selector={_NODE_LABEL: "!in(none)"})(WorkerActor)
+            self._selects = True
+        except ValueError as error:  # an older Ray, which may only learn itself that a node has gone
+            self._selects = False
+            if options["label_selector"]:
+                raise ValueError(f"Ray {ray.__version__} has no label_selector") from error
         ray.init(address=options["address"], log_to_driver=False, logging_level=logging.ERROR)
 
     def run(self) -> None:
@@ -287,7 +294,7 @@ class Relay:
             wanted["scheduling_strategy"] = (
                 "DEFAULT" if home is None else NodeAffinitySchedulingStrategy(home, soft=True)
             )
-        elif avoided:
+        elif avoided and self._selects:
             wanted["label_selector"] = (options["label_selector"] or {}) | {_NODE_LABEL: f"!in({','.join(avoided)})"}
         name = f"energon {line.name} #{next(self._numbers)}"
         groups = {"watch": 2, "serve": _MOST_LINES}

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from energon_bridge import (
     DecodeFileStore,
@@ -21,7 +23,7 @@ from energon_bridge import (
     SourceInfo,
     errors,
 )
-from energon_bridge.compat import dataset_classes, epath, loading, preparing, records, wrapped
+from energon_bridge.compat import dataset_classes, epath, loading, preparing, records, transforms, wrapped
 from energon_bridge.errors import ConfigurationError, MetadataError, NotProvidedError
 from energon_bridge.testing import create_captioning_test_dataset
 
@@ -33,6 +35,52 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(**kwargs: Any) -> loading.WorkerConfig:
     return loading.WorkerConfig(rank=0, world_size=1, num_workers=0, **kwargs)
+
+
+# Transforms ----------------------------------------------------------------------------------------------------------
+
+
+class Moved(transforms.CustomTransform):
+    """Moves an image, and mirrors it within its width."""
+
+    def __init__(self, *, mirrored: bool = False, fill: Any = None) -> None:
+        self.mirrored, self.filled = mirrored, fill
+
+    def apply_transform(self, matrix: Any, dst_size: Any) -> tuple[Any, Any, Any]:
+        if self.mirrored:
+            return self.translate(dst_size[1], 0) @ self.hflip() @ matrix, dst_size, None
+        return self.translate(5, 3) @ matrix, dst_size, None
+
+    def fill(self) -> Any:
+        return self.filled
+
+
+def noise() -> Image.Image:
+    return Image.fromarray(np.random.default_rng(1).integers(0, 256, (20, 30, 3), np.uint8))
+
+
+def test_transforms_come_one_after_the_other() -> None:
+    image = noise()
+    moved = Image.new("RGB", image.size, (7, 7, 7))
+    moved.paste(image, (5, 3))
+    merged = transforms.MergeTransform([Moved(fill=7), Moved(mirrored=True), lambda one: one.crop((0, 0, 8, 8))])
+    expected = moved.transpose(Image.Transpose.FLIP_LEFT_RIGHT).crop((0, 0, 8, 8))
+    assert np.array_equal(np.array(merged(image)), np.array(expected))
+    assert np.array(Moved()(image))[:3].max() == 0
+
+
+def test_matrices_are_those_of_their_names() -> None:
+    kind = transforms.CustomTransform
+    point = np.array([2.0, 3.0, 1.0])
+    assert (kind.scale(2, 3) @ point).tolist() == [4, 9, 1]
+    assert (kind.shear(1, 0) @ point).tolist() == [5, 3, 1]
+    assert (kind.vflip() @ point).tolist() == [2, -3, 1]
+    assert np.allclose(kind.rotate(np.pi / 2) @ point, [3, -2, 1])
+
+
+def test_custom_transforms_are_for_images() -> None:
+    with pytest.raises(NotProvidedError, match="give it images of Pillow"):
+        Moved()(torch.zeros(3, 4, 4))
 
 
 # Loading -------------------------------------------------------------------------------------------------------------
@@ -387,7 +435,7 @@ def test_paths_of_a_cached_dataset_keep_its_name(tmp_path: Path, monkeypatch: py
     assert (epath.EPath(urls[1]).read_text(), epath.EPath(urls[0]).relative_to(root)) == ("one", "images/1.txt")
     copied = pickle.loads(pickle.dumps(root / "images"))
     assert (copied, copied.is_dir()) == (root / "images", True)
-    with pytest.raises(MetadataError, match="expected dss://NAME@VERSION/path"):
+    with pytest.raises(epath.NoVersionError, match="expected dss://NAME@VERSION/path"):
         epath.EPath("dss://charts")
     monkeypatch.delenv("NVDATASET_CACHE_DIR")
     with pytest.raises(MetadataError, match=r"\$NVDATASET_CACHE_DIR, which is not set"):
