@@ -1,5 +1,7 @@
 """What pixels cost: `python -m benchmarks.pixels`. CPU time of one thread for an image of 640 x 480 pixels.
 
+`--use 1`: with AVX2 only, `--use 0`: plain C; `--least`: the least of each instead of medians, for a busy machine.
+
 For each family: decoding the JPEG, the image processor of transformers on the decoded image, and the native path in
 its place, in both profiles and in other types. All of them take turns, and a line has the medians, in milliseconds,
 with the whole way (decoding and pixels) in times of decoding alone.
@@ -7,8 +9,10 @@ with the whole way (decoding and pixels) in times of decoding alone.
 
 from __future__ import annotations
 
+import argparse
 import io
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -25,6 +29,7 @@ from transformers import (
 )
 
 from energon_bridge.loader.workers import keep_freed_memory
+from energon_bridge.samples import _pixels
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.pixels import pixel_path
 
@@ -51,19 +56,24 @@ def photograph() -> bytes:
     return out.getvalue()
 
 
-def measured(functions: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
-    """Return the median milliseconds of CPU of each function; they take turns."""
+def measured(functions: Mapping[str, Callable[[], Any]], typical: Callable[[list[float]], float]) -> dict[str, float]:
+    """Return the typical milliseconds of CPU of each function; they take turns."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(ROUNDS):
         for name, function in functions.items():
             start = time.thread_time()
             function()
             times[name].append(time.thread_time() - start)
-    return {name: 1e3 * statistics.median(values[1:] or values) for name, values in times.items()}
+    return {name: 1e3 * typical(values[1:] or values) for name, values in times.items()}
 
 
-def main() -> None:
+def main(*arguments: str) -> None:
     """Print a line for each family."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--use", type=int, choices=(0, 1, 2), default=2)
+    parser.add_argument("--least", action="store_true")
+    options = parser.parse_args(arguments)
+    _pixels.use(options.use)
     torch.set_num_threads(1)
     keep_freed_memory()  # as in a worker
     data, decoder = photograph(), SampleDecoder(image_decode="fastrgb")
@@ -84,7 +94,7 @@ def main() -> None:
         }.items():
             path: Any = pixel_path(processor, *choice)  # type: ignore[arg-type]
             functions[label] = partial(path.image, image)
-        found = measured(functions)
+        found = measured(functions, min if options.least else statistics.median)
         decode = found.pop("decode")
         parts = [f"{part} {ms:.2f} ({(ms + decode) / decode:.1f}x)" for part, ms in found.items()]
         times = found["processor"] / found["pillow"]
@@ -92,4 +102,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -141,6 +141,9 @@ def test_an_encoder_makes_what_the_processor_makes(name: str) -> None:
         assert last == int(tokens[len(encoded.tokens)])
         shown = encoded.visual
         for key, value in shown.items():
+            if key == "audio_attention_mask" and key not in theirs:  # Phi 4's, which a call with one sound leaves out
+                assert value.all()
+                continue
             wanted = theirs[key][:, : len(encoded.tokens)] if key in TOKEN_INPUTS else theirs[key]
             assert same(value, wanted), (key, value.shape, wanted.shape)
         media = {"image", "video", "audio"} & {plan.kind for plan in prepared.plans}
