@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from energon_bridge.errors import ErrorRateError
 from energon_bridge.loader.document import State
 from energon_bridge.loader.pool import WorkerPool
+from energon_bridge.loader.position import Position
 from energon_bridge.storage.base import REQUESTS
 from energon_bridge.stream.failures import FailureLog
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.policy import ErrorPolicy
-from energon_bridge.stream.state import COLUMNS, COUNTERS, Counts
+from energon_bridge.stream.state import COLUMNS, COUNTERS, Counts, LaneBatch
 
 
 def dataset_names(paths: Sequence[str], parts: Sequence[str]) -> list[str]:
@@ -113,19 +114,16 @@ AT_END, AT_EPOCH, AT_ANY_TIME = 1, 5, 100
 """Samples drawn of a dataset before a warning is given: at the end of a run, at the end of an epoch, in between."""
 
 
-def check_rates(
-    policy: ErrorPolicy, leaves: Sequence[Leaf], counts: Counts, more: Counts, failure_log: FailureLog
-) -> None:
+def check_rates(position: Position, item: LaneBatch, policy: ErrorPolicy, failure_log: FailureLog) -> None:
     """Check the error rates of the datasets with failures in a microbatch, by the counters of this rank.
 
-    The rate of a dataset is its failed samples divided by those that failed, were skipped or were delivered. Leaves of
-    the same path count as one dataset.
+    The rate of a dataset is its failed samples divided by those that failed, were skipped, were delivered or wait for
+    a pack. Leaves of the same path count as one dataset.
 
     Args:
+        position: Before the microbatch.
+        item: The microbatch.
         policy: Gives the highest rate allowed.
-        leaves: The leaves of the stream.
-        counts: Those before the microbatch.
-        more: Counts of the microbatch.
         failure_log: Has the failures.
 
     Raises:
@@ -133,11 +131,14 @@ def check_rates(
     """
     if policy.max_error_rate is None:
         return
-    concerned = {leaves[leaf].dataset.path for leaf, added in more.items() if added[_ERRORS]}
-    totals = Counts(counts)
-    totals.add(more)
-    for path, total in _by_dataset(leaves, totals).items():
-        failed, drawn = total["errors"], total["errors"] + total["samples"] + total["skipped"]
+    leaves = position.plan.leaves
+    concerned = {leaves[leaf].dataset.path for leaf, added in item.counts.items() if added[_ERRORS]}
+    if not concerned:
+        return
+    totals = Counts(position.counts)
+    totals.add(item.counts)
+    for path, total in _by_dataset(leaves, totals, position.waiting(item)).items():
+        failed, drawn = total["errors"], sum(total[name] for name in ("errors", "samples", "skipped", "waiting"))
         if path in concerned and drawn >= policy.min_draws and failed > policy.max_error_rate * drawn:
             known = failure_log.failures(path)
             raise ErrorRateError(
@@ -147,22 +148,22 @@ def check_rates(
             )
 
 
-def name_losses(leaves: Sequence[Leaf], counts: Counts, failure_log: FailureLog, *, least: int) -> None:
+def name_losses(position: Position, failure_log: FailureLog, *, least: int) -> None:
     """Warn about datasets that delivered nothing or lost more than a twentieth of their draws; once per cause.
 
     Args:
-        leaves: The leaves of the stream.
-        counts: Those of this rank.
+        position: Of this rank, with its counts.
         failure_log: Has the failures, and knows which warnings were given.
         least: Samples that must have been drawn of a dataset before it is mentioned.
     """
-    for path, total in _by_dataset(leaves, counts).items():
+    for path, total in _by_dataset(position.plan.leaves, position.counts, position.waiting()).items():
         lost = {cause: total[cause] for cause in _LOSSES if total[cause]}
-        drawn = total["samples"] + sum(lost.values())
+        there = total["samples"] + total["waiting"]
+        drawn = there + sum(lost.values())
         if drawn < least:
             continue
         causes, what = list(lost), "no sample of this dataset has been delivered"
-        if total["samples"]:
+        if there:
             many = {cause: n for cause, n in lost.items() if n >= _LOST_LEAST and n > _LOST_SHARE * drawn}
             causes = [cause for cause in ("errors", "skipped") if cause in many]
             share = 100 * sum(lost[cause] for cause in causes) / drawn
@@ -187,9 +188,10 @@ _LOSSES = {
 """Counters of what is lost: how that is said, and what to do about it."""
 
 
-def _by_dataset(leaves: Sequence[Leaf], counts: Counts) -> dict[str, Counter[str]]:
-    """Return by the path of each dataset the sums of its leaves' counters."""
+def _by_dataset(leaves: Sequence[Leaf], counts: Counts, waiting: Counter[int]) -> dict[str, Counter[str]]:
+    """Return by the path of each dataset the sums of its leaves' counters, and its samples that wait."""
     totals: dict[str, Counter[str]] = {}
     for leaf, counted in sorted(counts.items()):
-        totals.setdefault(leaves[leaf].dataset.path, Counter()).update(dict(zip(COLUMNS, counted, strict=True)))
+        total = totals.setdefault(leaves[leaf].dataset.path, Counter(waiting=0))
+        total.update(dict(zip(COLUMNS, counted, strict=True)), waiting=waiting[leaf])
     return totals

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -151,6 +152,17 @@ class Position:
     def counts(self) -> Counts:
         """The `COLUMNS` of leaves on this rank: restored counts plus what it has delivered since."""
         return self._counts
+
+    def waiting(self, item: LaneBatch | None = None) -> Counter[int]:
+        """Return how many samples of each leaf the lanes of this rank hold: drawn, and neither delivered nor lost.
+
+        Args:
+            item: The microbatch that is delivered next, if its lane is to count as after it.
+        """
+        lanes = dict(self.lanes)
+        if item is not None and item.state is not None and (lane := self.lane()) is not None:
+            lanes[lane] = item.state
+        return Counter(leaf for state in lanes.values() for leaf in state.held.members[:, 0].tolist())
 
     def lane_state(self, lane: int) -> LaneState:
         """Return the state of a lane."""

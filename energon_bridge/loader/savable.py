@@ -220,12 +220,11 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         """Say which samples failed on the way to a microbatch, and judge whether they are too many."""
         spec, config, position = self.spec, self.config, self._position
         spec.failure_log.write(item.reports, config.dp_rank, config.dp_size)
-        check_rates(spec.settings.error_policy, position.plan.leaves, position.counts, item.counts, spec.failure_log)
+        check_rates(position, item, spec.settings.error_policy, spec.failure_log)
 
     def _name_losses(self, least: int) -> None:
         """Warn of datasets that have lost much, each once."""
-        position = self._position
-        name_losses(position.plan.leaves, position.counts, self.spec.failure_log, least=least)
+        name_losses(self._position, self.spec.failure_log, least=least)
 
     def _masked(self) -> Any:
         """Return a microbatch that does not exist: real rows with the mask all false."""
@@ -559,7 +558,7 @@ class _Iterator:
 
 def _name_losses(spec: DatasetSpec, position: Position, process: int) -> None:
     if os.getpid() == process:
-        name_losses(position.plan.leaves, position.counts, spec.failure_log, least=AT_END)
+        name_losses(position, spec.failure_log, least=AT_END)
 
 
 class _NoSamples(torch.utils.data.IterableDataset[Any]):
@@ -573,7 +572,7 @@ class _NoSamples(torch.utils.data.IterableDataset[Any]):
 def _say_endless() -> None:
     """Say once that a loop over a training stream does not end by itself."""
     logger.warning(
-        "the first epoch of the data is over, and the stream goes on: repeat=False or virtual_epoch_length=… of "
+        "an epoch of the data is over, and the stream goes on: repeat=False or virtual_epoch_length=… of "
         "get_train_dataset end an iterator"
     )
 

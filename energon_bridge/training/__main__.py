@@ -66,8 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = run(config, resume=options.resume, overwrite=options.overwrite)
     except EnergonError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        if options.dry_run or isinstance(error, DatasetNotFoundError):
-            print(f"\nWhat {options.config} says of itself:\n{head_of(options.config)}", file=sys.stderr)
+        if (options.dry_run or isinstance(error, DatasetNotFoundError)) and (head := head_of(options.config)):
+            print(f"\nWhat {options.config} says of itself:\n{head}", file=sys.stderr)
         return 2
     if result.stopped:
         return 143

@@ -59,7 +59,7 @@ from energon_bridge.training.callbacks import (
     read_losses,
 )
 from energon_bridge.training.config import DataConfig, RunConfig
-from energon_bridge.training.config_file import write_config
+from energon_bridge.training.config_file import load_config, write_config
 from energon_bridge.training.encoder import COOKERS, ENCODER_SETTINGS, training_task_encoder
 from energon_bridge.training.generation import exact_match, write_predictions
 from energon_bridge.training.module import VisionLanguageModule
@@ -404,7 +404,15 @@ def prepare_run_dir(config: RunConfig, run_dir: Path, *, resume: bool, overwrite
             f"the run folder {run_dir} already contains a run ({', '.join(present)}): continue it (--resume), replace "
             "it (--overwrite), or choose another folder (run_dir=…)"
         )
-    write_config(config, run_dir / "config.yaml")
+    described = run_dir / "config.yaml"
+    before, now = load_config(described).data if resume and described.exists() else config.data, config.data
+    if before.global_batch_size != now.global_batch_size:
+        logger.warning(
+            "data.global_batch_size was %d, and is %d from here on: samples keep their order, but `energon preview` "
+            "and `which` cannot tell from the number of a step which samples it has",
+            *(before.global_batch_size, now.global_batch_size),
+        )
+    write_config(config, described)
     write_model_of_run(config, run_dir / "model")
 
 

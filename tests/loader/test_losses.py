@@ -119,6 +119,35 @@ def test_few_losses_are_not_named(data: Path, losses: Losses) -> None:
     assert losses() == []
 
 
+class LosingPacks(Losing):
+    """Packs two samples."""
+
+    def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
+        return [samples[at : at + 2] for at in range(0, len(samples), 2)]
+
+    def pack_selected_samples(self, samples: list[Any]) -> Any:
+        return samples[0]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_that_wait_for_a_pack_are_not_lost(workers: int, data: Path, losses: Losses) -> None:
+    # Each lane draws 40 samples before its first pack, and one of 40 fails.
+    config = WorkerConfig(rank=0, world_size=1, num_workers=workers, num_lanes=24)
+    policy = ErrorPolicy(messages=0, tolerance=0, max_error_rate=0.1, min_draws=20)
+    loader = loader_of(
+        data / "poor",
+        LosingPacks(lambda number: number == 7),
+        batch_size=1,
+        worker_config=config,
+        error_policy=policy,
+        packing_buffer_size=SAMPLES,
+    )
+    deliver(loader, 24)
+    assert loader.counters()[0]["errors"] >= 15
+    loader.close()
+    assert losses() == []
+
+
 @pytest.mark.parametrize("error", [ValueError, SkipSample])
 @pytest.mark.parametrize("ending", ["close", "drop"])
 def test_a_dataset_that_delivers_nothing_is_named_at_the_end_of_a_run(

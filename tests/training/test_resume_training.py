@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from forked import Program, become_rank, free_port, run_forked, run_program, start_forked
 from paths import CONFIGS, REPOSITORY
 
@@ -19,6 +20,7 @@ pytest.importorskip("transformers")
 
 from run_outputs import read_losses
 
+from energon_bridge.cli.main import main as energon
 from energon_bridge.testing import create_captioning_test_dataset
 from energon_bridge.training import run as training
 from energon_bridge.training.callbacks import list_checkpoints
@@ -176,3 +178,23 @@ def test_ddp_stopped_in_an_epoch_goes_on_exactly(
     assert second == {step: steps[step] for step in range(5, 20)}
     losses = read_losses(Path(config.run_dir) / "metrics.jsonl")
     assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def test_another_global_batch_size_is_said_and_steps_are_not_named_wrongly(
+    dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = ["train.max_steps=10", *EPOCH[1:]]
+    config = configuration(dataset, tmp_path / "run", *settings)
+    training.run(config)
+    shown = ["preview", config.run_dir, "--step"]
+    assert CliRunner().invoke(energon, [*shown, "11"]).exit_code == 0
+    assert "global_batch_size" not in caplog.text
+    changed = ["data.global_batch_size=8", "train.max_steps=20"]
+    training.run(configuration(dataset, tmp_path / "run", *settings, *changed), resume=True)
+    assert "data.global_batch_size was 4, and is 8 from here on" in caplog.text
+    result = CliRunner().invoke(energon, [*shown, "21"])
+    assert result.exit_code == 1
+    assert "is at step 20 of its run, but" in result.output
+    assert "step 15" in result.output  # 10 steps of 4 and 10 of 8
+    result = CliRunner().invoke(energon, shown[:-1])
+    assert result.exit_code == 0, result.output
