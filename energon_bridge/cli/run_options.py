@@ -161,6 +161,12 @@ def open_run(
     from energon_bridge.forecast.run import run_of_mix, run_of_state, shared_out  # torch, which no help text needs
 
     cost = None if balance is None else named(balance, "--balance", "my_project.data:COST")
+    if (Path(source[0]) / "checkpoints").is_dir() and (Path(source[0]) / "config.yaml").is_file():
+        saved = [str(path) for path in sorted(Path(source[0]).glob("checkpoints/step-*.ckpt"))]
+        raise ConfigurationError(
+            f"{source[0]} is the folder of a run: give one of its checkpoints ({', '.join(saved) or 'there is none'}), "
+            f"or see what its encoder makes of a step with energon preview {source[0]} --step S"
+        )
     if is_mix(source):
         run = run_of_mix(open_mix(source[0], options))
         if cost is not None:

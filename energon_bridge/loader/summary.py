@@ -61,6 +61,10 @@ def _load(path: str) -> Any:
             start = file.read(64).lstrip()
     except OSError as error:
         reason = "it is a folder; pass the files in it" if os.path.isdir(path) else error.strerror
+        folder, suffix = os.path.dirname(path) or ".", os.path.splitext(path)[1]
+        if isinstance(error, FileNotFoundError) and os.path.isdir(folder):
+            there = sorted(name for name in os.listdir(folder) if suffix and name.endswith(suffix))
+            reason = f"{reason}. In {folder} are: {', '.join(there[-5:])}" if there else reason
         raise StateFormatError(f"{path}: cannot be read as a state: {reason}") from error
     if start[:1] in (b"{", b"["):
         try:

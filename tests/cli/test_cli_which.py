@@ -396,3 +396,14 @@ def test_passes_are_named_without_banned_samples(data: Path, tmp_path: Path, rep
         assert [tuple(sample["restore_key"]) for sample in named["samples"]] == list(batch.__restore_key__[3])
         assert [sample["row"] for sample in named["samples"]] == list(range(len(named["samples"])))
     assert loader.metrics()["banned"] == 3
+
+
+def test_the_folder_of_a_run_and_a_checkpoint_that_is_gone_are_answered_with_those_that_are_there(tmp_path):
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run/config.yaml").write_text("")
+    there = tmp_path / "run/checkpoints/step-0000020.ckpt"
+    there.write_bytes(b"")
+    message = energon("which", tmp_path / "run", "--step", 30).output
+    assert f"is the folder of a run: give one of its checkpoints ({there}), or see" in message
+    message = energon("which", there.with_name("step-0000010.ckpt"), "--step", 30).output
+    assert f"No such file or directory. In {there.parent} are: step-0000020.ckpt" in message

@@ -83,7 +83,7 @@ BUDGETS = {
     "models": 10_060,
     "trainers": 7_450,
     "cloud": 4_560,
-    "tools": 15_340,
+    "tools": 15_350,
     "drop-in": 4_010,
     "training": 4_640,
 }
