@@ -54,6 +54,31 @@ class LoadedDraws:
     leaves: list[int]
 
 
+class Sources:
+    """The leaves of a process, each opened on first use. They know no pipeline: in a circle, a loader that is dropped
+    would keep its files open.
+    """
+
+    def __init__(self, leaves: Sequence[Leaf], settings: StreamSettings, activities: Activities) -> None:
+        self.decoder = decoder_of(settings.run.task_encoder)
+        self._leaves, self._settings, self._activities = leaves, settings, activities
+        self._stores = StorePool(self.decoder)
+        self._open: list[LeafSource | None] = [None] * len(leaves)
+
+    def source(self, leaf: int) -> LeafSource:
+        """Return a leaf, which is opened on first use."""
+        source = self._open[leaf]
+        if source is None:
+            source = LeafSource(self._leaves[leaf], self._settings, self.decoder, self._activities, self._stores)
+            self._open[leaf] = source
+        return source
+
+    def buffer(self, leaf: int, found: Round) -> RoundBuffer:
+        """Return the buffer of a round of a leaf."""
+        bans = self._leaves[leaf].bans
+        return RoundBuffer(self.source(leaf).reader, found, None if bans is None else bans.among(found.indices))
+
+
 class Pipeline:
     """Loads, encodes and batches the draws that the streams of a process choose.
 
@@ -70,9 +95,8 @@ class Pipeline:
         makes = any(has_code(leaf.dataset) or cooker_of(run.task_encoder, leaf.dataset) for leaf in leaves)
         words = () if settings.worker is None else settings.worker.words
         self.activities = Activities(words[1:])
-        self._decoder = decoder_of(run.task_encoder)
-        self._stores = StorePool(self._decoder)
-        self._open: list[LeafSource | None] = [None] * len(leaves)
+        sources = Sources(leaves, settings, self.activities)
+        self.source = sources.source
         self.own = own = OwnHooks(run.task_encoder, selects=run.selects, makes=makes)
         self.judge = FailureTracker(run.error_policy, run.task_encoder, own.all, settings.delivered)
         self.steps = Steps(self.judge, self.source, own.proves, words[0] if words else None)
@@ -84,7 +108,7 @@ class Pipeline:
         self.budget = Budget(settings.config.buffer_bytes, settings.lanes)
         # Reads of several rounds are longer only where these continue the same slices.
         together = max(1, settings.read_together)
-        self.cursors = Cursors(leaves, self._buffer, together=lambda order: 1 if order.is_dealt else together)
+        self.cursors = Cursors(leaves, sources.buffer, together=lambda order: 1 if order.is_dealt else together)
         self._pool = Threads(settings.threads, "energon-load") if settings.threads else None
         readers = settings.background_reads
         self._reading = Threads(readers, "energon-read") if readers else None
@@ -107,18 +131,6 @@ class Pipeline:
         return Watchdog(settings.watchdog, self.steps.now, self.activities, where, worker.said)
 
     # Loading ---------------------------------------------------------------------------------------------------------
-
-    def source(self, leaf: int) -> LeafSource:
-        """Return a leaf, which is opened on first use."""
-        source = self._open[leaf]
-        if source is None:
-            source = LeafSource(self.leaves[leaf], self.settings, self._decoder, self.activities, self._stores)
-            self._open[leaf] = source
-        return source
-
-    def _buffer(self, leaf: int, found: Round) -> RoundBuffer:
-        bans = self.leaves[leaf].bans
-        return RoundBuffer(self.source(leaf).reader, found, None if bans is None else bans.among(found.indices))
 
     @cached_property
     def num_samples(self) -> int:

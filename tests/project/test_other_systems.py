@@ -57,6 +57,9 @@ for module in pkgutil.walk_packages(energon_bridge.__path__, "energon_bridge."):
     if not module.name.endswith((".__main__", "._tar", "._pixels")):
         try:
             importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            if error.name != "torchtitan":  # it is installed by those who train with it
+                failed.append((module.name, repr(error)))
         except Exception as error:
             failed.append((module.name, repr(error)))
 assert not failed, failed
