@@ -299,15 +299,15 @@ def _batches(
 
     state, ranks = read_state(files, options["world_size"]) if files else (None, options["world_size"] or 1)
     _check_rank(options["rank"], ranks)
-    if state is not None or steps is None:
+    saved = re.search(r"step-(\d+)\.ckpt$", files[0]) if steps and options["config"] and len(files) == 1 else None
+    if saved or steps is None:
         first = -(-next_step(spec, ranks, state) // per_step(ranks))
-        for number in re.findall(r"step-(\d+)\.ckpt$", files[0]) if steps and len(files) == 1 else ():
-            if first != int(number):  # only the run knows when that changed
-                raise ConfigurationError(
-                    f"{files[0]}: is at step {int(number):,} of its run, but by {options['config'] or title} its place "
-                    f"in the data is that of step {first:,}: the run was resumed with another global batch size, so "
-                    "steps have no fixed place. Leave --step out to see what follows the checkpoint"
-                )
+        if saved and first != int(saved[1]):  # only the run knows when that changed
+            raise ConfigurationError(
+                f"{files[0]}: is at step {int(saved[1]):,} of its run, but by {options['config']} its place in the "
+                f"data is that of step {first:,}: the run was resumed with another global batch size, so steps have no "
+                "fixed place. Leave --step out to see what follows the checkpoint"
+            )
         steps = steps or range(first, first + (options["batches"] or 2))
     batches = delivered(spec, steps, world_size=ranks, state=state, rank=options["rank"], per_step=per_step(ranks))
     return _Shown(
