@@ -84,6 +84,7 @@ def test_actors_make_the_stream_of_processes_and_states_go_from_one_to_the_other
     assert found == expected
 
 
+@pytest.mark.skipif(not LONG, reason="waits for clusters: set ENERGON_LONG_TESTS=1")
 def test_passes_begin_again_on_the_same_actors(data: Path, actors: dict[str, Any]) -> None:
     dataset = get_val_dataset(data, batch_size=2, task_encoder=TensorEncoder())
     expected = [digest(batch) for batch in get_savable_loader(dataset, worker_config=config_of(1, 0))]

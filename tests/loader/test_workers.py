@@ -71,6 +71,7 @@ def restless(loader: SavableDataLoader) -> Restless:
     return engine
 
 
+@pytest.mark.skipif(not os.environ.get("ENERGON_LONG_TESTS"), reason="counts moves by time: set ENERGON_LONG_TESTS=1")
 @pytest.mark.parametrize("prefetch", [1, 2, 5])
 def test_workers_go_on_elsewhere_and_do_not_change_the_stream(
     data: Path, prefetch: int, monkeypatch: pytest.MonkeyPatch
