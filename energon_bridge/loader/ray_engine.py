@@ -166,9 +166,11 @@ class RelayProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs; a fork of this process has none."""
-        if not self.lost and (self.process_id != os.getpid() or self._process.poll() is not None):
-            self.lost = True
+        """Whether it runs and hears; a fork of this process has none."""
+        if not self.lost:
+            heard = select.poll()
+            heard.register(self._control, 0)  # that it has hung up is said in any case
+            self.lost = self.process_id != os.getpid() or self._process.poll() is not None or bool(heard.poll(0))
         return not self.lost
 
     def kill(self) -> None:

@@ -23,6 +23,7 @@ import logging
 import os
 import pickle
 import queue
+import select
 import selectors
 import socket
 import sys
@@ -149,6 +150,7 @@ class Relay:
             for key, _ in self._selector.select(_LOOK_SECONDS):
                 key.data()
             self._look()
+        self._control.close()  # at once: a loader that comes while Ray ends needs another relay
         for seat in self._seats:
             self._ray.kill(seat.actor)
         self._ray.shutdown()
@@ -530,7 +532,8 @@ class Relay:
             self._answer("moves", 0, moves)
         if self._lines or self._waiting:
             self._busy = now
-        self._ended |= now - self._busy > options["idle_seconds"]
+        if now - self._busy > options["idle_seconds"]:
+            self._ended |= not select.select([self._control], [], [], 0)[0]  # a loader may just have come
 
     def _look_at_seats(self, now: float) -> None:
         """End actors that have no line and are not waited for; ask for those that lines wait for."""

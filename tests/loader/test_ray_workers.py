@@ -84,7 +84,16 @@ def test_actors_make_the_stream_of_processes_and_states_go_from_one_to_the_other
     assert found == expected
 
 
-@pytest.mark.skipif(not LONG, reason="waits for clusters: set ENERGON_LONG_TESTS=1")
+def test_a_loader_that_comes_as_the_relay_of_another_ends_gets_a_new_one(data: Path, actors: dict[str, Any]) -> None:
+    actors["ray_options"] |= {"idle_seconds": 0.5}
+    for pause in (0.6, 1.0, 1.4, 1.8):
+        with closing(loader_of(data, 1, **actors)) as loader:
+            next(iter(loader))
+            counted = loader.metrics()
+        assert (counted["worker_restarts"], counted["worker_actors"]) == (0, 1)
+        time.sleep(pause)
+
+
 def test_passes_begin_again_on_the_same_actors(data: Path, actors: dict[str, Any]) -> None:
     dataset = get_val_dataset(data, batch_size=2, task_encoder=TensorEncoder())
     expected = [digest(batch) for batch in get_savable_loader(dataset, worker_config=config_of(1, 0))]

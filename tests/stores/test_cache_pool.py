@@ -228,8 +228,9 @@ def test_limits_are_kept(limits: dict[str, Any], kept: int, tmp_path: Path) -> N
 
 def test_what_waits_is_kept_when_room_comes(tmp_path: Path) -> None:
     pool, store = FileStoreCachePool(parent_cache_dir=tmp_path, num_workers=4, max_cache_count=1), Slow()
-    first, second = pool.get_lazy(store, "a"), pool.get_lazy(store, "b")
-    wait_for(lambda: len(files_in(tmp_path)) == 1)
+    first = pool.get_lazy(store, "a")
+    wait_for(lambda: len(files_in(tmp_path)) == 1)  # before another thread may take the room
+    second = pool.get_lazy(store, "b")
     assert store.reads == ["a"]
     del first
     wait_for(lambda: store.reads == ["a", "b"])
