@@ -96,8 +96,8 @@ def attention(
         return made[0][None], None
     lengths = cu_seq_lens_q.diff().tolist()
     pieces = zip(*(each.split(lengths, 2) for each in (query, key, value)), strict=True)
-    attend = torch.nn.functional.scaled_dot_product_attention
-    return torch.cat([attend(*each, is_causal=is_causal, scale=scaling) for each in pieces], 2).transpose(1, 2), None
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=is_causal, scale=scaling)
+    return torch.cat([attend(q, k, v) for q, k, v in pieces], 2).transpose(1, 2), None
 
 
 _STARTS: list[Any] = [None, None]
@@ -123,10 +123,10 @@ def check_attention(device: torch.device) -> None:
             own = {
                 name: getattr(option, "to", lambda _, option=option: option)(place) for name, option in options.items()
             }
-            inputs = [each.clone().to(place).requires_grad_() for each in (query, key, value)]
-            output = attention(None, *inputs, None, scaling=0.1, **own)[0]
-            output.sum().backward()
-            made.append([output.detach().cpu(), *(each.grad.cpu() for each in inputs)])
+            q, k, v = inputs = [each.clone().to(place).requires_grad_() for each in (query, key, value)]
+            output = attention(None, q, k, v, None, scaling=0.1, **own)[0]
+            slopes = torch.autograd.grad(output.sum(), inputs)
+            made.append([output.detach().cpu(), *(each.cpu() for each in slopes)])
         for one, other in zip(*made, strict=True):
             torch.testing.assert_close(one, other, rtol=3e-2, atol=3e-2)
 
@@ -248,15 +248,17 @@ class Bench:
         """Return how much of the time of copies to the device falls in that of kernels."""
         if not self.is_cuda or not self.options.profile:
             return ""
+        from torch._C._autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             for batch in islice(iterator, 3):
                 step(self.on_device(batch, mode))
             torch.cuda.synchronize()
-        copies, kernels = [], []
+        copies: list[tuple[float, float]] = []
+        kernels: list[tuple[float, float]] = []
         for event in profiler.events():
-            if event.device_type == torch.autograd.DeviceType.CUDA:
+            if event.device_type == DeviceType.CUDA:
                 span = event.time_range.start, event.time_range.end
                 (copies if "HtoD" in event.name else kernels).append(span)
         copies = [span for span in copies if span[1] - span[0] > 50]  # those of batches
