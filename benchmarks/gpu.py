@@ -96,8 +96,8 @@ def attention(
         return made[0][None], None
     lengths = cu_seq_lens_q.diff().tolist()
     pieces = zip(*(each.split(lengths, 2) for each in (query, key, value)), strict=True)
-    attend = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=is_causal, scale=scaling)
-    return torch.cat([attend(q, k, v) for q, k, v in pieces], 2).transpose(1, 2), None
+    attend: Any = torch.nn.functional.scaled_dot_product_attention
+    return torch.cat([attend(*each, is_causal=is_causal, scale=scaling) for each in pieces], 2).transpose(1, 2), None
 
 
 _STARTS: list[Any] = [None, None]
@@ -114,6 +114,7 @@ def starts_of(position_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 def check_attention(device: torch.device) -> None:
     """Raise if the device's kernels do not do what is asked of them."""
+    attend: Any = attention
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, 96, 80).bfloat16() for heads in (4, 2, 2))
     windows = {"cu_seq_lens_q": torch.tensor([0, 40, 96]), "max_length_q": 56}
@@ -123,10 +124,10 @@ def check_attention(device: torch.device) -> None:
             own = {
                 name: getattr(option, "to", lambda _, option=option: option)(place) for name, option in options.items()
             }
-            q, k, v = inputs = [each.clone().to(place).requires_grad_() for each in (query, key, value)]
-            output = attention(None, q, k, v, None, scaling=0.1, **own)[0]
-            slopes = torch.autograd.grad(output.sum(), inputs)
-            made.append([output.detach().cpu(), *(each.cpu() for each in slopes)])
+            inputs: list[Any] = [each.clone().to(place).requires_grad_() for each in (query, key, value)]
+            output: Any = attend(None, *inputs, None, scaling=0.1, **own)[0]
+            output.sum().backward()
+            made.append([output.detach().cpu(), *(each.grad.cpu() for each in inputs)])
         for one, other in zip(*made, strict=True):
             torch.testing.assert_close(one, other, rtol=3e-2, atol=3e-2)
 
@@ -248,17 +249,16 @@ class Bench:
         """Return how much of the time of copies to the device falls in that of kernels."""
         if not self.is_cuda or not self.options.profile:
             return ""
-        from torch._C._autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             for batch in islice(iterator, 3):
                 step(self.on_device(batch, mode))
             torch.cuda.synchronize()
-        copies: list[tuple[float, float]] = []
-        kernels: list[tuple[float, float]] = []
+        copies: list[Any] = []
+        kernels: list[Any] = []
         for event in profiler.events():
-            if event.device_type == DeviceType.CUDA:
+            if event.device_type == torch.autograd.DeviceType.CUDA:  # type: ignore[attr-defined]
                 span = event.time_range.start, event.time_range.end
                 (copies if "HtoD" in event.name else kernels).append(span)
         copies = [span for span in copies if span[1] - span[0] > 50]  # those of batches
@@ -335,7 +335,7 @@ class Bench:
 
     def nvjpeg(self) -> None:
         """Print values and speed of the GPU's JPEG decoder."""
-        from torchvision.io import ImageReadMode, decode_jpeg
+        from torchvision.io import ImageReadMode, decode_jpeg  # type: ignore[import-not-found]
 
         generator = np.random.default_rng(SEED)
         files = [jpeg(generator, SIZE) for _ in range(256)]
