@@ -129,7 +129,7 @@ def test_weights_are_fitted_to_measured_times() -> None:
 
 
 def test_fitted_weights_are_the_same_in_any_order() -> None:
-    """A resume gathers times in another order; here each microbatch has as many patches, which explain a constant too."""
+    """A resume gathers times in another order; here patches explain a constant too, since all have as many."""
     rows = [((tokens, tokens**2, 4.0), 0.1 + 0.001 * tokens**2) for tokens in range(3, 23)]
     fits = [fit_counts(random.Random(seed).sample(rows, len(rows)), 8) for seed in range(40)]
     assert all(fit == fits[0] for fit in fits)
