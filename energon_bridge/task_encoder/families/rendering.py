@@ -17,6 +17,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
+from functools import lru_cache
 from itertools import accumulate
 from operator import eq
 from typing import Any, Literal, NamedTuple
@@ -305,8 +306,8 @@ def split_at(text: str, spans: Sequence[Span], family: PlanningFamily | None, *,
     places: dict[int, tuple[int, Kind]] = {}
     for kind, token in placeholder_tokens(family).items():
         if token:
-            whole = "|".join(re.escape(form) for form in (media_text(family, kind), token))
-            places |= {match.start(): (match.end(), kind) for match in re.finditer(whole, text)}
+            pattern = _pattern(media_text(family, kind), token)
+            places |= {match.start(): (match.end(), kind) for match in pattern.finditer(text)}
     segments: list[Segment] = []
     position = 0
     for start, (end, kind) in sorted(places.items()):
@@ -314,6 +315,11 @@ def split_at(text: str, spans: Sequence[Span], family: PlanningFamily | None, *,
         segments.append(Segment(text[start:end], media=kind))
         position = end
     return segments + _stretch(text, position, len(text), spans, marked)
+
+
+@lru_cache
+def _pattern(*forms: str) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, forms)))
 
 
 def media_text(family: PlanningFamily | None, kind: Kind) -> str:
