@@ -323,18 +323,19 @@ def test_actors_are_shared_and_their_number_follows_the_queues(data: Path, actor
     with closing(loader_of(data, 4, **actors)) as loader:
         stream = iter(loader)
 
-        def until(number: int, pause: float) -> None:
+        def until(number: int, *, slow: bool) -> None:
+            """Deliver until there are so many actors; slow training takes no batch before the queues are full."""
             deadline = time.monotonic() + 200
             while len(actor_processes()) != number:
-                for _ in range(10 if pause else 500):
+                for _ in range(10 if slow else 500):
+                    assert not slow or wait_until(lambda: loader.metrics()["ready"] == 4 or loader._pool._rivals, 60)
                     found.append(digest(next(stream)))
-                    time.sleep(pause)
                 assert time.monotonic() < deadline
 
         found += [digest(next(stream)) for _ in range(10)]
         assert [len(workers) for workers in actor_processes().values()] == [4]
-        until(3, 0.0)  # the loop takes all at once
-        until(1, 0.05)
+        until(3, slow=False)
+        until(1, slow=True)
         assert loader.metrics()["worker_moves"] >= 4
         assert loader.metrics()["worker_restarts"] == 0
         assert loader.metrics()["local_workers"] == 0
