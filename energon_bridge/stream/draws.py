@@ -209,7 +209,7 @@ class Draws:
         if FailedSample in set(map(type, samples)):
             good = [bool(self._pipeline.encode(*draw, counts)) for draw in zip(leaves, samples, keys, strict=True)]
             keys, samples, leaves, sizes = (list(compress(part, good)) for part in (keys, samples, leaves, sizes))
-        elif self._pipeline.judge.alert:
+        else:
             self._pipeline.steps.worked(self._pipeline.own.first, leaves)
         out.keys += keys
         out.samples += samples

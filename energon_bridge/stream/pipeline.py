@@ -320,7 +320,7 @@ class Pipeline:
             self.steps.worked(Hook.BATCH, leaves)
             self.conventions.attach(batches[0], "__restore_key__", keys[0])
         else:
-            _, *draw = first_sample(keys[0])
+            _, index, epoch, output = first_sample(keys[0])
             whole = self._shown(lane, number)
 
             def members() -> Iterator[tuple[int, int]]:
@@ -330,7 +330,7 @@ class Pipeline:
             start = time.perf_counter()
             try:
                 with self.lending(), self.adopting():
-                    made = self.code.collate(samples, (leaves[0], *draw), counts, members, number=whole)
+                    made = self.code.collate(samples, (leaves[0], index, epoch, output), counts, members, number=whole)
             finally:
                 self.batch_seconds += time.perf_counter() - start
             if made is None:
