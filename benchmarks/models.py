@@ -45,9 +45,6 @@ def texts(chooser: random.Random, words: int) -> str:
 
 def write(folder: Path, count: int, different: int, models: Iterable[str] = MODELS) -> None:
     """Write a dataset of so many samples, of so many different images, and the files of models."""
-    sys.path.insert(0, str(REPOSITORY / "tests" / "helpers"))
-    import processors as tiny  # type: ignore[import-not-found]
-
     generator, chooser = np.random.default_rng(SEED), random.Random(SEED)
     files = [jpeg(generator, SIZE) for _ in range(different)]
     data = folder / "data"
@@ -66,10 +63,15 @@ def write(folder: Path, count: int, different: int, models: Iterable[str] = MODE
                     member = tarfile.TarInfo(f"{number:08d}.{part}")
                     member.size = len(content)
                     tar.addfile(member, io.BytesIO(content))
+    if not (names := list(models)):
+        return
+    sys.path.insert(0, str(REPOSITORY / "tests" / "helpers"))
+    import processors as tiny  # type: ignore[import-not-found]
+
     corpus = tuple(texts(chooser, 50) for _ in range(200))
     settings = tiny.SETTINGS | {"InternVLProcessor": {"image_seq_length": 256}}
     with mock.patch.multiple(tiny, TEXTS=corpus, SETTINGS=settings):
-        for model in models:
+        for model in names:
             name, sizes = MODELS[model]
             processor = tiny.tiny_processor(name)
             for attribute, value in sizes.items():

@@ -30,8 +30,8 @@ from energon_bridge.loader.metrics import dataset_names
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.registry import load
+from energon_bridge.samples.base import to_device
 from energon_bridge.samples.showing import counted, described
-from energon_bridge.samples.stacking import to_device
 from energon_bridge.stream.settings import check_numbers
 from energon_bridge.task_encoder.checks import check_encoder
 from energon_bridge.topology import WorkerConfig, trainer_groups

@@ -54,6 +54,8 @@ class WorkerConfig:
         decode_threads: Threads that read and decode, per process; default: cores divided among the local processes.
         microbatches_per_global_batch: `global_batch_size / micro_batch_size`; makes L fit every legal number of ranks.
         pin_memory: Copy batches to pinned memory; default: where CUDA is available.
+        device: Copy batches to this device as well, such as "cuda", while the step before runs. Default: they stay in
+            host memory, for the trainer to copy.
         buffer_bytes: Bytes that the contents of samples waiting to be packed or grouped may take, per process. What is
             beyond is dropped and encoded again when it is needed; the stream stays the same.
         max_worker_restarts: How often dead workers are started again in one run before `WorkerDiedError`.
@@ -76,6 +78,7 @@ class WorkerConfig:
     decode_threads: int | None = None
     microbatches_per_global_batch: int | None = None
     pin_memory: bool | None = None
+    device: Any = None
     buffer_bytes: int = 1 << 30
     max_worker_restarts: int = 100
     start_method: Literal["fork", "forkserver", "spawn"] = "fork"

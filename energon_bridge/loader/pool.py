@@ -264,6 +264,7 @@ class WorkerPool:
         self._look = min(_LOOK_SECONDS, watchdog.interval) if watchdog is not None else _LOOK_SECONDS
         self._workers: list[Worker] = []
         self._due: Iterator[tuple[int, int]] = iter(())
+        self._next: tuple[int, int] | None = None  # of those, where it was looked at
         self._barred: frozenset[tuple[int, int]] = frozenset()
         # Of each worker, since it last sent a microbatch:
         self._deaths = [0] * number
@@ -278,7 +279,7 @@ class WorkerPool:
 
     def begin(self, due: Iterator[tuple[int, int]]) -> None:
         """Start the workers; `due` has the units in the order of delivery, each with its worker."""
-        self._due = due
+        self._due, self._next = due, None
         try:
             for number in range(self._number):
                 self._workers.append(self._started(number))
@@ -289,7 +290,7 @@ class WorkerPool:
 
     def again(self, due: Iterator[tuple[int, int]]) -> bool:
         """Let running workers begin the next pass; say whether there are any."""
-        self._due = due
+        self._due, self._next = due, None
         self._stay()
         for worker in self._workers:
             worker.current += 1
@@ -301,7 +302,8 @@ class WorkerPool:
         return self
 
     def __next__(self) -> LaneBatch:
-        unit, number = next(self._due)
+        unit, number = self._next or next(self._due)
+        self._next = None
         self._move()
         while True:
             worker = self._workers[number]
@@ -349,6 +351,11 @@ class WorkerPool:
             worker.behind -= 1
             return None
         return value
+
+    def next_is_ready(self) -> bool:
+        """Whether the next microbatch is made, or its worker lost."""
+        self._next = self._next or next(self._due, None)
+        return self._next is not None and self._workers[self._next[1]].has_sent(0)
 
     def ready(self) -> int:
         """Return the microbatches that workers have made and nobody has taken."""

@@ -7,6 +7,7 @@ ahead is not part of it, so saving asks nobody anything and restoring replays no
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import logging
@@ -15,6 +16,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import cache
 from types import GenericAlias
 from typing import Any, ClassVar, NoReturn
@@ -25,6 +27,7 @@ import torch.utils.data
 from energon_bridge.errors import ConfigurationError, ForkedLoaderError, WrongUseError
 from energon_bridge.format.parallel import available_cores
 from energon_bridge.loader import document as doc
+from energon_bridge.loader.copies import Copies
 from energon_bridge.loader.fits import read_all
 from energon_bridge.loader.metrics import AT_ANY_TIME, AT_END, AT_EPOCH, check_rates, flat_metrics, name_losses
 from energon_bridge.loader.pool import Engine, WorkerPool
@@ -32,7 +35,6 @@ from energon_bridge.loader.position import Mode, OnMismatch, PassMode, Position,
 from energon_bridge.loader.run_plan import DATASET_IS_NO_LOADER, DatasetSpec, NotForDataLoader, open_pipeline, plan_run
 from energon_bridge.loader.workers import LocalProcesses, Work, keep_freed_memory
 from energon_bridge.registry import load
-from energon_bridge.samples.base import pin_value
 from energon_bridge.samples.showing import counted, described
 from energon_bridge.storage.base import REQUESTS
 from energon_bridge.stream.conventions import attach
@@ -111,6 +113,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         self._began = 0
         self._process = 0
         self._pin = torch.cuda.is_available() if config.pin_memory is None else config.pin_memory
+        self._copies = Copies(self._pin, config.device) if self._pin or config.device is not None else None
         self._source: Iterator[LaneBatch] | None = None
         self._held: deque[LaneBatch] = deque()
         self._last: Any = None
@@ -177,7 +180,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
             if mode.is_masked(position):
                 position.advance()
                 return self._masked()
-            item = self._held.popleft() if self._held else self._pull()
+            item = self._taken()
             mode.take(position, item)
             self.note = item.note
             position.advance()
@@ -190,6 +193,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
                 if not self.spec.finite and virtual is None and not self.config.dp_rank:
                     _say_endless()
             if item.rows or self.spec.settings.conventions.masks:
+                self._copy_ahead()
                 return item.batch
         raise StopIteration
 
@@ -205,16 +209,41 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
             if self._source is None:
                 self._source = self._opened()
             item = next(self._source)
-            if item.reports:
-                self._report(item)
         except BaseException:
             self._stop()  # whatever comes next starts from the delivered state
             raise
+        if self._copies is not None:
+            item.batch = self._copies.begin(item.batch)
+        return item
+
+    def _taken(self) -> LaneBatch:
+        """Return what is delivered next."""
+        if not self._held:
+            self._held.append(self._pull())
+        try:
+            item = self._held[0]
+            if item.reports:
+                self._report(item)
+            self._finish_copy(item)
+        except BaseException:
+            self._stop()
+            raise
         for number, more in enumerate(item.seconds):
             self._seconds[number] += more
-        if self._pin:
-            item.batch = pin_value(item.batch)
-        return item
+        return self._held.popleft()
+
+    def _finish_copy(self, item: LaneBatch) -> None:
+        if self._copies is not None and isinstance(item.batch, Future):
+            item.batch = self._copies.end(item.batch)
+
+    def _copy_ahead(self) -> None:
+        """Begin to copy the next microbatch if a worker has made it, while the trainer has the one before."""
+        if self._copies is None or self.spec.finite or self._held or self._source is not self._pool:
+            return
+        # What it raises is met again, and raised, when that microbatch is due: the one before is delivered.
+        with contextlib.suppress(Exception):
+            if self._pool.next_is_ready():
+                self._held.append(self._pull())
 
     def _report(self, item: LaneBatch) -> None:
         """Say which samples failed on the way to a microbatch, and judge whether they are too many."""
@@ -230,6 +259,8 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         """Return a microbatch that does not exist: real rows with the mask all false."""
         if self._last is None and not self._held:
             self._held.append(self._pull())
+        if self._held:
+            self._finish_copy(self._held[-1])
         batch = copy.copy(self._last if self._last is not None else self._held[-1].batch)
         valid = batch.get("__valid__") if isinstance(batch, dict) else getattr(batch, "__valid__", None)
         if valid is None:
@@ -374,6 +405,8 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
     def close(self) -> None:
         """Stop workers and threads; the next batch starts them again."""
         self._stop()
+        if self._copies is not None:
+            self._copies.close()
         self._name_losses(AT_END)
 
     def __del__(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-from energon_bridge.errors import WrongUseError
+from energon_bridge.errors import ConfigurationError, WrongUseError
 from energon_bridge.loader.document import leaf_rows, read
 from energon_bridge.loader.metrics import flat_metrics
 from energon_bridge.replica.balance import Balance, balanced
@@ -35,13 +35,25 @@ def open_loader(loader: Any, replica: Replica | None, balance: Balance | None = 
         BroadcastError: The source could not open its loader; every rank raises.
     """
     if replica is None or not replica.links:
-        return balanced(_opened(loader), balance)
-    return BroadcastLoader(lambda: balanced(_opened(loader), balance), replica)
+        opened = _opened(loader)
+        return opened if balance is None else balanced(_in_host_memory(opened), balance)
+    return BroadcastLoader(lambda: balanced(_in_host_memory(_opened(loader)), balance), replica)
 
 
 def _opened(loader: Any) -> Any:
     """Return the loader, or call the function that opens it; a loader may itself be callable."""
     return loader() if callable(loader) and not hasattr(loader, "__iter__") else loader
+
+
+def _in_host_memory(loader: Any) -> Any:
+    """Return a loader; raise if it copies batches to a device, from where they cannot be sent to other ranks."""
+    device = getattr(getattr(loader, "config", None), "device", None)
+    if device is None:
+        return loader
+    raise ConfigurationError(
+        f"WorkerConfig(device={str(device)!r}) copies batches to the device before ranks exchange them: leave it out "
+        "with balance and replica_loading='one_rank'. They are then copied where the trainer moves its batch"
+    )
 
 
 class BroadcastLoader:

@@ -13,7 +13,7 @@ runs but the generated constructor, because samples are made on the hot path.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
 from itertools import chain, repeat
@@ -219,19 +219,19 @@ class _Record:
 
     def to(self, device: Any, *, non_blocking: bool = False) -> Self:
         """Return a copy with all tensors on a device (or of a dtype); keys, sources and texts are not copied."""
-        from energon_bridge.samples.stacking import to_device
-
-        moved: Self = to_device(self, device, non_blocking=non_blocking)
-        return moved
+        return self._changed(lambda value: to_device(value, device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
         """Return a copy with all tensors, at any depth, in pinned host memory."""
-        pinned = copy.copy(self)
+        return self._changed(pin_value)
+
+    def _changed(self, change: Callable[[Any], Any]) -> Self:
+        changed = copy.copy(self)
         # Among the meta fields only the validity mask is a tensor; walking the sources of a large batch costs too much.
         for name in field_names(type(self)):
             if name not in META_FIELDS or name == "__valid__":
-                object.__setattr__(pinned, name, pin_value(getattr(self, name)))
-        return pinned
+                object.__setattr__(changed, name, change(getattr(self, name)))
+        return changed
 
 
 @edataclass
@@ -397,26 +397,44 @@ def _read(sample: Any, name: str) -> Any:
     return sample[name] if isinstance(sample, _Record | dict) else getattr(sample, name)
 
 
-def pin_value(value: Any) -> Any:
-    """Return a value with all tensors, at any depth, in pinned host memory."""
-    # Tensors and nested records both have the method; looking for it avoids importing torch.
-    if hasattr(value, "pin_memory"):
-        return value.pin_memory()
-    if isinstance(value, dict):
-        pinned = copy.copy(value)  # keeps the class, whatever the arguments of its constructor are
+def over_tensors(value: Any, change: Callable[[Any], Any], method: str) -> Any:
+    """Return a value in which everything, at any depth, that has a method is what `change` makes of it.
+
+    Tensors are known by a method of theirs, so nothing here imports torch. Containers are copied and keep their class.
+    """
+    if hasattr(value, method):
+        return change(value)
+    if isinstance(value, MutableMapping):
+        changed = copy.copy(value)  # keeps the class, whatever the arguments of its constructor are
         for key, entry in value.items():
-            pinned[key] = pin_value(entry)
-        return pinned
+            changed[key] = over_tensors(entry, change, method)
+        return changed
     if isinstance(value, (Segment, SourceInfo)):
         return value
     if isinstance(value, tuple):
-        entries = [pin_value(entry) for entry in value]
+        entries = [over_tensors(entry, change, method) for entry in value]
         return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
     if isinstance(value, list):
-        return [pin_value(entry) for entry in value]
+        return [over_tensors(entry, change, method) for entry in value]
     if is_dataclass(value) and not isinstance(value, type):
         record = copy.copy(value)
         for name in field_names(type(value)):
-            object.__setattr__(record, name, pin_value(getattr(value, name)))
+            object.__setattr__(record, name, over_tensors(getattr(value, name), change, method))
         return record
     return value
+
+
+def pin_value(value: Any) -> Any:
+    """Return a value with all tensors, at any depth, in pinned host memory."""
+    return over_tensors(value, lambda entry: entry.pin_memory(), "pin_memory")
+
+
+def to_device(value: Any, device: Any, *, non_blocking: bool = True) -> Any:
+    """Return a value with all tensors, at any depth, on a device; keys, sources and texts are not copied."""
+
+    def moved(entry: Any) -> Any:
+        # Others with such a method, as of transformers' batches, need not know the option.
+        ours = isinstance(entry, _Record) or hasattr(entry, "data_ptr")
+        return entry.to(device, non_blocking=non_blocking) if ours else entry.to(device)
+
+    return over_tensors(value, moved, "to")

@@ -16,7 +16,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import fields, is_dataclass, replace
 from functools import reduce
 from operator import attrgetter
 from typing import Any, Protocol
@@ -196,22 +195,6 @@ def _undo(order: Sequence[int]) -> list[int]:
 def _check_not_empty(tensors: Sequence[torch.Tensor]) -> None:
     if not tensors:
         raise ConfigurationError("nothing to stack: a batch needs at least one row")
-
-
-def to_device(value: Any, device: Any, *, non_blocking: bool = True) -> Any:
-    """Return a batch, or a value in it, with all tensors on a device; keys, sources and texts are not copied."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=non_blocking)
-    if is_dataclass(value) and not isinstance(value, type):
-        names = (f.name for f in fields(value) if f.init)
-        return replace(
-            value, **{name: to_device(getattr(value, name), device, non_blocking=non_blocking) for name in names}
-        )
-    if isinstance(value, dict):
-        return {name: to_device(entry, device, non_blocking=non_blocking) for name, entry in value.items()}
-    if isinstance(value, list) and any(isinstance(entry, torch.Tensor) for entry in value):
-        return [to_device(entry, device, non_blocking=non_blocking) for entry in value]
-    return value
 
 
 # ---------------------------------------------------------------------------------------------------------------------

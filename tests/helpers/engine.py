@@ -286,6 +286,9 @@ class InProcessPool:
     def again(self, due: Iterator[tuple[int, int]]) -> bool:
         return False
 
+    def next_is_ready(self) -> bool:
+        return True
+
     def metrics(self) -> dict[str, float]:
         return {"ready": self.ready, "worker_restarts": self.restarts}
 

@@ -201,6 +201,7 @@ def run_leg(
         "prefetch_factor": leg.prefetch,
         "decode_threads": leg.threads,
         "buffer_bytes": leg.buffer_bytes,
+        "device": leg.device,
     }
     kind = SavableDataLoader if leg.processes else InProcessLoader
     loaders = loaders_of(dataset, leg.ranks, leg.workers, kind=kind, **config)
