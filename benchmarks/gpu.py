@@ -96,7 +96,7 @@ def attention(
         return made[0][None], None
     lengths = cu_seq_lens_q.diff().tolist()
     pieces = zip(*(each.split(lengths, 2) for each in (query, key, value)), strict=True)
-    attend = torch.nn.functional.scaled_dot_product_attention
+    attend: Any = torch.nn.functional.scaled_dot_product_attention
     return torch.cat([attend(*each, is_causal=is_causal, scale=scaling) for each in pieces], 2).transpose(1, 2), None
 
 
@@ -123,8 +123,9 @@ def check_attention(device: torch.device) -> None:
             own = {
                 name: getattr(option, "to", lambda _, option=option: option)(place) for name, option in options.items()
             }
-            inputs = [each.clone().to(place).requires_grad_() for each in (query, key, value)]
-            output = attention(None, *inputs, None, scaling=0.1, **own)[0]
+            inputs: Any = [each.clone().to(place).requires_grad_() for each in (query, key, value)]
+            attend: Any = attention
+            output = attend(None, *inputs, None, scaling=0.1, **own)[0]
             output.sum().backward()
             made.append([output.detach().cpu(), *(each.grad.cpu() for each in inputs)])
         for one, other in zip(*made, strict=True):
@@ -254,9 +255,10 @@ class Bench:
             for batch in islice(iterator, 3):
                 step(self.on_device(batch, mode))
             torch.cuda.synchronize()
-        copies, kernels = [], []
+        copies: list[tuple[float, float]] = []
+        kernels: list[tuple[float, float]] = []
         for event in profiler.events():
-            if event.device_type == torch.autograd.DeviceType.CUDA:
+            if event.device_type == torch.autograd.DeviceType.CUDA:  # type: ignore[attr-defined]
                 span = event.time_range.start, event.time_range.end
                 (copies if "HtoD" in event.name else kernels).append(span)
         copies = [span for span in copies if span[1] - span[0] > 50]  # those of batches
