@@ -114,6 +114,7 @@ def starts_of(position_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 def check_attention(device: torch.device) -> None:
     """Raise if the device's kernels do not do what is asked of them."""
+    attend: Any = attention
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, 96, 80).bfloat16() for heads in (4, 2, 2))
     windows = {"cu_seq_lens_q": torch.tensor([0, 40, 96]), "max_length_q": 56}
@@ -123,9 +124,8 @@ def check_attention(device: torch.device) -> None:
             own = {
                 name: getattr(option, "to", lambda _, option=option: option)(place) for name, option in options.items()
             }
-            inputs: Any = [each.clone().to(place).requires_grad_() for each in (query, key, value)]
-            attend: Any = attention
-            output = attend(None, *inputs, None, scaling=0.1, **own)[0]
+            inputs: list[Any] = [each.clone().to(place).requires_grad_() for each in (query, key, value)]
+            output: Any = attend(None, *inputs, None, scaling=0.1, **own)[0]
             output.sum().backward()
             made.append([output.detach().cpu(), *(each.grad.cpu() for each in inputs)])
         for one, other in zip(*made, strict=True):
@@ -255,8 +255,8 @@ class Bench:
             for batch in islice(iterator, 3):
                 step(self.on_device(batch, mode))
             torch.cuda.synchronize()
-        copies: list[tuple[float, float]] = []
-        kernels: list[tuple[float, float]] = []
+        copies: list[Any] = []
+        kernels: list[Any] = []
         for event in profiler.events():
             if event.device_type == torch.autograd.DeviceType.CUDA:  # type: ignore[attr-defined]
                 span = event.time_range.start, event.time_range.end
@@ -335,7 +335,7 @@ class Bench:
 
     def nvjpeg(self) -> None:
         """Print values and speed of the GPU's JPEG decoder."""
-        from torchvision.io import ImageReadMode, decode_jpeg
+        from torchvision.io import ImageReadMode, decode_jpeg  # type: ignore[import-not-found]
 
         generator = np.random.default_rng(SEED)
         files = [jpeg(generator, SIZE) for _ in range(256)]

@@ -9,7 +9,8 @@ A lane keeps one whole number for each leaf, its *sum*, from which it continues:
 changed, and what it was ahead then of the leaf that was to come next. Lanes begin apart, each leaf with a sum between 0
 and its mean amount, a part of it that is spread over the lanes as the draws of a weighted mix are (`plan/blend.py`). A
 leaf without a weight keeps its sum. Banned draws count nothing; every other draw counts its amount, whatever becomes of
-the sample later.
+the sample later. So a leaf of which all that counts is banned could never reach its share: from then on it is one
+without a weight.
 
 Amounts are whole multiples of 1/1024 and sums exact; only *sum / weight* is a float, the quotient of two numbers, which
 IEEE 754 rounds alike everywhere. So neither the machine nor how many draws are looked up at once changes the order.
@@ -121,6 +122,7 @@ class AmountDraws:
         self._size, self._at = _FEWEST, at.draw
         self._bans = sorted({start for leaf in leaves if leaf.bans is not None for start in leaf.bans.starts.tolist()})
         self._banned_from = -1
+        self._spent: dict[int, list[bool]] = {-1: [False] * len(leaves)}  # by the start of the bans that hold
 
     def take(self, count: int) -> IntArray:
         """Return the leaves of the next draws, shape (count,)."""
@@ -149,11 +151,10 @@ class AmountDraws:
 
     def _choose(self) -> _Chosen:
         """Choose some draws, all with the same weights and bans."""
-        blend, draw, lanes = self._blend, self._draw, self._blend.num_lanes
+        draw, lanes = self._draw, self._blend.num_lanes
         now = draw * lanes + self._lane
-        piece = blend.piece(now)
-        shares = blend.shares[piece]
-        if draw > self._origin and (old := blend.shares[blend.piece(now - lanes)]) != shares:
+        shares = self._shares(now)
+        if draw > self._origin and (old := self._shares(now - lanes)) != shares:
             reached = min(one / share for one, share in zip(self._sums, old, strict=True) if share)
             self._sums = [round(one - share * reached) for one, share in zip(self._sums, old, strict=True)]
         count = min([self._size, *(-((self._lane - end) // lanes) - draw for end in self._next_changes(now))])
@@ -184,10 +185,24 @@ class AmountDraws:
         self._draw += order.size
         return chosen
 
+    def _shares(self, now: int) -> list[Fraction]:
+        """Return the shares at a global draw: 0 of leaves that have nothing left, unless all are such."""
+        shares = self._blend.shares[self._blend.piece(now)]
+        if (start := self._bans_at(now)[1]) not in self._spent:
+            self._spent[start] = [leaf.bans is not None and not _left(leaf, start) for leaf in self._leaves]
+        if not any(spent := self._spent[start]):
+            return shares
+        left = [Fraction(0) if gone else share for share, gone in zip(shares, spent, strict=True)]
+        return left if any(left) else shares
+
+    def _bans_at(self, now: int) -> tuple[int, int]:
+        """Return how many starts of bans a global draw is behind, and the last of them; -1: none."""
+        known = bisect_right(self._bans, now)
+        return known, self._bans[known - 1] if known else -1
+
     def _next_changes(self, now: int) -> list[int]:
         """Return the next global draws at which weights or bans change; forget amounts if bans have."""
-        known = bisect_right(self._bans, now)
-        banned_from = self._bans[known - 1] if known else -1
+        known, banned_from = self._bans_at(now)
         if banned_from != self._banned_from:
             self._banned_from, self._ahead = banned_from, [one[:0] for one in self._ahead]
         piece = self._blend.piece(now) + 1
@@ -229,6 +244,14 @@ class AmountDraws:
         if leaf.bans is not None:
             found[leaf.bans.at(samples, np.full(samples.size, self._banned_from))] = 0
         self._ahead[number] = np.concatenate((ahead, found))
+
+
+def _left(leaf: OrderedLeaf, start: int) -> int:
+    """Return the amount of a leaf that is not banned at a global draw."""
+    assert leaf.amounts is not None
+    assert leaf.bans is not None
+    banned = leaf.bans.samples[leaf.bans.starts <= start]
+    return leaf.amounts.total - int(leaf.amounts.of_samples[banned].sum(dtype=np.int64))
 
 
 _NONE: IntArray = np.zeros(1, dtype=np.int64)

@@ -221,7 +221,8 @@ class LeafReader(ShardReader):
             out[places[row]] = Unread(sample, self, int(ordered[row]))
         if self._verifier is not None:
             rows = self._verifier.chosen(ordered, None if epochs is None else epochs[by_place])
-            raws = [out[places[row]] for row in rows]
+            rows = rows[~large[rows]]
+            raws = [out[place] for place in by_place[rows].tolist()]
             for row, error in self._verifier.verify(raws, shards[rows].tolist(), local[rows]):
                 out[places[rows[row]]] = Unreadable(error)
         self.slow = self._far is not None or time.perf_counter() - started > _SLOW_READ_SECONDS

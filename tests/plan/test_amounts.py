@@ -62,6 +62,12 @@ def lengths(rng: np.random.Generator, mean: float, count: int) -> np.ndarray:
     return np.rint(mean * rng.uniform(0.5, 1.5, count)).clip(1)
 
 
+def has_left(leaf: PlanLeaf, now: int) -> bool:
+    samples = np.arange(leaf.order.num_samples)
+    banned = samples < 0 if leaf.bans is None else leaf.bans.at(samples, np.full(samples.size, now))
+    return bool(leaf.amounts.of_samples[~banned].sum())
+
+
 def recounted(
     blend: AmountBlend, leaves: Sequence[PlanLeaf], lane: int, draws: int
 ) -> list[tuple[int, tuple[int, ...]]]:
@@ -76,6 +82,8 @@ def recounted(
         weights = next(weights for start, weights in reversed(blend.parts) if start <= now).at(now)
         total = sum(map(Fraction, weights))
         shares = [Fraction(weight) / total for weight in weights]
+        left = [share if has_left(leaf, now) else Fraction(0) for share, leaf in zip(shares, leaves, strict=True)]
+        shares = left if any(left) else shares
         if before not in (None, shares):
             assert before is not None
             next_key = min(Fraction(one) / share for one, share in zip(sums, before, strict=True) if share)
@@ -92,6 +100,10 @@ def recounted(
     return found
 
 
+def all_banned(count: int, starts: np.ndarray) -> LeafBans:
+    return LeafBans(samples=np.arange(count), starts=np.resize(starts, count))
+
+
 DRAWS = 500
 weights = st.lists(st.sampled_from([0, 1, 2, 7, Fraction(1, 3), 0.1, 2.5]), min_size=3, max_size=3).filter(any)
 
@@ -102,15 +114,17 @@ weights = st.lists(st.sampled_from([0, 1, 2, 7, Fraction(1, 3), 0.1, 2.5]), min_
     st.lists(st.integers(1, 1500), min_size=2, max_size=2, unique=True),
     st.integers(0, 1500),
     st.integers(1, 5),
+    st.sets(st.integers(0, 2), max_size=3),
     st.integers(0, 1 << 30),
 )
 def test_each_draw_comes_from_the_leaf_that_is_furthest_behind(
-    given_weights: list[list[Any]], points: list[int], changed: int, lanes: int, seed: int
+    given_weights: list[list[Any]], points: list[int], changed: int, lanes: int, gone: set[int], seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    bans = LeafBans(samples=np.arange(0, 40, 3), starts=np.sort(rng.integers(0, DRAWS * lanes, 14)))
+    some = LeafBans(samples=np.arange(0, 40, 3), starts=np.sort(rng.integers(0, DRAWS * lanes, 14)))
     kinds = [np.ones(30), lengths(rng, 5, 41), np.where(rng.random(60) < 0.3, 0, rng.random(60))]
-    leaves = [plan_leaf(n, amounts, lanes, bans if n == 1 else None) for n, amounts in enumerate(kinds)]
+    bans = {1: some} | {n: all_banned(len(kinds[n]), rng.integers(0, DRAWS * lanes, 2)) for n in gone}
+    leaves = [plan_leaf(n, amounts, lanes, bans.get(n)) for n, amounts in enumerate(kinds)]
     steps = Steps(given_weights, tuple(sorted(points)))
     parts = ((0, steps), (changed, Steps([given_weights[0]]))) if changed else ((0, steps),)
     blend, lane = AmountBlend(parts=parts, num_lanes=lanes, key=seed), lanes // 2
@@ -208,3 +222,18 @@ def test_rounding_of_large_sums_stays_that_of_whole_numbers() -> None:
     assert [leaf for leaf, _ in recounted(blend, leaves, 0, 3000)] == AmountDraws(
         blend, leaves, 0, Standing(0, [0, 0])
     ).take(3000).tolist()
+
+
+def test_a_dataset_whose_samples_are_all_banned_leaves_the_others_their_shares() -> None:
+    first = 2400
+    leaves = [
+        plan_leaf(0, [3.0] * 50, 4),
+        plan_leaf(1, [7.0] * 9, 4, all_banned(9, np.array([first]))),
+        plan_leaf(2, [30.0] * 40, 4),
+    ]
+    blend = AmountBlend(parts=((0, Steps([[1, 5, 2]])),), num_lanes=4, key=3)
+    found, amounts = drawn(leaves, blend, 16_000)
+    assert (found[:first] == 1).any()
+    assert not (found[first:] == 1).any()
+    shares = np.bincount(found[first:], amounts[first:]) / amounts[first:].sum()
+    assert shares == pytest.approx([1 / 3, 0, 2 / 3], abs=0.005)

@@ -381,7 +381,10 @@ def check_same_error(
             )
             if moment.event is not None:
                 happened([loader], moment.event, losses)
+        begun, ranks = loader.microbatches, chain.legs[leg].ranks
         for event in chain.legs[leg].events if not chain.finite else ():
+            until = begun + ranks * event.after  # it may be the error that the event would have prevented
+            losses.record([digest(batch) for batch in itertools.islice(stream, until - loader.microbatches)])
             happened([loader], event, losses)
         for _ in itertools.islice(stream, steps):
             pass
