@@ -202,8 +202,7 @@ class Ownership:
     num_lanes: int
     world_size: int
     start: int
-    even: bool = field(init=False, repr=False, compare=False)
-    """Whether every rank delivers a real microbatch in every step."""
+    even: bool = field(init=False, repr=False, compare=False)  # every rank delivers a real microbatch in every step
     offset: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -214,10 +213,6 @@ class Ownership:
             )
         object.__setattr__(self, "even", self.num_lanes % self.world_size == 0)
         object.__setattr__(self, "offset", self.start % self.world_size if self.even else 0)
-
-    def rank_of(self, lane: int) -> int:
-        """Return the rank that owns a lane."""
-        return (lane - self.offset) % self.world_size
 
     def lanes_of(self, rank: int) -> range:
         """Return the lanes of a rank, ascending."""
@@ -232,7 +227,7 @@ class Ownership:
 
     def lane_in_step(self, rank: int, m: int) -> int | None:
         """Return the lane that a rank delivers in the step that starts at microbatch m, or None for a masked one."""
-        ahead = (rank - self.rank_of(m % self.num_lanes)) % self.world_size
+        ahead = (rank + self.offset - m % self.num_lanes) % self.world_size
         return (m + ahead) % self.num_lanes if ahead < self.step_size(m) else None
 
     @property

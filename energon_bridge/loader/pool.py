@@ -304,8 +304,7 @@ class WorkerPool:
     def __next__(self) -> LaneBatch:
         unit, number = self._next or next(self._due)
         self._next = None
-        better = self._engine.move(self.ready)
-        if better is not None or self._moving is not None:
+        if (better := self._engine.move(self.ready)) is not None or self._moving is not None:
             self._move(better)
         while True:
             worker = self._workers[number]

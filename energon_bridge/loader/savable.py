@@ -182,8 +182,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
                 return self._masked()
             item = self._taken()
             mode.take(position, item)
-            if self.note is not item.note:  # attributes of a DataLoader are slow to set
-                self.note = item.note
+            self.note = item.note
             position.advance()
             position.counts.add(item.counts)
             if not position.ownership.even:

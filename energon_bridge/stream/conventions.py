@@ -122,13 +122,11 @@ def attach(batch: Any, name: str, value: Any) -> None:
         batch[name] = value
         return
     try:
-        if isinstance(batch, (Batch, Sample)) or not _is_tensor(batch):
-            setattr(batch, name, value)
+        if not isinstance(batch, (Batch, Sample)):
+            import torch  # commands that show states do without
+
+            if isinstance(batch, torch.Tensor):
+                return
+        setattr(batch, name, value)
     except AttributeError:  # like tensors, tuples and foreign slotted types carry no meta fields
         pass
-
-
-def _is_tensor(value: Any) -> bool:
-    import torch  # commands that show states do without
-
-    return isinstance(value, torch.Tensor)

@@ -6,7 +6,7 @@ import contextlib
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -320,17 +320,12 @@ class Pipeline:
             self.steps.worked(Hook.BATCH, leaves)
             self.conventions.attach(batches[0], "__restore_key__", keys[0])
         else:
-            _, index, epoch, output = first_sample(keys[0])
-            whole = self._shown(lane, number)
-
-            def members() -> Iterator[tuple[int, int]]:
-                each = (one[1] for key in keys for one in (key[2] if key[0] == "Pack" else (key,)))
-                return zip(leaves, each, strict=True)
-
+            _, index, epoch, output = keys[0][2][0] if keys[0][0] == "Pack" else keys[0]
+            ref, whole = (leaves[0], index, epoch, output), self._shown(lane, number)
             start = time.perf_counter()
             try:
                 with self.lending(), self.adopting():
-                    made = self.code.collate(samples, (leaves[0], index, epoch, output), counts, members, number=whole)
+                    made = self.code.collate(samples, ref, counts, lambda: members_of_rows(leaves, keys), number=whole)
             finally:
                 self.batch_seconds += time.perf_counter() - start
             if made is None:
@@ -420,10 +415,9 @@ class Pipeline:
         return running_hooks(run.cache_pool, self.steps.tally, put_back=put_back, config=config)
 
 
-def first_sample(key: tuple[Any, ...]) -> RestoreKey:
-    """Return the restore key of the first sample of a row."""
-    first: RestoreKey = key[2][0] if key[0] == "Pack" else key
-    return first
+def members_of_rows(leaves: Sequence[int], keys: Iterable[tuple[Any, ...]]) -> Iterator[tuple[int, int]]:
+    """Return leaf and index of the samples of some rows."""
+    return zip(leaves, (one[1] for key in keys for one in (key[2] if key[0] == "Pack" else (key,))), strict=True)
 
 
 def real_rows(rows: int) -> torch.Tensor:

@@ -120,7 +120,7 @@ class Steps:
         Its random numbers are keyed by `ref`, the first of its samples (`members`). Failures and the hooks' own counts
         go to `counts`, the latter not `again`; without counts, failures are raised as they are.
         """
-        step = Step(self, hook).on(argument, self.source(ref[0]).user_key, ref, counts, members, again=again)
+        step = Step(self, hook).on(argument, self.source(ref[0]).user_key, ref, counts, again, members)
         if seeds:
             step.begin(hook, ref[3])
         return step
@@ -206,14 +206,7 @@ class Step:
         self.hook = hook
 
     def on(
-        self,
-        argument: Any,
-        key: int,
-        ref: Ref,
-        counts: Counts | None,
-        members: Members | None = None,
-        *,
-        again: bool = False,
+        self, argument: Any, key: int, ref: Ref, counts: Counts | None, again: bool, members: Members | None = None
     ) -> Self:
         """Work on a sample, or on members of which it is the first; draws and batches use one step again and again."""
         now = self._now

@@ -31,6 +31,7 @@ from energon_bridge.task_encoder.hooks import BATCH, DELIVERING, LAST, UNKNOWN, 
 _LOADING = (Hook.READ, Hook.DECODE, Hook.FIELD_MAP, Hook.PART_FILTER, Hook.SAMPLE_LOADER, Hook.JOINER, Hook.COOK)
 _LATE = (Hook.DECODE_DEFERRED, Hook.POSTENCODE)
 _BATCHING = (Hook.BATCH, Hook.ENCODE_BATCH)
+AS_IT_IS = contextlib.nullcontext()
 
 
 class OwnHooks:
@@ -138,7 +139,7 @@ class HookRunner:
         if not self.own.encodes:
             self.steps.worked(self.own.first, ref[:1])
             return [sample]
-        with self._draw.on(sample, source.user_key, ref, counts, again=again) as step:
+        with self._draw.on(sample, source.user_key, ref, counts, again) as step:
             encoded = self._first_of(step, sample, source.cook) if begun is None else self._outputs(begun)
             return self._posted(step, encoded) if self.own.posts_alone else encoded
         return []
@@ -147,7 +148,9 @@ class HookRunner:
         """Run the first part of `encode`, before images are decoded; `encode` raises its exception, if any."""
         begun, tally = BegunDraw(), self.steps.tally
         with begun:
-            begun.encoded = self._first_of(self._draw.on(sample, source.user_key, ref, None), sample, source.cook)
+            begun.encoded = self._first_of(
+                self._draw.on(sample, source.user_key, ref, None, False), sample, source.cook
+            )
             begun.failed = False
         begun.hook = self.steps.now.hook
         begun.tally.update(tally)
@@ -274,7 +277,7 @@ class HookRunner:
         (Not by the `number` of the microbatch: a hook that raises by chance must not raise on the next one, too.)
         """
         key = self.steps.source(ref[0]).user_key
-        with self._batch.on(samples, key, ref, counts, members) as step, self._delivered():
+        with self._batch.on(samples, key, ref, counts, False, members) as step, self._delivered():
             if self.own.batches:
                 step.begin(Hook.BATCH, ref[3])
                 BATCH.set(number)
@@ -304,10 +307,6 @@ class HookRunner:
     def _delivered(self) -> contextlib.AbstractContextManager[None]:
         """Samples that went through `postencode_sample` have nothing deferred from here on."""
         return _delivering() if self.own.posts else AS_IT_IS
-
-
-AS_IT_IS = contextlib.nullcontext()
-"""A context that changes nothing, for all to use."""
 
 
 def members_of(refs: Iterable[SampleRef]) -> Iterator[tuple[int, int]]:
