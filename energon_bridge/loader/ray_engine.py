@@ -201,6 +201,7 @@ class ActorProcess:
     ) -> None:
         self.relay, self.number, self.worker, self.board, self.stacks = relay, number, worker, board, stacks
         self.local: Any = None
+        self.node = ""
         self.settled = self.closed = False
         self._release = weakref.finalize(self, link.close)  # also if the answer is an error, or never waited for
         self._started_by = os.getpid()
@@ -295,7 +296,6 @@ class RayEngine:
         self._said = self._gone = False
         self._processes: dict[int, ActorProcess] = {}
         self._look_again = 0.0
-        self._places: dict[int, str] = {}  # nodes of workers, "" for this process's own
 
     def _connected(self) -> RelayProcess | None:
         """Return the relay; None if the cluster was lost, and the run goes on without it."""
@@ -341,11 +341,9 @@ class RayEngine:
         self._processes[process.number] = process
 
         def start_here() -> None:
-            self._places[work.number] = ""
             with here:
                 process.local = self._local.start(work, here, arena, board, stacks)
 
-        self._places.setdefault(work.number, "")
         if relay is None:
             start_here()
             return process
@@ -403,7 +401,7 @@ class RayEngine:
                     process.kill()
                     process.board.end(None)
                 else:
-                    self._places[process.worker] = answer[1][0]
+                    process.node = answer[1][0]
         if unplaced:
             logger.warning(
                 "the Ray cluster has no place for %d of %d workers (%s) within %g s, so these are processes beside the "
@@ -455,13 +453,10 @@ class RayEngine:
 
     def metrics(self) -> dict[str, float]:
         """Return how many workers are actors, on how many nodes, and how many are processes beside the trainer."""
-        places = list(self._places.values())
-        nodes = set(places) - {""}
-        return {
-            "worker_actors": len(places) - places.count(""),
-            "worker_nodes": len(nodes),
-            "local_workers": places.count(""),
-        }
+        there = [process for process in [*self._processes.values()] if not process.closed]
+        local = {process.worker for process in there if process.local is not None}  # also one that is taken over from
+        nodes = {process.worker: process.node for process in there if process.node and process.worker not in local}
+        return {"worker_actors": len(nodes), "worker_nodes": len({*nodes.values()}), "local_workers": len(local)}
 
 
 _REFUSED = (

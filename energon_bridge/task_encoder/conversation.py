@@ -297,10 +297,10 @@ def _read_turn(turn: Any, payloads: dict[Kind, list[Any]], waiting: dict[Kind, l
         raise SampleError(f"a turn must have role and content, or from and value, got {turn!r}"[:500])
     role = _known_role(role)
     parts = split_places(content, role) if isinstance(content, str) else tuple(_part(part) for part in content)
-    given = [None] * len(parts) if isinstance(content, str) else [_payload(part) for part in content]
-    for part, payload in zip(parts, given, strict=True):
+    for part, given in zip(parts, parts if isinstance(content, str) else content, strict=True):
         if part.kind == "text":
             continue
+        payload = _payload(given)
         if payload is None and waiting[part.kind]:
             payload = waiting[part.kind].pop(0)
         payloads[part.kind].append(payload)

@@ -288,7 +288,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
             return None
         if grids is None:
             return torch.arange(len(tokens)).expand(3, -1)
-        types = torch.eq(tokens, self._image_token_id).long().tolist()
+        types = torch.eq(tokens, self._image_token_id).long().numpy()
         return mrope_positions(types, {1: [Grid(*grid) for grid in grids.tolist()]}, int(merge_size))
 
     def _check_something_learned(self, sequence: Sequencer, image_tokens: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -258,11 +258,11 @@ class Grid(NamedTuple):
     interval: float = 1.0
 
 
-def mrope_positions(types: Sequence[int], grids: Mapping[int, Sequence[Grid]], merge_size: int) -> Tensor:
+def mrope_positions(types: np.ndarray, grids: Mapping[int, Sequence[Grid]], merge_size: int) -> Tensor:
     """Return the positions of a sequence, int64 of shape (3, tokens).
 
     Args:
-        types: The type of each token, 0 for text.
+        types: The type of each token, shape (tokens,), 0 for text.
         grids: The grids of each type, in their order, in patches; `merge_size`^2 patches are one token.
         merge_size: Patches along each side of a token.
 
@@ -272,8 +272,9 @@ def mrope_positions(types: Sequence[int], grids: Mapping[int, Sequence[Grid]], m
     waiting = {kind: iter(of_kind) for kind, of_kind in grids.items()}
     made = np.empty((3, len(types)), np.int64)  # by way of numpy: each step of torch takes several times as long
     position = first = 0
-    for kind, group in groupby(types):
-        count = sum(1 for _ in group)
+    ends = [*(np.flatnonzero(types[1:] != types[:-1]) + 1).tolist(), len(types)]
+    while first < len(types):
+        kind, count = int(types[first]), ends.pop(0) - first
         if kind == 0:
             made[:, first : first + count] = np.arange(position, position + count)
             position, first = position + count, first + count

@@ -21,6 +21,7 @@ def ray_cluster(*cpus: int, **system: Any) -> Iterator[Any]:
     pytest.importorskip("ray", reason="ray is not installed (extra ray)")
     from ray.cluster_utils import Cluster
 
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - of 15: beside other tests, actors would hardly run
     nodes = Cluster()
     try:
         for number in cpus:

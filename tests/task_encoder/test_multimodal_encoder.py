@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from multimodal import (
     trained_text,
 )
 from PIL import Image
+from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers, processors
 
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.samples import CaptioningSample, InterleavedSample, VidQASample, VQASample
@@ -36,7 +38,7 @@ from energon_bridge.task_encoder.layout import (
     render,
 )
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
-from energon_bridge.task_encoder.texts import tokenize, tokens_with_offsets
+from energon_bridge.task_encoder.texts import _token_lengths, tokenize, tokens_with_places
 from energon_bridge.task_encoder.visual import as_pil, concat_visual
 from energon_bridge.training.config import DataConfig
 from energon_bridge.training.encoder import ShuffledImagesTaskEncoder, training_task_encoder
@@ -327,6 +329,60 @@ def test_fast_tokenizers_are_called_once_for_all_texts_of_a_sample(seq_length: i
         assert one.num_images == theirs.num_images
 
 
+SPLITS = pre_tokenizers.Split(Regex(r"\\s+|\\d|[^\\s\\d]+"), "isolated")
+"""As in tokenizers of Qwen and Llama 3, whose regular expression stands before their bytes."""
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "splits", "processor", "by_lengths"),
+    [
+        (None, pre_tokenizers.ByteLevel(add_prefix_space=False), None, True),
+        (
+            normalizers.NFC(),
+            pre_tokenizers.Sequence([SPLITS, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]),
+            processors.Sequence([processors.ByteLevel(trim_offsets=False)]),
+            True,
+        ),
+        (None, pre_tokenizers.ByteLevel(add_prefix_space=True), None, False),
+        (None, pre_tokenizers.ByteLevel(add_prefix_space=False), processors.ByteLevel(trim_offsets=True), False),
+        (normalizers.Lowercase(), pre_tokenizers.ByteLevel(add_prefix_space=False), None, False),
+        (normalizers.Strip(), pre_tokenizers.ByteLevel(add_prefix_space=False), None, False),
+        (None, pre_tokenizers.Metaspace(), None, False),
+    ],
+)
+def test_places_of_tokens_are_the_offsets_of_the_engine(
+    normalizer: Any, splits: Any, processor: Any, by_lengths: bool
+) -> None:
+    tokenizer = train_tokenizer(["a cat  and a dog", "two birds\n in 12 trees"] * 3, 400, LLAVA_TOKENS)
+    engine = tokenizer.backend_tokenizer
+    engine.normalizer, engine.pre_tokenizer, engine.post_processor = normalizer, splits, processor
+    engine.add_tokens([AddedToken("<left>", lstrip=True)])
+    assert (_token_lengths(tokenizer, engine) is not None) == by_lengths
+    pieces = [
+        "a cat",
+        " and",
+        "  ",
+        "\n",
+        "\t ",
+        "</s>",
+        " <left>",
+        "<left>",
+        "12",
+        "DOG",
+        "\u00e9",
+        "e\u0301",
+        "\U0001f600",
+        "\0",
+    ]
+    chooser = random.Random(7)
+    texts = ["", *pieces, *("".join(chooser.choices(pieces, k=8)) for _ in range(200))]
+    engine.add_tokens(["later"])
+    for text in [*texts, "a later dog"]:
+        encoding = engine.encode(text, add_special_tokens=False)
+        tokens, begins, ends = tokens_with_places(tokenizer, text)
+        assert (tokens, list(zip(begins, ends, strict=True))) == (encoding.ids, encoding.offsets), text
+
+
 def test_tokens_are_those_of_transformers_whatever_the_tokenizer_did_before() -> None:
     texts = ["a cat, and a dog", "", "two birds </s> in a tree"]
     tokenizer = train_tokenizer(texts, 300, LLAVA_TOKENS)
@@ -338,9 +394,9 @@ def test_tokens_are_those_of_transformers_whatever_the_tokenizer_did_before() ->
     tokenizer(texts, padding=True, truncation=True, max_length=3)
     assert tokenize(tokenizer, texts) == whole
     tokenizer(texts, padding="max_length", truncation=True, max_length=30)
-    ids, offsets = tokens_with_offsets(tokenizer, texts[2])
+    ids, *places = tokens_with_places(tokenizer, texts[2])
     assert ids == whole[2]
-    assert next(texts[2][start:end] for start, end in offsets) in ("t", "tw", "two")
+    assert next(texts[2][start:end] for start, end in zip(*places, strict=True)) in ("t", "tw", "two")
     tokenizer.split_special_tokens = True
     split = tokenize(tokenizer, texts)
     assert split == expected()

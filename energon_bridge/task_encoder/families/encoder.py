@@ -401,7 +401,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         sounds = _in_order(plans, videos, sounds)
         stretches = tokenize_segments(segments, plans, self.tokenizer, self._placeholders)
         if self._bos is not None and not (stretches and stretches[0].tokens[:1] == [self._bos]):
-            stretches.insert(0, Stretch(tokens=[self._bos], learned=[False], types=[0]))
+            stretches.insert(0, Stretch(tokens=[self._bos], learned=b"\0", types=b"\0"))
             adds_special = not (isinstance(self.family, ProcessorFamily) and self.family.adds_bos)
         else:
             adds_special = False
@@ -412,7 +412,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             raise SampleError(self._nothing_learned(plans, kept))
         tokens, labels, loss_mask = finished
         is_own = isinstance(self.family, ProcessorFamily)
-        kinds = self.family.token_types(sequence.tokens, types) if is_own else np.array(types, np.int64)
+        kinds = self.family.token_types(sequence.tokens, types) if is_own else np.frombuffer(types, np.uint8)
         counts = Counter(plan.kind for plan in kept)
         heard = counts["audio"] + sum(video.sound is not None for video in videos[: counts["video"]])
         return PreparedSample.derive_from(
@@ -420,7 +420,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             tokens=tokens,
             labels=labels,
             loss_mask=loss_mask,
-            mm_token_type_ids=torch.from_numpy(kinds[: len(tokens)].copy()),
+            mm_token_type_ids=torch.from_numpy(kinds[: len(tokens)].astype(np.int64)),
             plans=tuple(kept),
             images=images[: counts["image"]],
             videos=self._deferred_videos(videos[: counts["video"]]),
@@ -517,20 +517,19 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
                     return stretches[:number]
         return stretches
 
-    def _fill(self, sequence: Sequencer, stretches: Sequence[Stretch]) -> tuple[list[int], list[Plan]]:
+    def _fill(self, sequence: Sequencer, stretches: Sequence[Stretch]) -> tuple[bytearray, list[Plan]]:
         """Add the stretches that fit; return the types of their tokens, and their plans."""
         total, longest = sum(len(stretch.tokens) for stretch in stretches), self.config.seq_length
         if total > longest + 1:
             self._over(self.config.over_long, "seq_length", f"{total - 1} tokens, with seq_length={longest}")
-        types: list[int] = []
-        plans: list[Plan] = []
+        types, plans = bytearray(), []
         for stretch in stretches:
             if stretch.plan is not None:
                 if not sequence.has_room(len(stretch.tokens)):
                     break
                 plans.append(stretch.plan)
             sequence.tokens += stretch.tokens
-            sequence.learned += bytes(stretch.learned)
+            sequence.learned += stretch.learned
             types += stretch.types
             if sequence.full:
                 break

@@ -575,14 +575,14 @@ class ProcessorFamily:
         runs = iter(plan.runs)
         return re.sub(repeated, lambda token: token.group() * next(runs), plan.text)
 
-    def token_types(self, tokens: Sequence[int], planned: Sequence[int]) -> np.ndarray:
-        """Return the type of each token, int64: 0 text, 1 image, 2 video, 3 sound; the processor's own, where it needs
+    def token_types(self, tokens: Sequence[int], planned: bytearray) -> np.ndarray:
+        """Return the type of each token: 0 text, 1 image, 2 video, 3 sound; the processor's own, where it needs
         no more than tokens.
         """
         if self.kinds is None:
             return np.array(self.processor.create_mm_token_type_ids([list(tokens)])[0], np.int64)
         if not self.kinds:
-            return np.array(planned, np.int64)
+            return np.frombuffer(planned, np.uint8)
         sequence = np.array(tokens, np.int64)
         types = np.zeros_like(sequence)
         for token, number in self.kinds.items():

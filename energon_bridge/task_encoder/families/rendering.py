@@ -17,7 +17,9 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
+from functools import lru_cache
 from itertools import accumulate
+from operator import eq
 from typing import Any, Literal, NamedTuple
 
 from energon_bridge.errors import ConfigurationError, SampleError
@@ -40,7 +42,7 @@ from energon_bridge.task_encoder.families.vision import (
     PlanningFamily,
 )
 from energon_bridge.task_encoder.templates import BEFORE_ALL, PROBE, ChatTemplate, Span, template_source
-from energon_bridge.task_encoder.texts import is_fast, tokenize, tokens_with_offsets
+from energon_bridge.task_encoder.texts import is_fast, tokenize, tokens_with_places
 
 _logger = logging.getLogger(__name__)
 _MOST_OUTLINES = 4096
@@ -304,8 +306,8 @@ def split_at(text: str, spans: Sequence[Span], family: PlanningFamily | None, *,
     places: dict[int, tuple[int, Kind]] = {}
     for kind, token in placeholder_tokens(family).items():
         if token:
-            whole = "|".join(re.escape(form) for form in (media_text(family, kind), token))
-            places |= {match.start(): (match.end(), kind) for match in re.finditer(whole, text)}
+            pattern = _pattern(media_text(family, kind), token)
+            places |= {match.start(): (match.end(), kind) for match in pattern.finditer(text)}
     segments: list[Segment] = []
     position = 0
     for start, (end, kind) in sorted(places.items()):
@@ -313,6 +315,11 @@ def split_at(text: str, spans: Sequence[Span], family: PlanningFamily | None, *,
         segments.append(Segment(text[start:end], media=kind))
         position = end
     return segments + _stretch(text, position, len(text), spans, marked)
+
+
+@lru_cache
+def _pattern(*forms: str) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, forms)))
 
 
 def media_text(family: PlanningFamily | None, kind: Kind) -> str:
@@ -350,11 +357,11 @@ _MANY = {"image": "images", "video": "videos", "audio": "sounds"}
 
 @dataclass(kw_only=True, slots=True)
 class Stretch:
-    """The tokens of a segment: which are learned, their types, and the plan of an image or video."""
+    """The tokens of a segment, a byte for each that is 1 if it is learned, one of its type; the plan of a medium."""
 
     tokens: list[int] = field(default_factory=list)
-    learned: list[bool] = field(default_factory=list)
-    types: list[int] = field(default_factory=list)
+    learned: bytes = b""
+    types: bytes = b""
     plan: Plan | None = None
 
 
@@ -397,7 +404,7 @@ def up_to_last_learned(stretches: Sequence[Stretch]) -> list[Stretch]:
     if last < 0:
         return list(stretches)
     stretch = stretches[last]
-    end = len(stretch.learned) - stretch.learned[::-1].index(True)
+    end = stretch.learned.rindex(1) + 1
     cut = Stretch(tokens=stretch.tokens[:end], learned=stretch.learned[:end], types=stretch.types[:end])
     return [*stretches[:last], cut]
 
@@ -437,10 +444,8 @@ def _mismatch(segments: Sequence[Segment], plans: Sequence[Plan]) -> str:
 
 def _by_offsets(segments: Sequence[Segment], tokenizer: Any, stretches: Sequence[Stretch]) -> None:
     text = "".join(segment.text for segment in segments)
-    tokens, offsets = tokens_with_offsets(tokenizer, text)
-    begins = [begin for begin, _ in offsets]
-    if begins != sorted(begins):
-        begins = list(accumulate(begins, max))
+    tokens, starts, ends = tokens_with_places(tokenizer, text)
+    begins = starts if starts == sorted(starts) else list(accumulate(starts, max))
     first = start = 0
     for number, (segment, stretch) in enumerate(zip(segments, stretches, strict=True), 1):
         end = start + len(segment.text)
@@ -448,18 +453,18 @@ def _by_offsets(segments: Sequence[Segment], tokenizer: Any, stretches: Sequence
         if not (segment.learned and segment.text):
             # A token with leading white space still belongs to the segment after it; to marked text, any token does.
             is_marked = number < len(segments) and segments[number].marked
-            while behind > first and offsets[behind - 1][1] > end:
+            while behind > first and ends[behind - 1] > end:
                 if not (is_marked or text[begins[behind - 1] : end].isspace()):
                     break
                 behind -= 1
         stretch.tokens = tokens[first:behind]
         if segment.marked:
-            stretch.learned = [True] * len(stretch.tokens)
+            stretch.learned = b"\1" * len(stretch.tokens)
         elif segment.learned:
             content = bisect_left(begins, start + len(segment.text.rstrip()), first, behind)
-            stretch.learned = [True] * (content - first) + [begin == end for begin, end in offsets[content:behind]]
+            stretch.learned = b"\1" * (content - first) + bytes(map(eq, starts[content:behind], ends[content:behind]))
         else:
-            stretch.learned = [False] * len(stretch.tokens)
+            stretch.learned = bytes(len(stretch.tokens))
         first, start = behind, end
 
 
@@ -469,7 +474,7 @@ def _by_segment(segments: Sequence[Segment], tokenizer: Any, stretches: Sequence
         parts = tokenize(tokenizer, (content, segment.text[len(content) :]))
         for tokens, learned in zip(parts, (segment.learned, False), strict=True):
             stretch.tokens += tokens
-            stretch.learned += [learned] * len(tokens)
+            stretch.learned += bytes([learned]) * len(tokens)
 
 
 def _expand(stretch: Stretch, placeholders: Mapping[str, int]) -> None:
@@ -477,7 +482,7 @@ def _expand(stretch: Stretch, placeholders: Mapping[str, int]) -> None:
     if stretch.plan is None:
         if kinds := [kind for kind, token in placeholders.items() if token in stretch.tokens]:
             raise SampleError(f"a text of the sample contains the token reserved for a {kinds[0]}")
-        stretch.types = [TEXT_TYPE] * len(stretch.tokens)
+        stretch.types = bytes([TEXT_TYPE]) * len(stretch.tokens)
         return
     kind = _TYPES[stretch.plan.kind]
     repeated = stretch.plan.token_ids or (placeholders[stretch.plan.kind],)
@@ -489,12 +494,12 @@ def _expand(stretch: Stretch, placeholders: Mapping[str, int]) -> None:
         )
     runs = iter(stretch.plan.runs)
     tokens: list[int] = []
-    types: list[int] = []
+    types = bytearray()
     for one in stretch.tokens:
         count = next(runs) if one in repeated else 1
         tokens += [one] * count
-        types += [kind if one in repeated else TEXT_TYPE] * count
-    stretch.tokens, stretch.types, stretch.learned = tokens, types, [False] * len(tokens)
+        types += bytes([kind if one in repeated else TEXT_TYPE]) * count
+    stretch.tokens, stretch.types, stretch.learned = tokens, bytes(types), bytes(len(tokens))
 
 
 # Templates ------------------------------------------------------------------------------------------------------------
@@ -504,42 +509,40 @@ def _expand(stretch: Stretch, placeholders: Mapping[str, int]) -> None:
 # `{"type": "video"}`. A template writes the placeholder token once for each image or video.
 
 
+# No macro: a call of one in transformers' sandbox takes as long as a turn.
 _PARTS = (
-    "{%- macro parts(content) -%}"
-    "{%- if content is string -%}{{ content }}{%- else -%}{%- for part in content -%}"
+    "{%- if message.content is string -%}{{ message.content }}{%- else -%}{%- for part in message.content -%}"
     "{%- if part.type == 'image' -%}{{ IMAGE }}"
     "{%- elif part.type == 'video' -%}{{ VIDEO }}"
     "{%- else -%}{{ part.text }}{%- endif -%}"
     "{%- endfor -%}{%- endif -%}"
-    "{%- endmacro -%}"
 )
 
 
 def _with_parts(template: str, image: str, video: str, audio: str | None = None) -> str:
+    """Return a template with the text of a message's content where it says PARTS."""
     parts = _PARTS.replace("IMAGE", repr(image)).replace("VIDEO", repr(video))
     if audio is not None:
         other = "{%- else -%}{{ part.text }}"
         parts = parts.replace(other, "{%- elif part.type == 'audio' -%}{{ AUDIO }}" + other).replace(
             "AUDIO", repr(audio)
         )
-    return parts + template
+    return template.replace("PARTS", parts)
 
 
 _CHATML = (
-    "{%- macro called(message) -%}"
-    "{%- for call in message.tool_calls or [] -%}{%- set function = call.function or call -%}"
-    "{{ '' if loop.first and not message.content else '\n' }}"
-    '{{ \'<tool_call>\n{"name": "\' + function.name + \'", "arguments": \' }}'
-    "{{ function.arguments if function.arguments is string else function.arguments | default({}) | tojson }}"
-    "{{ '}\n</tool_call>' }}{%- endfor -%}"
-    "{%- endmacro -%}"
     "{%- macro listed(tools) -%}"
     "{{ '<tools>' }}{%- for tool in tools -%}{{ '\n' + (tool | tojson) }}{%- endfor -%}{{ '\n</tools>' }}"
     "{%- endmacro -%}"
     "{%- if tools and (not messages or messages[0].role != 'system') -%}"
     "{{ '<|im_start|>system\n' + listed(tools) + '<|im_end|>\n' }}{%- endif -%}"
     "{%- for message in messages -%}"
-    "{{ '<|im_start|>' + message.role + '\n' + parts(message.content) + called(message) }}"
+    "{{ '<|im_start|>' + message.role + '\n' }}PARTS"
+    "{%- for call in message.tool_calls or [] -%}{%- set function = call.function or call -%}"
+    "{{ '' if loop.first and not message.content else '\n' }}"
+    '{{ \'<tool_call>\n{"name": "\' + function.name + \'", "arguments": \' }}'
+    "{{ function.arguments if function.arguments is string else function.arguments | default({}) | tojson }}"
+    "{{ '}\n</tool_call>' }}{%- endfor -%}"
     "{%- if tools and loop.first and message.role == 'system' -%}{{ '\n\n' + listed(tools) }}{%- endif -%}"
     "{{ '<|im_end|>\n' }}"
     "{%- endfor -%}"
@@ -566,9 +569,9 @@ OMNI_TEMPLATE = _with_parts(
 LLAVA_TEMPLATE = _with_parts(
     "{%- for message in messages -%}"
     "{%- if message.role == 'assistant' -%}"
-    "{{ 'ASSISTANT:' }}{%- generation -%}{{ ' ' + parts(message.content) + eos_token }}{%- endgeneration -%}"
-    "{%- elif message.role == 'system' -%}{{ parts(message.content) + ' ' }}"
-    "{%- else -%}{{ 'USER: ' + parts(message.content) + ' ' }}{%- endif -%}"
+    "{{ 'ASSISTANT:' }}{%- generation -%}{{ ' ' }}PARTS{{ '' + eos_token }}{%- endgeneration -%}"
+    "{%- elif message.role == 'system' -%}PARTS{{ ' ' }}"
+    "{%- else -%}{{ 'USER: ' }}PARTS{{ ' ' }}{%- endif -%}"
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ 'ASSISTANT:' }}{%- endif -%}",
     "<image>\n",

@@ -180,4 +180,4 @@ def positions_of(sample: PreparedSample, family: Family | None) -> Tensor | None
         interval = family.tokens_per_second * plan.second_per_grid if family.tokens_per_second else 1.0
         # Separate runs, with times between them, are separate grids.
         grids[VIDEO_TYPE] += [Grid(time // len(plan.runs), height, width, interval)] * len(plan.runs)
-    return mrope_positions(sample.mm_token_type_ids.tolist(), grids, family.merge_size)
+    return mrope_positions(sample.mm_token_type_ids.numpy(), grids, family.merge_size)
