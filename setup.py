@@ -18,7 +18,14 @@ from setuptools import Extension, setup
 HERE = Path(__file__).parent
 URL = os.environ.get("ENERGON_BRIDGE_URL", "").rstrip("/")
 COMPILED = [
-    Extension(name, [name.replace(".", "/") + ".c"], extra_compile_args=["-O3"], py_limited_api=True, optional=True)
+    Extension(
+        name,
+        [name.replace(".", "/") + ".c"],
+        depends=["energon_bridge/processor.h"],
+        extra_compile_args=["-O3"],
+        py_limited_api=True,
+        optional=True,
+    )
     for name in ("energon_bridge.format._tar", "energon_bridge.samples._pixels")
 ]
 

@@ -132,6 +132,7 @@ static PyObject *split(PyObject *module, PyObject *const *args, Py_ssize_t nargs
 /* CRC-32 of zlib, sixteen bytes at a time by carry-less multiplication: V. Gopal and others, "Fast CRC computation for
    generic polynomials using PCLMULQDQ instruction", Intel, 2009. Its constants are powers of x modulo the polynomial. */
 #if defined(__x86_64__) && defined(__GNUC__)
+#include "../processor.h"
 #include <immintrin.h>
 #define FOLD512(x, by, y) \
     _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(x, by, 0x00), _mm512_clmulepi64_epi128(x, by, 0x11), y, 0x96)
@@ -169,8 +170,6 @@ __attribute__((target("avx512f,vpclmulqdq"))) static size_t fold_wide(const unsi
     return done;
 }
 
-static int has_wide(void) { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq"); }
-
 __attribute__((target("pclmul,sse4.1"))) static uint32_t crc32_of(const unsigned char *data, size_t length) {
     uint32_t crc = ~0u;
     if (length >= 64) {
@@ -181,7 +180,7 @@ __attribute__((target("pclmul,sse4.1"))) static uint32_t crc32_of(const unsigned
         size_t done = 64;
         __m128i a = _mm_xor_si128(LOAD(data), _mm_cvtsi32_si128((int)crc));
         __m128i b = LOAD(data + 16), c = LOAD(data + 32), d = LOAD(data + 48);
-        if (length >= 512 && has_wide()) {
+        if (length >= 512 && instructions() & WIDE_CRC) {
             done = fold_wide(data, length, folded);
             a = LOAD(folded), b = LOAD(folded + 16), c = LOAD(folded + 32), d = LOAD(folded + 48);
         }
@@ -205,7 +204,7 @@ __attribute__((target("pclmul,sse4.1"))) static uint32_t crc32_of(const unsigned
     return ~by_table(crc, data, length);
 }
 
-static int has_crc32(void) { return __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1"); }
+static int has_crc32(void) { return instructions() & CRC; }
 #else
 static uint32_t crc32_of(const unsigned char *data, size_t length) { return 0; }
 static int has_crc32(void) { return 0; }

@@ -42,6 +42,7 @@ _SLOTS = 256
 _HEADER = _SLOTS
 """Bytes in front of an arena: one flag per slot, not 0 while its block is in use."""
 
+_SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WRITTEN, _OPENED, _LENT = 1, 2, 3
 
@@ -396,7 +397,8 @@ def _reduced(tensor: torch.Tensor) -> Any:
         array, dtype = tensor.numpy(), None
     except (TypeError, RuntimeError):  # numpy has no such dtype, or this is more than numbers in memory
         if not _is_plain(tensor):
-            return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            reduced = tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return (_rebuild_sparse, reduced[1]) if tensor.layout in _SPARSE else reduced
         dtype = tensor.dtype
         array = tensor.view(_BITS[tensor.itemsize]).numpy()
     dense, inverse = array, None
@@ -417,6 +419,13 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     if tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return False
     return not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+
+
+def _rebuild_sparse(layout: torch.layout, parts: tuple[Any, ...]) -> torch.Tensor:
+    """Make a sparse tensor: torch's own function keeps each of them, and so its block, until the next `torch.load`."""
+    if layout is torch.sparse_coo:
+        return torch.sparse_coo_tensor(*parts[:3], is_coalesced=parts[3], check_invariants=False)
+    return torch.sparse_compressed_tensor(*parts, layout=layout, check_invariants=False)
 
 
 def _rebuild(

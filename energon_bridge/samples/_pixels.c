@@ -13,6 +13,7 @@
 #include <string.h>
 
 #if defined(__x86_64__) && defined(__GNUC__)
+#include "../processor.h"
 #include <immintrin.h>
 #define WIDE 1 /* where the processor has AVX2 */
 #else
@@ -281,11 +282,7 @@ WITH_AVX512 static void resample_column_widest(const uint8_t *first, Py_ssize_t 
 }
 
 /* 0: plain C; 1: AVX2; 2: AVX-512. */
-static int widest(void) {
-    return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi") ? 2
-           : __builtin_cpu_supports("avx2")                                             ? 1
-                                                                                        : 0;
-}
+static int widest(void) { return instructions() & AVX512 ? 2 : instructions() & AVX2 ? 1 : 0; }
 #else
 #define resample_rows_wide resample_rows
 static Py_ssize_t resample_column_wide(const uint8_t *first, Py_ssize_t row, uint8_t *out, const Side *side,

@@ -346,7 +346,8 @@ def fit_counts(measured: Iterable[tuple[tuple[float, ...], float]], patch_size: 
         raise ConfigurationError(
             f"fit_cost: expected at least 8 measured microbatches of several sizes, got {len(rows)}"
         )
-    counts, times = np.array(rows), np.array(seconds)
+    order = sorted(range(len(rows)), key=lambda row: (rows[row], seconds[row]))  # the same bits in any order
+    counts, times = np.array(rows)[order], np.array(seconds)[order]
     scale = counts.max(0)
     weights, error = _least_squares(counts / np.where(scale, scale, 1), times)
     constant, tokens, attention, patches = (weights / np.where(scale, scale, 1)).tolist()
@@ -367,11 +368,12 @@ def _least_squares(columns: npt.NDArray[np.float64], wanted: npt.NDArray[np.floa
     """
     count = columns.shape[1]
     best, least = np.zeros(count), float((wanted**2).sum())
+    rounding = 1e-20 * least  # of exact fits the one with the fewest columns
     for size in range(1, count + 1):
         for chosen in map(list, combinations(range(count), size)):
             weights, _, rank, _ = np.linalg.lstsq(columns[:, chosen], wanted, rcond=1e-9)
             error = float(((columns[:, chosen] @ weights - wanted) ** 2).sum())
-            if rank == size and (weights >= 0).all() and error < least * (1 - 1e-9):
+            if rank == size and (weights >= 0).all() and error < least * (1 - 1e-9) - rounding:
                 best, least = np.zeros(count), error
                 best[chosen] = weights
     return best, least

@@ -112,6 +112,22 @@ def test_other_values_arrive_as_they_left() -> None:
         assert torch.equal(here.to_dense(), there.to_dense())
 
 
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc"])
+def test_memory_of_sparse_tensors_is_used_again(layout: str) -> None:
+    sent = torch.eye(512).to_sparse(
+        layout=getattr(torch, f"sparse_{layout}"), blocksize=(2, 2) if layout[0] == "b" else None
+    )
+    arena = Arena(1 << 20)
+    received = unpack(Outbox(arena, kept=0).pack(sent), arena)
+    assert received.layout == sent.layout
+    assert (layout != "coo") or received.is_coalesced()
+    assert torch.equal(received.to_dense(), sent.to_dense())
+    assert any(slots_of(arena))
+    del received
+    assert not any(slots_of(arena))
+
+
 @pytest.mark.parametrize(("size", "inside"), [(1000, True), (1 << 14, True), (1 << 16, False)])
 def test_what_is_small_crosses_in_its_message(size: int, inside: bool) -> None:
     arena = Arena(1 << 20)

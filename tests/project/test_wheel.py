@@ -114,7 +114,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("environment") / "venv"
     venv.create(folder, with_pip=False)
     python = str(folder / "bin" / "python")
-    install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", str(wheel)]
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "-I", str(wheel)]
     result = subprocess.run(install, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     return folder

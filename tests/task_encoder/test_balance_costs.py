@@ -20,7 +20,7 @@ from energon_bridge.cli.main import main
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.samples import Segment
 from energon_bridge.task_encoder import attention_pairs, num_tokens, vision_patches
-from energon_bridge.task_encoder.costs import fit_cost, fit_times, record_time
+from energon_bridge.task_encoder.costs import fit_cost, fit_counts, fit_times, record_time
 from energon_bridge.task_encoder.packed_sequences import batch_packs, pack_sequences
 from energon_bridge.task_encoder.sequences import MultiModalSample, PaddingValues, batch_sequences
 
@@ -126,6 +126,16 @@ def test_weights_are_fitted_to_measured_times() -> None:
     assert found.cost.attention == pytest.approx(3e-8, rel=0.1)
     assert found.cost.patches == pytest.approx(4e-5, rel=0.1)
     assert 0.99 < found.r_squared <= 1
+
+
+def test_fitted_weights_are_the_same_in_any_order() -> None:
+    """A resume gathers times in another order; here patches explain a constant too, since all have as many."""
+    rows = [((tokens, tokens**2, 4.0), 0.1 + 0.001 * tokens**2) for tokens in range(3, 23)]
+    fits = [fit_counts(random.Random(seed).sample(rows, len(rows)), 8) for seed in range(40)]
+    assert all(fit == fits[0] for fit in fits)
+    assert fits[0].constant == pytest.approx(0.1)
+    assert fits[0].cost.attention == pytest.approx(0.001)
+    assert (fits[0].cost.tokens, fits[0].cost.patches) == (0, 0)
 
 
 def test_what_costs_nothing_gets_no_negative_weight() -> None:

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import pickle
+import platform
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -38,6 +39,7 @@ from transformers.image_transforms import convert_to_rgb
 
 from energon_bridge import SampleDecoder, WorkerConfig, get_savable_loader, get_train_dataset
 from energon_bridge.errors import ConfigurationError, SampleError, SettingMismatchError
+from energon_bridge.format.tar import _tar
 from energon_bridge.samples import pixels as native
 from energon_bridge.task_encoder import pixels as paths
 from energon_bridge.task_encoder.families import ChatConfig, VideoFrames
@@ -96,13 +98,22 @@ def used(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         monkeypatch.setattr(native, "_compiled", None)
         monkeypatch.setattr(native, "COMPILED", False)
     elif not native.COMPILED or native._compiled.use(USED[request.param]) < USED[request.param]:
-        pytest.skip("not there")
+        pytest.skip(f"no {request.param} here")
     yield request.param
     monkeypatch.undo()
     native.order_of_pillow.cache_clear()
     native.as_torch.cache_clear()
     if native.COMPILED:
         native._compiled.use(2)
+
+
+@pytest.mark.skipif(not native.COMPILED or platform.machine() != "x86_64", reason="no compiled parts for x86-64")
+def test_compiled_parts_use_what_the_processor_has() -> None:
+    """Where they ask for it in vain, values are right, and slow: no other test sees it."""
+    flags = {*Path("/proc/cpuinfo").read_text().split()}
+    widest = 2 if flags >= {"avx512bw", "avx512vbmi", "avx512_vnni"} else int("avx2" in flags)
+    assert native._compiled.use(2) == widest
+    assert (_tar.crc32s([b"some"]) is not None) == ("pclmulqdq" in flags)
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
