@@ -111,6 +111,8 @@ _ADAPTERS = {
     "transforms": ("CustomTransform", "MergeTransform"),
     "records": (
         "AVDecoder",
+        "AVProbeIndex",
+        "AVProbeIndexEntry",
         "AV_DECODE_AVAILABLE",
         "DEFAULT_DECODER",
         "DataclassForkMixin",

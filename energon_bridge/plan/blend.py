@@ -433,11 +433,9 @@ class BucketBlend:
     @cached_property
     def blends(self) -> tuple[WeightedBlend, ...]:
         """For each bucket: which leaf, of all leaves, a draw in it comes from."""
-        found = []
+        found, schedules = [], [WeightSchedule.constant(weight) for weight in self.weights]
         for bucket in range(len(self.rows)):
-            own = [
-                weight if of == bucket else Fraction(0) for weight, of in zip(self.weights, self.of_leaf, strict=True)
-            ]
+            own = [one if of == bucket else _NEVER for one, of in zip(schedules, self.of_leaf, strict=True)]
             key = fold(self.key, _LEAVES, bucket)
             found.append(WeightedBlend(parts=_constant(own), num_lanes=self.num_lanes, key=key))
         return tuple(found)
@@ -447,8 +445,14 @@ class BucketBlend:
         shares = [Fraction(0)] * len(self.rows)
         for weight, bucket in zip(self.weights, self.of_leaf, strict=True):
             shares[bucket] += weight / self.rows[bucket]
-        return WeightedBlend(parts=_constant(shares), num_lanes=1, key=fold(self.key, _BUCKETS))
+        return WeightedBlend(
+            parts=_constant(map(WeightSchedule.constant, shares)), num_lanes=1, key=fold(self.key, _BUCKETS)
+        )
 
 
-def _constant(weights: Iterable[Fraction]) -> tuple[tuple[int, LeafWeights]]:
-    return ((0, GivenWeights(schedules=tuple(map(WeightSchedule.constant, weights)))),)
+_NEVER = WeightSchedule.constant(Fraction(0))
+"""Of the leaves in other buckets: one for all, since there are as many of them as buckets times leaves."""
+
+
+def _constant(schedules: Iterable[WeightSchedule]) -> tuple[tuple[int, LeafWeights]]:
+    return ((0, GivenWeights(schedules=tuple(schedules))),)

@@ -310,6 +310,22 @@ def test_a_video_that_ends_before_a_range_gives_no_clip(tmp_path: Path) -> None:
     assert len(decoder.get_video_clips([(0, 1), (10_000, 10_001)], video_unit="frames")[0]) == 1
 
 
+def test_the_index_of_a_video_has_its_key_frames(tmp_path: Path) -> None:
+    av = pytest.importorskip("av")
+    from clips import write_video  # PyAV
+
+    film = write_video(tmp_path / "film.mkv", frames=30, rate=25, options={"g": "10", "bf": "0", "sc_threshold": "0"})
+    with av.open(str(film)) as container:
+        index = records.AVProbeIndex(container)
+        assert next(container.decode(video=0)).pts == 0
+    assert [index[at].timestamp for at in range(len(index))] == [40 * at for at in range(30)]
+    assert [at for at in range(30) if index[at].is_keyframe] == [0, 10, 20]
+    assert [index.search_timestamp(time) for time in (-1, 0, 399, 400, 5000)] == [0, 0, 0, 10, 20]
+    assert [index.search_timestamp(time, backward=False) for time in (-1, 1, 400, 801)] == [0, 10, 10, -1]
+    assert index.search_timestamp(85, any_frame=True) == 2
+    assert index.search_timestamp(85, any_frame=True, backward=False) == 3
+
+
 class Plain(loading.DefaultTaskEncoder):
     cookers = (Cooker(dict),)
 

@@ -79,12 +79,12 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 28_400,
+    "core": 28_410,
     "models": 10_100,
     "trainers": 7_450,
     "cloud": 4_560,
     "tools": 15_350,
-    "drop-in": 4_010,
+    "drop-in": 4_050,
     "training": 4_640,
 }
 MAX_LINES = 1000  # of one file: the budgets keep rooms small, this keeps a file one idea
