@@ -19,7 +19,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from energon_bridge.errors import ConfigurationError, TooManyRanksError, check_number
@@ -202,6 +202,8 @@ class Ownership:
     num_lanes: int
     world_size: int
     start: int
+    even: bool = field(init=False, repr=False, compare=False)  # every rank delivers a real microbatch in every step
+    offset: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.world_size > self.num_lanes:
@@ -209,19 +211,8 @@ class Ownership:
                 f"{self.world_size} data-parallel ranks cannot share {self.num_lanes} lanes (num_lanes is fixed when a "
                 f"run starts): resume with at most {self.num_lanes} ranks, or start a new run with a larger num_lanes"
             )
-
-    @property
-    def even(self) -> bool:
-        """Whether every rank delivers a real microbatch in every step."""
-        return self.num_lanes % self.world_size == 0
-
-    @property
-    def offset(self) -> int:
-        return self.start % self.world_size if self.even else 0
-
-    def rank_of(self, lane: int) -> int:
-        """Return the rank that owns a lane."""
-        return (lane - self.offset) % self.world_size
+        object.__setattr__(self, "even", self.num_lanes % self.world_size == 0)
+        object.__setattr__(self, "offset", self.start % self.world_size if self.even else 0)
 
     def lanes_of(self, rank: int) -> range:
         """Return the lanes of a rank, ascending."""
@@ -236,7 +227,7 @@ class Ownership:
 
     def lane_in_step(self, rank: int, m: int) -> int | None:
         """Return the lane that a rank delivers in the step that starts at microbatch m, or None for a masked one."""
-        ahead = (rank - self.rank_of(m % self.num_lanes)) % self.world_size
+        ahead = (rank + self.offset - m % self.num_lanes) % self.world_size
         return (m + ahead) % self.num_lanes if ahead < self.step_size(m) else None
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
+from operator import itemgetter
 from typing import Any
 
 from energon_bridge.errors import FieldAccessError, FieldMapError, did_you_mean
@@ -35,14 +36,17 @@ class FieldMap:
 
     def __call__(self, parts: Mapping[str, Any]) -> dict[str, Any]:
         """Return {field: value}; raises FieldAccessError naming the field, its access and the parts of the sample."""
-        return {field: getter(parts) for field, getter in self._getters}
+        try:
+            return {field: getter(parts) for field, getter in self._getters}
+        except KeyError as error:  # of a field that is a part
+            raise self.missing(parts, parts) or error from None
 
     def missing(self, parts: Mapping[str, Any], there: Iterable[str]) -> FieldAccessError | None:
         """Return the error for the first field missing from `parts`; it names all parts in `there`."""
         for field, getter in self._getters:
             try:
                 getter(parts)
-            except FieldAccessError:
+            except (KeyError, FieldAccessError):
                 return _not_found(field, parse_access(self.fields[field], where="field_map", field=field), there)
         return None
 
@@ -191,15 +195,7 @@ _NOT_FOR = {
 
 def _compile(field: str, alternatives: tuple[Alternative, ...]) -> Callable[[Mapping[str, Any]], Any]:
     if len(alternatives) == 1 and not alternatives[0][1]:
-        part = alternatives[0][0]
-
-        def get_part(parts: Mapping[str, Any]) -> Any:
-            try:
-                return parts[part]
-            except KeyError:
-                raise _not_found(field, alternatives, parts) from None
-
-        return get_part
+        return itemgetter(alternatives[0][0])  # its KeyError is that of `FieldMap`
 
     def get_value(parts: Mapping[str, Any]) -> Any:
         for part, steps in alternatives:

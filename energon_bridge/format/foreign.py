@@ -1,12 +1,12 @@
 """Datasets in formats that are not ours, such as tables: their samples are rows, read by number.
 
-A format is in another room and registers as a `dataset` (`energon_bridge/registry.py`).
+A format is in another room, where it registers as a `dataset` by the ends of its files' names (`registry.toml`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Protocol
@@ -120,13 +120,25 @@ class ForeignFormat(Protocol):
 
 
 def format_named(path: Location) -> ForeignFormat | None:
-    """Return the format that a path names, if any."""
-    return next((each for each in _formats() if each.is_named(path)), None)
+    """Return the format that a path names, if any; one is imported only for a name, or a prefix, of its files."""
+    name = os.fspath(path)
+    base = os.path.expanduser(name.partition("?")[0])
+    may_be_prefix = not os.path.isdir(base)
+    ends = [
+        end
+        for end in registered("dataset")
+        if name.endswith(end) or base.endswith(end) or (may_be_prefix and os.path.isfile(base + end))
+    ]
+    return next((each for each in _formats(ends) if each.is_named(path)), None)
 
 
 def format_at(path: Location) -> ForeignFormat | None:
     """Return the format of what is at a path or URL, if any."""
-    return next((each for each in _formats() if each.is_at(path)), None)
+    return next((each for each in _formats(registered("dataset")) if each.is_at(path)), None)
+
+
+def _formats(ends: Iterable[str]) -> Iterable[ForeignFormat]:
+    return dict.fromkeys(load("dataset", end) for end in ends)
 
 
 def format_of_unprepared(path: Location) -> ForeignFormat | None:
@@ -135,10 +147,6 @@ def format_of_unprepared(path: Location) -> ForeignFormat | None:
     if not format_named(path) and is_prepared(store):
         return None
     return format_at(path)
-
-
-def _formats() -> list[ForeignFormat]:
-    return [load("dataset", name) for name in registered("dataset")]
 
 
 @lru_cache(maxsize=256)

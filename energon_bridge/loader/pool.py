@@ -304,7 +304,8 @@ class WorkerPool:
     def __next__(self) -> LaneBatch:
         unit, number = self._next or next(self._due)
         self._next = None
-        self._move()
+        if (better := self._engine.move(self.ready)) is not None or self._moving is not None:
+            self._move(better)
         while True:
             worker = self._workers[number]
             if worker.has_sent(_SHORT_WAIT_MILLISECONDS):
@@ -418,9 +419,8 @@ class WorkerPool:
 
     # Moving -----------------------------------------------------------------------------------------------------------
 
-    def _move(self) -> None:
+    def _move(self, number: int | None) -> None:
         """Start a worker where the engine has a better place, beside the one that goes on until then."""
-        number = self._engine.move(self.ready)
         if number is not None and not self._rivals and time.monotonic() > self._move_again:
             self._rivals[number], self._moving = self._started(number), number
         self._catch_up()

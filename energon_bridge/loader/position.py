@@ -64,6 +64,7 @@ class Position:
         epoch_steps: Delivered steps of the virtual epoch.
         lanes: The state of each lane that the mode needs, after as many microbatches as it says (`Mode.begin`).
         mode: How the microbatches of the rank follow one another.
+        counts: The `COLUMNS` of leaves on this rank: restored counts plus what it has delivered since.
     """
 
     def __init__(self, plan: RunPlan, mode: Mode) -> None:
@@ -75,7 +76,7 @@ class Position:
         self.lanes: dict[int, LaneState] = {}
         self._ends: tuple[int, int] = (-1, 0)
         self._listing: tuple[int, Listing, Counts] | None = None
-        self._counts = Counts()
+        self.counts = Counts()
         self._bans: tuple[Ban, ...] = ()
         self._parked: list[doc.State] = []
         self._parked_draws: dict[int, tuple[int, ...]] = {}
@@ -114,7 +115,7 @@ class Position:
         """Add the counts of listing the pass: once, though each process that continues the pass lists it again."""
         if self.listing is not None:
             assert self._listing is not None
-            self._counts.add(self._listing[2])
+            self.counts.add(self._listing[2])
 
     def rewind(self) -> None:
         """Go to the beginning of a finite stream or of its next pass."""
@@ -141,17 +142,12 @@ class Position:
         other = copy.copy(self)
         if config is not None:
             other.plan = dataclasses.replace(self.plan, config=config)
-        other.lanes, other._counts = dict(self.lanes), Counts(self._counts)
+        other.lanes, other.counts = dict(self.lanes), Counts(self.counts)
         return other
 
     def lane(self) -> int | None:
         """Return the lane that this rank delivers next; None if its next microbatch does not exist."""
         return self.ownership.lane_in_step(self.plan.config.dp_rank, self.microbatches)
-
-    @property
-    def counts(self) -> Counts:
-        """The `COLUMNS` of leaves on this rank: restored counts plus what it has delivered since."""
-        return self._counts
 
     def waiting(self, item: LaneBatch | None = None) -> Counter[int]:
         """Return how many samples of each leaf the lanes of this rank hold: drawn, and neither delivered nor lost.
@@ -181,7 +177,7 @@ class Position:
             raise ConfigurationError(f"start_at must be a number of steps of at least 0, got {step!r}")
         virtual = self.plan.data.settings.virtual_epoch_length
         self.epoch_steps = step % virtual if virtual else 0
-        self._counts = Counts()
+        self.counts = Counts()
         self.mode.seek(self, step)
 
     # Weights ---------------------------------------------------------------------------------------------------------
@@ -290,7 +286,7 @@ class Position:
         It counts the samples that were encoded again since this loader was made or restored, because they waited in a
         state, in the listing of a pass, or beyond `WorkerConfig.buffer_bytes`.
         """
-        again = [self._counts.of(leaf)[-1] for leaf in range(len(self.plan.leaves))] + [0] * len(self._parked)
+        again = [self.counts.of(leaf)[-1] for leaf in range(len(self.plan.leaves))] + [0] * len(self._parked)
         samples = [float(number) for number in self.plan.data.epoch_samples] + [0.0] * len(self._parked)
         rows = zip(doc.leaf_rows(self.saved()), again, samples, strict=True)
         return [row | {"encoded_again": number, "epoch_samples": of_epoch} for row, number, of_epoch in rows]
@@ -313,7 +309,7 @@ class Position:
                 for lane, s in lanes.items()
             }
         leaves = [
-            row | {"counts": dict(zip(COUNTERS, self._counts.of(leaf), strict=False)), "parked": False}
+            row | {"counts": dict(zip(COUNTERS, self.counts.of(leaf), strict=False)), "parked": False}
             for leaf, row in enumerate(self.plan.table)
         ]
         return doc.SavedRun(
@@ -395,10 +391,10 @@ class Position:
                 sums=(),  # by amounts, lanes begin anew with the new mix
             )
         nothing = dict.fromkeys(COUNTERS, 0)
-        self._counts = Counts()
+        self.counts = Counts()
         for leaf, old in enumerate(kept):
             if counts and old is not None:
-                self._counts.of(leaf)[: len(COUNTERS)] = saved[old]["counts"].values()
+                self.counts.of(leaf)[: len(COUNTERS)] = saved[old]["counts"].values()
         self._parked = [saved[old] | {"parked": True} | ({} if counts else {"counts": nothing}) for old in gone]
 
 

@@ -193,7 +193,8 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
                 if not self.spec.finite and virtual is None and not self.config.dp_rank:
                     _say_endless()
             if item.rows or self.spec.settings.conventions.masks:
-                self._copy_ahead()
+                if self._copies is not None:
+                    self._copy_ahead()
                 return item.batch
         raise StopIteration
 
@@ -224,7 +225,8 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
             item = self._held[0]
             if item.reports:
                 self._report(item)
-            self._finish_copy(item)
+            if self._copies is not None:
+                self._finish_copy(item)
         except BaseException:
             self._stop()
             raise
@@ -238,7 +240,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
 
     def _copy_ahead(self) -> None:
         """Begin to copy the next microbatch if a worker has made it, while the trainer has the one before."""
-        if self._copies is None or self.spec.finite or self._held or self._source is not self._pool:
+        if self.spec.finite or self._held or self._source is not self._pool:
             return
         # What it raises is met again, and raised, when that microbatch is due: the one before is delivered.
         with contextlib.suppress(Exception):

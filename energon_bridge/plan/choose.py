@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -58,8 +58,7 @@ class Picks(NamedTuple):
     banned: NDArray[np.bool_] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Span(Generic[R]):
+class Span(NamedTuple, Generic[R]):
     """Draws [low, high) of a round of a leaf, and their places in a stretch; either all of them are banned or none."""
 
     leaf: int
@@ -76,7 +75,7 @@ class Span(Generic[R]):
         edges = [0, *(np.flatnonzero(np.diff(banned)) + 1).tolist(), banned.size]
         low, places = self.low, self.places
         return [
-            replace(self, low=low + begin, high=low + end, places=places[begin:end], banned=bool(banned[begin]))
+            self._replace(low=low + begin, high=low + end, places=places[begin:end], banned=bool(banned[begin]))
             for begin, end in pairwise(edges)
         ]
 

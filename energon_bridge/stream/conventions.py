@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 from energon_bridge.plan.amounts import OrderedLeaf
 from energon_bridge.plan.choose import PassDraws
+from energon_bridge.samples import Batch, Sample
 from energon_bridge.topology import Ownership, WorkerConfig
 
 _GOLDEN = 0.6180339887498949
@@ -120,10 +121,12 @@ def attach(batch: Any, name: str, value: Any) -> None:
     if isinstance(batch, dict):
         batch[name] = value
         return
-    import torch  # commands that show states do without
-
     try:
-        if not isinstance(batch, torch.Tensor):
-            setattr(batch, name, value)
+        if not isinstance(batch, (Batch, Sample)):
+            import torch  # commands that show states do without
+
+            if isinstance(batch, torch.Tensor):
+                return
+        setattr(batch, name, value)
     except AttributeError:  # like tensors, tuples and foreign slotted types carry no meta fields
         pass

@@ -201,9 +201,10 @@ class Draws:
         self.draw += high - low
         keys, samples = loaded.keys[low:high], loaded.samples[low:high]
         leaves, sizes = loaded.leaves[low:high], loaded.sizes[low:high]
-        for leaf in set(leaves):
+        drawn = set(leaves)
+        for leaf in drawn:
             self.leaf_draws[leaf] += leaves.count(leaf)
-        for leaf, size in zip(leaves, sizes, strict=True):
+        for leaf, size in zip(leaves, sizes, strict=True) if len(drawn) != 1 else [(leaves[0], sum(sizes))]:
             counts.of(leaf)[_BYTES] += size
         if FailedSample in set(map(type, samples)):
             good = [bool(self._pipeline.encode(*draw, counts)) for draw in zip(leaves, samples, keys, strict=True)]

@@ -87,7 +87,8 @@ class Lane:
     def produce(self) -> LaneBatch:
         """Return the next microbatch and the state of the lane after it."""
         counts = Counts()
-        self._draws = self._bucket(self._microbatches) or self._draws
+        if self._buckets:
+            self._draws = self._bucket(self._microbatches) or self._draws
         with self._pipeline.user_code():
             first, attempts = self._draws.draw, 0
             while not self._batches:

@@ -6,11 +6,10 @@ import contextlib
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,9 +27,9 @@ from energon_bridge.stream.leaf import Leaf, LeafSource, StorePool, cooker_of
 from energon_bridge.stream.policy import FailureTracker
 from energon_bridge.stream.reader import DrawSpan, RoundBuffer
 from energon_bridge.stream.settings import Budget, StreamSettings
-from energon_bridge.stream.state import COUNTERS, Counts, SampleRef
+from energon_bridge.stream.state import COUNTERS, Counts
 from energon_bridge.stream.steps import PendingSample, Steps, running_hooks
-from energon_bridge.stream.user_code import BegunDraw, HookRunner, OwnHooks
+from energon_bridge.stream.user_code import AS_IT_IS, BegunDraw, HookRunner, OwnHooks
 from energon_bridge.stream.values import BANNED, Columns, FailedSample, RestoreKey, has_code
 from energon_bridge.stream.watchdog import Activities, Watchdog
 from energon_bridge.task_encoder.base import decoder_of
@@ -44,8 +43,7 @@ _TOGETHER = 8
 _SAMPLES, _SKIPPED, _EXCLUDED, _BANNED = map(COUNTERS.index, ("samples", "skipped", "excluded", "banned"))
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedDraws:
+class LoadedDraws(NamedTuple):
     """Consecutive draws of a lane: the restore key, sample (or `FailedSample`), bytes and leaf of each."""
 
     keys: list[RestoreKey]
@@ -322,14 +320,12 @@ class Pipeline:
             self.steps.worked(Hook.BATCH, leaves)
             self.conventions.attach(batches[0], "__restore_key__", keys[0])
         else:
-            ref = SampleRef(leaves[0], *first_sample(keys[0])[1:])
-            each = (one[1] for key in keys for one in (key[2] if key[0] == "Pack" else (key,)))
-            members = zip(leaves, each, strict=True)
-            whole = self._shown(lane, number)
+            _, index, epoch, output = keys[0][2][0] if keys[0][0] == "Pack" else keys[0]
+            ref, whole = (leaves[0], index, epoch, output), self._shown(lane, number)
             start = time.perf_counter()
             try:
                 with self.lending(), self.adopting():
-                    made = self.code.collate(samples, ref, counts, members, number=whole)
+                    made = self.code.collate(samples, ref, counts, lambda: members_of_rows(leaves, keys), number=whole)
             finally:
                 self.batch_seconds += time.perf_counter() - start
             if made is None:
@@ -413,16 +409,15 @@ class Pipeline:
     def user_code(self, *, restoring: bool = False) -> contextlib.AbstractContextManager[None]:
         """Set up the hook context and restore the global generators afterwards; a no-op without user hooks."""
         if not (restoring or self.own.present):
-            return contextlib.nullcontext()
+            return AS_IT_IS
         run, config = self.settings.run, self.settings.config
         put_back = restoring or not config.num_workers  # a worker's generators are its own
         return running_hooks(run.cache_pool, self.steps.tally, put_back=put_back, config=config)
 
 
-def first_sample(key: tuple[Any, ...]) -> RestoreKey:
-    """Return the restore key of the first sample of a row."""
-    first: RestoreKey = key[2][0] if key[0] == "Pack" else key
-    return first
+def members_of_rows(leaves: Sequence[int], keys: Iterable[tuple[Any, ...]]) -> Iterator[tuple[int, int]]:
+    """Return leaf and index of the samples of some rows."""
+    return zip(leaves, (one[1] for key in keys for one in (key[2] if key[0] == "Pack" else (key,))), strict=True)
 
 
 def real_rows(rows: int) -> torch.Tensor:

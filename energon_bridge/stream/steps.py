@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 Ref = tuple[int, int, int, int]
 """Leaf, sample, epoch and output: a `SampleRef`, or a tuple as cheap as can be where every sample needs one."""
-Members = Iterable[tuple[int, int]]
-"""Leaf and index of the samples that a hook works on; read only if it fails, or if the policy wants to know."""
+Members = Callable[[], Iterable[tuple[int, int]]]
+"""Returns leaf and index of the samples that a hook works on; asked if it fails, or if the policy wants to know."""
 
 
 class Attempt:
@@ -120,7 +120,7 @@ class Steps:
         Its random numbers are keyed by `ref`, the first of its samples (`members`). Failures and the hooks' own counts
         go to `counts`, the latter not `again`; without counts, failures are raised as they are.
         """
-        step = Step(self, hook, members).on(argument, self.source(ref[0]).user_key, ref, counts, again)
+        step = Step(self, hook).on(argument, self.source(ref[0]).user_key, ref, counts, again, members)
         if seeds:
             step.begin(hook, ref[3])
         return step
@@ -199,18 +199,19 @@ class Step:
 
     __slots__ = ("_again", "_counts", "_key", "_members", "_now", "_of_draw", "_ref", "_steps", "hook")
 
-    def __init__(self, steps: Steps, hook: Hook, members: Members | None = None, *, of_draw: bool = False) -> None:
+    def __init__(self, steps: Steps, hook: Hook, *, of_draw: bool = False) -> None:
         self._steps = steps
         self._now = steps.now
-        self._members = members
         self._of_draw = of_draw
         self.hook = hook
 
-    def on(self, argument: Any, key: int, ref: Ref, counts: Counts | None, again: bool = False) -> Self:
-        """Work on a sample, or on the samples of which it is the first; draws use one step again and again."""
+    def on(
+        self, argument: Any, key: int, ref: Ref, counts: Counts | None, again: bool, members: Members | None = None
+    ) -> Self:
+        """Work on a sample, or on members of which it is the first; draws and batches use one step again and again."""
         now = self._now
         now.hook, now.sample = self.hook, argument
-        self._key, self._ref, self._counts, self._again = key, ref, counts, again
+        self._key, self._ref, self._counts, self._members, self._again = key, ref, counts, members, again
         return self
 
     def begin(self, hook: Hook, *words: int) -> None:
@@ -239,8 +240,8 @@ class Step:
         steps.failed(error, list(self._of()), self._counts, place=place_in(now.sample) if self._of_draw else None)
         return True
 
-    def _of(self) -> Members:
-        return (self._ref[:2],) if self._members is None else self._members
+    def _of(self) -> Iterable[tuple[int, int]]:
+        return (self._ref[:2],) if self._members is None else self._members()
 
     def _take_tally(self) -> None:
         """Add the hooks' own counts on one sample to those of its leaf, unless they were counted before."""

@@ -31,6 +31,7 @@ from energon_bridge.task_encoder.hooks import BATCH, DELIVERING, LAST, UNKNOWN, 
 _LOADING = (Hook.READ, Hook.DECODE, Hook.FIELD_MAP, Hook.PART_FILTER, Hook.SAMPLE_LOADER, Hook.JOINER, Hook.COOK)
 _LATE = (Hook.DECODE_DEFERRED, Hook.POSTENCODE)
 _BATCHING = (Hook.BATCH, Hook.ENCODE_BATCH)
+AS_IT_IS = contextlib.nullcontext()
 
 
 class OwnHooks:
@@ -119,6 +120,7 @@ class HookRunner:
         self.steps = steps
         self._first = hook_of(encoder, own.first)
         self._draw = Step(steps, own.first, of_draw=True)
+        self._batch = Step(steps, Hook.BATCH)
 
     def encode(
         self,
@@ -146,7 +148,9 @@ class HookRunner:
         """Run the first part of `encode`, before images are decoded; `encode` raises its exception, if any."""
         begun, tally = BegunDraw(), self.steps.tally
         with begun:
-            begun.encoded = self._first_of(self._draw.on(sample, source.user_key, ref, None), sample, source.cook)
+            begun.encoded = self._first_of(
+                self._draw.on(sample, source.user_key, ref, None, False), sample, source.cook
+            )
             begun.failed = False
         begun.hook = self.steps.now.hook
         begun.tally.update(tally)
@@ -214,7 +218,7 @@ class HookRunner:
 
         `last`: no samples will join those left over.
         """
-        with self.steps.step(Hook.SELECT, samples, refs[0], counts, members_of(refs)):
+        with self.steps.step(Hook.SELECT, samples, refs[0], counts, lambda: members_of(refs)):
             token = LAST.set(last)
             try:
                 groups = self.encoder.select_samples_to_pack(samples)
@@ -241,13 +245,13 @@ class HookRunner:
 
     def pack(self, samples: list[Any], refs: Sequence[SampleRef], counts: Counts | None) -> list[Any]:
         """Return the rows of a pack; none if the hook fails."""
-        with self.steps.step(Hook.PACK, samples, refs[0], counts, members_of(refs)), self._delivered():
+        with self.steps.step(Hook.PACK, samples, refs[0], counts, lambda: members_of(refs)), self._delivered():
             return self._listed(self.encoder.pack_selected_samples(samples))
         return []
 
     def group(self, row: Any, refs: Sequence[SampleRef], counts: Counts) -> tuple[Hashable, int | None] | None:
         """Return the group of a row, as a plain value, and its batch size; None if `batch_group_criterion` fails."""
-        with self.steps.step(Hook.GROUP, row, refs[0], counts, members_of(refs)):
+        with self.steps.step(Hook.GROUP, row, refs[0], counts, lambda: members_of(refs)):
             given = self.encoder.batch_group_criterion(row)
             if not isinstance(given, tuple) or len(given) != 2:
                 got = "None" if given is None else f"{type(given).__name__} {shown(given)}"
@@ -266,14 +270,16 @@ class HookRunner:
         return None
 
     def collate(
-        self, samples: list[Any], ref: SampleRef, counts: Counts | None, members: Members, *, number: int
+        self, samples: list[Any], ref: Ref, counts: Counts | None, members: Members, *, number: int
     ) -> list[Any] | None:
         """Return the batches of some rows, None if a hook fails; their randomness is keyed by the first sample.
 
         (Not by the `number` of the microbatch: a hook that raises by chance must not raise on the next one, too.)
         """
-        with self.steps.step(Hook.BATCH, samples, ref, counts, members, seeds=self.own.batches), self._delivered():
+        key = self.steps.source(ref[0]).user_key
+        with self._batch.on(samples, key, ref, counts, False, members) as step, self._delivered():
             if self.own.batches:
+                step.begin(Hook.BATCH, ref[3])
                 BATCH.set(number)
             raw = self._listed(self.encoder.batch(samples), "the batch")
             self.steps.now.hook = Hook.ENCODE_BATCH
@@ -300,10 +306,10 @@ class HookRunner:
 
     def _delivered(self) -> contextlib.AbstractContextManager[None]:
         """Samples that went through `postencode_sample` have nothing deferred from here on."""
-        return _delivering() if self.own.posts else contextlib.nullcontext()
+        return _delivering() if self.own.posts else AS_IT_IS
 
 
-def members_of(refs: Iterable[SampleRef]) -> Members:
+def members_of(refs: Iterable[SampleRef]) -> Iterator[tuple[int, int]]:
     """Return leaf and index of some samples."""
     return ((ref.leaf, ref.sample) for ref in refs)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
+from operator import attrgetter
 from typing import Any, cast
 
 from energon_bridge.errors import ConfigurationError, UnfitSampleError
@@ -171,7 +172,7 @@ def _columns(samples: Sequence[Any], result_type: type) -> dict[str, list[Any]]:
     """Return the fields of records of one kind, each with one entry per row."""
     kinds = set(map(type, samples))
     if len(kinds) == 1 and is_dataclass(kind := kinds.pop()):
-        return {name: [getattr(sample, name) for sample in samples] for name in field_names(kind)}
+        return {name: list(map(attrgetter(name), samples)) for name in field_names(kind)}
     rows = [read_fields(sample) for sample in samples]
     _check_same_fields(samples, rows, result_type)
     return {name: [row[name] for row in rows] for name in rows[0]}

@@ -61,13 +61,12 @@ def test_every_microbatch_is_delivered_once_and_in_order(run: tuple[int, list[tu
         owned = Ownership(num_lanes, world_size, m)
         lanes = [lane for rank in range(world_size) for lane in owned.lanes_of(rank)]
         assert sorted(lanes) == list(range(num_lanes))
-        assert all(owned.rank_of(lane) == rank for rank in range(world_size) for lane in owned.lanes_of(rank))
         for _ in range(steps):
             delivered = [owned.lane_in_step(rank, m) for rank in range(world_size)]
             real = [(rank, lane) for rank, lane in enumerate(delivered) if lane is not None]
             assert len(real) == owned.step_size(m) >= 1
             assert [lane for _, lane in real] == [(m + i) % num_lanes for i in range(len(real))]
-            assert all(owned.rank_of(lane) == rank for rank, lane in real)
+            assert all(lane in owned.lanes_of(rank) for rank, lane in real)
             assert owned.even == (num_lanes % world_size == 0)
             assert not owned.even or len(real) == world_size
             m += len(real)

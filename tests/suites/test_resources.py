@@ -373,6 +373,21 @@ def test_a_star_import_brings_no_trainer_along() -> None:
     assert result.stdout == "[] get_loader\n"
 
 
+def test_prepared_shards_are_read_without_what_reads_tables_and_buckets(tmp_path: Path) -> None:
+    code = (
+        "import sys; from energon_bridge import WorkerConfig, get_loader, get_train_dataset\n"
+        f"dataset = get_train_dataset({str(text_dataset(tmp_path, train=[4]))!r}, batch_size=2, "
+        "worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0))\n"
+        "print(next(iter(get_loader(dataset))).text)\n"
+        "others = 'energon_bridge.rows', 'energon_bridge.storage.http'\n"
+        "print([name for name in sys.modules if name.startswith(others)])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    texts, modules = result.stdout.splitlines()
+    assert len(texts) > 2
+    assert modules == "[]"
+
+
 @pytest.mark.parametrize("kind", ["validation", "one pass"])
 def test_a_pass_is_shared_by_more_ranks_than_lanes(tmp_path: Path, kind: str) -> None:
     data = text_dataset(tmp_path, train=[7, 9])
