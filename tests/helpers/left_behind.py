@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -64,4 +65,10 @@ def left_shared_memory(before: set[str]) -> list[str]:
     if not new:
         return []
     others = mapped_by_others()
-    return [f"{SHARED_MEMORY}/{name}" for name in sorted(new) if name not in others]
+    return [f"{SHARED_MEMORY}/{name}" for name in sorted(new) if name not in others and name != lock_of_tqdm()]
+
+
+def lock_of_tqdm() -> str:
+    """Return the name of tqdm's lock, which is there until the process ends where processes start by a fork server."""
+    lock = getattr(getattr(sys.modules.get("tqdm.std"), "TqdmDefaultWriteLock", None), "mp_lock", None)
+    return "" if lock is None else "sem." + str(lock._semlock.name).removeprefix("/")

@@ -114,7 +114,7 @@ def run(folder: Path, watched: Watched, batches: int, kinds: list[str]) -> None:
             assert digest(batch) == digest(same), f"batch {number} differs"
             if not number % (batches // LOOKS):
                 looks.append(watched.look())
-                print(f"{number} batches, {done} faults: {looks[-1]}", flush=True)
+                print(f"{number} batches, {done} faults: {looks[-1]}; longest waits: {waits}", flush=True)
             counted = loader.metrics()
             recovered = counted["worker_restarts"] >= lost and not counted["local_workers"] and not loader._pool._rivals
             if recovered and done == len(kinds) and number >= batches:
