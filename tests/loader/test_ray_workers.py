@@ -270,6 +270,7 @@ def test_what_the_cluster_cannot_place_runs_beside_the_trainer(
     assert re.search(r"no place for 2 of 2 workers \(0, 1\) within 1 s, .*processes beside the trainer", caplog.text)
 
 
+@pytest.mark.skipif(not LONG, reason="waits for clusters: set ENERGON_LONG_TESTS=1")
 def test_nodes_and_the_head_may_go_and_nodes_may_come(data: Path, caplog: pytest.LogCaptureFixture) -> None:
     with ray_cluster(0, 2, 2) as cluster:
         options = {"address": cluster.address, "placement_timeout_seconds": 200, "strategy": "spread"}
@@ -317,6 +318,7 @@ def test_nodes_and_the_head_may_go_and_nodes_may_come(data: Path, caplog: pytest
         assert found[1] == expected_of(data, len(found[1]))
 
 
+@pytest.mark.skipif(not LONG, reason="waits for clusters: set ENERGON_LONG_TESTS=1")
 def test_actors_are_shared_and_their_number_follows_the_queues(data: Path, actors: dict[str, Any]) -> None:
     actors["ray_options"] |= {"min_actors": 1, "max_actors": 3, "scale_seconds": 0.5}
     found: list[str] = []
