@@ -338,7 +338,14 @@ class RunPlan:
         """Return the plan with exactly these bans, given by identity."""
         if not banned and not self.banned:
             return self
-        return replace(self, leaves=tuple(replace(leaf, bans=banned.get(leaf.identity)) for leaf in self.leaves))
+        leaves, blend = tuple(replace(leaf, bans=banned.get(leaf.identity)) for leaf in self.leaves), self.blend
+        if isinstance(blend, BucketBlend):
+            bans = [(leaf.order.num_samples, leaf.bans) for leaf in leaves]
+            gone = (
+                leaf for leaf, (count, found) in enumerate(bans) if found is not None and found.samples.size == count
+            )
+            blend = replace(blend, gone=frozenset(gone))
+        return replace(self, leaves=leaves, blend=blend)
 
     def recut(self, num_lanes: int, changes: ChangedWeights, blocks: Mapping[str, int] | None = None) -> RunPlan:
         """Return the plan for other lanes, weights and blocks (None: the same); settings and bans stay."""
