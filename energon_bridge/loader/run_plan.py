@@ -340,11 +340,7 @@ class RunPlan:
             return self
         leaves, blend = tuple(replace(leaf, bans=banned.get(leaf.identity)) for leaf in self.leaves), self.blend
         if isinstance(blend, BucketBlend):
-            bans = [(leaf.order.num_samples, leaf.bans) for leaf in leaves]
-            gone = (
-                leaf for leaf, (count, found) in enumerate(bans) if found is not None and found.samples.size == count
-            )
-            blend = replace(blend, gone=frozenset(gone))
+            blend = replace(blend, gone=frozenset(n for n, leaf in enumerate(leaves) if leaf.all_banned))
         return replace(self, leaves=leaves, blend=blend)
 
     def recut(self, num_lanes: int, changes: ChangedWeights, blocks: Mapping[str, int] | None = None) -> RunPlan:

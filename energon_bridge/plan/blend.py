@@ -466,7 +466,7 @@ class BucketBlend:
 
     @cached_property
     def _laps(self) -> WeightedBlend:
-        return self._by_shares(self._shares, _BUCKETS)
+        return self._mix(self._shares, _BUCKETS)
 
     @cached_property
     def _spent(self) -> list[int]:
@@ -479,9 +479,9 @@ class BucketBlend:
     def _instead(self) -> WeightedBlend | None:
         """The buckets of the laps that fall to spent ones; None: no bucket is spent, or all are."""
         left = [Fraction(0) if bucket in self._spent else share for bucket, share in enumerate(self._shares)]
-        return self._by_shares(left, _SPENT) if self._spent and any(left) else None
+        return self._mix(left, _SPENT) if self._spent and any(left) else None
 
-    def _by_shares(self, shares: Sequence[Fraction], domain: int) -> WeightedBlend:
+    def _mix(self, shares: Sequence[Fraction], domain: int) -> WeightedBlend:
         parts = _constant(map(WeightSchedule.constant, shares))
         return WeightedBlend(parts=parts, num_lanes=1, key=fold(self.key, domain))
 
