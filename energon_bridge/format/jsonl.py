@@ -43,7 +43,6 @@ class JsonlDataset(PreparedDataset):
 
     @property
     def index_remedy(self) -> str:
-        """Return what to do about a wrong index."""
         return f"Rebuild it with `energon prepare {self.path}`."
 
 

@@ -37,16 +37,13 @@ class LeafWeights(Protocol):
 
     def at(self, global_draw: int) -> Sequence[float | Fraction]:
         """Return the weights of a global draw: non-negative, not all zero, in order of the leaves' identities."""
-        ...
 
     def points(self) -> Sequence[int]:
         """Return the global draws between which the weights stay, or move evenly, ascending."""
-        ...
 
     @property
     def moves(self) -> bool:
         """Whether any weight changes from draw to draw, not only at points."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

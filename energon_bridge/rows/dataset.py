@@ -103,7 +103,6 @@ class TableDataset(ForeignDataset):
         return TableRows(self)
 
     def read_values(self, column: str) -> np.ndarray:
-        """Return a column of numbers or texts, as `ForeignDataset` says."""
         return _read_values(self, column)
 
 

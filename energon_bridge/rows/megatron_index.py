@@ -107,7 +107,6 @@ class IndexedDataset(ForeignDataset):
     window: _Window | None
 
     def open_rows(self) -> IndexedRows:
-        """Return a new reader of the samples."""
         return IndexedRows(self)
 
     @property

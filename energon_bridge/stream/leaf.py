@@ -230,7 +230,6 @@ class LineParser(Parser):
     """
 
     def make(self, drawn: RawDraws, into: Rows | None = None) -> list[Any]:
-        """Return the sample of each line, or a `FailedSample` instead."""
         path, (shard_name,), subflavors = self._dataset.path, self._dataset.shard_names, self._dataset.subflavors
         out: list[Any] = []
         for raw, index, restore_key in zip(drawn.raws, drawn.indices, drawn.restore_keys, strict=True):
@@ -254,7 +253,6 @@ class LineParser(Parser):
         return out
 
     def name_of(self, raw: Any, index: int) -> tuple[str, tuple[str, ...]]:
-        """Return key and parts of a sample."""
         return str(index), (PART,)
 
 
@@ -370,7 +368,6 @@ class JoinValues(Parser):
         return FailedSample(attempt.error, Hook.JOINER, place)
 
     def name_of(self, raw: RawRow, index: int) -> tuple[str, tuple[str, ...]]:
-        """Return key and parts of a row's sample in the primary."""
         return self._values[0].name_of(raw[0], index)
 
     def _name(self, number: int) -> str:

@@ -191,7 +191,6 @@ class Holder(Protocol):
 
     def let_go(self, size: int) -> None:
         """Drop contents of at least `size` bytes, or all there are, and report it by `Budget.hold`."""
-        ...
 
 
 class Budget:
