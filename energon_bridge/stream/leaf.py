@@ -138,12 +138,8 @@ def cook_of(
     hook = getattr(encoder, Hook.COOK.title, None)
     cook: Cook = partial(cook_sample, of=found, stores=given, cache=cache)
     if hook is not None:
-        cook = partial(_by_hook, hook, found, given)
+        cook = lambda sample: hook(sample, found, given)  # noqa: E731
     return partial(_if_crude, cook) if joined else cook
-
-
-def _by_hook(hook: Callable[..., Any], of: Cooker[Any], stores: dict[str, FileStore], sample: CrudeSample) -> Any:
-    return hook(sample, of, stores)
 
 
 def _if_crude(cook: Cook, sample: Any) -> Any:
