@@ -249,7 +249,7 @@ class OwnShareLoader(BalancedLoader):
     plans; if each restores only its own rank's state, they exchange these, since every rank plans all lanes.
 
     Args:
-        loader: This rank's loader, over an endless training stream.
+        loader: This rank's loader, over an endless training stream; if it has moved, all ranks go on from there.
         sharing: How the run is divided.
         group: A gloo group of the data-parallel ranks; None: no communication.
     """
@@ -257,8 +257,10 @@ class OwnShareLoader(BalancedLoader):
     def __init__(self, loader: SavableDataLoader, sharing: Sharing, group: Any) -> None:
         super().__init__(loader, sharing.group // loader.config.dp_size, sharing.window)
         self._sharing, self._group, self._agreed = sharing, group, False
+        moved = loader.save_state_rank() if loader.microbatches else None  # its own lanes; every rank plans all
         loader.follow(sharing, sharing.settings)
-        self._check_place(loader.microbatches)
+        if moved is not None:
+            self.restore_state_rank(moved)
         self._check_even()
 
     @property

@@ -170,6 +170,11 @@ class Leaf:
     bans: LeafBans | None = None
     amounts: Amounts | None = field(default=None, repr=False, compare=False)
 
+    @property
+    def all_banned(self) -> bool:
+        """Whether every sample is banned, from some draw on."""
+        return self.bans is not None and self.bans.samples.size == self.order.num_samples
+
 
 def user_key_of(leaf: Leaf) -> int:
     """Return the key of the hooks' randomness over a leaf's samples; also the leaf's number in `Activity.words`."""
