@@ -116,11 +116,9 @@ class Blend(Protocol):
 
     def leaves(self, lane: int, draw: int, count: int) -> IntArray:
         """Return the leaves of up to `count` consecutive draws, at least of one, shape (draws,)."""
-        ...
 
     def counts(self, lane: int, draw: int) -> IntArray:
         """Return how many of a lane's draws before `draw` come from each leaf, shape (leaves,)."""
-        ...
 
 
 def thresholds(weights: Sequence[float | Fraction]) -> UIntArray:

@@ -285,7 +285,6 @@ class OwnShareLoader(BalancedLoader):
         return self.loader.save_state_rank()
 
     def counters(self) -> list[State]:
-        """Return a row for each leaf of what this rank loaded, as `leaf_rows` describes."""
         return self.loader.counters()
 
     def restore_state_rank(self, state: Any, **kwargs: Any) -> None:
@@ -301,7 +300,6 @@ class OwnShareLoader(BalancedLoader):
         self._agreed = False
 
     def seek(self, step: int) -> None:
-        """Go to a step of the run (see `SavableDataLoader.seek`); a step is a microbatch of each rank."""
         self._check_place(step * self.config.dp_size)
         self.loader.seek(step)
         self._agreed = False

@@ -372,7 +372,7 @@ def test_other_offences_are_found(tmp_path):
     assert "energon_bridge/cli/main.py" not in missing_docstrings(root)
 
 
-PICKING = {"leaves": 3, "counts": 2, "round_at": 2, "rounds_at": 3}
+PICKING = {"leaves": 3, "counts": 2, "rounds_at": 3}
 """What turns a draw into a leaf and a sample (`Blend`, `LeafOrder`), and with how many arguments."""
 CHOOSES = f"{PACKAGE}.plan.choose"
 
