@@ -225,8 +225,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
             item = self._held[0]
             if item.reports:
                 self._report(item)
-            if self._copies is not None:
-                self._finish_copy(item)
+            self._finish_copy(item)
         except BaseException:
             self._stop()
             raise

@@ -172,10 +172,6 @@ class LeafOrder:
             return self._place(lane, draw) // self._line_length
         return -((self._rank(lane) - (draw + 1) * self.num_lanes) // self._line_length) - 1
 
-    def round_at(self, lane: int, draw: int) -> Round:
-        """Return the round that holds a draw of a lane."""
-        return self.rounds_at(lane, draw, 1)
-
     def rounds_at(self, lane: int, draw: int, fewest: int) -> Round:
         """Return the round that holds a draw of a lane, with those after it, until there are `fewest` draws.
 

@@ -90,7 +90,7 @@ def recounted(
             sums = [round(one - share * next_key) for one, share in zip(sums, before, strict=True)]
         before = shares
         leaf = min((n for n in range(len(leaves)) if shares[n]), key=lambda n: (sums[n] / float(shares[n]), n))
-        rounds = leaves[leaf].order.round_at(lane, made[leaf])
+        rounds = leaves[leaf].order.rounds_at(lane, made[leaf], 1)
         sample = rounds.indices[made[leaf] - rounds.first]
         bans = leaves[leaf].bans
         if bans is None or not bans.at(np.array([sample]), np.array([now]))[0]:

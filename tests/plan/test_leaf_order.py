@@ -28,7 +28,7 @@ def epochs_of(order: LeafOrder, lane: int, epochs: int = EPOCHS) -> list[list[in
     found: list[list[int]] = [[] for _ in range(epochs)]
     draw = 0
     while order.epoch_of(lane, draw) < epochs:
-        part = order.round_at(lane, draw)
+        part = order.rounds_at(lane, draw, 1)
         assert part.first == draw
         for index, epoch in zip(part.indices.tolist(), part.epochs.tolist(), strict=True):
             assert order.epoch_of(lane, draw) == epoch
@@ -122,7 +122,7 @@ def test_a_small_leaf_alone_is_one_sequence_on_any_number_of_lanes(n: int, rows:
     drawn: list[int] = []
     for m in range(2 + 2 * n // rows):
         lane, first = m % num_lanes, m // num_lanes * rows
-        part = order.round_at(lane, first)
+        part = order.rounds_at(lane, first, 1)
         drawn += part.indices[first - part.first :][:rows].tolist()
     for epoch in range(2):
         assert drawn[epoch * n : (epoch + 1) * n] == shuffled(fold(key, 1, epoch), n).tolist()
@@ -172,11 +172,11 @@ def test_epochs_keep_no_slices_together(n: int, slice_length: int) -> None:
 @given(leaf_orders(), st.integers(0, 10**6), st.data())
 def test_a_round_is_the_same_from_any_of_its_draws(order: LeafOrder, draw: int, data: st.DataObject) -> None:
     lane = data.draw(st.integers(0, order.num_lanes - 1))
-    part = order.round_at(lane, draw)
+    part = order.rounds_at(lane, draw, 1)
     size = part.indices.size
     assert part.first <= draw < part.first + size
     for other in {part.first, part.first + size - 1, part.first + size // 2}:
-        fresh = replace(order).round_at(lane, other)  # a copy has cached nothing
+        fresh = replace(order).rounds_at(lane, other, 1)  # a copy has cached nothing
         assert fresh.first == part.first
         assert fresh.indices.tolist() == part.indices.tolist()
         assert fresh.epochs.tolist() == part.epochs.tolist()
@@ -192,7 +192,7 @@ def test_rounds_together_are_the_rounds_one_by_one(
     assert together.indices.size >= fewest
     at = together.first
     while at < together.first + together.indices.size:  # whole rounds, and not only so many draws
-        one = order.round_at(lane, at)
+        one = order.rounds_at(lane, at, 1)
         here = slice(at - together.first, at - together.first + one.indices.size)
         assert one.first == at
         assert one.indices.tolist() == together.indices[here].tolist()
@@ -206,7 +206,7 @@ def test_without_shuffling_the_lanes_give_the_datasets_own_order(n: int, num_lan
     order = order_of(n, num_lanes=num_lanes, key=key, block=block, shuffle=False)
     for m in range(3 * num_lanes):
         lane, first = m % num_lanes, m // num_lanes * block
-        part = order.round_at(lane, first + block - 1)
+        part = order.rounds_at(lane, first + block - 1, 1)
         assert part.first == first
         assert part.indices.tolist() == [(m * block + i) % n for i in range(block)]
         assert part.epochs.tolist() == [(m * block + i) // n for i in range(block)]
@@ -228,7 +228,7 @@ def test_batches_mix_slices(num_lanes: int, most: float) -> None:
     for lane in range(num_lanes):
         drawn: list[int] = []
         while len(drawn) < batches * batch // num_lanes:
-            drawn += order.round_at(lane, len(drawn)).indices.tolist()
+            drawn += order.rounds_at(lane, len(drawn), 1).indices.tolist()
         slices = np.array(drawn[: batches * batch // num_lanes]) // 100
         columns.append(slices.reshape(batches, -1))
     same = 0
@@ -258,7 +258,7 @@ def test_slices_are_read_from_front_to_back() -> None:
         reached: dict[tuple[int, int], int] = {}
         draw = 0
         while order.epoch_of(lane, draw) < 2:
-            part = order.round_at(lane, draw)
+            part = order.rounds_at(lane, draw, 1)
             for number, run in itertools.groupby(sorted(part.indices.tolist()), key=lambda index: index // 50):
                 indices = list(run)
                 assert indices == list(range(indices[0], indices[-1] + 1))
@@ -273,7 +273,7 @@ def test_slices_are_read_from_front_to_back() -> None:
 def test_a_leaf_of_a_billion_samples_is_sought_in_little_memory(lane: int, draw: int) -> None:
     tracemalloc.start()
     order = order_of(10**9, num_lanes=24, slice_length=100, shuffle_buffer_size=100, parallel_shard_iters=16)
-    part = order.round_at(lane, draw)
+    part = order.rounds_at(lane, draw, 1)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert part.first <= draw < part.first + part.indices.size
@@ -308,13 +308,13 @@ def test_the_order_of_a_leaf_since_version_5(
     order = order_of(num_samples, **kwargs)
     drawn: list[int] = []
     while len(drawn) < len(expected):
-        drawn += order.round_at(lane, len(drawn)).indices.tolist()
+        drawn += order.rounds_at(lane, len(drawn), 1).indices.tolist()
     assert drawn[: len(expected)] == expected
 
 
 def test_the_order_of_a_leaf_since_version_5_far_out() -> None:
     order = order_of(10**9, num_lanes=24, key=99, slice_length=100, shuffle_buffer_size=100, parallel_shard_iters=16)
-    part = order.round_at(5, 123_456_789_012)
+    part = order.rounds_at(5, 123_456_789_012, 1)
     assert part.first == 123_456_788_970
     assert part.indices[:5].tolist() == [724813354, 151784753, 552218954, 963836755, 48575254]
     assert (part.indices.size, set(part.epochs.tolist())) == (104, {2962})
