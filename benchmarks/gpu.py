@@ -3,6 +3,7 @@
     steps   Qwen2.5-VL of 3B with random weights in bfloat16, on packs of conversations about photographs: each step on
             a batch that is on the device already, and on the same batch from the loader, by three ways to get it there
     values  pixels as they arrive on the device, in each type, against floats made on the CPU
+    launches  steps on batches of the device, while a loader is not there, idle, read, and read for the step itself
     stress  many batches copied while the device is busy, each hashed there, against those of the CPU
     nvjpeg  JPEGs decoded on the GPU by torchvision, against the decoder of the loader
 
@@ -12,6 +13,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import io
 import random
 import statistics
@@ -55,7 +57,7 @@ from benchmarks.sample_cpu import Encoder  # isort: skip
 DTYPES = ("uint8", "bfloat16", "float32")
 MODES = ("at once", "pinned ahead", "copied ahead")
 """Pinned and copied when the step begins; pinned ahead by the loader, copied when the step begins; both ahead."""
-PARTS = ("steps", "values", "stress", "nvjpeg")
+PARTS = ("steps", "launches", "values", "stress", "nvjpeg")
 TEXT = {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16}
 VISION = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16}
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -186,16 +188,7 @@ class Bench:
 
     def steps(self) -> None:
         """Print the time of steps, and how much of it was waiting."""
-        model = self._model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
-
-        def step(batch: Any) -> float:
-            loss = model(**model_inputs(batch, model)).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            return float(loss.detach())  # waits for the step, as a loop does that logs its loss
-
+        step = self._step()
         for dtype in self.options.dtypes:
             count = self.options.steps
             with closing(self.loader(dtype, "pinned ahead")) as loader:
@@ -214,6 +207,80 @@ class Bench:
             for mode in MODES:
                 with closing(self.loader(dtype, mode)) as loader:
                     self._measured(loader, mode, step, resident)
+
+    def launches(self) -> None:
+        """Print what steps and the launching thread take beside a loader, in rounds that mix its conditions."""
+        step, count = self._step(), self.options.steps
+        with closing(self.loader("uint8", "pinned ahead")) as loader:
+            batches = [to_device(batch, self.device) for batch in islice(loader, count)]
+        for batch in batches:
+            step(batch)
+        taken: dict[str, list[tuple[float, ...]]] = {}
+        for _ in range(self.options.rounds):
+            self._launches(taken, "no loader", step, batches)
+            for mode in MODES[1:]:
+                with closing(self.loader("uint8", mode)) as loader:
+                    iterator = iter(loader)
+                    first = next(iterator)
+                    time.sleep(self.options.fill)
+                    self._launches(taken, f"{mode}: idle", step, batches)
+                    self._launches(taken, f"{mode}: read", step, batches, iterator)
+                    self._launches(taken, f"{mode}: trained on", step, batches, iterator, own=True)
+                    del first
+        for name, rows in taken.items():
+            wall, main, others, collected = (1e3 * statistics.median(each) for each in zip(*rows, strict=True))
+            print(
+                f"  {name:24} step {wall:.1f} ms (least {1e3 * min(row[0] for row in rows):.1f}); CPU of the thread "
+                f"{main:.1f} ms, of others {others:.1f}; collecting garbage {collected:.1f} ms",
+                flush=True,
+            )
+
+    def _launches(
+        self,
+        taken: dict[str, list[tuple[float, ...]]],
+        name: str,
+        step: Callable[[Any], float],
+        batches: list[Any],
+        iterator: Iterator[Any] | None = None,
+        own: bool = False,
+    ) -> None:
+        spent = [0.0, 0.0]
+
+        def collected(phase: str, _: dict[str, int]) -> None:
+            now = time.perf_counter()
+            if phase == "stop":
+                spent[0] += now - spent[1]
+            spent[1] = now
+
+        gc.callbacks.append(collected)
+        try:
+            for number, batch in enumerate(batches):
+                spent[0], start = 0.0, (time.perf_counter(), time.thread_time(), time.process_time())
+                if iterator is not None:
+                    read = next(iterator)
+                    batch = to_device(read, self.device) if own else batch
+                step(batch)
+                wall, main, process = (
+                    clock() - then
+                    for clock, then in zip((time.perf_counter, time.thread_time, time.process_time), start, strict=True)
+                )
+                if number:
+                    taken.setdefault(name, []).append((wall, main, process - main, spent[0]))
+        finally:
+            gc.callbacks.remove(collected)
+
+    def _step(self) -> Callable[[Any], float]:
+        model = self._model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
+
+        def step(batch: Any) -> float:
+            loss = model(**model_inputs(batch, model)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            return float(loss.detach())  # waits for the step, as a loop does that logs its loss
+
+        return step
 
     def _measured(
         self, loader: SavableDataLoader, mode: str, step: Callable[[Any], float], resident: list[tuple[float, float]]
@@ -430,6 +497,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="of a pack")
     parser.add_argument("--samples", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=4, help="of the part launches")
     parser.add_argument("--skip", type=int, default=3, help="steps that are not counted")
     parser.add_argument("--batches", type=int, default=300, help="of the part stress")
     parser.add_argument("--workers", type=int, default=8)

@@ -31,7 +31,7 @@ def seek(order: LeafOrder, chooser: random.Random) -> float:
     """Return the seconds of one seek to any position of any of the epochs."""
     lane, draw = chooser.randrange(LANES), chooser.randrange(EPOCHS * order.num_samples // LANES)
     start = time.perf_counter()
-    found = order.round_at(lane, draw)
+    found = order.rounds_at(lane, draw, 1)
     sample = found.indices[draw - found.first]
     passed = time.perf_counter() - start
     assert 0 <= sample < order.num_samples

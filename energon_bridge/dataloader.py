@@ -66,7 +66,6 @@ class Replica(Protocol):
     @property
     def is_source(self) -> bool:
         """Whether this rank loads."""
-        ...
 
 
 def open_loader(loader: Any, replica: Replica | None = None, balance: object | None = None) -> Any:

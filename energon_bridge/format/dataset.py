@@ -26,6 +26,7 @@ from energon_bridge.format.nvmeta import (
     DEFAULT_DATASET_CONFIG,
     DEFAULT_SPLIT_CONFIG,
     INFO_JSON,
+    NOTHING,
     DatasetInfo,
     leads_out,
     meta_path,
@@ -33,6 +34,7 @@ from energon_bridge.format.nvmeta import (
     read_splits,
 )
 from energon_bridge.format.tar_index import index_name, load_index
+from energon_bridge.samples import CrudeSample
 from energon_bridge.storage import LocalStore, Store, as_far, open_store
 
 FINGERPRINT_VERSION = 1
@@ -57,12 +59,12 @@ class PreparedDataset:
     shard_names: tuple[str, ...]
     shard_counts: np.ndarray = field(repr=False, compare=False)
     shard_sizes: np.ndarray = field(repr=False, compare=False)
-    excluded: frozenset[tuple[str, str]]
-    sample_type: type
-    field_map: FieldMap | None
-    sample_loader: Callable[[dict[str, Any]], dict[str, Any]] | None
-    part_filter: PartFilter | None
-    subflavors: dict[str, Any]
+    excluded: frozenset[tuple[str, str]] = NOTHING
+    sample_type: type = CrudeSample
+    field_map: FieldMap | None = None
+    sample_loader: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    part_filter: PartFilter | None = None
+    subflavors: dict[str, Any] = field(default_factory=dict)
     fingerprint: str
     num_samples: int
     has_checksums: bool = False

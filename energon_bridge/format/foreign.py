@@ -46,7 +46,6 @@ class RowReader(Protocol):
         Raises:
             ShardMissingError, CorruptShardError: A file is gone or damaged.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,15 +89,12 @@ class ForeignFormat(Protocol):
 
     def is_named(self, path: Location) -> bool:
         """Return whether a path names a file of the format, judging by its name and local files beside it."""
-        ...
 
     def is_at(self, path: Location) -> bool:
         """Return whether a path or URL is such a file, or a folder of them."""
-        ...
 
     def split_parts(self, path: Location) -> list[str]:
         """Return the split parts of a dataset; one empty name without splits."""
-        ...
 
     def open(
         self,
@@ -116,7 +112,6 @@ class ForeignFormat(Protocol):
             SourceError: A file is damaged, or its rows cannot become samples.
             MetadataError, FieldMapError: The dataset.yaml is wrong.
         """
-        ...
 
 
 def format_named(path: Location) -> ForeignFormat | None:

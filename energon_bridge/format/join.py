@@ -27,9 +27,17 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from energon_bridge.errors import EmptyDatasetError, KeyIndexError, StorageError, UnmatchedKeyError
+from energon_bridge.errors import EmptyDatasetError, StorageError, UnmatchedKeyError
 from energon_bridge.format.dataset import PreparedDataset
-from energon_bridge.format.key_index import KeyIndex, find_keys, key_index_version, keys_at, local_key_index, matches
+from energon_bridge.format.key_index import (
+    KeyIndex,
+    find_keys,
+    key_index_version,
+    keys_at,
+    local_key_index,
+    matches,
+    stale_key_index,
+)
 from energon_bridge.format.nvmeta import read_info
 from energon_bridge.format.parallel import map_shards
 from energon_bridge.rng import IntArray
@@ -154,7 +162,7 @@ class _Line:
         """Return the places of samples; -1 for those that are missing (-1, -1), excluded or in another split part."""
         shards = np.where(shards < self.counts.size, shards, -1)  # not listed: of a run that has not ended
         if ((shards >= 0) & (locals_ >= self.counts[shards])).any():
-            raise _stale(self.index)
+            raise stale_key_index(self.index.dataset)
         numbers = np.where((shards >= 0) & (self.starts[shards] >= 0), self.starts[shards] + locals_, -1)
         return np.where(np.isin(numbers, self.excluded), -1, numbers) if self.excluded.size else numbers
 
@@ -264,7 +272,7 @@ def _join_shard(lines: Sequence[_Line], shard: int) -> _JoinedRows:
     for place, line in enumerate(lines[1:], start=1):
         matched = matches(primary.index, line.index, number)
         if not np.array_equal(matched[:, 0], np.arange(count)):
-            raise _stale(primary.index)
+            raise stale_key_index(primary.index.dataset)
         rows[:, place] = line.places(matched[:, 1], matched[:, 2])
     kept = ~np.isin(rows[:, 0], primary.excluded)
     for place, line in enumerate(lines):
@@ -279,13 +287,6 @@ def _join_shard(lines: Sequence[_Line], shard: int) -> _JoinedRows:
             if bad.size:
                 keys[place] = keys_at(primary.index, number, bad[:_NAMED_KEYS].tolist())
     return _JoinedRows(rows=rows[kept], missing=missing, keys=keys)
-
-
-def _stale(index: KeyIndex) -> KeyIndexError:
-    return KeyIndexError(
-        f"{index.dataset}: the key index and `.info.json` list different samples. Rebuild both: "
-        f"`energon prepare --tar-index-only {index.dataset}`."
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

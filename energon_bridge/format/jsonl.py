@@ -24,7 +24,6 @@ from energon_bridge.errors import CorruptShardError, DecodeError, EmptyDatasetEr
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.documents import BOM, utf16_remedy
 from energon_bridge.format.tar_index import encode_index, index_name
-from energon_bridge.samples import CrudeSample
 from energon_bridge.storage import OpenFiles, Store, open_store
 
 PART = "json"
@@ -43,7 +42,6 @@ class JsonlDataset(PreparedDataset):
 
     @property
     def index_remedy(self) -> str:
-        """Return what to do about a wrong index."""
         return f"Rebuild it with `energon prepare {self.path}`."
 
 
@@ -79,12 +77,6 @@ def open_jsonl(path: str | os.PathLike[str], *, files: OpenFiles | None = None) 
         shard_names=(name,),
         shard_counts=np.array([count], dtype=np.int64),
         shard_sizes=np.array([size], dtype=np.int64),
-        excluded=frozenset(),
-        sample_type=CrudeSample,
-        field_map=None,
-        sample_loader=None,
-        part_filter=None,
-        subflavors={},
         fingerprint=hashlib.sha256(content.encode()).hexdigest(),
         num_samples=count,
     )

@@ -87,6 +87,14 @@ def damaged_key_index(dataset: str, why: object, other: str | None = None) -> Ke
     )
 
 
+def stale_key_index(dataset: str) -> KeyIndexError:
+    """Return the error for a key index of other samples than `.info.json` counts."""
+    return KeyIndexError(
+        f"{dataset}: the key index and `.info.json` list different samples. Rebuild both: "
+        f"`energon prepare --tar-index-only {dataset}`."
+    )
+
+
 def _uuid(store: Store) -> str:
     rel = meta_path(INDEX_UUID)
     return store.read(rel).decode(errors="replace").strip() if store.exists(rel) else ""

@@ -281,12 +281,10 @@ def renumbered(store: Store, counts: Mapping[str, int]) -> tuple[str, ...]:
     return () if kept == list(counts)[: len(kept)] else (meta_path(INFO_JSON), meta_path(INFO_YAML))
 
 
-def render_info(
-    shard_counts: Mapping[str, int], *, energon_version: str = FORMAT_VERSION, checksums: bool = False
-) -> bytes:
+def render_info(shard_counts: Mapping[str, int], *, checksums: bool = False) -> bytes:
     """Write `.info.json`."""
-    energon_version += CHECKSUMS * checksums
-    return json.dumps({"energon_version": energon_version, "shard_counts": dict(shard_counts)}, indent=2).encode()
+    version = FORMAT_VERSION + CHECKSUMS * checksums
+    return json.dumps({"energon_version": version, "shard_counts": dict(shard_counts)}, indent=2).encode()
 
 
 def read_splits(store: Store, split_config: str = DEFAULT_SPLIT_CONFIG) -> Splits:

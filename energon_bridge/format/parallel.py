@@ -26,7 +26,6 @@ class Engine(Protocol):
 
     def map_shards(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Generator[Result, None, None]:
         """Yield `function(item)` for every item, in their order; raise what it raises for the first such item."""
-        ...
 
 
 Workers = int | Engine

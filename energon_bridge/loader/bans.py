@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from energon_bridge.errors import ConfigurationError, EmptyDatasetError, KeyIndexError, StorageError
+from energon_bridge.errors import ConfigurationError, EmptyDatasetError, StorageError
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
-from energon_bridge.format.key_index import find_keys, local_key_index
+from energon_bridge.format.key_index import find_keys, local_key_index, stale_key_index
 from energon_bridge.format.nvmeta import INDEX_SQLITE, meta_path, read_info
 from energon_bridge.format.tar_index import scan_tar
 from energon_bridge.loader.document import SavedRun
@@ -92,10 +92,7 @@ def _looked_up(dataset: PreparedDataset, keys: list[str], firsts: list[int]) -> 
         number, local = one
         of_shard = places.get(shards[number], [])
         if any(local >= dataset.shard_counts[place] for place in of_shard):
-            raise KeyIndexError(
-                f"{dataset.path}: the key index and `.info.json` list different samples. Rebuild both: "
-                f"`energon prepare --tar-index-only {dataset.path}`."
-            )
+            raise stale_key_index(dataset.path)
         yield from ((key, firsts[place] + local) for place in of_shard)
 
 

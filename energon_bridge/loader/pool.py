@@ -57,11 +57,9 @@ class Source(Protocol):
 
     def work(self, worker: int, barred: frozenset[tuple[int, int]], careful: bool) -> Work:
         """Return the work of a worker from the delivered position on."""
-        ...
 
     def leaves(self) -> Sequence[Leaf]:
         """Return the leaves, to name samples."""
-        ...
 
 
 class Engine(Protocol):
@@ -85,19 +83,15 @@ class Engine(Protocol):
 
     def start(self, work: Work, link: socket.socket, arena: Arena | None, board: Board, stacks: StackFile) -> Any:
         """Start a worker; it is there when `settle` returns."""
-        ...
 
     def settle(self, *, wait: bool = True) -> None:
         """Wait for the workers that were started, or look after them. Raises LoaderError if one cannot be started."""
-        ...
 
     def ending(self, process: Any) -> tuple[int | None, str]:
         """Return the exit code of a worker that has ended, and how that is said."""
-        ...
 
     def state(self, process: Any, stacks: StackFile) -> str:
         """Return what a worker is doing: the stacks of its threads, or that it is stopped."""
-        ...
 
     def move(self, ready: Callable[[], int]) -> int | None:
         """Return a worker that should be started elsewhere, and take over there; asked before each microbatch.
@@ -105,11 +99,9 @@ class Engine(Protocol):
         Args:
             ready: Tells the microbatches that are made and not taken.
         """
-        ...
 
     def metrics(self) -> dict[str, float]:
         """Return what is to be counted of it, by name."""
-        ...
 
 
 class Worker:

@@ -338,7 +338,12 @@ class RunPlan:
         """Return the plan with exactly these bans, given by identity."""
         if not banned and not self.banned:
             return self
-        return replace(self, leaves=tuple(replace(leaf, bans=banned.get(leaf.identity)) for leaf in self.leaves))
+        leaves, blend = tuple(replace(leaf, bans=banned.get(leaf.identity)) for leaf in self.leaves), self.blend
+        if blend is None or isinstance(blend, BucketBlend):
+            leaves = tuple(replace(leaf, order=leaf.order.without(leaf.bans)) for leaf in leaves)
+        if isinstance(blend, BucketBlend):
+            blend = replace(blend, gone=frozenset(n for n, leaf in enumerate(leaves) if leaf.all_banned))
+        return replace(self, leaves=leaves, blend=blend)
 
     def recut(self, num_lanes: int, changes: ChangedWeights, blocks: Mapping[str, int] | None = None) -> RunPlan:
         """Return the plan for other lanes, weights and blocks (None: the same); settings and bans stay."""

@@ -172,7 +172,7 @@ class Blender:
         if isinstance(self.items, (str, bytes, Mapping)) or not isinstance(self.items, Iterable):
             raise ConfigurationError(f"Blender expected a list of (path, weight) pairs, got {self.items!r}")
         items = list(self.items)
-        pairs = [(item[0], item[1]) for item in items if _is_pair(item)]
+        pairs = [(item[0], item[1]) for item in items if isinstance(item, (tuple, list)) and len(item) == 2]
         if len(pairs) != len(items):
             pairs = _pairs_of_flat_list(items)
         if not pairs:
@@ -218,10 +218,6 @@ def _is_list(value: Any) -> bool:
 
 def _is_path(value: Any) -> bool:
     return isinstance(value, (str, os.PathLike))
-
-
-def _is_pair(item: Any) -> bool:
-    return isinstance(item, (tuple, list)) and len(item) == 2
 
 
 def _pairs_of_flat_list(items: list[Any]) -> list[tuple[Any, Any]]:

@@ -116,11 +116,9 @@ class Blend(Protocol):
 
     def leaves(self, lane: int, draw: int, count: int) -> IntArray:
         """Return the leaves of up to `count` consecutive draws, at least of one, shape (draws,)."""
-        ...
 
     def counts(self, lane: int, draw: int) -> IntArray:
         """Return how many of a lane's draws before `draw` come from each leaf, shape (leaves,)."""
-        ...
 
 
 def thresholds(weights: Sequence[float | Fraction]) -> UIntArray:
@@ -387,9 +385,14 @@ def _place_of(quotas: IntArray, phases: IntArray, number: int) -> int:
 # Within a bucket a lane draws as in a run that has only this bucket: its draws there are counted by themselves, from
 # leaf to leaf and from epoch to epoch. So nothing is dropped at the end of an epoch: the microbatch goes on with the
 # next one.
+#
+# A bucket is *spent* when all its samples that have a weight are banned. The laps that fall to spent buckets go to the
+# others, in proportion to theirs: the k-th of them to the bucket that has lap k of a mix of the others alone. No other
+# lap moves. Which buckets are spent follows from the bans, which with buckets hold for the whole run, so it is still a
+# function of m. Where all are spent, nothing is left to go to, and the rule does not apply.
 
 
-_BUCKETS, _LEAVES = 8, 9
+_BUCKETS, _LEAVES, _SPENT = 8, 9, 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -402,6 +405,7 @@ class BucketBlend:
         weights: The weight of each leaf among all, as a share of samples; they add up to 1.
         num_lanes: L.
         key: Key of the run.
+        gone: The leaves of which every sample is banned.
     """
 
     rows: tuple[int, ...]
@@ -409,14 +413,24 @@ class BucketBlend:
     weights: tuple[Fraction, ...]
     num_lanes: int
     key: int
+    gone: frozenset[int] = frozenset()
 
     def bucket(self, microbatch: int) -> int:
         """Return the bucket of a lane's microbatch, for any lane."""
-        return int(self._laps.leaves(0, microbatch, 1)[0])
+        bucket = int(self._laps.leaves(0, microbatch, 1)[0])
+        if self._instead is None or bucket not in self._spent:
+            return bucket
+        before = int(self._laps.counts(0, microbatch)[self._spent].sum())
+        return int(self._instead.leaves(0, before, 1)[0])
 
     def microbatches(self, microbatch: int) -> IntArray:
         """Return how many of a lane's microbatches before one come from each bucket, shape (buckets,)."""
-        return self._laps.counts(0, microbatch)
+        counts = self._laps.counts(0, microbatch)
+        if self._instead is not None:
+            before = int(counts[self._spent].sum())
+            counts[self._spent] = 0
+            counts += self._instead.counts(0, before)
+        return counts
 
     def draws(self, bucket: int, leaf_draws: Sequence[int]) -> int:
         """Return a lane's draws in a bucket, from those in all leaves."""
@@ -441,13 +455,33 @@ class BucketBlend:
         return tuple(found)
 
     @cached_property
-    def _laps(self) -> WeightedBlend:
+    def _shares(self) -> list[Fraction]:
+        """The shares of the buckets in the laps."""
         shares = [Fraction(0)] * len(self.rows)
         for weight, bucket in zip(self.weights, self.of_leaf, strict=True):
             shares[bucket] += weight / self.rows[bucket]
-        return WeightedBlend(
-            parts=_constant(map(WeightSchedule.constant, shares)), num_lanes=1, key=fold(self.key, _BUCKETS)
-        )
+        return shares
+
+    @cached_property
+    def _laps(self) -> WeightedBlend:
+        return self._mix(self._shares, _BUCKETS)
+
+    @cached_property
+    def _spent(self) -> list[int]:
+        """The buckets of which all samples that have a weight are banned."""
+        leaves = enumerate(zip(self.weights, self.of_leaf, strict=True))
+        left = {bucket for leaf, (weight, bucket) in leaves if weight and leaf not in self.gone}
+        return [bucket for bucket, share in enumerate(self._shares) if share and bucket not in left]
+
+    @cached_property
+    def _instead(self) -> WeightedBlend | None:
+        """The buckets of the laps that fall to spent ones; None: no bucket is spent, or all are."""
+        left = [Fraction(0) if bucket in self._spent else share for bucket, share in enumerate(self._shares)]
+        return self._mix(left, _SPENT) if self._spent and any(left) else None
+
+    def _mix(self, shares: Sequence[Fraction], domain: int) -> WeightedBlend:
+        parts = _constant(map(WeightSchedule.constant, shares))
+        return WeightedBlend(parts=parts, num_lanes=1, key=fold(self.key, domain))
 
 
 _NEVER = WeightSchedule.constant(Fraction(0))

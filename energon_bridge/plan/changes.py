@@ -37,16 +37,13 @@ class LeafWeights(Protocol):
 
     def at(self, global_draw: int) -> Sequence[float | Fraction]:
         """Return the weights of a global draw: non-negative, not all zero, in order of the leaves' identities."""
-        ...
 
     def points(self) -> Sequence[int]:
         """Return the global draws between which the weights stay, or move evenly, ascending."""
-        ...
 
     @property
     def moves(self) -> bool:
         """Whether any weight changes from draw to draw, not only at points."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +61,6 @@ class MixWeights:
     order: tuple[int, ...]
 
     def at(self, global_draw: int) -> Sequence[float | Fraction]:
-        """Return the weights of a global draw."""
         weights: Sequence[float | Fraction]
         if self.mix.is_scheduled or self.mix.needs_sizes:
             weights = self.mix.weights_at(global_draw, self.sizes)
@@ -73,12 +69,10 @@ class MixWeights:
         return [weights[place] for place in self.order]
 
     def points(self) -> list[int]:
-        """Return the global draws at which a schedule has a point."""
         return self.mix.schedule_points()
 
     @property
     def moves(self) -> bool:
-        """Whether any weight changes from draw to draw."""
         return self.mix.moves
 
     def fingerprint(self) -> str:
@@ -96,16 +90,13 @@ class GivenWeights:
     schedules: tuple[WeightSchedule, ...]
 
     def at(self, global_draw: int) -> Sequence[float | Fraction]:
-        """Return the weights of a global draw."""
         return [schedule.exact_at(global_draw) for schedule in self.schedules]
 
     def points(self) -> list[int]:
-        """Return the global draws at which a schedule has a point."""
         return sorted({draw for schedule in self.schedules for draw, _ in schedule.points})
 
     @property
     def moves(self) -> bool:
-        """Whether any weight changes from draw to draw."""
         return any(schedule.moves for schedule in self.schedules)
 
 

@@ -400,7 +400,6 @@ class ExchangingLoader(BalancedLoader):
         return in_window(self._state(), done * self._rounds * self._peers.size, self._settings)
 
     def restore_state_rank(self, state: Any, **kwargs: Any) -> None:
-        """Continue from a state (see `BalancedLoader.restore_state_rank`)."""
         self._drop()
         done = 0
         if self._window > 1:
@@ -412,7 +411,6 @@ class ExchangingLoader(BalancedLoader):
         self._skipped = done // self._peers.size
 
     def seek(self, step: int) -> None:
-        """Go to a step of the run (see `SavableDataLoader.seek`); a step is a microbatch of each rank."""
         self._drop()
         skipped = step % self._turns
         self._check_place(skipped * self._peers.size)
@@ -431,7 +429,6 @@ class ExchangingLoader(BalancedLoader):
             self._moved()
 
     def close(self) -> None:
-        """Stop the workers; the next batch starts them again, after the global batches that were delivered."""
         if self._exchange is not None:
             self._exchange.join(_AT_CLOSE)
         self.loader.close()

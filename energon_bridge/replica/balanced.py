@@ -249,7 +249,7 @@ class OwnShareLoader(BalancedLoader):
     plans; if each restores only its own rank's state, they exchange these, since every rank plans all lanes.
 
     Args:
-        loader: This rank's loader, over an endless training stream.
+        loader: This rank's loader, over an endless training stream; if it has moved, all ranks go on from there.
         sharing: How the run is divided.
         group: A gloo group of the data-parallel ranks; None: no communication.
     """
@@ -257,8 +257,10 @@ class OwnShareLoader(BalancedLoader):
     def __init__(self, loader: SavableDataLoader, sharing: Sharing, group: Any) -> None:
         super().__init__(loader, sharing.group // loader.config.dp_size, sharing.window)
         self._sharing, self._group, self._agreed = sharing, group, False
+        moved = loader.save_state_rank() if loader.microbatches else None  # its own lanes; every rank plans all
         loader.follow(sharing, sharing.settings)
-        self._check_place(loader.microbatches)
+        if moved is not None:
+            self.restore_state_rank(moved)
         self._check_even()
 
     @property
@@ -283,7 +285,6 @@ class OwnShareLoader(BalancedLoader):
         return self.loader.save_state_rank()
 
     def counters(self) -> list[State]:
-        """Return a row for each leaf of what this rank loaded, as `leaf_rows` describes."""
         return self.loader.counters()
 
     def restore_state_rank(self, state: Any, **kwargs: Any) -> None:
@@ -299,7 +300,6 @@ class OwnShareLoader(BalancedLoader):
         self._agreed = False
 
     def seek(self, step: int) -> None:
-        """Go to a step of the run (see `SavableDataLoader.seek`); a step is a microbatch of each rank."""
         self._check_place(step * self.config.dp_size)
         self.loader.seek(step)
         self._agreed = False

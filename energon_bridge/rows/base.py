@@ -217,29 +217,23 @@ class SourceSample(Protocol):
     @property
     def key(self) -> str:
         """Return its key."""
-        ...
 
     @property
     def where(self) -> str:
         """Return its place in the source, for errors."""
-        ...
 
     @property
     def num_rejected(self) -> int:
         """Return how many answers were left out of it, because others are preferred."""
-        ...
 
     def sizes(self) -> list[tuple[str, int]]:
         """Return its parts with their sizes in bytes; raises SourceError."""
-        ...
 
     def mark(self) -> str:
         """Return a text that changes if the sample does; never raises."""
-        ...
 
     def read(self) -> tuple[list[tuple[str, bytes]], Mapping[str, str]]:
         """Return its parts, and the access of each field to them; raises SourceError."""
-        ...
 
 
 class Source(Protocol):
@@ -257,15 +251,12 @@ class Source(Protocol):
 
     def row(self, number: int) -> Row:
         """Return a row; raises SourceError."""
-        ...
 
     def sample(self, number: int, layout: Layout) -> SourceSample:
         """Return a sample, to be read in this or another process; raises SourceError."""
-        ...
 
     def propose(self) -> Layout:
         """Propose a layout for the rows; raises SourceError if they cannot be converted."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

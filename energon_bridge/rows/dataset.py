@@ -103,7 +103,6 @@ class TableDataset(ForeignDataset):
         return TableRows(self)
 
     def read_values(self, column: str) -> np.ndarray:
-        """Return a column of numbers or texts, as `ForeignDataset` says."""
         return _read_values(self, column)
 
 
@@ -186,11 +185,7 @@ def open_tables(
         shard_names=tuple(names),
         shard_counts=np.array(counts, dtype=np.int64),
         shard_sizes=np.array(sizes, dtype=np.int64),
-        excluded=frozenset(),
         sample_type=sample_type,
-        field_map=None,
-        sample_loader=None,
-        part_filter=None,
         subflavors=subflavors,
         fingerprint=hashlib.sha256(content.encode()).hexdigest(),
         num_samples=sum(counts),

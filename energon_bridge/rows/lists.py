@@ -130,7 +130,6 @@ class ListedEntries(Entries):
         return len(self._entries)
 
     def entry(self, number: int) -> tuple[Mapping[str, Any], str]:
-        """Return an entry and its place."""
         entry = self._entries[number]
         where = f"{self._path}, {self._unit} {number + self._first}"
         if not isinstance(entry, Mapping):
@@ -159,7 +158,6 @@ class LineEntries(Entries):
         return len(self._starts)
 
     def entry(self, number: int) -> tuple[Mapping[str, Any], str]:
-        """Return an entry and its place."""
         start, end = int(self._starts[number]), int(self._ends[number])
         where = f"{self._path}, line {self._lines[number]}"
         with self._path.open("rb") as file:

@@ -34,7 +34,6 @@ from energon_bridge.errors import (
 from energon_bridge.format.foreign import ForeignDataset, ForeignFormat, ForeignRow, Location
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG
 from energon_bridge.rng import IntArray
-from energon_bridge.samples import CrudeSample
 from energon_bridge.storage import OpenFiles, Store, open_store
 
 _HEADER = struct.Struct("<9sQBQQ")
@@ -107,7 +106,6 @@ class IndexedDataset(ForeignDataset):
     window: _Window | None
 
     def open_rows(self) -> IndexedRows:
-        """Return a new reader of the samples."""
         return IndexedRows(self)
 
     @property
@@ -276,12 +274,6 @@ def open_index(
         shard_names=(f"{name}.bin",),
         shard_counts=np.array([count], dtype=np.int64),
         shard_sizes=np.array([size], dtype=np.int64),
-        excluded=frozenset(),
-        sample_type=CrudeSample,
-        field_map=None,
-        sample_loader=None,
-        part_filter=None,
-        subflavors={},
         fingerprint=hashlib.sha256(content.encode()).hexdigest(),
         num_samples=count,
         columns=("tokens",) if window else ("tokens", "document"),

@@ -261,11 +261,9 @@ class Lender(Protocol):
 
     def lend(self, size: int) -> np.ndarray | None:
         """Return that many bytes, shape (size,), or None if there is no room."""
-        ...
 
     def lent_at(self, address: int, size: int) -> tuple[int, np.ndarray] | None:
         """Return address and array of the lent memory that holds `size` bytes from an address on."""
-        ...
 
 
 def lent(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:

@@ -20,51 +20,39 @@ class Store(Protocol):
     @property
     def root(self) -> str:
         """Absolute path or URL of the root, without a trailing slash."""
-        ...
 
     def url(self, rel: str) -> str:
         """Return the full path or URL of `rel`, for messages and other programs."""
-        ...
 
     def check_root(self) -> None:
         """Raise DatasetNotFoundError unless the root is a folder."""
-        ...
 
     def size(self, rel: str) -> int:
         """Return the size of `rel` in bytes; raises ShardMissingError or DatasetNotFoundError."""
-        ...
 
     def exists(self, rel: str) -> bool:
         """Return whether `rel` is a file."""
-        ...
 
     def read(self, rel: str) -> bytes:
         """Read all of `rel`."""
-        ...
 
     def read_range(self, rel: str, offset: int, length: int) -> bytes:
         """Read exactly `length` bytes from byte `offset` of `rel`; raises ShortReadError if there are fewer."""
-        ...
 
     def read_ranges(self, rel: str, offsets: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
         """Read several ranges of `rel`, each exactly, in the order given; raises what `read_range` raises."""
-        ...
 
     def list(self, suffix: str | tuple[str, ...] = "") -> list[tuple[str, int]]:
         """List (name, bytes) of all files below the root whose name ends with `suffix` (or one of them), sorted."""
-        ...
 
     def write(self, rel: str, data: bytes) -> None:
         """Write `rel` as a whole; readers see the old content or the new, if the storage can guarantee that."""
-        ...
 
     def put_file(self, path: str, rel: str) -> None:
         """Move or copy the local file `path` to `rel`, replacing any file there as a whole."""
-        ...
 
     def delete(self, rel: str) -> None:
         """Delete `rel` if it exists."""
-        ...
 
 
 class FarStore(Store, Protocol):
@@ -72,15 +60,12 @@ class FarStore(Store, Protocol):
 
     def read_all(self, wanted: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> Sequence[Sequence[bytes]]:
         """Read ranges of several files: for each file its name, offsets and lengths. As `read_ranges` otherwise."""
-        ...
 
     def sizes(self, rels: Sequence[str]) -> Sequence[int]:
         """Return the sizes of several files in bytes; raises what `size` raises."""
-        ...
 
     def versions(self, most: int) -> dict[str, tuple[int, str]] | None:
         """Return bytes and ETag of all files below the root, None if the storage cannot tell or there are too many."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,11 +77,9 @@ class Origin(Protocol):
 
     def target(self, key: str, *, fresh: bool) -> Target:
         """Return how to read an object; `fresh`: the last signature was rejected, so get the credentials again."""
-        ...
 
     def recover(self, refused: Refused) -> bool:
         """Learn from a response, such as the region of a bucket; return whether to try again."""
-        ...
 
 
 class Refused(Exception):  # noqa: N818 - a response, which the store turns into an error

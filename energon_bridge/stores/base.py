@@ -73,7 +73,6 @@ class FileStore(Protocol):
 
     def get_path(self) -> str:
         """Return the path or URL of the store; stores with the same path have the same files."""
-        ...
 
     def locate(self, key: str) -> tuple[ByteRange, SourceInfo] | None:
         """Return the location of a file's bytes, for decoders that need only some of them; None by default."""
@@ -117,23 +116,18 @@ class StoreAround(FileStore):
         return key
 
     def read(self, key: str) -> tuple[bytes, SourceInfo]:
-        """Return the bytes of a file, not decoded."""
         return self._inner.read(self._key(key))
 
     def get_path(self) -> str:
-        """Return the path of the inner store."""
         return self._inner.get_path()
 
     def locate(self, key: str) -> tuple[ByteRange, SourceInfo] | None:
-        """Return where the bytes of a file lie."""
         return self._inner.locate(self._key(key))
 
     def full_key(self, key: str) -> str:
-        """Return the key under which the inner store knows a file."""
         return self._inner.full_key(self._key(key))
 
     def get_media_metadata(self, key: str) -> MediaMetadata:
-        """Return the inner store's metadata of a media file."""
         return self._inner.get_media_metadata(self._key(key))
 
 
@@ -158,7 +152,6 @@ class DecodeFileStore(StoreAround):
         return super().__getitem__(key)
 
     def decode(self, key: str, data: bytes) -> Any:
-        """Decode the bytes of a file; raises DecodeError."""
         try:
             return self._decoder.decode(self.full_key(key), self._inner.decode(key, data))
         except DecodeError as error:
@@ -184,7 +177,6 @@ class PrimaryFileStore(StoreAround):
         return self._inner[self._key(key)]
 
     def decode(self, key: str, data: bytes) -> Any:
-        """Decode the bytes of a file as the inner store does."""
         return self._inner.decode(self._key(key), data)
 
     def _key(self, key: str) -> str:
@@ -433,11 +425,9 @@ class SystemFileStore(FileStore):
             )
 
     def get_path(self) -> str:
-        """Return the folder or URL."""
         return self._store.root
 
     def get_media_metadata(self, key: str) -> MediaMetadata:
-        """Return the metadata of a file from the folder's media index."""
         return self._index.media(key)
 
 
@@ -468,7 +458,6 @@ class JsonlFileStore(FileStore):
         return data, SourceInfo(dataset.path, key, name, (key,))
 
     def get_path(self) -> str:
-        """Return the path or URL of the file."""
         return self._opened().path
 
     def _opened(self) -> JsonlDataset:
@@ -535,11 +524,9 @@ class WebdatasetFileStore(FileStore):
         return names, self._shards[place.shard], place
 
     def get_path(self) -> str:
-        """Return the folder or URL of the dataset."""
         return self._store.root
 
     def get_media_metadata(self, key: str) -> MediaMetadata:
-        """Return the metadata of the part `<sample key>.<part>` from the dataset's index."""
         return self._index.media(key)
 
 

@@ -60,11 +60,9 @@ class EncodedFile(Protocol):
 
     def with_data(self, data: bytes) -> EncodedFile:
         """Return a copy with other bytes."""
-        ...
 
     def when_got(self) -> Any:
         """Return what `Lazy.get` hands out: the object itself, or what it decodes to."""
-        ...
 
 
 class CachePool(Protocol):
@@ -78,19 +76,15 @@ class CachePool(Protocol):
 
     def get(self, ds: FileStore, fname: str, sample: Any = None) -> Any:
         """Return the value of a file now, as `ds.get(fname, sample)` does."""
-        ...
 
     def get_lazy(self, ds: FileStore, fname: str) -> Lazy:
         """Return a lazy for a file of a store."""
-        ...
 
     def to_cache(self, data: Any, name: str) -> Lazy:
         """Return a lazy for data, which must not change from now on; `name` is for messages."""
-        ...
 
     def close(self) -> None:
         """Release everything kept in this process. Lazy files can still be read; data passed to `to_cache` is gone."""
-        ...
 
 
 class DirectLazy(Lazy):
@@ -101,7 +95,6 @@ class DirectLazy(Lazy):
         self._fname = fname
 
     def read(self) -> tuple[Any, SourceInfo | None]:
-        """Read the file and decode it as its store does."""
         return self._ds[self._fname]
 
 
@@ -112,7 +105,6 @@ class HeldLazy(Lazy):
         self._data = data
 
     def read(self) -> tuple[Any, SourceInfo | None]:
-        """Return the data."""
         return self._data.when_got() if isinstance(self._data, EncodedFile) else self._data, None
 
 
@@ -126,11 +118,9 @@ class NoCachePool(CachePool):
     """
 
     def get(self, ds: FileStore, fname: str, sample: Any = None) -> Any:
-        """Return the value of a file."""
         return ds.get(fname, sample)
 
     def get_lazy(self, ds: FileStore, fname: str) -> Lazy:
-        """Return a lazy that reads the file on `get`."""
         return DirectLazy(ds, fname)
 
     def to_cache(self, data: Any, name: str) -> Lazy:

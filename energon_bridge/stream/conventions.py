@@ -37,15 +37,12 @@ class PassOrder(Protocol):
 
     def steps(self, rank: int) -> int:
         """Return the microbatches of a rank."""
-        ...
 
     def span(self, number: int) -> tuple[int, int]:
         """Return the draws [start, stop) of a microbatch; rank r has the numbers r, r + ranks, and so on."""
-        ...
 
     def sample_number(self, draw: int) -> int:
         """Return the number of a draw that hooks see."""
-        ...
 
 
 @dataclass(frozen=True)

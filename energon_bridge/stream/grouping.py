@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Generic, TypeVar
@@ -171,15 +171,9 @@ class Grouping:
             for row in rows:  # the others no longer encode, and are counted
                 self._add(row, counts)
 
-    def let_go(self, size: int) -> None:
-        """Drop contents of at least `size` bytes, the newest rows first."""
-        least = self.held - size
-        for row in reversed(self._groups.waiting):
-            if self.held <= least:
-                return
-            if row.content is not None:
-                row.content = None
-                self._pipeline.budget.hold(self, -row.size)
+    def needed_last(self) -> Iterable[BatchRow]:
+        """Return the rows whose contents may be dropped, the newest first."""
+        return reversed(self._groups.waiting)
 
     def _with_contents(
         self, rows: list[BatchRow], remake: Callable[[list[BatchRow]], list[BatchRow]]

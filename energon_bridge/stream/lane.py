@@ -188,11 +188,9 @@ class Stream(Protocol):
 
     def prepare(self, unit: int, count: int) -> None:
         """Start loading the next `count` microbatches of a unit, on threads."""
-        ...
 
     def produce(self, unit: int) -> LaneBatch:
         """Return the next microbatch of a unit."""
-        ...
 
 
 class LaneStreams:

@@ -138,12 +138,8 @@ def cook_of(
     hook = getattr(encoder, Hook.COOK.title, None)
     cook: Cook = partial(cook_sample, of=found, stores=given, cache=cache)
     if hook is not None:
-        cook = partial(_by_hook, hook, found, given)
+        cook = lambda sample: hook(sample, found, given)  # noqa: E731
     return partial(_if_crude, cook) if joined else cook
-
-
-def _by_hook(hook: Callable[..., Any], of: Cooker[Any], stores: dict[str, FileStore], sample: CrudeSample) -> Any:
-    return hook(sample, of, stores)
 
 
 def _if_crude(cook: Cook, sample: Any) -> Any:
@@ -173,6 +169,11 @@ class Leaf:
     aux: Mapping[str, AuxRef] = field(default_factory=dict)
     bans: LeafBans | None = None
     amounts: Amounts | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def all_banned(self) -> bool:
+        """Whether every sample is banned, from some draw on."""
+        return self.bans is not None and self.bans.samples.size == self.order.num_samples
 
 
 def user_key_of(leaf: Leaf) -> int:
@@ -230,7 +231,6 @@ class LineParser(Parser):
     """
 
     def make(self, drawn: RawDraws, into: Rows | None = None) -> list[Any]:
-        """Return the sample of each line, or a `FailedSample` instead."""
         path, (shard_name,), subflavors = self._dataset.path, self._dataset.shard_names, self._dataset.subflavors
         out: list[Any] = []
         for raw, index, restore_key in zip(drawn.raws, drawn.indices, drawn.restore_keys, strict=True):
@@ -254,7 +254,6 @@ class LineParser(Parser):
         return out
 
     def name_of(self, raw: Any, index: int) -> tuple[str, tuple[str, ...]]:
-        """Return key and parts of a sample."""
         return str(index), (PART,)
 
 
@@ -370,7 +369,6 @@ class JoinValues(Parser):
         return FailedSample(attempt.error, Hook.JOINER, place)
 
     def name_of(self, raw: RawRow, index: int) -> tuple[str, tuple[str, ...]]:
-        """Return key and parts of a row's sample in the primary."""
         return self._values[0].name_of(raw[0], index)
 
     def _name(self, number: int) -> str:

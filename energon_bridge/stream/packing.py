@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, compress
 from typing import Any
 
@@ -339,15 +339,9 @@ class Packing:
         self._hold(sum(row.size for row in gone if row.content is not None))
         return made
 
-    def let_go(self, size: int) -> None:
-        """Drop contents of at least `size` bytes, starting with those needed last."""
-        least = self.held - size
-        for row in chain(reversed(self._buffer), *reversed(self._packs)):
-            if self.held <= least:
-                return
-            if row.content is not None:
-                row.content = None
-                self._hold(-row.size)
+    def needed_last(self) -> Iterable[BatchRow]:
+        """Return the rows whose contents may be dropped: of the buffer from its end on, then of the last packs."""
+        return chain(reversed(self._buffer), *reversed(self._packs))
 
 
 def select_packs(

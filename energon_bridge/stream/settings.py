@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
@@ -180,6 +180,13 @@ class StreamSettings:
 logger = logging.getLogger(__name__)
 
 
+class Held(Protocol):
+    """A row that waits, with its bytes; its content can be made again where it is None."""
+
+    content: Any
+    size: int
+
+
 class Holder(Protocol):
     """A stage of a lane that holds contents.
 
@@ -189,9 +196,8 @@ class Holder(Protocol):
 
     held: int
 
-    def let_go(self, size: int) -> None:
-        """Drop contents of at least `size` bytes, or all there are, and report it by `Budget.hold`."""
-        ...
+    def needed_last(self) -> Iterable[Held]:
+        """Return the rows whose contents may be dropped, those first that are needed last."""
 
 
 class Budget:
@@ -221,6 +227,15 @@ class Budget:
         holder.held += size
         self.held += size
 
+    def _drop(self, holder: Holder, least: int) -> None:
+        """Drop contents of a lane until it holds no more than `least`, or nothing."""
+        for row in holder.needed_last():
+            if holder.held <= least:
+                return
+            if row.content is not None:
+                row.content = None
+                self.hold(holder, -row.size)
+
     def keep(self, served: Holder) -> None:
         """Make lanes over their shares drop what exceeds the budget; `served` is the lane served last."""
         if self.held <= self._most:
@@ -229,7 +244,7 @@ class Budget:
         for holder in (served, *sorted(self._holders, key=lambda one: -one.held)):
             beyond = min(holder.held - share, self.held - self._most)
             if beyond > 0:
-                holder.let_go(beyond)
+                self._drop(holder, holder.held - beyond)
         if not self._said:
             self._said = True
             logger.warning(

@@ -158,7 +158,6 @@ class SampleParser(Parser):
         self._follow = follow_links(dataset.path)
 
     def make(self, drawn: RawDraws, into: Rows | None = None) -> list[Any]:
-        """Return the sample or a `FailedSample` for the bytes of each sample."""
         dataset, (raws, indices, shards, restore_keys) = self._dataset, drawn
         path, names, excluded = dataset.path, dataset.shard_names, dataset.excluded
         source_path = dataset.source_path or path
@@ -252,7 +251,6 @@ class SampleParser(Parser):
         return {name: pixels if name == done else decode(name, data) for name, data in parts.items()}
 
     def name_of(self, raw: Any, index: int) -> tuple[str, tuple[str, ...]]:
-        """Return key and parts of a sample, without decoding it."""
         key, parts = self._parse(raw, None)
         return key, tuple(parts)
 
@@ -306,7 +304,6 @@ class CodeValues(SampleParser):
         self._accepted: dict[str, bool] = {}
 
     def make(self, drawn: RawDraws, into: Rows | None = None) -> list[Any]:
-        """Return for each sample what `SampleParser.make` returns, or a `PendingSample`."""
         now = self._activities.mine()
         now.dataset, now.hook = self._dataset, Hook.DECODE
         out: list[Any] = []

@@ -177,12 +177,10 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
 
     @property
     def pixel_settings(self) -> dict[str, str]:
-        """The settings of pixels in the state of a run."""
         return pixel_settings(self.image_processor, self._path, self.pixels_dtype)
 
     @property
     def image_alpha(self) -> Alpha:
-        """What becomes of transparency: what the image processor makes of it."""
         return alpha_for(self.image_processor, self._path)
 
     def padded_length(self, sample: MultiModalSample) -> int:
@@ -192,15 +190,12 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
 
     @default_hook
     def sample_length(self, sample: Any) -> int:
-        """Return the tokens of a row of a batch in which this sample is the longest."""
         return self._row_length if self.pad_to_max_length else self.padded_length(sample)
 
     def select_samples_to_pack(self, samples: Sequence[Any]) -> list[list[Any]]:
-        """Return the packs of encoded samples that leave the packing buffer now."""
         return self.packer.select(samples)
 
     def pack_selected_samples(self, samples: Sequence[Any]) -> MultiModalPack:
-        """Join the encoded samples of a pack into one sequence."""
         length = self._row_length if self.pad_to_max_length else None
         return pack_sequences(samples, self._filling, multiple_of=self.pad_to_multiple_of, length=length)
 

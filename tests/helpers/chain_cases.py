@@ -243,7 +243,7 @@ class Leg:
     Args:
         ranks, workers, threads, prefetch, buffer_bytes: Of the configuration.
         processes: The workers are processes; elsewhere they are generators of this one.
-        device: Where microbatches are copied to, ahead; None: they are not copied.
+        device: Where microbatches are copied to, ahead: a GPU, if there is one; None: they are not copied.
         steps: Of each rank.
         peeks: States are saved after each step, and each microbatch is made again by its restore key.
         passing: "list": of the states of all ranks, shuffled; "merged": into one; "parts": into two; "own": each rank
@@ -268,7 +268,7 @@ class Leg:
 
     @property
     def device(self) -> str | None:
-        return "cpu" if self.order % 2 else None
+        return ("cuda" if torch.cuda.is_available() else "cpu") if self.order % 2 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

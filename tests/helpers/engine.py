@@ -232,7 +232,7 @@ def digest(batch: Any) -> str:
 def _feed(state: Any, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         state.update(f"tensor {value.dtype} {tuple(value.shape)}".encode())
-        state.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        state.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(value, np.ndarray):
         state.update(f"array {value.dtype} {value.shape}".encode() + value.tobytes())
     elif dataclasses.is_dataclass(value):

@@ -21,7 +21,13 @@ from engine import (
 )
 
 from energon_bridge import AspectTiers, Blender, get_train_dataset
-from energon_bridge.errors import ConfigurationError, EnergonError, FatalSampleError, SettingMismatchError
+from energon_bridge.errors import (
+    ConfigurationError,
+    EmptyDatasetError,
+    EnergonError,
+    FatalSampleError,
+    SettingMismatchError,
+)
 from energon_bridge.forecast.run import run_of_mix
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.prepare.columns import add_column
@@ -163,6 +169,95 @@ def test_a_sample_is_found_and_banned(data: Path) -> None:
         loader.ban(["00001"], from_draw=5)
     with pytest.raises(ConfigurationError, match="group_by"):
         loader.set_weights([1])
+
+
+def keys_in(*names: str) -> list[str]:
+    return [f"{number:05d}" for number in range(243) if name_of(number) in names]
+
+
+def named(batch: Any) -> str:
+    (name,) = {name_of(number) for number in numbers_of(batch)}
+    return name
+
+
+def test_buckets_of_which_all_is_banned_leave_their_turns_to_the_others(data: Path) -> None:
+    dataset = opened(data / "a", bucket_batch_size="2 + width // 400")
+    assert dataset.buckets is not None
+    (plain,) = ranks_of(dataset)
+    unbanned = [named(batch) for batch in islice(plain, 80 * GROUP)]
+    (loader,) = ranks_of(dataset)
+    stream = iter(loader)
+    begun = [named(batch) for batch in islice(stream, 9 * GROUP)]
+    gone = ("384x640", "640x384")
+    loader.ban(keys_in(*gone))
+    names = begun + [named(batch) for batch in islice(iter(loader), 71 * GROUP)]
+    moved = {}
+    for lap in range(80):
+        (before,), (after,) = (set(part[lap * GROUP : lap * GROUP + GROUP]) for part in (unbanned, names))
+        if lap < 9 or before not in gone:
+            assert after == before  # no other lap moves
+        else:
+            moved[lap] = after
+    counts = Counter(moved.values())
+    assert {*counts} == {"512x512", "576x448"}
+    shares = {
+        name: count / rows
+        for name, count, rows in zip(dataset.buckets.names, dataset.buckets.samples, dataset.buckets.rows, strict=True)
+        if name in counts
+    }
+    for name, share in shares.items():
+        assert abs(counts[name] - len(moved) * share / sum(shares.values())) < 1.5
+    with pytest.raises(EmptyDatasetError, match="nothing would be left"):
+        loader.ban([f"{number:05d}" for number in range(243)])
+
+
+@pytest.mark.parametrize("encoder", [TensorEncoder, SkippingEncoder])
+def test_banned_buckets_are_the_same_on_any_topology_and_after_stops(data: Path, encoder: Any) -> None:
+    dataset = opened(Blender([(data / "a", 2), (data / "b", 1)]), encoder(), bucket_batch_size="2 + width // 400")
+    bans = {21: keys_in("512x512"), 33: keys_in("576x448")[:1], 66: keys_in("576x448", "640x384")}
+    (alone,) = ranks_of(dataset)
+    expected: list[str] = []
+    for end in (*bans, 120):
+        batches = list(islice(iter(alone), end - len(expected)))
+        expected += [digest(batch) for batch in batches]
+        alone.ban(bans.get(end, []))
+    assert {named(batch) for batch in batches} == {"384x640"}
+    found: list[str] = []
+    states: list[Any] = []
+    for ranks, workers, steps in ((1, 1, 21), (3, 2, 4), (3, 0, 8), (1, 1, 9), (6, 0, 5), (2, 3, 12)):
+        loaders = ranks_of(dataset, ranks, workers)
+        for loader in loaders:
+            if states:
+                loader.restore_state_rank(json.loads(json.dumps(states)))
+            loader.ban(bans.get(len(found), []))
+        streams = [iter(loader) for loader in loaders]
+        for _ in range(steps):
+            row = [next(stream) for stream in streams]
+            assert len({name_of(number) for batch in row for number in numbers_of(batch)}) == 1
+            found += [digest(batch) for batch in row]
+        states = [loader.save_state_rank() for loader in loaders]
+    assert found == expected
+    started = ranks_of(dataset)[0]
+    started.ban(bans[21])
+    banned = [digest(batch) for batch in islice(iter(started), 60)]
+    if encoder is TensorEncoder:
+        again = ranks_of(dataset)[0]
+        again.ban(bans[21])
+        again.seek(24)
+        assert [digest(batch) for batch in islice(again, 36)] == banned[24:]
+
+
+def test_buckets_smaller_than_a_global_batch_are_named_once(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {"384x640": 5, "640x384": 4}
+    dataset = opened(data / "a", bucket_batch_size=sizes)
+    assert dataset.buckets is not None
+    assert next(zip(dataset.buckets.names, dataset.buckets.samples, strict=True)) == ("384x640", 24)
+    for _ in range(2):
+        ranks_of(dataset, 2)
+    assert [record.getMessage() for record in caplog.records if "group_by" in record.getMessage()] == [
+        "group_by: bucket 384x640 has 24 samples, fewer than the 30 of a global batch: a global batch repeats their "
+        "samples. Make the tiers wider, lower bucket_batch_size, or leave them out by a filter"
+    ]
 
 
 def test_states_keep_to_their_buckets_and_global_batch(data: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from strategies import keys, lane_counts, leaf_orders
 
+from energon_bridge.plan.changes import LeafBans
 from energon_bridge.plan.leaf import ORDER_VERSION, LeafOrder, slice_length
 from energon_bridge.rng import Permutation, below, draws, fold, shuffled
 
@@ -28,7 +29,7 @@ def epochs_of(order: LeafOrder, lane: int, epochs: int = EPOCHS) -> list[list[in
     found: list[list[int]] = [[] for _ in range(epochs)]
     draw = 0
     while order.epoch_of(lane, draw) < epochs:
-        part = order.round_at(lane, draw)
+        part = order.rounds_at(lane, draw, 1)
         assert part.first == draw
         for index, epoch in zip(part.indices.tolist(), part.epochs.tolist(), strict=True):
             assert order.epoch_of(lane, draw) == epoch
@@ -122,7 +123,7 @@ def test_a_small_leaf_alone_is_one_sequence_on_any_number_of_lanes(n: int, rows:
     drawn: list[int] = []
     for m in range(2 + 2 * n // rows):
         lane, first = m % num_lanes, m // num_lanes * rows
-        part = order.round_at(lane, first)
+        part = order.rounds_at(lane, first, 1)
         drawn += part.indices[first - part.first :][:rows].tolist()
     for epoch in range(2):
         assert drawn[epoch * n : (epoch + 1) * n] == shuffled(fold(key, 1, epoch), n).tolist()
@@ -172,11 +173,11 @@ def test_epochs_keep_no_slices_together(n: int, slice_length: int) -> None:
 @given(leaf_orders(), st.integers(0, 10**6), st.data())
 def test_a_round_is_the_same_from_any_of_its_draws(order: LeafOrder, draw: int, data: st.DataObject) -> None:
     lane = data.draw(st.integers(0, order.num_lanes - 1))
-    part = order.round_at(lane, draw)
+    part = order.rounds_at(lane, draw, 1)
     size = part.indices.size
     assert part.first <= draw < part.first + size
     for other in {part.first, part.first + size - 1, part.first + size // 2}:
-        fresh = replace(order).round_at(lane, other)  # a copy has cached nothing
+        fresh = replace(order).rounds_at(lane, other, 1)  # a copy has cached nothing
         assert fresh.first == part.first
         assert fresh.indices.tolist() == part.indices.tolist()
         assert fresh.epochs.tolist() == part.epochs.tolist()
@@ -192,7 +193,7 @@ def test_rounds_together_are_the_rounds_one_by_one(
     assert together.indices.size >= fewest
     at = together.first
     while at < together.first + together.indices.size:  # whole rounds, and not only so many draws
-        one = order.round_at(lane, at)
+        one = order.rounds_at(lane, at, 1)
         here = slice(at - together.first, at - together.first + one.indices.size)
         assert one.first == at
         assert one.indices.tolist() == together.indices[here].tolist()
@@ -206,11 +207,38 @@ def test_without_shuffling_the_lanes_give_the_datasets_own_order(n: int, num_lan
     order = order_of(n, num_lanes=num_lanes, key=key, block=block, shuffle=False)
     for m in range(3 * num_lanes):
         lane, first = m % num_lanes, m // num_lanes * block
-        part = order.round_at(lane, first + block - 1)
+        part = order.rounds_at(lane, first + block - 1, 1)
         assert part.first == first
         assert part.indices.tolist() == [(m * block + i) % n for i in range(block)]
         assert part.epochs.tolist() == [(m * block + i) // n for i in range(block)]
         assert [order.epoch_of(lane, first + i) for i in range(block)] == part.epochs.tolist()
+
+
+@given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 4), st.sampled_from([None, 3]), st.data())
+def test_without_shuffling_a_lane_of_which_all_is_banned_takes_what_another_has(
+    n: int, num_lanes: int, block: int, each: int | None, data: st.DataObject
+) -> None:
+    kept = None if each is None else np.arange(n) * each
+    order = order_of(n, num_lanes=num_lanes, block=block, shuffle=False, first_sample=0 if each else 5, kept=kept)
+    samples = order.samples(np.arange(n)).tolist()
+    starts = data.draw(st.dictionaries(st.sampled_from(samples), st.integers(0, 60), max_size=n))
+    banned = np.array(sorted(starts), dtype=np.int64)
+    from_draws = np.array([starts[sample] for sample in banned.tolist()], dtype=np.int64)
+    after = order.without(LeafBans(samples=banned, starts=from_draws))
+    draws, moved = 3 * n * block, []
+    for lane in range(num_lanes):
+        before, now = (each.rounds_at(lane, 0, draws).indices[:draws].tolist() for each in (order, after))
+        if not {*before} <= starts.keys() or starts.keys() == {*samples}:
+            assert now == before
+            continue
+        moved.append(lane)
+        first = next(d for d in range(draws) if d * num_lanes + lane >= max(starts[sample] for sample in before))
+        others = [(lane + step) % num_lanes for step in range(num_lanes)]
+        found = [order.rounds_at(other, 0, draws).indices[:draws].tolist() for other in others]
+        other = next(one for one in found if not {*one} <= starts.keys())
+        assert now == before[:first] + other[first:]
+        assert after.rounds_at(lane, draws // 2, 1).indices[0] in now
+    assert [*after.moved] == moved
 
 
 @pytest.mark.parametrize(("num_lanes", "most"), [(1, 0.06), (8, 0.008)])
@@ -228,7 +256,7 @@ def test_batches_mix_slices(num_lanes: int, most: float) -> None:
     for lane in range(num_lanes):
         drawn: list[int] = []
         while len(drawn) < batches * batch // num_lanes:
-            drawn += order.round_at(lane, len(drawn)).indices.tolist()
+            drawn += order.rounds_at(lane, len(drawn), 1).indices.tolist()
         slices = np.array(drawn[: batches * batch // num_lanes]) // 100
         columns.append(slices.reshape(batches, -1))
     same = 0
@@ -258,7 +286,7 @@ def test_slices_are_read_from_front_to_back() -> None:
         reached: dict[tuple[int, int], int] = {}
         draw = 0
         while order.epoch_of(lane, draw) < 2:
-            part = order.round_at(lane, draw)
+            part = order.rounds_at(lane, draw, 1)
             for number, run in itertools.groupby(sorted(part.indices.tolist()), key=lambda index: index // 50):
                 indices = list(run)
                 assert indices == list(range(indices[0], indices[-1] + 1))
@@ -273,7 +301,7 @@ def test_slices_are_read_from_front_to_back() -> None:
 def test_a_leaf_of_a_billion_samples_is_sought_in_little_memory(lane: int, draw: int) -> None:
     tracemalloc.start()
     order = order_of(10**9, num_lanes=24, slice_length=100, shuffle_buffer_size=100, parallel_shard_iters=16)
-    part = order.round_at(lane, draw)
+    part = order.rounds_at(lane, draw, 1)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert part.first <= draw < part.first + part.indices.size
@@ -308,13 +336,13 @@ def test_the_order_of_a_leaf_since_version_5(
     order = order_of(num_samples, **kwargs)
     drawn: list[int] = []
     while len(drawn) < len(expected):
-        drawn += order.round_at(lane, len(drawn)).indices.tolist()
+        drawn += order.rounds_at(lane, len(drawn), 1).indices.tolist()
     assert drawn[: len(expected)] == expected
 
 
 def test_the_order_of_a_leaf_since_version_5_far_out() -> None:
     order = order_of(10**9, num_lanes=24, key=99, slice_length=100, shuffle_buffer_size=100, parallel_shard_iters=16)
-    part = order.round_at(5, 123_456_789_012)
+    part = order.rounds_at(5, 123_456_789_012, 1)
     assert part.first == 123_456_788_970
     assert part.indices[:5].tolist() == [724813354, 151784753, 552218954, 963836755, 48575254]
     assert (part.indices.size, set(part.epochs.tolist())) == (104, {2962})

@@ -114,7 +114,7 @@ def positions(shards: int, count: int) -> list[tuple[int, int]]:
 
 def seek(reader: LeafReader, of: LeafOrder, lane: int, draw: int) -> None:
     """Go from the number of a draw to its sample, shard and place in the shard."""
-    buffer = RoundBuffer(reader, of.round_at(lane, draw))
+    buffer = RoundBuffer(reader, of.rounds_at(lane, draw, 1))
     index = int(buffer.indices[draw - buffer.first])
     _, place = reader.place_of(index)
     assert buffer.first <= draw < buffer.first + len(buffer)
@@ -155,7 +155,7 @@ def test_every_sample_of_a_billion_is_somewhere_once():
     for lane, first in itertools.product((0, 1, 63), (0, 15_000_000)):
         draw = first
         for _ in range(20):
-            found = large.round_at(lane, draw)
+            found = large.rounds_at(lane, draw, 1)
             assert (found.epochs == 0).all()
             draw = found.first + found.indices.size
             seen.update(found.indices.tolist())

@@ -195,7 +195,7 @@ def test_rows_end_in_what_the_model_takes(tmp_path: Path, model: str) -> None:
     assert theirs["labels"].shape[1] > tokens
 
 
-def test_texts_continue_from_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_texts_continue_from_a_state(tmp_path: Path, monkeypatch: Any, capsys: Any, fewer_interpreters: Any) -> None:
     monkeypatch.setattr(figures, "TEXTS", 1_500)
     monkeypatch.setattr(figures, "CONSUMED", (1_000, 10**6))
     monkeypatch.setattr(figures, "REACHED", 1_000)

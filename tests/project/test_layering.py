@@ -79,8 +79,8 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 28_410,
-    "models": 10_100,
+    "core": 28_450,
+    "models": 10_260,
     "trainers": 7_450,
     "cloud": 4_560,
     "tools": 15_350,
@@ -372,7 +372,7 @@ def test_other_offences_are_found(tmp_path):
     assert "energon_bridge/cli/main.py" not in missing_docstrings(root)
 
 
-PICKING = {"leaves": 3, "counts": 2, "round_at": 2, "rounds_at": 3}
+PICKING = {"leaves": 3, "counts": 2, "rounds_at": 3}
 """What turns a draw into a leaf and a sample (`Blend`, `LeafOrder`), and with how many arguments."""
 CHOOSES = f"{PACKAGE}.plan.choose"
 

@@ -138,6 +138,29 @@ def test_counters_and_draws_are_those_without_balance(kind: str, data: Path) -> 
     close([plain, *loaders])
 
 
+def test_a_loader_that_was_read_or_restored_before_is_balanced_from_there(data: Path) -> None:
+    """As if the state came after; one rank's state is not all lanes, and a run keeps its window."""
+    dataset = sized_dataset(data, "packed mix")
+    expected = as_it_comes(dataset, 5)
+    (alone,) = loaders_of(dataset, 1, 0, num_lanes=LANES, microbatches_per_global_batch=G)
+    for _ in range(3 * G):
+        alone.deliver()
+    state = alone.save_state_rank()
+    two = loaders_of(dataset, 2, 0, num_lanes=LANES, microbatches_per_global_batch=G)
+    for loader in two:
+        loader.restore_state_rank(state)
+    with pytest.raises(MissingRankError, match="this rank needs lanes"):
+        balanced(two[0], Balance(cost=COST, group=None))
+    with pytest.raises(SettingMismatchError, match="window"):
+        balanced(alone, Balance(cost=COST, group=None, window=2))
+    (alone,) = loaders_of(dataset, 1, 0, num_lanes=LANES, microbatches_per_global_batch=G)
+    alone.restore_state_rank(state)
+    after = balanced(alone, Balance(cost=COST, group=None))
+    assert sets_of(run_shared([after], 2)) == expected[3:]
+    assert after.save_state_rank()["microbatches"] == 5 * G
+    close([after, *two])
+
+
 def test_a_rank_reads_its_share_and_no_more(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted by the readers: the samples of its microbatches, and the indexes of the shards."""
     asked: list[int] = []

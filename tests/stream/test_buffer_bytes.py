@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from energon_bridge import WorkerConfig
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.loader.document import read_lanes
 from energon_bridge.loader.savable import SavableDataLoader
-from energon_bridge.stream.draws import size_of
+from energon_bridge.stream.draws import BatchRow, size_of
 from energon_bridge.stream.lane import Lane
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.settings import Budget
@@ -165,15 +166,16 @@ class Shelf:
 
     def __init__(self, budget: Budget, sizes: list[int]) -> None:
         self.held = 0
-        self.sizes = sizes
-        self._budget = budget
+        self.rows = [BatchRow((), content=size, size=size) for size in sizes]
         budget.join(self)
         budget.hold(self, sum(sizes))
 
-    def let_go(self, size: int) -> None:
-        least = self.held - size
-        while self.sizes and self.held > least:
-            self._budget.hold(self, -self.sizes.pop())
+    @property
+    def sizes(self) -> list[int]:
+        return [row.size for row in self.rows if row.content is not None]
+
+    def needed_last(self) -> Iterable[BatchRow]:
+        return reversed(self.rows)
 
 
 @given(st.lists(st.lists(st.integers(1, 50), max_size=12), min_size=1, max_size=8), st.integers(0, 400), st.data())

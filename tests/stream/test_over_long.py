@@ -84,7 +84,7 @@ def expected_counts(spec: DatasetSpec, state: Any, policy: str) -> list[dict[str
         for number, (leaf, draws) in enumerate(zip(plan.leaves, made, strict=True)):
             keys: list[int] = []
             while len(keys) < draws:
-                keys += leaf.order.round_at(lane, len(keys)).indices.tolist()
+                keys += leaf.order.rounds_at(lane, len(keys), 1).indices.tolist()
             for size in map(size_of, keys[:draws]):
                 if size > LIMIT:
                     name = {"drop": "dropped", "truncate": "truncated", "split": "split"}[policy]

@@ -336,13 +336,11 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
 
     @property
     def pixel_settings(self) -> dict[str, str]:
-        """The settings of pixels that the state of a run records."""
         processor = getattr(self.family, "image_processor", None)
         return pixel_settings(processor, _path_of(self.family), getattr(self.family, "pixels_dtype", "float32"))
 
     @property
     def image_alpha(self) -> Alpha:
-        """What becomes of transparency: what the family's image processor makes of it."""
         return alpha_for(getattr(self.family, "image_processor", None), _path_of(self.family))
 
     def padded_length(self, sample: PreparedSample | MultiModalSample) -> int:
@@ -351,15 +349,12 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
 
     @default_hook
     def sample_length(self, sample: Any) -> int:
-        """Return the length of a batch in which this sample is the longest."""
         return self._row_length if self.config.pad_to_max_length else self.padded_length(sample)
 
     def select_samples_to_pack(self, samples: Sequence[Any]) -> list[list[Any]]:
-        """Select the packs of tokenised samples that leave the packing buffer."""
         return self.packer.select(samples)
 
     def pack_selected_samples(self, samples: Sequence[Any]) -> MultiModalPack:
-        """Put the encoded samples of a pack into one sequence."""
         length = self._row_length if self.config.pad_to_max_length else None
         return pack_sequences(samples, self._filling, multiple_of=self.config.pad_to_multiple_of, length=length)
 

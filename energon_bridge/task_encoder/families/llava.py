@@ -102,7 +102,6 @@ class TiledFamily(FixedTokenFamily):
     tile: tuple[int, int]
 
     def plan_image(self, width: int, height: int) -> Plan:
-        """Return the plan of an image."""
         return Plan(
             kind="image", placeholder=self.image_token, text=self.image_token, runs=(self._tokens(height, width),)
         )

@@ -32,11 +32,9 @@ class VideoDecoder(Protocol):
 
     def get_metadata(self) -> Any:
         """Return `video_num_frames`, `video_fps`, `video_width` and `video_height` without decoding."""
-        ...
 
     def get_video_clips(self, video_clip_ranges: Any, video_unit: Any = "seconds") -> Any:
         """Return uint8 tensors (frames, 3, height, width) for ranges of frames, both ends included, and their times."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -99,11 +99,9 @@ class PlanningFamily(Protocol):
     def video_text(self) -> str: ...
     def plan_image(self, width: int, height: int) -> Plan:
         """Return the plan of an image of this size in pixels."""
-        ...
 
     def plan_video(self, video: VideoFrames) -> Plan:
         """Return the plan of a video."""
-        ...
 
 
 class Family(PlanningFamily, Protocol):
@@ -118,7 +116,6 @@ class Family(PlanningFamily, Protocol):
     def tokens_per_second(self) -> float: ...
     def process(self, images: Sequence[Any], videos: Sequence[VideoFrames], plans: Sequence[Plan]) -> dict[str, Tensor]:
         """Return the model's visual inputs for decoded images and videos; `plans` are theirs, images first."""
-        ...
 
 
 def check_tokens(processed: Sequence[int], plans: Sequence[Plan]) -> None:
