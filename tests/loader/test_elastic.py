@@ -134,15 +134,6 @@ def test_fewer_samples_than_lanes(tmp_path: Path, counts: list[int]) -> None:
 # With worker processes -----------------------------------------------------------------------------------------------
 
 
-def test_in_process_workers_are_what_worker_processes_are(data: Path) -> None:
-    """The stand-in of these tests and worker processes deliver the same."""
-    expected = deliver(loaders_of(dataset_of(data, "skipping"), 1, 0), 30, [30])
-    for kind in (InProcessLoader, SavableDataLoader):
-        found = deliver(loaders_of(dataset_of(data, "skipping"), 1, 3, kind=kind), 30, [30])
-        assert found.digests == expected.digests
-        assert [comparable(state) for state in found.states[30]] == [comparable(state) for state in expected.states[30]]
-
-
 def test_what_lanes_cannot_keep_busy_is_said_once(data: Path, caplog: pytest.LogCaptureFixture) -> None:
     dataset = dataset_of(data, "default")
     for world_size, num_workers in ((4, 2), (5, 0), (12, 3)):
