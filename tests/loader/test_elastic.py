@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 from engine import (
     NUM_LANES,
-    InProcessLoader,
-    comparable,
     config_of,
     deliver,
     digest,
@@ -29,7 +27,6 @@ from engine import (
 from energon_bridge import AugmentTaskEncoder, get_savable_loader, get_train_dataset
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.loader.run_plan import DatasetSpec
-from energon_bridge.loader.savable import SavableDataLoader
 
 SHARDS = [5, 9, 1, 14, 8]  # 37 samples, 24 lanes: an epoch ends in nearly every step
 LARGE = [1500, 1, 1600]  # each lane has a stretch of 129 samples, in slices of two: enough for windows and rounds

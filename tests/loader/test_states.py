@@ -18,7 +18,6 @@ from engine import (
     TensorEncoder,
     config_of,
     deliver,
-    digest,
     loaders_of,
     numbers_of,
     text_dataset,
@@ -27,7 +26,7 @@ from engine import (
 )
 from hypothesis import given, strategies as st
 
-from energon_bridge import SavableDataLoader, get_savable_loader, get_val_dataset
+from energon_bridge import get_savable_loader, get_val_dataset
 from energon_bridge.errors import (
     BatchSizeMismatchError,
     ConfigurationError,
