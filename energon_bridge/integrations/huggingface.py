@@ -46,8 +46,9 @@ logger = logging.getLogger(__name__)
 __all__ = ["STATE_FILE", "Described", "EnergonTrainer", "model_inputs"]
 
 STATE_FILE = "energon_bridge_data.json"
-_NO_PREDICTIONS = ("past_key_values", "cache", "image_hidden_states", "video_hidden_states")
-"""Outputs of transformers without a row a sample: keys and values (`cache` from 5.24 on), images, videos."""
+_MEDIA = [f"{kind}_{what}" for kind in ("image", "video", "audio") for what in ("hidden_states", "outputs")]
+_NO_PREDICTIONS = ("past_key_values", "cache", *_MEDIA)
+"""Outputs of transformers without a row a sample: keys and values, and media (`cache`, `..._outputs` from 5.24 on)."""
 
 
 class EnergonTrainer(Trainer):
@@ -249,8 +250,8 @@ class EnergonTrainer(Trainer):
     ) -> tuple[Tensor | None, Any, Any]:
         """Predict as transformers does; the loss of a batch without any label is 0.
 
-        By default, keys and values are no predictions, nor are the features of images and videos: they have no rows,
-        and batches of texts alone lack them.
+        By default, keys and values are no predictions, nor are the features of media: they have no rows, and
+        batches of texts alone lack them.
         """
         if ignore_keys is None:
             config = getattr(unwrapped(self.model), "config", None)

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -33,7 +34,8 @@ pytest.importorskip("accelerate")
 
 from forked import become_rank, free_port, run_forked
 from packaging.version import Version
-from transformers import TrainingArguments
+from transformers import DynamicCache, TrainingArguments
+from transformers.modeling_outputs import BaseModelOutputWithPooling, ModelOutput
 
 from energon_bridge import WorkerConfig, get_loader, get_train_dataset, get_val_dataset
 from energon_bridge.errors import ConfigurationError
@@ -324,6 +326,17 @@ def test_predictions_of_texts_and_images_fit_together(
         labels = torch.from_numpy(found.label_ids)[:, 1:]
         loss = cross_entropy(torch.from_numpy(logits)[:, :-1].transpose(1, 2), labels)
         assert float(loss) == pytest.approx(expected_loss(family, data, "val"), rel=1e-4)
+
+
+def test_outputs_of_newer_models_are_no_predictions(data: Path, tmp_path: Path) -> None:
+    trainer = trainer_of("llava", data, tmp_path, 4, False)
+    expected = trainer.predict(trainer.eval_dataset)
+    media = BaseModelOutputWithPooling(pooler_output=torch.ones(3, 2))
+    newer = {"cache": DynamicCache(), **{f"{kind}_outputs": media for kind in ("image", "video", "audio")}}
+    rename = lambda _, __, outputs: ModelOutput(loss=outputs.loss, logits=outputs.logits, **newer)  # noqa: E731
+    with trainer.model.register_forward_hook(rename):
+        found = trainer.predict(trainer.eval_dataset)
+    assert np.array_equal(found.predictions, expected.predictions)
 
 
 @pytest.mark.parametrize("own", ["llava", "qwen2_5_vl"])
