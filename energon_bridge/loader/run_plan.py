@@ -339,6 +339,8 @@ class RunPlan:
         if not banned and not self.banned:
             return self
         leaves, blend = tuple(replace(leaf, bans=banned.get(leaf.identity)) for leaf in self.leaves), self.blend
+        if blend is None or isinstance(blend, BucketBlend):
+            leaves = tuple(replace(leaf, order=leaf.order.without(leaf.bans)) for leaf in leaves)
         if isinstance(blend, BucketBlend):
             blend = replace(blend, gone=frozenset(n for n, leaf in enumerate(leaves) if leaf.all_banned))
         return replace(self, leaves=leaves, blend=blend)

@@ -316,6 +316,8 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
                 "do not change); %d ranks would waste none",
                 *(ranks, lanes, 100 * ownership.masked_share, nearest),
             )
+        if self.spec.buckets is not None and self.config.dp_rank == 0:
+            _say_repeated(self.spec.buckets.smaller(self.config.microbatches_per_global_batch or lanes))
         busy = len(self._position.own_lanes)
         if workers > busy:
             shared = counted(lanes, "lane"), counted(ranks, "rank")
@@ -609,6 +611,17 @@ def _say_endless() -> None:
         "an epoch of the data is over, and the stream goes on: repeat=False or virtual_epoch_length=… of "
         "get_train_dataset end an iterator"
     )
+
+
+@cache
+def _say_repeated(small: tuple[str, ...]) -> None:
+    """Warn once of buckets smaller than a global batch."""
+    if small:
+        logger.warning(
+            "group_by: %s: a global batch repeats their samples. Make the tiers wider, lower bucket_batch_size, or "
+            "leave them out by a filter",
+            "; ".join(small[:3]) + f"; and {len(small) - 3} more" * (len(small) > 3),
+        )
 
 
 @cache

@@ -28,6 +28,7 @@ from energon_bridge.mix.opener import DatasetOpener
 from energon_bridge.mix.tree import AuxRef, JoinRef, LeafRef, combine_multipliers, evaluate_subset
 from energon_bridge.rng import IntArray
 from energon_bridge.samples import CrudeSample
+from energon_bridge.samples.showing import counted
 from energon_bridge.storage import as_far, open_store
 
 _PARTS = 1024
@@ -368,6 +369,15 @@ class Buckets:
     rows: tuple[int, ...]
     samples: tuple[int, ...]
     of_leaf: Mapping[str, int]
+
+    def smaller(self, microbatches: int) -> tuple[str, ...]:
+        """Return what to say of the buckets that have fewer samples than so many microbatches."""
+        buckets = zip(self.names, self.rows, self.samples, strict=True)
+        return tuple(
+            f"bucket {name} has {counted(samples, 'sample')}, fewer than the {rows * microbatches:,} of a global batch"
+            for name, rows, samples in buckets
+            if samples < rows * microbatches
+        )
 
 
 def with_shares(mix: Mix, leaves: Sequence[OpenLeaf]) -> list[OpenLeaf]:

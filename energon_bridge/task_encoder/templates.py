@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, wraps
 from itertools import groupby
 from os.path import commonprefix
 from typing import Any, NamedTuple
@@ -263,6 +263,152 @@ class ChatTemplate:
 
     def _said(self, role: str, text: str) -> Any:
         return [{"type": "text", "text": text}] if self.takes_parts(role) else text
+
+
+# Texts that are only written ------------------------------------------------------------------------------------------
+#
+# A template that does nothing with the texts of a conversation but write them has the same around any texts. Whether it
+# does, a rendering tells in which texts refuse all else, and in which nothing takes a text that would look into it.
+
+
+class _ReadError(Exception):
+    """A template looks into a text."""
+
+
+class _Opaque(str):
+    """A text, not empty, that can be joined with others and nothing else."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return self
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __add__(self, other: str) -> str:
+        return _joined((self, other))
+
+    def __radd__(self, other: str) -> str:
+        return _joined((other, self))
+
+
+def _refused(*_: Any, **__: Any) -> Any:
+    raise _ReadError
+
+
+for _name in vars(str).keys() - vars(_Opaque).keys() - {"__new__", "__getattribute__"}:
+    setattr(_Opaque, _name, _refused)
+
+_OF_TYPES = frozenset({"defined", "undefined", "none", "string", "number", "mapping", "iterable", "sequence"})
+"""Tests of what a value is, whatever it says."""
+
+
+def _joined(pieces: Iterable[str]) -> str:
+    pieces = list(pieces)
+    whole = "".join(pieces)
+    return _Opaque(whole) if any(isinstance(piece, _Opaque) for piece in pieces) else whole
+
+
+def _opaque(value: Any) -> Any:
+    """Return messages with opaque texts."""
+    if isinstance(value, list):
+        return [_opaque(one) for one in value]
+    if isinstance(value, Mapping):
+        texts = ("content", "text")
+        return {k: _Opaque(v) if k in texts and v and isinstance(v, str) else _opaque(v) for k, v in value.items()}
+    return value
+
+
+def _is_plain(value: Any) -> bool:
+    from jinja2 import Undefined
+
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, (*value.keys(), *value.values())))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return type(value) in (str, int, float, bool, type(None)) or isinstance(value, Undefined)
+
+
+def _of_plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter or test that takes no opaque text."""
+
+    @wraps(function)
+    def checked(*given: Any, **options: Any) -> Any:
+        own = given[hasattr(function, "jinja_pass_arg") :]
+        return function(*given, **options) if all(map(_is_plain, (*own, *options.values()))) else _refused()
+
+    return checked
+
+
+def _of_types(function: Callable[..., Any]) -> Callable[..., Any]:
+    return wraps(function)(lambda *given: function(*("" if isinstance(one, _Opaque) else one for one in given)))
+
+
+@lru_cache(maxsize=64)
+def _watched(source: str) -> Any:
+    """Return a compiled template for opaque texts. Raises _ReadError if it may write more than its arguments say."""
+    from jinja2 import nodes
+    from jinja2.runtime import Macro
+    from jinja2.utils import Namespace
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    compiled = _compile_jinja_template(source)
+    environment: Any = compiled.environment.overlay()
+    tree = environment.parse(source)
+    formats = (one for one in tree.find_all(nodes.Mod) if not isinstance(getattr(one.right, "value", None), int))
+    if any(_mentions(source, name) for name in ("strftime_now", "random", "lipsum")) or not environment.sandboxed:
+        raise _ReadError
+    if tree.find(nodes.Concat) is not None or any(formats):  # which make plain texts of any
+        raise _ReadError
+
+    class Watching(type(environment)):  # type: ignore[misc]
+        concat = staticmethod(_joined)
+
+        def call(self, context: Any, obj: Any, /, *given: Any, **options: Any) -> Any:
+            keeps = isinstance(obj, Macro) or (isinstance(obj, type) and issubclass(obj, Namespace))
+            named = [value for name, value in options.items() if not name.startswith("_")]  # else, jinja's own
+            if not keeps and not all(map(_is_plain, (*given, *named))):
+                raise _ReadError
+            return super().call(context, obj, *given, **options)
+
+    environment.__class__ = Watching
+    environment.filters = {
+        name: one if name in ("length", "count") else _of_plain(one) for name, one in environment.filters.items()
+    }
+    environment.tests = {
+        name: _of_types(one) if name in _OF_TYPES else _of_plain(one) for name, one in environment.tests.items()
+    }
+    return environment.from_string(source)
+
+
+@dataclass(frozen=True, slots=True)
+class _Watcher:
+    """Stands for a tokenizer, and renders opaque texts."""
+
+    tokenizer: Any
+
+    def apply_chat_template(self, messages: Messages, *, chat_template: str, tokenize: bool, **options: Any) -> str:
+        given = {"tools": None, "documents": None, "add_generation_prompt": False} | self.tokenizer.special_tokens_map
+        return "".join([_watched(chat_template).render(messages=_opaque(messages), **(given | options))])
+
+
+def only_written(template: ChatTemplate, messages: Messages, numbers: Sequence[int]) -> bool:
+    """Return whether a template only writes the texts of a conversation and finds answers as `answers` does.
+
+    False, too, where that is not known.
+    """
+    from transformers import PreTrainedTokenizerBase
+
+    own = getattr(template.tokenizer.apply_chat_template, "__func__", None)
+    if own is not PreTrainedTokenizerBase.apply_chat_template:
+        return False
+    watched = replace(template, tokenizer=_Watcher(template.tokenizer))
+    watched.known.update(template.known)
+    try:
+        return watched.answers(messages, None, numbers) == template.answers(messages, None, numbers)
+    except Exception:  # a template may raise anything; and transformers may compile templates in another way
+        return False
 
 
 def template_source(tokenizer: Any, template: Any = None, kind: str = "default") -> Any:

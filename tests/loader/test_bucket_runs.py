@@ -247,6 +247,19 @@ def test_banned_buckets_are_the_same_on_any_topology_and_after_stops(data: Path,
         assert [digest(batch) for batch in islice(again, 36)] == banned[24:]
 
 
+def test_buckets_smaller_than_a_global_batch_are_named_once(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {"384x640": 5, "640x384": 4}
+    dataset = opened(data / "a", bucket_batch_size=sizes)
+    assert dataset.buckets is not None
+    assert next(zip(dataset.buckets.names, dataset.buckets.samples, strict=True)) == ("384x640", 24)
+    for _ in range(2):
+        ranks_of(dataset, 2)
+    assert [record.getMessage() for record in caplog.records if "group_by" in record.getMessage()] == [
+        "group_by: bucket 384x640 has 24 samples, fewer than the 30 of a global batch: a global batch repeats their "
+        "samples. Make the tiers wider, lower bucket_batch_size, or leave them out by a filter"
+    ]
+
+
 def test_states_keep_to_their_buckets_and_global_batch(data: Path) -> None:
     dataset = opened(data / "a")
     (loader,) = ranks_of(dataset)

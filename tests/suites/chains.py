@@ -64,9 +64,6 @@ from energon_bridge.loader.fits import merge
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
 
-SECONDS = 300
-"""After which a chain is a hang."""
-
 Bans = list[tuple[int, list[str]]]
 """Keys, and the global draw from which they are banned."""
 
@@ -489,8 +486,8 @@ def quietly() -> None:
     torch.set_num_threads(1)
 
 
-def _in_process(data: str, seed: int, number: int) -> tuple[int, str, str]:
-    faulthandler.dump_traceback_later(SECONDS, exit=True)  # of all threads; the parent names the chain
+def _in_process(data: str, seed: int, number: int, seconds: float) -> tuple[int, str, str]:
+    faulthandler.dump_traceback_later(seconds, exit=True)  # of all threads; the parent names the chain
     try:
         return tried(Path(data), seed, number)
     finally:
@@ -506,6 +503,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first chain")
     parser.add_argument("--having", default="", help="only chains that have this in their description")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no more chains after so many")
+    parser.add_argument("--seconds", type=float, default=300, help="after which a chain is a hang")
     given = parser.parse_args(arguments)
     outcomes: Counter[str] = Counter()
     started = time.monotonic()
@@ -520,7 +518,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             while True:
                 late = time.monotonic() - started > 60 * given.minutes
                 for number in itertools.islice(numbers, 0 if late else 2 * given.processes - len(pending)):
-                    pending[pool.submit(_in_process, data, given.seed, number)] = number
+                    pending[pool.submit(_in_process, data, given.seed, number, given.seconds)] = number
                 if not pending:
                     break
                 done, _ = wait(pending, return_when=FIRST_COMPLETED)

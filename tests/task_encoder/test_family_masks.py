@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from multimodal import SlowTokenizer
 
 pytest.importorskip("transformers")
 
-from energon_bridge.errors import ConfigurationError, OverLongSampleError, SampleError, SkipSample
+from energon_bridge.errors import ConfigurationError, OverLongSampleError, SampleError, SkipSample, UnfitSampleError
 from energon_bridge.task_encoder.conversation import read_conversation
 from energon_bridge.task_encoder.families import (
     CHATML_TEMPLATE,
@@ -21,6 +22,7 @@ from energon_bridge.task_encoder.families import (
     FixedTokenFamily,
 )
 from energon_bridge.task_encoder.families.rendering import Segment, make_renderer, tokenize_segments
+from energon_bridge.task_encoder.templates import ChatTemplate
 from energon_bridge.training.presets import QWEN_TOKENS, train_tokenizer
 
 # As the models of Qwen2-VL have it: a default system prompt, and numbers of pictures on demand.
@@ -250,6 +252,96 @@ def test_a_conversation_of_a_known_shape_is_rendered_once(encoder: ChatTemplateT
         renderer.segments(read_conversation(chat(f"<image>{text}", text, text, text, text, text, images=[picture()])))
         counts.append(len(rendered))
     assert counts[0] > counts[1] == counts[2] == 1
+
+
+# A text is written, in some way; then all ways to do more with it, of those that this list knows.
+WRITTEN = (
+    "{{ text }}",
+    "{{ '<' + text + '>' }}",
+    "{{ text if text is string and text else 'none' }}",
+    "{% macro say(it) %}{{ it + '!' }}{% endmacro %}{{ say(text) }}",
+    "{% set whole %}<{{ text }}>{% endset %}{{ whole }}",
+    "{% set held = namespace(it=text) %}{{ held.it }}{{ message | length }}",
+    "{{ message.get('content') }}{{ (message['role'] | upper)[:2] }}",
+)
+READ = (
+    "{{ text | trim }}",
+    "{{ text.strip() }}",
+    "{{ text | lower }}",
+    "{{ 'x' if text.startswith('/t') else text }}",
+    "{{ text.split('/t')[-1] }}",
+    "{{ 'x' if '/t' in text else text }}",
+    "{{ 'x' if text == '/t' else text }}",
+    "{{ 'x' if '/t' != text else text }}",
+    "{{ 'x' if text in ['/t'] else text }}",
+    "{{ 'x' if [text] == ['/t'] else text }}",
+    "{{ 'x' if text < 'b' else text }}",
+    "{{ 'x' if text is eq '/t' else text }}",
+    "{{ 'x' if text is lower else text }}",
+    "{{ 'x' if text | length > 1 else text }}",
+    "{{ 'x' if text | int else text }}",
+    "{{ 'x' if (text ~ '') == '/t' else text }}",
+    "{{ 'x' if '%s' % [text] == '/t' else text }}",
+    "{{ 'x' if '{}'.format(text) == '/t' else text }}",
+    "{{ 'x' if [text] | join == '/t' else text }}",
+    "{{ 'x' if text | tojson == '1' else text }}",
+    "{{ 'x' if text | string == '1' else text }}",
+    "{{ 'x' if {'/t': 1}.get(text) else text }}",
+    "{{ 'x' if {'/t': 1}[text] else text }}",
+    "{{ 'x' if dict(it=text) | tojson == '/t' else text }}",
+    "{{ 'x' if messages | selectattr('content', 'equalto', '/t') | list else text }}",
+    "{{ text[:2] }}",
+    "{{ text[0] }}",
+    "{{ text * 2 }}",
+    "{{ text | replace('a', 'b') }}",
+    "{{ message }}",
+    "{{ [text] }}",
+    "{% for letter in text %}{{ letter + ' ' }}{% endfor %}",
+    "{% macro say(it) %}{{ it }}{% endmacro %}{{ 'x' if say(text) == '/t' else text }}",
+    "{% macro say(it) %}{{ it }}{% endmacro %}{{ say(text).upper() }}",
+    "{% set whole %}{{ text }}{% endset %}{{ whole | trim }}",
+    "{% filter upper %}{{ text }}{% endfilter %}",
+    "{% set held = namespace(it=text) %}{{ held.it[1:] }}",
+    "{% if loop.changed(text) %}{{ text }}{% endif %}",
+    "{{ text }}{{ strftime_now('%S') }}",
+    "{{ text }}{{ ['a', 'b'] | random }}",
+)
+
+
+@pytest.mark.parametrize("way", [*WRITTEN, *READ])
+def test_only_texts_that_a_template_writes_as_they_are_are_not_rendered(
+    encoder: ChatTemplateTaskEncoder, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = "{% for message in messages %}{% set text = message['content'] %}{{ message['role'] + ':' }}"
+    end = "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    renderer = make_renderer(encoder.tokenizer, encoder.family, template=start + way + end, learn="all", options={})
+    rendered: list[Any] = []
+    text = ChatTemplate.text
+    monkeypatch.setattr(
+        ChatTemplate, "text", lambda *given, **options: (rendered.append(1), text(*given, **options))[1]
+    )
+    for said in ("so", "/t", " /t  A", "1", "{{ text }}\n", "word0ofatext"):
+        turns = [("user", said), ("assistant", said)]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        rendered.clear()
+        with contextlib.suppress(UnfitSampleError):  # the answer is another in the prompt, or empty
+            found = renderer.segments(read_conversation({"messages": messages}))
+            if "random" not in way and "strftime" not in way:
+                assert "".join(segment.text for segment in found) == text(renderer.plain, messages)
+        assert said == "so" or bool(rendered) == (way in READ)
+
+
+def test_no_text_is_put_in_where_it_is_empty_or_turns_have_keys(
+    encoder: ChatTemplateTaskEncoder,
+) -> None:
+    template = STRINGS.replace(
+        "'</s>'", "(message.values() | list | length) * '.' + ('</s>' if message.content else '')"
+    )
+    renderer = make_renderer(encoder.tokenizer, encoder.family, template=template, learn="all", options={})
+    for said, keys in (("a", {}), ("", {}), ("b", {"name": "c"}), ("d", {})):
+        turns = [{"role": "user", "content": said, **keys}, {"role": "assistant", "content": "e"}]
+        found = renderer.segments(read_conversation({"messages": turns}))
+        assert "".join(segment.text for segment in found) == renderer.plain.text(turns)
 
 
 def test_tokens_are_those_of_the_whole_text() -> None:

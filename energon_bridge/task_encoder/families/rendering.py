@@ -4,7 +4,8 @@
 answer. But conversations of one shape (the same roles, with texts, images and videos in the same places) have the same
 text around their own texts, so these renderings are made once per shape, with probe words as texts. A sample is then
 rendered once, and the probe gives the places of its answers, provided the rendering is exactly what the probe predicts.
-If it is not, because the template depends on the texts, all renderings are made.
+If it is not, because the template depends on the texts, all renderings are made. If it cannot depend on them, because
+all it does is write them (`only_written` of `templates`), no sample of that shape is rendered: its texts are put in.
 
 The result is a list of segments: prompts, learned text, and the placeholder of each image and video.
 """
@@ -18,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, count
 from operator import eq
 from typing import Any, Literal, NamedTuple
 
@@ -41,11 +42,12 @@ from energon_bridge.task_encoder.families.vision import (
     Plan,
     PlanningFamily,
 )
-from energon_bridge.task_encoder.templates import BEFORE_ALL, PROBE, ChatTemplate, Span, template_source
+from energon_bridge.task_encoder.templates import BEFORE_ALL, PROBE, ChatTemplate, Span, only_written, template_source
 from energon_bridge.task_encoder.texts import is_fast, tokenize, tokens_with_places
 
 _logger = logging.getLogger(__name__)
 _MOST_OUTLINES = 4096
+_ODD = " \t{}. Of <b> \"an\" 'É' & \\n </think> {{{{ odd }}}} %s TEXT\n "
 _UNUSED = (
     "the chat template does not use it; set one that does (ChatConfig(chat_template=...), or data.chat_template of the "
     "training script)"
@@ -68,15 +70,21 @@ class Outline(NamedTuple):
     """The text that a template writes for conversations of one shape.
 
     `around` is the text before, between and after the conversation's own texts. `answers` has, for the start and end of
-    each answer, the number of texts before it and its offset in the following piece of `around`.
+    each answer, the number of texts before it and its offset in the following piece of `around`. `exact`: it is the
+    text for any texts that are not empty.
     """
 
     around: tuple[str, ...]
     answers: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+    exact: bool = False
+
+    def pieces(self, texts: Sequence[str]) -> list[str]:
+        """Return the text of a conversation with these texts, in pieces."""
+        return [piece for pair in zip(self.around, texts, strict=False) for piece in pair] + [self.around[-1]]
 
     def spans(self, whole: str, texts: Sequence[str]) -> list[Span] | None:
         """Return the answers in the rendering of a conversation with these texts; None if the rendering differs."""
-        pieces = [piece for pair in zip(self.around, texts, strict=False) for piece in pair] + [self.around[-1]]
+        pieces = self.pieces(texts)
         if "".join(pieces) != whole:
             return None
         behind = [0, *accumulate(map(len, pieces))][::2]
@@ -124,12 +132,11 @@ class ChatRenderer:
         template = self.with_tools if content.tools else self.plain
         if unused := [name for name in template_keys(content) if not template.uses(name)]:
             check_keys(content, unused, self.named, _UNUSED)
-        messages = self._messages(content.turns, template)
         if template.marks:
-            text, spans = template.answers(messages, content.tools, answers)
+            text, spans = template.answers(self._messages(content.turns, template), content.tools, answers)
             self._check_ends(text, spans)
         else:
-            text, spans = self._compared(content, messages, answers, template)
+            text, spans = self._compared(content, answers, template)
         return split_at(text, spans, self.family, marked=template.marks)
 
     def _answers(self, content: Conversation) -> list[int]:
@@ -160,17 +167,20 @@ class ChatRenderer:
             )
 
     def _compared(
-        self, content: Conversation, messages: list[dict[str, Any]], answers: Sequence[int], template: ChatTemplate
+        self, content: Conversation, answers: Sequence[int], template: ChatTemplate
     ) -> tuple[str, list[Span]]:
         """Return the text, and the answers: by the outline of the conversation's shape, or else by all renderings."""
         outline = None if content.tools or _is_shaped(content, template) else self._outline(content)
         if outline is not None:
-            whole = template.text(messages)
-            texts = [part.text for turn in content.turns for part in turn.parts if part.kind == "text"]
+            texts = _texts_in(content)
+            if outline.exact and all(texts) and not any(turn.keys for turn in content.turns):
+                whole = "".join(outline.pieces(texts))
+            else:
+                whole = template.text(self._messages(content.turns, template))
             spans = outline.spans(whole, texts)
             if spans is not None:
                 return whole, spans
-        return template.answers(messages, content.tools, answers)
+        return template.answers(self._messages(content.turns, template), content.tools, answers)
 
     def _outline(self, content: Conversation) -> Outline | None:
         """Return the outline of conversations of this shape; None if the template changes their texts."""
@@ -183,17 +193,8 @@ class ChatRenderer:
         return self.outlines[key]
 
     def _outlined(self, content: Conversation) -> Outline | None:
-        words: list[str] = []
-
-        def word(part: Part) -> Part:
-            if part.kind != "text":
-                return part
-            words.append(f"word{len(words)}of{PROBE.replace(' ', '')}")
-            return replace(part, text=words[-1])
-
-        content = replace(
-            content, turns=[replace(turn, content=tuple(map(word, turn.parts))) for turn in content.turns]
-        )
+        content = _with_texts(content, f"word{{}}of{PROBE.replace(' ', '')}")
+        words = _texts_in(content)
         messages = self._messages(content.turns, self.plain)
         try:
             whole, spans = self.plain.answers(messages, None, self._answers(content))
@@ -218,7 +219,17 @@ class ChatRenderer:
         answers = [(place(span.start), place(span.end)) for span in spans]
         if any(start is None or end is None for start, end in answers):
             return None
-        return Outline(tuple(around), tuple(answers))  # type: ignore[arg-type]
+        outline = Outline(tuple(around), tuple(answers))  # type: ignore[arg-type]
+        return outline._replace(exact=self._is_exact(outline, content))
+
+    def _is_exact(self, outline: Outline, content: Conversation) -> bool:
+        """Return whether any texts stand in an outline as they are, the oddest among them."""
+        content = _with_texts(content, _ODD)
+        messages, numbers = self._messages(content.turns, self.plain), self._answers(content)
+        if any(turn.keys for turn in content.turns) or not only_written(self.plain, messages, numbers):
+            return False
+        whole, spans = self.plain.answers(messages, None, numbers)
+        return outline.spans(whole, _texts_in(content)) == spans
 
     def _messages(self, turns: Sequence[Turn], template: ChatTemplate) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []
@@ -241,6 +252,20 @@ class ChatRenderer:
         text = media_text(self.family, kind)
         # On a line of its own, as in conversations written as text.
         return text if text.startswith("<|") else f"{text}\n"
+
+
+def _texts_in(content: Conversation) -> list[str]:
+    return [part.text for turn in content.turns for part in turn.parts if part.kind == "text"]
+
+
+def _with_texts(content: Conversation, form: str) -> Conversation:
+    """Return a conversation with other texts, numbered in a form."""
+    numbers = count()
+
+    def other(part: Part) -> Part:
+        return replace(part, text=form.format(next(numbers))) if part.kind == "text" else part
+
+    return replace(content, turns=[replace(turn, content=tuple(map(other, turn.parts))) for turn in content.turns])
 
 
 def _is_shaped(content: Conversation, template: ChatTemplate) -> bool:
