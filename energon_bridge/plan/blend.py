@@ -275,7 +275,6 @@ class EpochizedBlend:
         return merged[skipped : skipped + stop - start]
 
     def counts(self, lane: int, draw: int) -> IntArray:
-        """Return how many of a lane's draws before `draw` come from each leaf, shape (leaves,)."""
         epoch = self.epoch_of(lane, draw)
         before = self.drawn(lane, epoch)
         number = draw - int(before.sum())

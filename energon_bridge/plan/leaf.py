@@ -43,6 +43,7 @@ from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from energon_bridge.plan.changes import LeafBans
 from energon_bridge.rng import IntArray, Permutation, below, below_at, draws_at, fold, shuffled
@@ -145,13 +146,23 @@ class LeafOrder:
     epochs_per_shuffle: int = 1
     moved: Mapping[int, tuple[int, int]] = field(default_factory=dict, repr=False, compare=False)
 
+    @property
+    def classes(self) -> int:
+        """The modulus of the places that a lane comes to, with its first ones; 1: each lane comes to all samples."""
+        common = math.gcd(self.num_lanes * self.dealt_block, self.num_samples)
+        return 1 if self.shuffle or common <= self.dealt_block else common
+
+    def comes_to(self, lane: int, samples: IntArray) -> NDArray[np.bool_]:
+        """Return which of some samples of the leaf a lane ever draws."""
+        return (self._places_of(samples) - self._place(lane, 0)) % self.classes < self.dealt_block
+
     def without(self, bans: LeafBans | None) -> LeafOrder:
         """Return the order with some samples banned; for a leaf that is alone, or in a bucket."""
-        common = math.gcd(self.num_lanes * self.dealt_block, self.num_samples)
-        if bans is None or self.shuffle or common <= self.dealt_block:  # each lane comes to all samples
+        common = self.classes
+        if bans is None or common == 1:
             return replace(self, moved={}) if self.moved else self
         gone = np.full(self.num_samples, _NEVER)
-        gone[np.searchsorted(self.samples(np.arange(self.num_samples)), bans.samples)] = bans.starts
+        gone[self._places_of(bans.samples)] = bans.starts
         firsts = np.array([self._place(lane, 0) for lane in range(self.num_lanes)])
         of_class = gone.reshape(-1, common).max(axis=0)  # a lane comes to all places of a class or to none
         ends = of_class[(firsts[:, None] + np.arange(self.dealt_block)) % common].max(axis=1)
@@ -188,6 +199,9 @@ class LeafOrder:
     def samples(self, places: IntArray) -> IntArray:
         """Return the samples at some places of the leaf: their indices in the dataset."""
         return self.first_sample + places if self.kept is None else self.kept[places].astype(np.int64)
+
+    def _places_of(self, samples: IntArray) -> IntArray:
+        return samples - self.first_sample if self.kept is None else np.searchsorted(self.kept, samples)
 
     def epoch_of(self, lane: int, draw: int) -> int:
         """Return the epoch of a lane's draw (for E epochs shuffled as one, their number)."""

@@ -14,7 +14,6 @@ from engine import (
     TensorEncoder,
     config_of,
     digest,
-    is_masked,
     loaders_of,
     numbers_of,
     text_dataset,
@@ -129,31 +128,6 @@ def test_weights_hold_over_all_buckets(data: Path) -> None:
     assert drawn[str(data / "b")] / drawn.total() == pytest.approx(0.75, abs=0.02)
     twice = opened(Blender([(data / "a", 1), (data / "a", 1)]))
     assert len(twice.leaves) == len({leaf.identity for leaf in twice.leaves}) == 8
-
-
-@pytest.mark.parametrize("encoder", [TensorEncoder, SkippingEncoder])
-def test_the_same_on_any_topology_and_after_stops(data: Path, encoder: Any) -> None:
-    blend = Blender([(data / "a", 2), (data / "b", 1)])
-    dataset = opened(blend, encoder(), bucket_batch_size="2 + width // 400")
-    (alone,) = ranks_of(dataset)
-    expected = [digest(batch) for batch in islice(alone, 120)]
-    found: list[str] = []
-    states: list[Any] = []
-    for ranks, workers, steps in ((2, 0, 6), (3, 2, 7), (1, 1, 21), (6, 0, 6), (1, 3, 30)):
-        loaders = ranks_of(dataset, ranks, workers)
-        for loader in loaders if states else ():
-            loader.restore_state_rank(json.loads(json.dumps(states)))
-        streams = [iter(loader) for loader in loaders]
-        for _ in range(steps):
-            row = [next(stream) for stream in streams]
-            assert len({name_of(number) for batch in row for number in numbers_of(batch)}) == 1
-            found += [digest(batch) for batch in row if not is_masked(batch)]
-        states = [loader.save_state_rank() for loader in loaders]
-    assert found == expected
-    started = ranks_of(dataset)[0]
-    if encoder is TensorEncoder:  # a seek assumes that nothing is skipped
-        started.seek(50)
-        assert [digest(batch) for batch in islice(started, 70)] == expected[50:]
 
 
 def test_a_sample_is_found_and_banned(data: Path) -> None:

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conversations import conversations_dataset
-from engine import config_of, counts_of, deliver, loaders_of
+from engine import config_of, counts_of, loaders_of
 from families import (
     FAMILIES,
     chat,
@@ -211,13 +211,6 @@ def test_only_what_is_delivered_is_decoded(talks: Path, family: str, monkeypatch
     assert {len(images) for images in waiting} == {1, 2, 3}
     assert any(len(batch.sample_keys) > 1 for batch in batches)
     assert all(batch.tokens.shape[1] <= 100 for batch in batches)
-
-
-def test_packs_resume_bit_for_bit_on_other_ranks_and_workers(talks: Path) -> None:
-    dataset = packed(talks, encoder_of("qwen2_5_vl", ChatConfig(seq_length=100)))
-    expected = deliver(loaders_of(dataset, 1, 0), 24, [8])
-    state = expected.states[8]
-    assert deliver(loaders_of(dataset, 2, 1, state=state), 8).digests == expected.digests[8:]
 
 
 def test_packs_can_be_limited_by_images_and_their_tokens(talks: Path) -> None:
