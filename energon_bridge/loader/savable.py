@@ -358,7 +358,6 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         return engine
 
     def work(self, worker: int, barred: frozenset[tuple[int, int]], careful: bool) -> Work:
-        """Return the work of a worker from the delivered position on."""
         # A process group belongs to this process; what the worker needs of it, the configuration has resolved.
         position = self._position.copied(dataclasses.replace(self.config, data_parallel_group=None))
         for item, (lane, _) in zip(self._held, self._due(), strict=False):

@@ -231,7 +231,6 @@ class LocalProcesses:
         self.advice = _UNBEGUN[not self.forks]
 
     def start(self, work: Work, link: socket.socket, arena: Arena | None, board: Board, stacks: StackFile) -> Any:
-        """Start a worker."""
         arguments = work, link, arena, board, stacks, os.getpid() if self.forks else 0
         return start_process(self._method, f"energon-worker-{work.number}", run_worker, arguments)
 

@@ -275,7 +275,6 @@ class EpochizedBlend:
         return merged[skipped : skipped + stop - start]
 
     def counts(self, lane: int, draw: int) -> IntArray:
-        """Return how many of a lane's draws before `draw` come from each leaf, shape (leaves,)."""
         epoch = self.epoch_of(lane, draw)
         before = self.drawn(lane, epoch)
         number = draw - int(before.sum())
@@ -400,6 +399,7 @@ class BucketBlend:
     """Says which bucket a microbatch comes from, and of a bucket which leaf a draw comes from.
 
     Args:
+        names: Of the buckets.
         rows: Samples in a microbatch of each bucket.
         of_leaf: The bucket of each leaf.
         weights: The weight of each leaf among all, as a share of samples; they add up to 1.
@@ -408,6 +408,7 @@ class BucketBlend:
         gone: The leaves of which every sample is banned.
     """
 
+    names: tuple[str, ...]
     rows: tuple[int, ...]
     of_leaf: tuple[int, ...]
     weights: tuple[Fraction, ...]

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,13 +36,11 @@ Ranges = tuple[str, list[int], list[int]]
 """A shard, and the offsets and lengths of ranges in it."""
 
 
+@dataclass(slots=True, eq=False)
 class Unreadable:
     """Stands for the bytes of a sample that a damaged shard no longer has."""
 
-    __slots__ = ("error",)
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
+    error: Exception
 
     def __len__(self) -> int:
         return 0
