@@ -122,9 +122,6 @@ def check_rates(position: Position, item: LaneBatch, policy: ErrorPolicy, failur
 
     Args:
         position: Before the microbatch.
-        item: The microbatch.
-        policy: Gives the highest rate allowed.
-        failure_log: Has the failures.
 
     Raises:
         ErrorRateError: Too many samples of a dataset failed.
@@ -152,8 +149,6 @@ def name_losses(position: Position, failure_log: FailureLog, *, least: int) -> N
     """Warn about datasets that delivered nothing or lost more than a twentieth of their draws; once per cause.
 
     Args:
-        position: Of this rank, with its counts.
-        failure_log: Has the failures, and knows which warnings were given.
         least: Samples that must have been drawn of a dataset before it is mentioned.
     """
     for path, total in _by_dataset(position.plan.leaves, position.counts, position.waiting()).items():

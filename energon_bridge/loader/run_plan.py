@@ -400,8 +400,6 @@ def plan_run(
     """Return the plan of a run on some ranks.
 
     Args:
-        data: The leaves and settings.
-        config: This rank and its workers.
         num_lanes: The number of lanes in a state; it overrides the configured one.
         changes: Changes of weights during the run.
         blocks: `LeafOrder.block` of a state's leaves by identity: a leaf keeps its block when the mix changes.
@@ -575,9 +573,7 @@ def open_pipeline(
     """Build what loads, encodes and batches in one process.
 
     Args:
-        plan: The plan of the run.
         threads: Overrides the number of threads in the configuration.
-        delivered, watchdog, worker: As `StreamSettings` has them.
     """
     data, config = plan.data, plan.config
     run = data.settings

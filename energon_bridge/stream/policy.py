@@ -182,8 +182,6 @@ class FailureTracker:
         """Decide on samples that failed; return the counter they belong to.
 
         Args:
-            error: What the hook raised.
-            hook: The hook.
             places: Some of the samples.
             members: How many there are.
             leaves: The leaves that they are of, with the paths of their datasets.

@@ -289,8 +289,6 @@ class RoundBuffer:
     Bytes are dropped as they are fetched, so memory falls as a round is worked through.
 
     Args:
-        reader: Reads the leaf.
-        of: The round.
         withheld: Draws that are read only when they are fetched, shape (draws,): their samples are banned now or later,
             and a banned sample is never fetched.
 
