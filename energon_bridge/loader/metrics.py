@@ -52,7 +52,6 @@ def flat_metrics(
     """Return numbers by name of the rows that `leaf_rows` makes.
 
     Args:
-        rows: A row per dataset.
         workers: The worker processes, or what would start them; None: the loader has none.
         seconds: Time spent making microbatches in all, waiting for loads, and batching, since the loader was made; then
             the sums of `network.REQUESTS`.

@@ -251,7 +251,6 @@ class DatasetSpec(NotForDataLoader):
         """Return the batches of one rank in a pass or virtual epoch, or in an epoch of an endless stream.
 
         Args:
-            config: The rank.
             end: The microbatch at which the pass of a finite stream ends, if known.
         """
         if self.settings.virtual_epoch_length is not None:

@@ -144,7 +144,6 @@ class FailureTracker:
     text except for numbers. A tolerance set by the user replaces the last two rules.
 
     Args:
-        policy: The policy.
         encoder: Says how many failures in a row its hooks may have.
         hooks: Hooks that must be wrong if they fail every time they run.
         delivered: Leaves of which the run had delivered samples before this process began.

@@ -92,7 +92,6 @@ class ShardReader:
     """Reads a leaf of shards; safe to use from several threads.
 
     Args:
-        dataset: The dataset.
         tolerant: Read what is left of damaged shards, with `Unreadable` for the samples that are gone.
 
     Attributes:
