@@ -504,6 +504,7 @@ def _blend(
     if data.buckets is not None:
         total = sum(leaf.share for leaf in data.ordered)
         return BucketBlend(
+            names=data.buckets.names,
             rows=data.buckets.rows,
             of_leaf=tuple(data.buckets.of_leaf[leaf.identity] for leaf in data.ordered),
             weights=tuple(leaf.share / total for leaf in data.ordered),

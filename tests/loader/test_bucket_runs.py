@@ -19,7 +19,7 @@ from engine import (
     text_dataset,
 )
 
-from energon_bridge import AspectTiers, Blender, get_train_dataset
+from energon_bridge import AspectTiers, Blender, SkipSample, get_train_dataset
 from energon_bridge.errors import (
     ConfigurationError,
     EmptyDatasetError,
@@ -219,6 +219,27 @@ def test_banned_buckets_are_the_same_on_any_topology_and_after_stops(data: Path,
         again.ban(bans[21])
         again.seek(24)
         assert [digest(batch) for batch in islice(again, 36)] == banned[24:]
+
+
+class NoSquares(TensorEncoder):
+    def encode_sample(self, sample: Any) -> Any:
+        if name_of(number_of(sample)) == "512x512":
+            raise SkipSample
+        return super().encode_sample(sample)
+
+
+def test_a_bucket_of_which_hooks_skip_everything_is_named_and_a_ban_goes_on_without_it(data: Path) -> None:
+    dataset = opened(data / "a", NoSquares())
+    (loader,) = ranks_of(dataset)
+    with pytest.raises(
+        EmptyDatasetError, match=r"in a row from bucket 512x512, .* nothing is left of the bucket\. Ban"
+    ):
+        list(islice(loader, 20 * GROUP))
+    state = loader.save_state_rank()
+    (again,) = ranks_of(dataset)
+    again.restore_state_rank(state)
+    again.ban(keys_in("512x512"))
+    assert {named(batch) for batch in islice(again, 20 * GROUP)} == {"384x640", "576x448", "640x384"}
 
 
 def test_buckets_smaller_than_a_global_batch_are_named_once(data: Path, caplog: pytest.LogCaptureFixture) -> None:

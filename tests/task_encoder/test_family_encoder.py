@@ -288,8 +288,9 @@ def test_what_cannot_be_loaded_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", [("torchvision", "num2words"), ("num2words",)])
+@pytest.mark.parametrize("of_words", [False, True], ids=["what comes first", "num2words"])
 def test_packages_that_a_processor_needs_are_named_at_once(
-    missing: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    missing: Sequence[str], of_words: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoConfig, AutoProcessor
 
@@ -300,7 +301,7 @@ def test_packages_that_a_processor_needs_are_named_at_once(
     }
     (tmp_path / "processor_config.json").write_text(json.dumps({"processor_class": "SmolVLMProcessor", **parts}))
     monkeypatch.setattr(registry, "find_spec", lambda name: None if name in missing else name)
-    if find_spec("torchvision") is not None or len(missing) == 1:  # as it complains where the others are installed
+    if of_words or find_spec("torchvision") is not None or len(missing) == 1:  # where the others are installed
         complaint = "Package `num2words` is required to run SmolVLM processor."
         monkeypatch.setattr(AutoProcessor, "from_pretrained", Mock(side_effect=ImportError(complaint)))
     with pytest.raises(ConfigurationError) as caught:
