@@ -48,7 +48,10 @@ def main() -> None:
         )
         leaves.append(Leaf(identity=str(bucket), dataset=None, order=order))  # type: ignore[arg-type]
     weights = tuple(Fraction(samples.size, SAMPLES) for samples in kept)
-    blend = BucketBlend(rows=rows, of_leaf=tuple(range(len(names))), weights=weights, num_lanes=LANES, key=1)
+    of_leaf = tuple(range(len(names)))
+    blend = BucketBlend(
+        names=tuple(map(str, names)), rows=rows, of_leaf=of_leaf, weights=weights, num_lanes=LANES, key=1
+    )
     start = time.perf_counter()
     laps = [blend.bucket(lap) for lap in range(LAPS)]
     choosing = (time.perf_counter() - start) / LAPS

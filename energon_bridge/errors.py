@@ -1,64 +1,23 @@
 """Every error this package raises on purpose, so that callers can catch one family or one case.
 
-::
+What each means stands at its class::
 
     EnergonError
-    ├── ConfigurationError              an argument or a configuration value is wrong (also a ValueError)
-    │   ├── UnknownArgumentError        a keyword or key that does not exist; names the nearest match
-    │   ├── DataParallelError           a loader's ranks are not the data-parallel ones of megatron's groups
-    │   ├── MaskedMicrobatchesError     the ranks do not divide the lanes, and masked microbatches are not allowed
-    │   ├── NoCookerError               no cooker of the encoder takes the samples of a crude dataset
-    │   ├── WrongUseError                an object is used as something else, such as a dataset as an iterator
-    │   └── NotProvidedError            a part of megatron-energon that has no counterpart here
-    ├── DatasetError                    a dataset on disk cannot be used
-    │   ├── DatasetNotFoundError        the folder or file does not exist
-    │   ├── NotPreparedError            there is no .nv-meta; run `energon prepare`
-    │   ├── NoShardsError               no tar files below the folder
-    │   ├── ShardMissingError           a shard or its index is listed but not there
-    │   ├── CorruptShardError           a tar is truncated or has a broken header; names the offset
-    │   ├── UnsupportedShardError       a tar is compressed, so its samples cannot be read by range
-    │   ├── DuplicateKeyError           two samples share a key
-    │   ├── KeyIndexError               there is no index.sqlite to look keys up in, or a damaged one
-    │   ├── UnmatchedKeyError           a sample has no match in another dataset of a join
-    │   ├── UnknownSplitError           the split part is not in split.yaml
-    │   ├── EmptyDatasetError           the split part has no samples
-    │   ├── MetadataError               a file in .nv-meta cannot be parsed or has wrong types
-    │   ├── FieldMapError               dataset.yaml maps an unknown field or misses a required one
-    │   ├── SourceError                 `energon convert` or a ShardWriter cannot take a sample as it is
-    │   ├── MediaMetadataError          there is no media metadata; run `energon prepare-media`
-    │   └── UntrustedCodeError          the dataset wants to run code; pass trust_remote_code=True
-    ├── StorageError                    bytes could not be read or written (after retries)
-    │   └── ShortReadError              fewer bytes than the index promises
-    ├── SampleError                     one sample is bad; skipped and counted unless the policy says otherwise
-    │   ├── DecodeError                 a part cannot be decoded
-    │   ├── QuarantinedSampleError      it killed or hung its worker several times in a row
-    │   ├── FieldAccessError            a field cannot be found in the parts of a sample
-    │   ├── UnfitSampleError            samples do not fit each other or a setting (also a ConfigurationError)
-    │   └── FileNotInStoreError         a file store has no file (or no metadata) of that key
-    ├── FatalSampleError                a sample error that must stop the run
-    │   ├── StoppedByPolicyError        the error policy, or a handler of the program, stops the run at a sample
-    │   ├── OverLongSampleError         a sample exceeds a limit of its pack by itself
-    │   ├── ErrorRateError              more samples of a dataset failed than the policy allows
-    │   └── HookTimeoutError            a microbatch took too long, and the watchdog was told to end it
-    ├── StateError                      a saved state does not fit this run
-    │   ├── StateFormatError            not a state of this package, or damaged
-    │   ├── StateVersionError           written in another version of the state format
-    │   ├── OrderVersionError           written under other rules of order
-    │   ├── DatasetMismatchError        another dataset, or its content changed
-    │   ├── SplitMismatchError          another split part
-    │   ├── SettingMismatchError        a setting that the order depends on differs
-    │   │   ├── SeedMismatchError
-    │   │   ├── BatchSizeMismatchError
-    │   │   └── SliceSizeMismatchError
-    │   ├── MissingRankError            the states of some ranks (lanes) are not there
-    │   ├── StepMismatchError           the ranks were not saved at the same step
-    │   └── TooManyRanksError           more data-parallel ranks than lanes
-    ├── LoaderError                     the loader cannot continue
-    │   ├── BalanceError                another data-parallel rank failed or is gone while microbatches are balanced
-    │   ├── BroadcastError              the rank that loads for a replica failed
-    │   ├── ForkedLoaderError           a loader is iterated in a fork of the process that started its workers
-    │   └── WorkerDiedError             workers died more often than the limit allows
-    └── ResumeMismatchError             a resumed loader delivered other batches than an uninterrupted one
+    ├── ConfigurationError      UnknownArgumentError, DataParallelError, MaskedMicrobatchesError, NoCookerError,
+    │                           WrongUseError, NotProvidedError
+    ├── DatasetError            DatasetNotFoundError, NotPreparedError, NoShardsError, ShardMissingError,
+    │                           CorruptShardError, UnsupportedShardError, DuplicateKeyError, KeyIndexError,
+    │                           UnmatchedKeyError, UnknownSplitError, EmptyDatasetError, MetadataError (FieldMapError),
+    │                           SourceError, MediaMetadataError, UntrustedCodeError
+    ├── StorageError            ShortReadError
+    ├── SampleError             DecodeError, QuarantinedSampleError, FieldAccessError, UnfitSampleError,
+    │                           FileNotInStoreError: the sample is left out, unless the policy says otherwise
+    ├── FatalSampleError        StoppedByPolicyError, OverLongSampleError, ErrorRateError, HookTimeoutError
+    ├── StateError              StateFormatError, StateVersionError, OrderVersionError, DatasetMismatchError,
+    │                           SplitMismatchError, SettingMismatchError (SeedMismatchError, BatchSizeMismatchError,
+    │                           SliceSizeMismatchError), MissingRankError, StepMismatchError, TooManyRanksError
+    ├── LoaderError             BalanceError, BroadcastError, ForkedLoaderError, WorkerDiedError
+    └── ResumeMismatchError
 
 `SkipSample` is not an error: user code raises it to leave a sample out on purpose.
 """
@@ -324,8 +283,6 @@ def did_you_mean(name: object, known: Collection[str], *, cutoff: float = 0.6) -
     """Return the hint for a mistyped name, to append to a sentence: " Did you mean 'path'?", or "" if none is similar.
 
     Args:
-        name: What was written.
-        known: The names that exist.
         cutoff: Similarity that the nearest one needs, from 0 to 1.
     """
     from difflib import get_close_matches  # takes longer to import than this module

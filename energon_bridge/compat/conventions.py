@@ -199,7 +199,6 @@ class Dealt:
         return ENDLESS if self._limit is None else self._limit
 
     def span(self, number: int) -> tuple[int, int]:
-        """Return the draws [start, stop) of a microbatch; rank r has the numbers r, r + ranks, and so on."""
         step, rank = divmod(number, self._ranks)
         if self._repeats:
             turn, worker = divmod(step, self._workers)

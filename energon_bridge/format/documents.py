@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import yaml
@@ -207,6 +208,7 @@ def dump_yaml(value: Any) -> bytes:
     return text.encode()
 
 
+@dataclass(slots=True, eq=False)  # a mix of a thousand datasets reads ten thousand values
 class Value:
     """A value of a document. What is not as expected raises a MetadataError that names the place.
 
@@ -216,12 +218,9 @@ class Value:
         field: Where the value is in it, such as `splits.train.blend[0]`; empty: it is the whole document.
     """
 
-    __slots__ = ("field", "plain", "where")  # a mix of a thousand datasets reads ten thousand values
-
-    def __init__(self, plain: Any, where: str, field: str = "") -> None:
-        self.plain = plain
-        self.where = where
-        self.field = field
+    plain: Any
+    where: str
+    field: str = ""
 
     @property
     def at(self) -> str:

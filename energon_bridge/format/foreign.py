@@ -23,15 +23,13 @@ from energon_bridge.storage import OpenFiles, open_store
 Location = str | os.PathLike[str]
 
 
+@dataclass(slots=True, eq=False)
 class ForeignRow:
     """A row that has been read: its key, its parts (to decode, if a memoryview), and the accesses of its fields."""
 
-    __slots__ = ("fields", "key", "parts")
-
-    def __init__(self, key: str, parts: dict[str, Any], fields: Mapping[str, str]) -> None:
-        self.key = key
-        self.parts = parts
-        self.fields = fields
+    key: str
+    parts: dict[str, Any]
+    fields: Mapping[str, str]
 
     def __len__(self) -> int:
         return sum(map(len, self.parts.values()))

@@ -251,7 +251,6 @@ class DatasetSpec(NotForDataLoader):
         """Return the batches of one rank in a pass or virtual epoch, or in an epoch of an endless stream.
 
         Args:
-            config: The rank.
             end: The microbatch at which the pass of a finite stream ends, if known.
         """
         if self.settings.virtual_epoch_length is not None:
@@ -339,6 +338,8 @@ class RunPlan:
         if not banned and not self.banned:
             return self
         leaves, blend = tuple(replace(leaf, bans=banned.get(leaf.identity)) for leaf in self.leaves), self.blend
+        if blend is None or isinstance(blend, BucketBlend):
+            leaves = tuple(replace(leaf, order=leaf.order.without(leaf.bans)) for leaf in leaves)
         if isinstance(blend, BucketBlend):
             blend = replace(blend, gone=frozenset(n for n, leaf in enumerate(leaves) if leaf.all_banned))
         return replace(self, leaves=leaves, blend=blend)
@@ -398,8 +399,6 @@ def plan_run(
     """Return the plan of a run on some ranks.
 
     Args:
-        data: The leaves and settings.
-        config: This rank and its workers.
         num_lanes: The number of lanes in a state; it overrides the configured one.
         changes: Changes of weights during the run.
         blocks: `LeafOrder.block` of a state's leaves by identity: a leaf keeps its block when the mix changes.
@@ -505,6 +504,7 @@ def _blend(
     if data.buckets is not None:
         total = sum(leaf.share for leaf in data.ordered)
         return BucketBlend(
+            names=data.buckets.names,
             rows=data.buckets.rows,
             of_leaf=tuple(data.buckets.of_leaf[leaf.identity] for leaf in data.ordered),
             weights=tuple(leaf.share / total for leaf in data.ordered),
@@ -573,9 +573,7 @@ def open_pipeline(
     """Build what loads, encodes and batches in one process.
 
     Args:
-        plan: The plan of the run.
         threads: Overrides the number of threads in the configuration.
-        delivered, watchdog, worker: As `StreamSettings` has them.
     """
     data, config = plan.data, plan.config
     run = data.settings

@@ -25,7 +25,6 @@ import torch
 import torch.utils.data
 
 from energon_bridge.errors import ConfigurationError, ForkedLoaderError, WrongUseError
-from energon_bridge.format.parallel import available_cores
 from energon_bridge.loader import document as doc
 from energon_bridge.loader.copies import Copies
 from energon_bridge.loader.fits import read_all
@@ -45,7 +44,7 @@ from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.state import LaneBatch
 from energon_bridge.stream.watchdog import WatchdogSettings
-from energon_bridge.topology import Ownership, WorkerConfig, trainer_groups
+from energon_bridge.topology import Ownership, WorkerConfig, available_cores, trainer_groups
 
 logger = logging.getLogger(__name__)
 
@@ -316,6 +315,8 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
                 "do not change); %d ranks would waste none",
                 *(ranks, lanes, 100 * ownership.masked_share, nearest),
             )
+        if self.spec.buckets is not None and self.config.dp_rank == 0:
+            _say_repeated(self.spec.buckets.smaller(self.config.microbatches_per_global_batch or lanes))
         busy = len(self._position.own_lanes)
         if workers > busy:
             shared = counted(lanes, "lane"), counted(ranks, "rank")
@@ -356,7 +357,6 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         return engine
 
     def work(self, worker: int, barred: frozenset[tuple[int, int]], careful: bool) -> Work:
-        """Return the work of a worker from the delivered position on."""
         # A process group belongs to this process; what the worker needs of it, the configuration has resolved.
         position = self._position.copied(dataclasses.replace(self.config, data_parallel_group=None))
         for item, (lane, _) in zip(self._held, self._due(), strict=False):
@@ -609,6 +609,17 @@ def _say_endless() -> None:
         "an epoch of the data is over, and the stream goes on: repeat=False or virtual_epoch_length=… of "
         "get_train_dataset end an iterator"
     )
+
+
+@cache
+def _say_repeated(small: tuple[str, ...]) -> None:
+    """Warn once of buckets smaller than a global batch."""
+    if small:
+        logger.warning(
+            "group_by: %s: a global batch repeats their samples. Make the tiers wider, lower bucket_batch_size, or "
+            "leave them out by a filter",
+            "; ".join(small[:3]) + f"; and {len(small) - 3} more" * (len(small) > 3),
+        )
 
 
 @cache

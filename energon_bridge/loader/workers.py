@@ -231,7 +231,6 @@ class LocalProcesses:
         self.advice = _UNBEGUN[not self.forks]
 
     def start(self, work: Work, link: socket.socket, arena: Arena | None, board: Board, stacks: StackFile) -> Any:
-        """Start a worker."""
         arguments = work, link, arena, board, stacks, os.getpid() if self.forks else 0
         return start_process(self._method, f"energon-worker-{work.number}", run_worker, arguments)
 
@@ -275,8 +274,6 @@ def set_up_worker(work: Work, board: Board, stacks: StackFile, parent: int) -> N
     What the worker makes is collected, also where the training process collects by hand.
 
     Args:
-        work: What it is to do.
-        board: Where it says so.
         stacks: File in which it writes down where its threads are, at `DUMP_SIGNAL`.
         parent: The training process, or 0 if another one starts the workers for it.
     """

@@ -28,6 +28,7 @@ from energon_bridge.mix.opener import DatasetOpener
 from energon_bridge.mix.tree import AuxRef, JoinRef, LeafRef, combine_multipliers, evaluate_subset
 from energon_bridge.rng import IntArray
 from energon_bridge.samples import CrudeSample
+from energon_bridge.samples.showing import counted
 from energon_bridge.storage import as_far, open_store
 
 _PARTS = 1024
@@ -369,6 +370,15 @@ class Buckets:
     samples: tuple[int, ...]
     of_leaf: Mapping[str, int]
 
+    def smaller(self, microbatches: int) -> tuple[str, ...]:
+        """Return what to say of the buckets that have fewer samples than so many microbatches."""
+        buckets = zip(self.names, self.rows, self.samples, strict=True)
+        return tuple(
+            f"bucket {name} has {counted(samples, 'sample')}, fewer than the {rows * microbatches:,} of a global batch"
+            for name, rows, samples in buckets
+            if samples < rows * microbatches
+        )
+
 
 def with_shares(mix: Mix, leaves: Sequence[OpenLeaf]) -> list[OpenLeaf]:
     """Return leaves with their own weights: those of a group divided by numbers of samples."""
@@ -388,7 +398,6 @@ def cut_into_buckets(
     """Return a leaf for each bucket of each leaf, and the buckets.
 
     Args:
-        leaves: The leaves.
         group_by: Expressions of columns; samples for which all give the same are a bucket.
         batch_size: Samples in a microbatch, where `sizes` does not say it.
         sizes: Samples in a microbatch of each bucket: by its name, or an expression of columns, of whose values in the

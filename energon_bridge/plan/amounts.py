@@ -9,8 +9,8 @@ A lane keeps one whole number for each leaf, its *sum*, from which it continues:
 changed, and what it was ahead then of the leaf that was to come next. Lanes begin apart, each leaf with a sum between 0
 and its mean amount, a part of it that is spread over the lanes as the draws of a weighted mix are (`plan/blend.py`). A
 leaf without a weight keeps its sum. Banned draws count nothing; every other draw counts its amount, whatever becomes of
-the sample later. So a leaf of which all that counts is banned could never reach its share: from then on it is one
-without a weight.
+the sample later. So a leaf of which all that counts is banned, or all that the lane comes to (`plan/leaf.py`), could
+never reach its share: from then on it is one without a weight.
 
 Amounts are whole multiples of 1/1024 and sums exact; only *sum / weight* is a float, the quotient of two numbers, which
 IEEE 754 rounds alike everywhere. So neither the machine nor how many draws are looked up at once changes the order.
@@ -101,14 +101,7 @@ class _Chosen(NamedTuple):
 
 
 class AmountDraws:
-    """The leaves of the draws of one lane, from a position on.
-
-    Args:
-        blend: The weights.
-        leaves: The leaves.
-        lane: The lane.
-        at: Where it is.
-    """
+    """The leaves of the draws of one lane, from a position on."""
 
     def __init__(self, blend: AmountBlend, leaves: Sequence[OrderedLeaf], lane: int, at: Standing) -> None:
         self._blend, self._leaves, self._lane, self._origin = blend, leaves, lane, at.origin
@@ -189,7 +182,7 @@ class AmountDraws:
         """Return the shares at a global draw: 0 of leaves that have nothing left, unless all are such."""
         shares = self._blend.shares[self._blend.piece(now)]
         if (start := self._bans_at(now)[1]) not in self._spent:
-            self._spent[start] = [leaf.bans is not None and not _left(leaf, start) for leaf in self._leaves]
+            self._spent[start] = [leaf.bans is not None and not _left(leaf, self._lane, start) for leaf in self._leaves]
         if not any(spent := self._spent[start]):
             return shares
         left = [Fraction(0) if gone else share for share, gone in zip(shares, spent, strict=True)]
@@ -246,12 +239,17 @@ class AmountDraws:
         self._ahead[number] = np.concatenate((ahead, found))
 
 
-def _left(leaf: OrderedLeaf, start: int) -> int:
-    """Return the amount of a leaf that is not banned at a global draw."""
+def _left(leaf: OrderedLeaf, lane: int, start: int) -> int:
+    """Return the amount of a leaf that a lane comes to and that is not banned at a global draw."""
     assert leaf.amounts is not None
     assert leaf.bans is not None
     banned = leaf.bans.samples[leaf.bans.starts <= start]
-    return leaf.amounts.total - int(leaf.amounts.of_samples[banned].sum(dtype=np.int64))
+    total = leaf.amounts.total
+    if leaf.order.classes > 1:
+        own = leaf.order.samples(np.arange(leaf.order.num_samples))
+        total = int(leaf.amounts.of_samples[own[leaf.order.comes_to(lane, own)]].sum(dtype=np.int64))
+        banned = banned[leaf.order.comes_to(lane, banned)]
+    return total - int(leaf.amounts.of_samples[banned].sum(dtype=np.int64))
 
 
 _NONE: IntArray = np.zeros(1, dtype=np.int64)

@@ -275,7 +275,6 @@ class EpochizedBlend:
         return merged[skipped : skipped + stop - start]
 
     def counts(self, lane: int, draw: int) -> IntArray:
-        """Return how many of a lane's draws before `draw` come from each leaf, shape (leaves,)."""
         epoch = self.epoch_of(lane, draw)
         before = self.drawn(lane, epoch)
         number = draw - int(before.sum())
@@ -393,6 +392,8 @@ def _place_of(quotas: IntArray, phases: IntArray, number: int) -> int:
 
 
 _BUCKETS, _LEAVES, _SPENT = 8, 9, 10
+_TURNS = 4096
+"""Microbatches whose buckets are looked up at once: counting those before is slow where there are many buckets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -400,6 +401,7 @@ class BucketBlend:
     """Says which bucket a microbatch comes from, and of a bucket which leaf a draw comes from.
 
     Args:
+        names: Of the buckets.
         rows: Samples in a microbatch of each bucket.
         of_leaf: The bucket of each leaf.
         weights: The weight of each leaf among all, as a share of samples; they add up to 1.
@@ -408,6 +410,7 @@ class BucketBlend:
         gone: The leaves of which every sample is banned.
     """
 
+    names: tuple[str, ...]
     rows: tuple[int, ...]
     of_leaf: tuple[int, ...]
     weights: tuple[Fraction, ...]
@@ -417,11 +420,22 @@ class BucketBlend:
 
     def bucket(self, microbatch: int) -> int:
         """Return the bucket of a lane's microbatch, for any lane."""
-        bucket = int(self._laps.leaves(0, microbatch, 1)[0])
-        if self._instead is None or bucket not in self._spent:
-            return bucket
-        before = int(self._laps.counts(0, microbatch)[self._spent].sum())
-        return int(self._instead.leaves(0, before, 1)[0])
+        return self._turns[microbatch // _TURNS][microbatch % _TURNS]
+
+    @cached_property
+    def _turns(self) -> Memo[int, list[int]]:
+        """The buckets of microbatches, `_TURNS` of them at once."""
+        return Memo(self._next_turns, 4)
+
+    def _next_turns(self, number: int) -> list[int]:
+        buckets = self._laps.leaves(0, number * _TURNS, _TURNS)
+        if self._instead is not None:
+            is_spent = np.zeros(len(self.rows), dtype=np.bool_)
+            is_spent[self._spent] = True
+            moved = is_spent[buckets]
+            before = int(self._laps.counts(0, number * _TURNS)[self._spent].sum())
+            buckets[moved] = self._instead.leaves(0, before, int(moved.sum()))
+        return buckets.tolist()
 
     def microbatches(self, microbatch: int) -> IntArray:
         """Return how many of a lane's microbatches before one come from each bucket, shape (buckets,)."""

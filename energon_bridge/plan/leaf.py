@@ -12,7 +12,9 @@ in turn, a block of draws at a time: draw k of lane l is place `((k div b) L + q
 end to end. Alone, a leaf has blocks of one microbatch and q = l: microbatch m holds the places [m b, (m + 1) b), so
 that an epoch ends as it does for any sampler without replacement, whatever L is. In a mix, b = 1 and
 q = (l - key) mod L: lanes never differ by more than one draw, and which of them is ahead differs from leaf to leaf.
-Without shuffling, every leaf is dealt in blocks of one microbatch, from its own line.
+Without shuffling, every leaf is dealt in blocks of one microbatch, from its own line. Where L b and N have a common
+divisor, a lane then comes to a part of the samples only, and bans may leave it nothing. It takes the places of another
+lane from then on: of the first after it that has something left.
 
 *Longer slices are divided in stretches.*
 
@@ -35,13 +37,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
+from energon_bridge.plan.changes import LeafBans
 from energon_bridge.rng import IntArray, Permutation, below, below_at, draws_at, fold, shuffled
 
 ORDER_VERSION = 1
@@ -58,6 +62,7 @@ _SLICES_PER_ITER = 4
 _FEWEST_MICROBATCHES = 8
 """Microbatches of a lane per epoch below which slices have one sample; it would otherwise mix several epochs."""
 _SLICES, _STRIPE, _ROUND = 1, 2, 3
+_NEVER = np.iinfo(np.int64).max
 _ENDLESS = 1 << 16
 _LARGEST_TABLE = 4096
 """Samples up to which a permutation is kept as an array; a longer one is cheaper to evaluate sample by sample."""
@@ -125,6 +130,7 @@ class LeafOrder:
         first_sample: Index of the first sample, if the leaf is a part of a dataset.
         kept: Indices of the samples of a filtered leaf, ascending, shape (N,); None: N samples from the first on.
         epochs_per_shuffle: E, the epochs shuffled as one; -1: their end does not matter.
+        moved: Of each lane of which all is banned: the lane whose places it takes, and from which draw on.
     """
 
     num_samples: int
@@ -138,6 +144,34 @@ class LeafOrder:
     first_sample: int = 0
     kept: IntArray | None = field(default=None, repr=False, compare=False)
     epochs_per_shuffle: int = 1
+    moved: Mapping[int, tuple[int, int]] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def classes(self) -> int:
+        """The modulus of the places that a lane comes to, with its first ones; 1: each lane comes to all samples."""
+        common = math.gcd(self.num_lanes * self.dealt_block, self.num_samples)
+        return 1 if self.shuffle or common <= self.dealt_block else common
+
+    def comes_to(self, lane: int, samples: IntArray) -> NDArray[np.bool_]:
+        """Return which of some samples of the leaf a lane ever draws."""
+        return (self._places_of(samples) - self._place(lane, 0)) % self.classes < self.dealt_block
+
+    def without(self, bans: LeafBans | None) -> LeafOrder:
+        """Return the order with some samples banned; for a leaf that is alone, or in a bucket."""
+        common = self.classes
+        if bans is None or common == 1:
+            return replace(self, moved={}) if self.moved else self
+        gone = np.full(self.num_samples, _NEVER)
+        gone[self._places_of(bans.samples)] = bans.starts
+        firsts = np.array([self._place(lane, 0) for lane in range(self.num_lanes)])
+        of_class = gone.reshape(-1, common).max(axis=0)  # a lane comes to all places of a class or to none
+        ends = of_class[(firsts[:, None] + np.arange(self.dealt_block)) % common].max(axis=1)
+        left = np.flatnonzero(ends == _NEVER)
+        moved = {}
+        for lane in np.flatnonzero(ends != _NEVER).tolist() if left.size else ():
+            other = int(left[np.searchsorted(left, lane) % left.size])
+            moved[lane] = other, max(0, -((lane - int(ends[lane])) // self.num_lanes))
+        return replace(self, moved=moved)
 
     @property
     def is_dealt(self) -> bool:
@@ -165,6 +199,9 @@ class LeafOrder:
     def samples(self, places: IntArray) -> IntArray:
         """Return the samples at some places of the leaf: their indices in the dataset."""
         return self.first_sample + places if self.kept is None else self.kept[places].astype(np.int64)
+
+    def _places_of(self, samples: IntArray) -> IntArray:
+        return samples - self.first_sample if self.kept is None else np.searchsorted(self.kept, samples)
 
     def epoch_of(self, lane: int, draw: int) -> int:
         """Return the epoch of a lane's draw (for E epochs shuffled as one, their number)."""
@@ -231,7 +268,11 @@ class LeafOrder:
         first = draw - draw % once
         count = -(-fewest // once) * once
         turns = np.arange(count // block, dtype=np.int64) * (self.num_lanes * block)
-        places = self._place(lane, first) + (turns[:, None] + np.arange(block, dtype=np.int64)).ravel()
+        further = (turns[:, None] + np.arange(block, dtype=np.int64)).ravel()
+        places = self._place(lane, first) + further
+        if lane in self.moved:
+            other, begin = self.moved[lane]
+            places = np.where(first + np.arange(count) < begin, places, self._place(other, first) + further)
         lines, places = np.divmod(places, self._line_length)
         if not self.shuffle:
             return Round(first, self.samples(places), lines)

@@ -281,7 +281,6 @@ class TarSample:
     num_rejected: int = 0
 
     def sizes(self) -> list[tuple[str, int]]:
-        """Return its parts with their sizes."""
         return [(name, len(data)) for name, data in self.read()[0]]
 
     def row(self) -> Row:
@@ -290,7 +289,6 @@ class TarSample:
         return Row(where=self.where, values={"parts": parts}, files={}, key=self.key)
 
     def mark(self) -> str:
-        """Return a text that changes if the sample does."""
         path = Path(self.store.url(self.shard))
         stat = path.stat() if isinstance(self.store, LocalStore) and path.exists() else None
         changed = f"{stat.st_size} {stat.st_mtime_ns}" if stat is not None else ""

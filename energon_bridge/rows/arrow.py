@@ -174,7 +174,6 @@ class ArrowSource:
         return self._starts[-1]
 
     def row(self, number: int) -> Row:
-        """Return a row."""
         group, _, where = self._place(number)
         return row_of(dict(self._values(number)), where, self._media, self.columns, group.labels)
 

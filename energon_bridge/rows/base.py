@@ -127,7 +127,6 @@ class Blob:
     extension: str
 
     def read(self) -> bytes:
-        """Return the bytes."""
         return self.data
 
     def size(self) -> int:
@@ -270,12 +269,10 @@ class RowSample:
     num_rejected: int = 0
 
     def sizes(self) -> list[tuple[str, int]]:
-        """Return its parts with their sizes."""
         with located(self.where):
             return [(name, content.size()) for name, content in self.parts]
 
     def mark(self) -> str:
-        """Return a text that changes if the sample does."""
         return "\0".join((self.key, *(f"{name} {content.mark()}" for name, content in self.parts)))
 
     def read(self) -> tuple[list[tuple[str, bytes]], Mapping[str, str]]:

@@ -69,7 +69,6 @@ class TableSource:
         return len(self._entries)
 
     def row(self, number: int) -> Row:
-        """Return a row."""
         return self._row(*self._entries.entry(number))
 
     def _row(self, entry: Mapping[str, Any], where: str) -> Row:

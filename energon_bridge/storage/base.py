@@ -55,6 +55,19 @@ class Store(Protocol):
         """Delete `rel` if it exists."""
 
 
+class Rooted:
+    """What stores say of themselves by their root."""
+
+    __slots__ = ()
+    root: str
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.root!r})"
+
+    def url(self, rel: str) -> str:
+        return f"{self.root}/{rel}" if rel else self.root
+
+
 class FarStore(Store, Protocol):
     """A store with a high latency, so that many ranges are requested at once."""
 

@@ -20,7 +20,7 @@ from energon_bridge.errors import (
     ShortReadError,
     StorageError,
 )
-from energon_bridge.storage.base import short_read
+from energon_bridge.storage.base import Rooted, short_read
 from energon_bridge.storage.helpers import PerProcess
 from energon_bridge.storage.ranges import merged
 from energon_bridge.storage.stalls import Stalls
@@ -29,7 +29,7 @@ _LARGE = 64 << 20
 """Ranges from this size on are first compared with the file's size: a damaged index may claim any."""
 
 
-class FsspecStore:
+class FsspecStore(Rooted):
     """A folder in an fsspec file system; fork-safe and picklable."""
 
     def __init__(self, url: str, stalls: Stalls | None = None) -> None:
@@ -43,15 +43,7 @@ class FsspecStore:
     def __reduce__(self) -> tuple[Any, ...]:
         return FsspecStore, (self.root, self._stalls)
 
-    def __repr__(self) -> str:
-        return f"FsspecStore({self.root!r})"
-
-    def url(self, rel: str) -> str:
-        """Return the full URL of `rel`."""
-        return f"{self.root}/{rel}" if rel else self.root
-
     def check_root(self) -> None:
-        """Raise DatasetNotFoundError unless the root is a folder."""
         fs, path = self._locate("")
         with self._naming(""):
             if fs.isdir(path):
@@ -61,25 +53,21 @@ class FsspecStore:
         raise DatasetNotFoundError(f"{self.root}: no such folder. Check the URL.")
 
     def size(self, rel: str) -> int:
-        """Return the size of `rel` in bytes."""
         fs, path = self._locate(rel)
         with self._naming(rel):
             return int(self._stalls.run(lambda: fs.size(path), lambda: self.url(rel)))
 
     def exists(self, rel: str) -> bool:
-        """Return whether `rel` is a file."""
         fs, path = self._locate(rel)
         with self._naming(rel):
             return bool(fs.isfile(path))
 
     def read(self, rel: str) -> bytes:
-        """Read all of `rel`."""
         fs, path = self._locate(rel)
         with self._naming(rel):
             return bytes(self._stalls.run(lambda: fs.cat_file(path), lambda: self.url(rel)))
 
     def read_range(self, rel: str, offset: int, length: int) -> bytes:
-        """Read exactly `length` bytes from byte `offset` of `rel`; raises ShortReadError if there are fewer."""
         fs, path = self._locate(rel)
         with self._naming(rel):
             if length > _LARGE and length > (left := max(0, int(fs.size(path)) - offset)):
@@ -95,7 +83,6 @@ class FsspecStore:
         return data
 
     def read_ranges(self, rel: str, offsets: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
-        """Read several ranges of `rel`, each exactly, in the order given; raises what `read_range` raises."""
         blocks = [b""] * len(offsets)
         for low, high, members in merged(offsets, lengths):
             try:
@@ -109,7 +96,6 @@ class FsspecStore:
         return blocks
 
     def list(self, suffix: str | tuple[str, ...] = "") -> list[tuple[str, int]]:
-        """List (name, bytes) of all files below the root whose name ends with `suffix` (or one of them), sorted."""
         fs, path = self._locate("")
         with self._naming(""):
             found = fs.find(path, detail=True)
@@ -119,7 +105,6 @@ class FsspecStore:
         return sorted((name[start:], int(entry["size"])) for name, entry in found.items() if name.endswith(suffix))
 
     def write(self, rel: str, data: bytes) -> None:
-        """Write `rel` as a whole."""
         fs, path = self._locate(rel)
         with self._naming(rel, f"write {len(data)} bytes"):
             fs.makedirs(path.rpartition("/")[0], exist_ok=True)
@@ -133,7 +118,6 @@ class FsspecStore:
             fs.put_file(path, target)
 
     def delete(self, rel: str) -> None:
-        """Delete `rel` if it exists."""
         fs, path = self._locate(rel)
         with self._naming(rel, "delete"):
             if fs.isfile(path):

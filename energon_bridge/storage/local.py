@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from energon_bridge.errors import CorruptShardError, DatasetNotFoundError, ShardMissingError, StorageError
-from energon_bridge.storage.base import short_read
+from energon_bridge.storage.base import Rooted, short_read
 from energon_bridge.storage.helpers import PerProcess
 from energon_bridge.storage.stalls import Stalls, Way, is_in_memory, way_to
 
@@ -136,7 +136,7 @@ def _real_path(descriptor: int, path: str) -> str:
         return os.path.realpath(path)
 
 
-class LocalStore:
+class LocalStore(Rooted):
     """A folder of the local (or network-mounted) file system; thread-safe, fork-safe and picklable."""
 
     __slots__ = ("_files", "_way", "root")
@@ -151,33 +151,22 @@ class LocalStore:
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (self.root, self._files)
 
-    def __repr__(self) -> str:
-        return f"LocalStore({self.root!r})"
-
-    def url(self, rel: str) -> str:
-        """Return the absolute path of `rel`."""
-        return f"{self.root}/{rel}" if rel else self.root
-
     def check_root(self) -> None:
-        """Raise DatasetNotFoundError unless the root is a folder."""
         if not os.path.isdir(self.root):
             missing = "no such file" if self.root.endswith(_FILES) else "no such folder"
             mistake = "is a file, not a folder" if os.path.exists(self.root) else missing
             raise DatasetNotFoundError(f"{self.root}: {mistake}. Check the path.")
 
     def size(self, rel: str) -> int:
-        """Return the size of `rel` in bytes."""
         try:
             return os.stat(f"{self.root}/{rel}").st_size
         except OSError as error:
             raise self._cannot_open(rel, error) from error
 
     def exists(self, rel: str) -> bool:
-        """Return whether `rel` is a file."""
         return os.path.isfile(f"{self.root}/{rel}")
 
     def read(self, rel: str) -> bytes:
-        """Read all of `rel`."""
         if self._way_to_files() == "helper":
             return self._files.stalls.run(lambda: self._read(rel), lambda: self.url(rel))
         return self._read(rel)
@@ -197,7 +186,6 @@ class LocalStore:
             raise self._cannot_open(rel, error) from error
 
     def read_range(self, rel: str, offset: int, length: int) -> bytes:
-        """Read exactly `length` bytes from byte `offset` of `rel`; raises ShortReadError if there are fewer."""
         way = self._way or self._way_to_files()
         if way == "helper":
             return self._files.stalls.run(
@@ -211,7 +199,6 @@ class LocalStore:
         return self._read_open(file, rel, offset, length)
 
     def read_ranges(self, rel: str, offsets: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
-        """Read several ranges of `rel`, each exactly, in the order given; raises what `read_range` raises."""
         if self._way_to_files() == "helper":
             return [self.read_range(rel, offset, length) for offset, length in zip(offsets, lengths, strict=True)]
         file = self._open(rel)
@@ -262,7 +249,6 @@ class LocalStore:
             raise StorageError(f"{self.url(rel)}: cannot read {length} bytes at offset {offset}: {error}") from error
 
     def list(self, suffix: str | tuple[str, ...] = "") -> list[tuple[str, int]]:
-        """List (name, bytes) of all files below the root whose name ends with `suffix` (or one of them), sorted."""
         self.check_root()
         files: list[tuple[str, int]] = []
         visited: set[tuple[int, int]] = set()
@@ -305,7 +291,6 @@ class LocalStore:
             raise StorageError(f"{target}: cannot write: {error}") from error
 
     def delete(self, rel: str) -> None:
-        """Delete `rel` if it exists."""
         try:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(self.root, rel))

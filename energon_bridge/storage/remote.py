@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from energon_bridge.errors import DatasetNotFoundError, EnergonError, ShardMissingError, StorageError
-from energon_bridge.storage.base import short_read
+from energon_bridge.storage.base import Rooted, short_read
 from energon_bridge.storage.buckets import BUCKETS, Bucket, HttpBucket, server_address, store_settings
 from energon_bridge.storage.helpers import PerProcess
 from energon_bridge.storage.http import Body, Client, GaveUp, Piece, Refused, TooShort, WholeFile, shared_client
@@ -37,7 +37,7 @@ _Versions = list[Version]  # in the class `list` is a method
 _Bytes = list[bytes]
 
 
-class RemoteStore:
+class RemoteStore(Rooted):
     """A folder of a bucket or of a web server; thread-safe, fork-safe and picklable."""
 
     __slots__ = ("_bucket_name", "_cache", "_here", "_prefix", "_protocol", "_stalls", "root")
@@ -53,13 +53,6 @@ class RemoteStore:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RemoteStore, (self.root, self._stalls)
-
-    def __repr__(self) -> str:
-        return f"RemoteStore({self.root!r})"
-
-    def url(self, rel: str) -> str:
-        """Return the full URL of `rel`."""
-        return f"{self.root}/{rel}" if rel else self.root
 
     def check_root(self) -> None:
         """Raise DatasetNotFoundError if there is nothing below the root."""
@@ -80,7 +73,6 @@ class RemoteStore:
         raise DatasetNotFoundError(f"{self.root}: no such folder. Check the URL.")
 
     def size(self, rel: str) -> int:
-        """Return the size of `rel` in bytes."""
         return self._size(rel) if self._cache is None else self.sizes([rel])[0]
 
     def _size(self, rel: str) -> int:
@@ -89,7 +81,6 @@ class RemoteStore:
         return _total(body)
 
     def sizes(self, rels: Sequence[str]) -> list[int]:
-        """Return the sizes of several files in bytes; raises what `size` raises."""
         if self._cache is not None:
             versions = zip(rels, self._versions(rels), strict=True)
             return [version.size if version.tag else self._size(rel) for rel, version in versions]
@@ -104,13 +95,11 @@ class RemoteStore:
                 return [self._size(rel) for rel in rels]  # names the one
 
     def exists(self, rel: str) -> bool:
-        """Return whether `rel` is a file."""
         if not rel or self._cache is None:
             return bool(rel) and self._answers(self._prefix + rel)
         return self._versions([rel])[0].size >= 0
 
     def read(self, rel: str) -> bytes:
-        """Read all of `rel`."""
         if self._cache is not None:
             (version,) = self._versions([rel], BLOCK)
             cached = self._read_cached([(rel, (0,), (version.size,))]) if version.tag else None
@@ -127,11 +116,9 @@ class RemoteStore:
         return self._joined(rel, [first, *rest])
 
     def read_range(self, rel: str, offset: int, length: int) -> bytes:
-        """Read exactly `length` bytes from byte `offset` of `rel`; raises ShortReadError if there are fewer."""
         return bytes(self.read_ranges(rel, (offset,), (length,))[0])
 
     def read_ranges(self, rel: str, offsets: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
-        """Read several ranges of `rel`, each exactly, in the order given; raises what `read_range` raises."""
         return self.read_all([(rel, offsets, lengths)])[0]
 
     def read_all(self, wanted: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> list[list[bytes]]:
@@ -267,7 +254,6 @@ class RemoteStore:
     # Listing and writing ---------------------------------------------------------------------------------------------
 
     def list(self, suffix: str | tuple[str, ...] = "") -> list[tuple[str, int]]:
-        """List (name, bytes) of all files below the root whose name ends with `suffix` (or one of them), sorted."""
         start = len(self._prefix)
         with self._naming(""):
             files = [(key[start:], size) for key, size, _ in self._place()[1].list(self._prefix)]
@@ -301,7 +287,6 @@ class RemoteStore:
         self._forget(rel)
 
     def delete(self, rel: str) -> None:
-        """Delete `rel` if it exists."""
         with self._naming(rel, "delete"):
             self._place()[1].delete(self._prefix + rel)
         self._forget(rel)

@@ -13,7 +13,6 @@ import struct
 import tempfile
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from types import GenericAlias
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -227,21 +226,6 @@ class PartLocation(NamedTuple):
     is_sample: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _LocalFile:
-    """A key index that others may add keys to, or replace, and which file it was when it was opened."""
-
-    files: KeyIndex
-    opened: os.stat_result
-
-    def is_there(self) -> bool:
-        """Whether it has not been replaced."""
-        try:
-            return os.path.samestat(os.stat(self.files.path), self.opened)
-        except FileNotFoundError:
-            return False
-
-
 class PartIndex:
     """The `index.sqlite` of one dataset or folder, for lookups; thread-safe, fork-safe and picklable."""
 
@@ -251,7 +235,7 @@ class PartIndex:
         self._pid = os.getpid()
         self._connection: sqlite3.Connection | None = None
         self._tables: frozenset[str] = frozenset()
-        self._local: _LocalFile | None = None
+        self._local: tuple[KeyIndex, os.stat_result] | None = None  # others may add keys to it, or replace it
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PartIndex, (self._store,)
@@ -309,10 +293,10 @@ class PartIndex:
                 with contextlib.suppress(sqlite3.Error):
                     if rows := _fetch(connection, query, values):
                         return rows
-                if self._local is None or not self._local.is_there():
+                if self._local is None or not _is_there(*self._local):
                     return _fetch(connection, query, values)  # it does not change
                 self._let_go()  # what it has read may be of before keys were added
-                with contextlib.closing(connect_key_index(self._local.files)) as connection:
+                with contextlib.closing(connect_key_index(self._local[0])) as connection:
                     return _fetch(connection, query, values)
         except (sqlite3.Error, ValueError) as error:
             raise self._damaged(error) from error
@@ -343,7 +327,7 @@ class PartIndex:
                 index = find_key_index(self._store, scratch)
                 with contextlib.closing(connect_key_index(index)) as connection:
                     self._tables = self._check(connection)
-                self._local = None if scratch else _LocalFile(index, os.stat(index.path))
+                self._local = None if scratch else (index, os.stat(index.path))
                 self._connection = connect_key_index(index, locks=False, any_thread=True)
             except ShardMissingError as error:
                 raise missing_key_index(self._store) from error
@@ -366,6 +350,13 @@ class PartIndex:
 
     def _damaged(self, why: object) -> KeyIndexError:
         return damaged_key_index(self._store.root, why)
+
+
+def _is_there(index: KeyIndex, opened: os.stat_result) -> bool:
+    """Return whether an index is still the file that was opened."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.stat(index.path), opened)
+    return False
 
 
 def _fetch(connection: sqlite3.Connection, query: str, values: Sequence[object]) -> list[Any]:

@@ -55,11 +55,8 @@ class Draws:
     """The draws of one lane, continued from a state.
 
     Args:
-        number: Lane number, below L.
-        pipeline: Shared by all lanes of the process.
-        blend: Says which leaf a draw comes from; None if there is one leaf.
-        state: Where to continue.
         rows: Rows of a microbatch that is made of the draws; default: those of the pipeline.
+        bucket: Name of the bucket that the draws are of, if microbatches come from buckets.
 
     Attributes:
         draw: Number of the next draw, or of the current one while samples are left of it.
@@ -69,10 +66,16 @@ class Draws:
     """
 
     def __init__(
-        self, number: int, pipeline: Pipeline, blend: AnyBlend | None, state: LaneState, rows: int | None = None
+        self,
+        number: int,
+        pipeline: Pipeline,
+        blend: AnyBlend | None,
+        state: LaneState,
+        rows: int | None = None,
+        bucket: str = "",
     ) -> None:
         self.number = number
-        self._pipeline, self.rows = pipeline, rows or pipeline.rows
+        self._pipeline, self.rows, self._of_bucket = pipeline, rows or pipeline.rows, bucket
         self._number_of = pipeline.sample_numbers(number)
         self.draw = state.draw
         self.taken = state.taken
@@ -133,10 +136,15 @@ class Draws:
         """Raise if so many draws gave nothing that the loop would never end."""
         draws, pipeline = self.draw - since, self._pipeline
         if draws > _BARREN and draws > 10 * pipeline.num_samples:
+            where, left = "", "nothing is left to train on"
+            if self._of_bucket:
+                where = f" from bucket {self._of_bucket}"
+                left = (
+                    "nothing is left of the bucket. Ban its samples or leave them out by a filter, to go on without it"
+                )
             raise EmptyDatasetError(
-                f"{pipeline.paths}: {draws} samples in a row, of a split of {pipeline.num_samples}, were skipped, "
-                "excluded, banned or failed: nothing is left to train on. Check `exclude`, bans, and SkipSample in "
-                "hooks"
+                f"{pipeline.paths}: {draws} samples in a row{where}, of a split of {pipeline.num_samples}, were "
+                f"skipped, excluded, banned or failed: {left}. Check `exclude`, bans, and SkipSample in hooks"
             )
 
     def _load(self, draws: int) -> None:

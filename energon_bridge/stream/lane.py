@@ -66,7 +66,9 @@ class Lane:
         draws = self._buckets.get(bucket)
         if draws is None:
             state = LaneState(0, blend.draws(bucket, self._leaf_draws), 0, tuple(self._leaf_draws))
-            draws = Draws(self.number, self._pipeline, blend.blends[bucket], state, blend.rows[bucket])
+            draws = Draws(
+                self.number, self._pipeline, blend.blends[bucket], state, blend.rows[bucket], blend.names[bucket]
+            )
             self._buckets[bucket] = draws
         return draws
 

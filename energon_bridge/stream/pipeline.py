@@ -138,7 +138,7 @@ class Pipeline:
     @property
     def paths(self) -> str:
         """Paths of the first datasets, for messages."""
-        return ", ".join(leaf.dataset.path for leaf in self.leaves[:3])
+        return ", ".join([*dict.fromkeys(leaf.dataset.path for leaf in self.leaves)][:3])
 
     @property
     def threaded(self) -> bool:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,13 +36,11 @@ Ranges = tuple[str, list[int], list[int]]
 """A shard, and the offsets and lengths of ranges in it."""
 
 
+@dataclass(slots=True, eq=False)
 class Unreadable:
     """Stands for the bytes of a sample that a damaged shard no longer has."""
 
-    __slots__ = ("error",)
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
+    error: Exception
 
     def __len__(self) -> int:
         return 0
@@ -93,7 +92,6 @@ class ShardReader:
     """Reads a leaf of shards; safe to use from several threads.
 
     Args:
-        dataset: The dataset.
         tolerant: Read what is left of damaged shards, with `Unreadable` for the samples that are gone.
 
     Attributes:
@@ -290,8 +288,6 @@ class RoundBuffer:
     Bytes are dropped as they are fetched, so memory falls as a round is worked through.
 
     Args:
-        reader: Reads the leaf.
-        of: The round.
         withheld: Draws that are read only when they are fetched, shape (draws,): their samples are banned now or later,
             and a banned sample is never fetched.
 

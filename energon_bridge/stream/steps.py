@@ -16,6 +16,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
@@ -62,13 +63,11 @@ Begin = Callable[..., None]
 """Notes which hook of a dataset runs next, on which sample (dataset, index, key), and seeds from further words."""
 
 
+@dataclass(slots=True, eq=False)
 class PendingSample:
     """A draw whose user code has not run yet: `make` returns its sample, or a `FailedSample` instead."""
 
-    __slots__ = ("make",)
-
-    def __init__(self, make: Callable[[Begin], Any]) -> None:
-        self.make = make
+    make: Callable[[Begin], Any]
 
 
 class Source(Protocol):

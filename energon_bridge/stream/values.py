@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -55,18 +56,16 @@ class RawDraws(NamedTuple):
 NO_PARTS: dict[str, memoryview] = {}
 
 
+@dataclass(slots=True, eq=False)
 class FailedSample:
     """A draw without a sample: the error, the step that failed, and where the sample comes from.
 
     `EXCLUDED` and `BANNED` have no error.
     """
 
-    __slots__ = ("error", "hook", "place")
-
-    def __init__(self, error: Exception | None, hook: Hook, place: SamplePlace) -> None:
-        self.error = error
-        self.hook = hook
-        self.place = place
+    error: Exception | None
+    hook: Hook
+    place: SamplePlace
 
 
 EXCLUDED = FailedSample(None, Hook.READ, SamplePlace("", "", -1))
@@ -75,6 +74,7 @@ BANNED = FailedSample(None, Hook.READ, SamplePlace("", "", -1))
 """A draw whose sample is banned; it is not read."""
 
 
+@dataclass(slots=True, eq=False)
 class Barred:
     """The samples of a leaf that must not be tried again, because they killed their worker several times.
 
@@ -83,11 +83,8 @@ class Barred:
         indices: The samples.
     """
 
-    __slots__ = ("indices", "leaf_key")
-
-    def __init__(self, leaf_key: int = 0, indices: frozenset[int] = frozenset()) -> None:
-        self.leaf_key = leaf_key
-        self.indices = indices
+    leaf_key: int = 0
+    indices: frozenset[int] = frozenset()
 
     def instead_of(self, raw: Any, index: int) -> Any:
         """Return the bytes of a sample (of a join: of each dataset's), or a value that fails for a barred sample."""
@@ -104,7 +101,6 @@ class Parser:
 
     Args:
         identity: Identity of the leaf, the first entry of every restore key.
-        dataset: The dataset.
         activities: Where threads record what they are doing.
     """
 

@@ -387,3 +387,19 @@ def deliver(loaders: Sequence[SavableDataLoader], steps: int, save_at: Sequence[
     rows = [entry for row in zip(*columns, strict=True) for entry in row]
     digests = [found for found, masked in rows if not masked]
     return Delivered(digests=digests, masked=len(rows) - len(digests), states=states)
+
+
+RESUMES = [((1, 0), 7, (4, 2)), ((4, 1), 3, (3, 0)), ((2, 3), 2, (1, 0))]
+"""Ranks and workers, steps, and the ranks and workers on which a run goes on."""
+
+
+def check_resumes(dataset: DatasetSpec) -> None:
+    """Assert that a stream of at least 48 microbatches is the same on some topologies, and over a stop in between."""
+    whole = deliver(loaders_of(dataset, 1, 0), 48).digests
+    assert len(set(whole)) > 45
+    assert deliver(loaders_of(dataset, 2, 0), 24).digests == whole
+    for (ranks, workers), steps, (new_ranks, new_workers) in RESUMES:
+        before = deliver(loaders_of(dataset, ranks, workers), steps, save_at=[steps])
+        after = deliver(loaders_of(dataset, new_ranks, new_workers, state=before.states[steps]), 12 // new_ranks)
+        found = before.digests + after.digests
+        assert found == whole[: len(found)]

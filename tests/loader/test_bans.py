@@ -510,6 +510,30 @@ def test_bans_that_cannot_be(data: Path, caplog: pytest.LogCaptureFixture) -> No
     assert loader.save_state_rank()["bans"] == [[54, sorted(unknown)]]
 
 
+@pytest.mark.parametrize("num_lanes", [4, 12, 48])
+def test_a_ban_in_a_small_dataset_that_is_not_shuffled_ends_no_lane(data: Path, num_lanes: int) -> None:
+    """Each of its lanes comes to some of the 12 samples only."""
+    dataset = train_dataset(data / "a", batch_size=1, shuffle_over_epochs_multiplier=None)
+    gone = {3, 7, 11}
+    runs = []
+    for legs in ([(1, 96)], [(1, 8), (2, 20), (4, 12)]):
+        found: list[int] = []
+        states: list[Any] = []
+        for ranks, steps in legs:
+            loaders = loaders_of(dataset, ranks, 0, num_lanes=num_lanes)
+            for loader in loaders:
+                if states:
+                    loader.restore_state_rank(states)
+                loader.ban([f"{number:05d}" for number in gone], from_draw=5)
+            streams = [iter(loader) for loader in loaders]
+            found += [number for _ in range(steps) for stream in streams for number in numbers_of(next(stream))]
+            states = [loader.save_state_rank() for loader in loaders]
+        runs.append(found)
+    assert runs[0][:5] == [0, 1, 2, 3, 4]
+    assert {*runs[0][5:]} == {*range(12)} - gone
+    assert runs[1] == runs[0]
+
+
 def test_a_run_of_which_nothing_is_left_ends(data: Path) -> None:
     """A dataset may be banned as a whole beside others; where the others are never drawn from, the run says so."""
     (loader,) = loaders_of(mixed(data, [(data / "a", 1), (data / "b", 0)]), 1, 0)

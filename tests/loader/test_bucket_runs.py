@@ -14,13 +14,12 @@ from engine import (
     TensorEncoder,
     config_of,
     digest,
-    is_masked,
     loaders_of,
     numbers_of,
     text_dataset,
 )
 
-from energon_bridge import AspectTiers, Blender, get_train_dataset
+from energon_bridge import AspectTiers, Blender, SkipSample, get_train_dataset
 from energon_bridge.errors import (
     ConfigurationError,
     EmptyDatasetError,
@@ -131,31 +130,6 @@ def test_weights_hold_over_all_buckets(data: Path) -> None:
     assert len(twice.leaves) == len({leaf.identity for leaf in twice.leaves}) == 8
 
 
-@pytest.mark.parametrize("encoder", [TensorEncoder, SkippingEncoder])
-def test_the_same_on_any_topology_and_after_stops(data: Path, encoder: Any) -> None:
-    blend = Blender([(data / "a", 2), (data / "b", 1)])
-    dataset = opened(blend, encoder(), bucket_batch_size="2 + width // 400")
-    (alone,) = ranks_of(dataset)
-    expected = [digest(batch) for batch in islice(alone, 120)]
-    found: list[str] = []
-    states: list[Any] = []
-    for ranks, workers, steps in ((2, 0, 6), (3, 2, 7), (1, 1, 21), (6, 0, 6), (1, 3, 30)):
-        loaders = ranks_of(dataset, ranks, workers)
-        for loader in loaders if states else ():
-            loader.restore_state_rank(json.loads(json.dumps(states)))
-        streams = [iter(loader) for loader in loaders]
-        for _ in range(steps):
-            row = [next(stream) for stream in streams]
-            assert len({name_of(number) for batch in row for number in numbers_of(batch)}) == 1
-            found += [digest(batch) for batch in row if not is_masked(batch)]
-        states = [loader.save_state_rank() for loader in loaders]
-    assert found == expected
-    started = ranks_of(dataset)[0]
-    if encoder is TensorEncoder:  # a seek assumes that nothing is skipped
-        started.seek(50)
-        assert [digest(batch) for batch in islice(started, 70)] == expected[50:]
-
-
 def test_a_sample_is_found_and_banned(data: Path) -> None:
     dataset = opened(data / "a")
     (loader,) = ranks_of(dataset)
@@ -245,6 +219,40 @@ def test_banned_buckets_are_the_same_on_any_topology_and_after_stops(data: Path,
         again.ban(bans[21])
         again.seek(24)
         assert [digest(batch) for batch in islice(again, 36)] == banned[24:]
+
+
+class NoSquares(TensorEncoder):
+    def encode_sample(self, sample: Any) -> Any:
+        if name_of(number_of(sample)) == "512x512":
+            raise SkipSample
+        return super().encode_sample(sample)
+
+
+def test_a_bucket_of_which_hooks_skip_everything_is_named_and_a_ban_goes_on_without_it(data: Path) -> None:
+    dataset = opened(data / "a", NoSquares())
+    (loader,) = ranks_of(dataset)
+    with pytest.raises(
+        EmptyDatasetError, match=r"in a row from bucket 512x512, .* nothing is left of the bucket\. Ban"
+    ):
+        list(islice(loader, 20 * GROUP))
+    state = loader.save_state_rank()
+    (again,) = ranks_of(dataset)
+    again.restore_state_rank(state)
+    again.ban(keys_in("512x512"))
+    assert {named(batch) for batch in islice(again, 20 * GROUP)} == {"384x640", "576x448", "640x384"}
+
+
+def test_buckets_smaller_than_a_global_batch_are_named_once(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {"384x640": 5, "640x384": 4}
+    dataset = opened(data / "a", bucket_batch_size=sizes)
+    assert dataset.buckets is not None
+    assert next(zip(dataset.buckets.names, dataset.buckets.samples, strict=True)) == ("384x640", 24)
+    for _ in range(2):
+        ranks_of(dataset, 2)
+    assert [record.getMessage() for record in caplog.records if "group_by" in record.getMessage()] == [
+        "group_by: bucket 384x640 has 24 samples, fewer than the 30 of a global batch: a global batch repeats their "
+        "samples. Make the tiers wider, lower bucket_batch_size, or leave them out by a filter"
+    ]
 
 
 def test_states_keep_to_their_buckets_and_global_batch(data: Path) -> None:

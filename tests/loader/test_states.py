@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -19,7 +18,6 @@ from engine import (
     TensorEncoder,
     config_of,
     deliver,
-    digest,
     loaders_of,
     numbers_of,
     text_dataset,
@@ -28,7 +26,7 @@ from engine import (
 )
 from hypothesis import given, strategies as st
 
-from energon_bridge import SavableDataLoader, get_savable_loader, get_val_dataset
+from energon_bridge import get_savable_loader, get_val_dataset
 from energon_bridge.errors import (
     BatchSizeMismatchError,
     ConfigurationError,
@@ -244,25 +242,6 @@ def test_a_global_state_needs_to_reach_the_ranks(data: Path) -> None:
 # Content -------------------------------------------------------------------------------------------------------------
 
 
-def through_torch(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-@pytest.mark.parametrize("carry", [lambda state: json.loads(json.dumps(state)), through_torch, copy.deepcopy])
-@pytest.mark.parametrize("steps", [0, 1, 23, 50])
-def test_states_survive_what_carries_them(data: Path, carry: Callable[[Any], Any], steps: int) -> None:
-    dataset = train_dataset(data, "several")
-    (state,) = states_after(dataset, steps)
-    assert carry(state) == state
-    (loader,) = loaders_of(dataset, 1, 0, state=carry(state))
-    assert loader.save_state_rank() == state
-    expected = deliver(loaders_of(dataset, 1, 0), steps + 20).digests
-    assert deliver([loader], 20).digests == expected[steps:]
-
-
 @given(st.lists(st.integers(-(2**62), 2**62), max_size=300))
 def test_columns_round_trip(numbers: list[int]) -> None:
     assert decode_column(encode_column(numbers), len(numbers)).tolist() == numbers
@@ -356,17 +335,3 @@ def test_a_resume_costs_no_more_than_a_fresh_start(
     for states in saved.values():
         resumed = np.mean([cost(states, rank) for rank in range(world_size)], axis=0)
         assert (resumed <= 1.3 * fresh).all(), (states[0]["microbatches"], resumed / fresh)
-
-
-@pytest.mark.parametrize("batch_size", [None, 3])
-def test_restore_sample_gives_the_identical_batch(data: Path, batch_size: int | None) -> None:
-    loader = get_savable_loader(train_dataset(data, "several", batch_size=batch_size))
-    for _, batch in zip(range(40), loader, strict=False):
-        before = torch.default_generator.get_state(), random.getstate()
-        assert digest(loader.restore_sample(batch["__restore_key__"])) == digest(batch)
-        assert torch.equal(before[0], torch.default_generator.get_state())
-        assert before[1] == random.getstate()
-    key = batch["__restore_key__"] if batch_size is None else batch["__restore_key__"][3][0]
-    with pytest.raises(LookupError, match="belongs to a dataset that this loader does not read"):
-        loader.restore_sample(("0" * 16, *key[1:]))
-    assert isinstance(loader, SavableDataLoader)

@@ -33,30 +33,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return mix_data(tmp_path_factory.mktemp("mixes"))
 
 
-RESUMES = [
-    ((1, 0), 7, (4, 2)),
-    ((4, 1), 3, (3, 0)),
-    ((3, 2), 5, (8, 1)),
-    ((2, 3), 2, (1, 0)),
-    ((6, 0), 4, (5, 2)),
-]
-"""Ranks and workers that save, after how many steps, and ranks and workers that go on."""
-
 MIXES: dict[str, Any] = {
     "weights": lambda data: [(data / "a", 5), (data / "b", 2), (data / "c", 1)],
     "repetitions": lambda data: metadataset(
         data, train={"blend_epochized": [{"path": "./a", "repetitions": 2}, {"path": "./b", "repetitions": 0.5}]}
-    ),
-    "concat": lambda data: metadataset(data, train={"concat": [{"path": "./b"}, {"path": "./a"}]}),
-    "nested": lambda data: Blender([(Blender([(data / "a", 1), (data / "b", 3)]), 0.5), (data / "a", 0.5)]),
-    "subset": lambda data: metadataset(
-        data,
-        train={
-            "blend": [
-                {"path": "./b", "weight": 1, "subset": {"range": ["20%", "80%"]}},
-                {"path": "./c", "weight": {"schedule": "linear", "points": [[0, 0], [400, 3]]}},
-            ]
-        },
     ),
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any
@@ -237,3 +237,19 @@ def test_a_dataset_whose_samples_are_all_banned_leaves_the_others_their_shares()
     assert not (found[first:] == 1).any()
     shares = np.bincount(found[first:], amounts[first:]) / amounts[first:].sum()
     assert shares == pytest.approx([1 / 3, 0, 2 / 3], abs=0.005)
+
+
+def test_lanes_that_bans_leave_nothing_of_an_unshuffled_dataset_draw_from_the_others() -> None:
+    """Each of 8 lanes comes to one of the 8 samples."""
+    few, rest = plan_leaf(0, [3.0] * 8, 8), plan_leaf(1, [7.0] * 90, 8)
+    order = replace(few.order, shuffle=False, block=1)
+    first = 800
+    bans = LeafBans(samples=np.array([2, 5]), starts=np.array([0, first]))
+    blend = AmountBlend(parts=((0, Steps([[5, 1]])),), num_lanes=8, key=3)
+    for lane in range(8):
+        drawn_from = AmountDraws(blend, [replace(few, order=order, bans=bans), rest], lane, Standing(0, [0, 0])).take(
+            900
+        )
+        before, after = drawn_from[: first // 8], drawn_from[first // 8 + 1 :]
+        assert (before == 0).any() == (lane != 2)
+        assert (after == 0).any() == (lane not in (2, 5))

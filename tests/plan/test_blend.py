@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 from hypothesis import given, strategies as st
 
-from energon_bridge.plan.blend import EpochizedBlend, WeightedBlend, lane_step, thresholds
+from energon_bridge.plan.blend import BucketBlend, EpochizedBlend, WeightedBlend, lane_step, thresholds
 
 LANES = 24
 
@@ -141,3 +142,37 @@ def test_a_concatenation_takes_its_leaves_in_their_order() -> None:
         sequence=(1, 0),
     )
     assert drawn(blend, 0, 10).tolist() == [1, 1, 1, 0, 0] * 2
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), min_size=1, max_size=6), st.data())
+def test_turns_of_buckets_are_counted_as_they_come(buckets: list[tuple[int, int]], data: st.DataObject) -> None:
+    weights = [Fraction(weight) for weight, _ in buckets]
+    if not any(weights):
+        weights[0] = Fraction(1)
+    rows = tuple(row for _, row in buckets)
+    blend = BucketBlend(
+        names=tuple(map(str, rows)),
+        rows=rows,
+        of_leaf=tuple(range(len(rows))),
+        weights=tuple(weight / sum(weights) for weight in weights),
+        num_lanes=4,
+        key=data.draw(st.integers(0, 1 << 30)),
+    )
+    banned = replace(blend, gone=frozenset(data.draw(st.sets(st.integers(0, len(rows) - 1)))))
+    taken = [leaf for leaf, weight in enumerate(weights) if weight and leaf not in banned.gone]
+    found = []
+    for one in (blend, banned):
+        turns = np.array([one.bucket(microbatch) for microbatch in range(9000)])
+        for microbatch in (1, 4095, 4096, 4097, 8999):
+            counted = np.bincount(turns[:microbatch], minlength=len(rows))
+            assert one.microbatches(microbatch).tolist() == counted.tolist()
+        found.append(turns)
+    before, after = found
+    if taken:
+        assert {*after.tolist()} <= {*taken}
+        assert (before == after)[np.isin(before, taken)].all()
+        share = np.array([weight / row for weight, row in zip(weights, rows, strict=True)], dtype=float)[taken]
+        counts = np.bincount(after, minlength=len(rows))[taken]
+        assert np.abs(counts - 9000 * share / share.sum()).max() < 12
+    else:
+        assert (before == after).all()

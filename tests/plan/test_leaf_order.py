@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from strategies import keys, lane_counts, leaf_orders
 
+from energon_bridge.plan.changes import LeafBans
 from energon_bridge.plan.leaf import ORDER_VERSION, LeafOrder, slice_length
 from energon_bridge.rng import Permutation, below, draws, fold, shuffled
 
@@ -211,6 +212,33 @@ def test_without_shuffling_the_lanes_give_the_datasets_own_order(n: int, num_lan
         assert part.indices.tolist() == [(m * block + i) % n for i in range(block)]
         assert part.epochs.tolist() == [(m * block + i) // n for i in range(block)]
         assert [order.epoch_of(lane, first + i) for i in range(block)] == part.epochs.tolist()
+
+
+@given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 4), st.sampled_from([None, 3]), st.data())
+def test_without_shuffling_a_lane_of_which_all_is_banned_takes_what_another_has(
+    n: int, num_lanes: int, block: int, each: int | None, data: st.DataObject
+) -> None:
+    kept = None if each is None else np.arange(n) * each
+    order = order_of(n, num_lanes=num_lanes, block=block, shuffle=False, first_sample=0 if each else 5, kept=kept)
+    samples = order.samples(np.arange(n)).tolist()
+    starts = data.draw(st.dictionaries(st.sampled_from(samples), st.integers(0, 60), max_size=n))
+    banned = np.array(sorted(starts), dtype=np.int64)
+    from_draws = np.array([starts[sample] for sample in banned.tolist()], dtype=np.int64)
+    after = order.without(LeafBans(samples=banned, starts=from_draws))
+    draws, moved = 3 * n * block, []
+    for lane in range(num_lanes):
+        before, now = (each.rounds_at(lane, 0, draws).indices[:draws].tolist() for each in (order, after))
+        if not {*before} <= starts.keys() or starts.keys() == {*samples}:
+            assert now == before
+            continue
+        moved.append(lane)
+        first = next(d for d in range(draws) if d * num_lanes + lane >= max(starts[sample] for sample in before))
+        others = [(lane + step) % num_lanes for step in range(num_lanes)]
+        found = [order.rounds_at(other, 0, draws).indices[:draws].tolist() for other in others]
+        other = next(one for one in found if not {*one} <= starts.keys())
+        assert now == before[:first] + other[first:]
+        assert after.rounds_at(lane, draws // 2, 1).indices[0] in now
+    assert [*after.moved] == moved
 
 
 @pytest.mark.parametrize(("num_lanes", "most"), [(1, 0.06), (8, 0.008)])

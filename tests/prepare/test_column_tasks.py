@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,6 @@ from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.format.parallel import Task
 from energon_bridge.prepare import columns, parse_ratio, prepare_dataset, render_dataset_yaml
 from energon_bridge.prepare.columns import add_column
-
-LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
-SEED = os.environ.get("ENERGON_TEST_SEED", "0")
 
 
 def energon(*arguments: object) -> Result:

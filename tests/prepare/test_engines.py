@@ -29,7 +29,6 @@ from energon_bridge.prepare.engines import RayEngine
 TEXT_YAML = render_dataset_yaml("TextSample", {"text": "txt"})
 RULE = parse_ratio("8,1,1")
 CHANGING = (".nv-meta/index.uuid", ".nv-meta/tars.json")
-LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
 
 
 def energon(*arguments: object) -> Result:

@@ -24,7 +24,6 @@ from energon_bridge.training.config import RunConfig
 
 DOCS = REPOSITORY / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-WRITTEN = [page for page in PAGES if "measured" not in page.parts and page != DOCS / "reference/compat.md"]
 START = DOCS / "start.md"
 
 # The first page ------------------------------------------------------------------------------------------------------

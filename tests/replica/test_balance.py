@@ -128,39 +128,6 @@ def test_the_sets_are_those_without_balance_and_the_loads_even(
     assert len({numbers["balance_step"] for _, numbers in results}) <= 2
 
 
-@pytest.mark.parametrize(
-    ("kind", "ranks", "later", "workers"), [("packed", 2, 2, 0), ("plain", 2, 4, 2), ("packed", 2, 1, 0)]
-)
-def test_a_resume_goes_on_with_the_same_sets(
-    kind: str, ranks: int, later: int, workers: int, data: Path, unbalanced: dict[str, Any]
-) -> None:
-    def begin(rank: int) -> Any:
-        loader = open_data(data, ranks, rank, kind=kind, workers=workers)
-        take(loader, 2, ranks)
-        own, whole = loader.save_state(), loader.state_dict()
-        return own, whole, take(loader, 2, ranks), loader.close()
-
-    first = on_gloo(ranks, begin)
-    states, whole = [own for own, *_ in first], first[0][1]
-    assert whole["microbatches"] == 2 * G
-
-    def resume(rank: int) -> Any:
-        loader = open_data(data, later, rank, kind=kind, workers=workers)
-        take(loader, 1, later)  # and part of the next one: all of this is forgotten
-        if later > 1:
-            next(loader)
-        loader.restore_state(states)
-        again = take(loader, 2, later)
-        loader.load_state_dict(whole)
-        return again, take(loader, 2, later), loader.close()
-
-    resumed = on_gloo(later, resume)
-    for part in (0, 1):
-        assert global_batches([entry[part] for entry in resumed], later) == unbalanced[kind][2:4]
-    if later == ranks:  # then the assignment is the same, too
-        assert [entry[0] for entry in resumed] == [entry[2] for entry in first]
-
-
 def test_a_run_goes_on_over_any_numbers_of_ranks_and_lost_workers(data: Path, unbalanced: dict[str, Any]) -> None:
     """A mix on 4, 1, 2 and 2 ranks, with and without balance; the workers of the last ones are killed."""
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from clouds import s3
-from engine import config_of, deliver, loaders_of, text_dataset
+from engine import check_resumes, config_of, text_dataset
 from forked import run_forked
 from test_tables import run, trained, validated
 
@@ -156,9 +156,6 @@ class Packs(Texts):
         return TextSample.derive_from(samples[0], text=" | ".join(sample.text for sample in samples))
 
 
-RESUMES = [((1, 0), 7, (4, 2)), ((4, 1), 3, (3, 0)), ((2, 3), 2, (1, 0))]
-
-
 @pytest.mark.parametrize(("options", "encoder", "settings"), [
     ("", Texts, {}),
     ("?window=5+1", Texts, {"filter": None}),
@@ -169,14 +166,7 @@ def test_a_mix_is_the_same_on_every_topology_and_resumes(
 ) -> None:
     source = [(f"{corpus}{options}", 2.0), (str(text_dataset(tmp_path / "texts", train=[30, 20])), 1.0)]
     dataset = trained(source, task_encoder=encoder(), **{key: value for key, value in settings.items() if value})
-    whole = deliver(loaders_of(dataset, 1, 0), 48).digests
-    assert len(set(whole)) > 45
-    assert deliver(loaders_of(dataset, 2, 0), 24).digests == whole
-    for (ranks, workers), steps, (new_ranks, new_workers) in RESUMES:
-        before = deliver(loaders_of(dataset, ranks, workers), steps, save_at=[steps])
-        after = deliver(loaders_of(dataset, new_ranks, new_workers, state=before.states[steps]), 12 // new_ranks)
-        found = before.digests + after.digests
-        assert found == whole[: len(found)]
+    check_resumes(dataset)
 
 
 def test_a_mix_weighs_tokens_and_filters(corpus: Path, tmp_path: Path) -> None:

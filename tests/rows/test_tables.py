@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from engine import config_of, counts_of, deliver, loaders_of
+from engine import check_resumes, config_of, counts_of, loaders_of
 from forked import run_forked
 from sources import converted, picture
 
@@ -219,22 +219,13 @@ def trained(path: Any, **settings: Any) -> Any:
     return get_train_dataset(path, **settings)
 
 
-RESUMES = [((1, 0), 7, (4, 2)), ((4, 1), 3, (3, 0)), ((2, 3), 2, (1, 0))]
-
-
 @pytest.mark.parametrize("mixed", [False, True])
 def test_the_stream_is_the_same_on_every_topology_and_resumes(folder: Path, mixed: bool, tmp_path: Path) -> None:
     source: Any = folder
     if mixed:
         source = [(str(folder), 2.0), (str(converted(folder, tmp_path / "out")), 1.0)]
     dataset = trained(source)
-    whole = deliver(loaders_of(dataset, 1, 0), 48).digests
-    assert len(set(whole)) > 45
-    for (ranks, workers), steps, (new_ranks, new_workers) in RESUMES:
-        before = deliver(loaders_of(dataset, ranks, workers), steps, save_at=[steps])
-        after = deliver(loaders_of(dataset, new_ranks, new_workers, state=before.states[steps]), 12 // new_ranks)
-        found = before.digests + after.digests
-        assert found == whole[: len(found)]
+    check_resumes(dataset)
 
 
 @pytest.mark.parametrize("kind", [*KINDS])

@@ -61,7 +61,6 @@ AS_TEXT = AGENT.replace("ARGUMENTS", "{{ call.arguments }}")
 AS_JSON = AGENT.replace("ARGUMENTS", "{{ call.arguments | tojson }}")
 AS_ITEMS = AGENT.replace("ARGUMENTS", "{% for k, v in call.arguments | items %}{{ k }}={{ v }};{% endfor %}")
 EITHER = AGENT.replace("ARGUMENTS", "{{ call.arguments if call.arguments is string else call.arguments | tojson }}")
-ASKED = [{"role": "user", "content": "a"}]
 TOOLS = [{"type": "function", "function": {"name": "zoom", "parameters": {"type": "object", "properties": {}}}}]
 
 

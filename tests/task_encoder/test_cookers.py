@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crude import CookingEncoder, LazyEncoder, LazyPackingEncoder, crude_mix, prepared
-from engine import config_of, counts_of, deliver, digest, loaders_of, train_dataset
+from crude import CookingEncoder, LazyEncoder, crude_mix, prepared
+from engine import config_of, counts_of, digest, loaders_of, train_dataset
 
 from energon_bridge import (
     AugmentTaskEncoder,
@@ -24,7 +24,6 @@ from energon_bridge import (
     basic_sample_keys,
     cooker,
     get_loader,
-    get_savable_loader,
     get_val_dataset,
     stateless,
 )
@@ -40,9 +39,6 @@ from energon_bridge.errors import (
 )
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.task_encoder.cooking import matching_cooker
-
-ENCODERS = {"cooking": CookingEncoder, "lazy": LazyEncoder, "packing": LazyPackingEncoder}
-STEPS = 24
 
 
 @pytest.fixture(scope="module")
@@ -328,55 +324,6 @@ def test_other_stores_are_other_data(change: str, tmp_path: Path) -> None:
 
 
 # Streams -------------------------------------------------------------------------------------------------------------
-
-
-def dataset_of(mix: Path, name: str) -> Any:
-    packing = {"packing_buffer_size": 7} if name == "packing" else {}
-    return train_dataset(mix, task_encoder=ENCODERS[name](), **packing)
-
-
-@pytest.fixture(scope="module")
-def streams(mix: Path) -> dict[str, list[str]]:
-    """Return what one rank without workers delivers, by encoder."""
-    return {name: deliver(loaders_of(dataset_of(mix, name), 1, 0), 6 * STEPS).digests for name in ENCODERS}
-
-
-@pytest.mark.parametrize("name", ENCODERS)
-@pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 0), (3, 1), (4, 3), (6, 2)])
-def test_any_topology_delivers_the_same(
-    name: str, ranks: int, workers: int, mix: Path, streams: dict[str, list[str]]
-) -> None:
-    found = deliver(loaders_of(dataset_of(mix, name), ranks, workers), 6 * STEPS // ranks)
-    assert found.digests == streams[name]
-    assert len(set(found.digests)) == len(found.digests)
-
-
-@pytest.mark.parametrize("name", ENCODERS)
-@pytest.mark.parametrize(("before", "after"), [((1, 0), (2, 1)), ((4, 2), (1, 0)), ((2, 0), (3, 2))])
-def test_a_resume_on_another_topology_goes_on(
-    name: str, before: tuple[int, int], after: tuple[int, int], mix: Path, streams: dict[str, list[str]]
-) -> None:
-    steps = 24 // before[0]
-    first = deliver(loaders_of(dataset_of(mix, name), *before), steps, save_at=[steps])
-    rest = deliver(loaders_of(dataset_of(mix, name), *after, state=first.states[steps]), 120 // after[0])
-    assert first.digests + rest.digests == streams[name]
-
-
-@pytest.mark.parametrize("name", ENCODERS)
-def test_worker_processes_deliver_the_same_and_restore_batches(
-    name: str, mix: Path, streams: dict[str, list[str]]
-) -> None:
-    loader = get_savable_loader(dataset_of(mix, name), worker_config=config_of(1, 2))
-    batches = iter(loader)
-    keys = []
-    for expected in streams[name][:8]:
-        batch = next(batches)
-        assert digest(batch) == expected
-        keys.append(batch["__restore_key__"])
-    for key, expected in zip(keys, streams[name], strict=False):
-        again = loader.restore_sample(key)
-        assert digest(again) == expected
-    loader.close()
 
 
 def test_the_noise_of_a_cooker_is_that_of_its_sample(mix: Path) -> None:

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conversations import conversations_dataset
-from engine import config_of, counts_of, deliver, loaders_of
+from engine import config_of, counts_of, loaders_of
 from families import (
     FAMILIES,
     chat,
@@ -213,13 +213,6 @@ def test_only_what_is_delivered_is_decoded(talks: Path, family: str, monkeypatch
     assert all(batch.tokens.shape[1] <= 100 for batch in batches)
 
 
-def test_packs_resume_bit_for_bit_on_other_ranks_and_workers(talks: Path) -> None:
-    dataset = packed(talks, encoder_of("qwen2_5_vl", ChatConfig(seq_length=100)))
-    expected = deliver(loaders_of(dataset, 1, 0), 24, [8])
-    state = expected.states[8]
-    assert deliver(loaders_of(dataset, 2, 1, state=state), 8).digests == expected.digests[8:]
-
-
 def test_packs_can_be_limited_by_images_and_their_tokens(talks: Path) -> None:
     limits = {"tokens": 200, "images": 3, "visual_tokens": 12}
     sizes = lambda sample: {  # noqa: E731
@@ -295,8 +288,9 @@ def test_what_cannot_be_loaded_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", [("torchvision", "num2words"), ("num2words",)])
+@pytest.mark.parametrize("of_words", [False, True], ids=["what comes first", "num2words"])
 def test_packages_that_a_processor_needs_are_named_at_once(
-    missing: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    missing: Sequence[str], of_words: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoConfig, AutoProcessor
 
@@ -307,7 +301,7 @@ def test_packages_that_a_processor_needs_are_named_at_once(
     }
     (tmp_path / "processor_config.json").write_text(json.dumps({"processor_class": "SmolVLMProcessor", **parts}))
     monkeypatch.setattr(registry, "find_spec", lambda name: None if name in missing else name)
-    if find_spec("torchvision") is not None or len(missing) == 1:  # as it complains where the others are installed
+    if of_words or find_spec("torchvision") is not None or len(missing) == 1:  # where the others are installed
         complaint = "Package `num2words` is required to run SmolVLM processor."
         monkeypatch.setattr(AutoProcessor, "from_pretrained", Mock(side_effect=ImportError(complaint)))
     with pytest.raises(ConfigurationError) as caught:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from clips import write_sound, write_video
 from crude import prepared
-from engine import config_of, counts_of, deliver, digest, loaders_of, train_dataset
+from engine import config_of, counts_of, deliver, loaders_of, train_dataset
 from keyed import write_mix
 
 import energon_bridge.stream.reader as reader_module
@@ -35,7 +35,6 @@ from energon_bridge import (
 from energon_bridge.av import AVData, AVDecoder, get_single_frames_uniform
 from energon_bridge.errors import DecodeError
 from energon_bridge.format.media import AVMetadata, MediaFilter
-from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
 from energon_bridge.prepare.media import prepare_media
 from energon_bridge.stores import WebdatasetFileStore
@@ -134,14 +133,6 @@ def test_packed_videos_resume_on_every_topology(
     for other, workers in TOPOLOGIES if LONG else random.Random(world_size).sample(TOPOLOGIES, 2):
         resumed = deliver(loaders_of(packed(data), other, workers, state=state, **LANES), 12 // other)
         assert resumed.digests == reference[done : done + len(resumed.digests)]
-
-
-def test_worker_processes_and_restored_packs(data: Path, reference: list[str]) -> None:
-    loaders = loaders_of(packed(data), 1, 2, kind=SavableDataLoader, **LANES)
-    assert deliver(loaders, 12).digests == reference[:12]
-    (loader,) = loaders_of(packed(data), 1, 0, **LANES)
-    batch = next(iter(loader))
-    assert digest(loader.restore_sample(batch.__restore_key__)) == digest(batch)
 
 
 def test_decoders_cross_from_workers(data: Path) -> None:

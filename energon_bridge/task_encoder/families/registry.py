@@ -145,8 +145,8 @@ _NEEDED = {"smolvlm": ("torchvision", "num2words")}
 
 def _needed(name: str, model_type: str, complaint: str) -> str:
     """Return what is missing for a processor, and how to install it, from the complaint of transformers."""
-    named = [package for package in _PACKAGES if package in complaint.lower()]
-    missing = [one for one in dict.fromkeys((*named, *_NEEDED.get(model_type, ()))) if find_spec(one) is None]
+    needed = {one for one in _PACKAGES if one in complaint.lower()} | {*_NEEDED.get(model_type, ())}
+    missing = [one for one in _PACKAGES if one in needed and find_spec(one) is None]
     if not missing:
         return f"the processor of {name!r} needs a package: {complaint}"
     torch = f"torch=={version('torch').partition('+')[0]} " if any(one.startswith("torch") for one in missing) else ""
