@@ -103,7 +103,6 @@ class ChatRenderer:
     """Renders conversations with a tokenizer's chat template.
 
     Args:
-        plain: The chat template.
         with_tools: That of conversations with tools.
         family: Has the placeholders of images and videos; None: there are none.
         learn: `all` answers, or the `last`.
@@ -396,7 +395,6 @@ def tokenize_segments(
     """Return the tokens of each segment, up to the last one that is learned.
 
     Args:
-        segments: The text.
         plans: The plans of its images and videos, in the order of their placeholders.
         tokenizer: Of the transformers interface.
         placeholders: The placeholder tokens of images and videos, by kind.
