@@ -226,10 +226,7 @@ def decode_column(text: object, size: int, field: str = "a column", *, at_most: 
     """Return the integers of a column.
 
     Args:
-        text: The column.
         size: How many integers it must have.
-        field: Its name, for errors.
-        at_most: Fewer integers will do.
 
     Raises:
         StateFormatError: It is no column, or not of this length.

@@ -121,12 +121,7 @@ class LaneColumn(NamedTuple):
 
 
 def _column(name: str, *, most: int = LARGEST) -> dict[str, LaneColumn]:
-    """Declare a field of a lane's state that is a column of states.
-
-    Args:
-        name: Name of the column.
-        most: The largest valid value.
-    """
+    """Declare a field of a lane's state that is a column of states."""
     return {"column": LaneColumn(name, most)}
 
 

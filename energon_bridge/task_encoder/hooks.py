@@ -168,7 +168,6 @@ def count_over_long(what: str, number: int = 1) -> None:
 
     Args:
         what: What was done: `dropped`, `truncated`, `split` or `pieces`, as in `loader.counters()`.
-        number: The number to add.
     """
     tally = TALLY.get(None)
     if tally is not None:

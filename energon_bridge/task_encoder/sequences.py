@@ -97,7 +97,6 @@ class Sequencer:
 
     Args:
         longest: The most tokens that are shown to the model; one more is of use, as the label of the last.
-        tokens: The tokens so far.
         learned: One byte for each: 1 if it is learned, else 0.
     """
 
@@ -143,7 +142,6 @@ def join_visual(rows: Sequence[Mapping[str, Tensor]], padded: Sequence[int], *, 
     """Join the inputs beside the tokens of samples.
 
     Args:
-        rows: Those of each sample.
         padded: How many tokens each sample takes.
         count: The rows of the batch, which these tokens fill.
     """
