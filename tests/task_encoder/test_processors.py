@@ -62,7 +62,7 @@ OF_TOKENS = {
 OF_IMAGES = {"pixel_values", "pixel_attention_mask", "aspect_ratio_ids", "aspect_ratio_mask"}
 BY_LONGEST = {
     *("Dots3NoteProcessor", "Gemma3nProcessor", "InklingProcessor", "NemotronH_Omni_Reasoning_V3Processor"),
-    *("Phi4MultimodalProcessor", "Qwen3ASRProcessor", "Qwen3OmniMoeProcessor"),
+    *("OmniASRProcessor", "Phi4MultimodalProcessor", "Qwen3ASRProcessor", "Qwen3OmniMoeProcessor"),
 }
 """Processors that pad sounds to the longest of a call before they make features, so the last ones of a shorter sound
 depend on the others of its batch. An encoder makes them of each sound alone."""
