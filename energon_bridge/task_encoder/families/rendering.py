@@ -423,7 +423,7 @@ def tokenize_segments(
 
 def up_to_last_learned(stretches: Sequence[Stretch]) -> list[Stretch]:
     """Drop everything after the last learned token: it is never learned."""
-    last = max((number for number, stretch in enumerate(stretches) if any(stretch.learned)), default=-1)
+    last = max((number for number, stretch in enumerate(stretches) if 1 in stretch.learned), default=-1)
     if last < 0:
         return list(stretches)
     stretch = stretches[last]
