@@ -32,7 +32,7 @@ from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.mix.leaves import OpenLeaf
 from energon_bridge.samples import SourceInfo
 from energon_bridge.stream.policy import ErrorPolicy
-from energon_bridge.task_encoder import DefaultTaskEncoder, SampleDecoder, hooks
+from energon_bridge.task_encoder import SampleDecoder, hooks
 
 # ---------------------------------------------------------------------------------------------------------------------
 # `WorkerConfig` and the error handlers of megatron-energon.
@@ -303,7 +303,7 @@ def _translated(kwargs: Mapping[str, Any]) -> dict[str, Any]:
         ours["task_encoder"] = with_decoder(encoder, records.SampleDecoder(**decoder))
     # megatron-energon reads any pickle; here only those of plain values are read. Sound has its own type.
     encoder = ours.get("task_encoder")
-    read = DefaultTaskEncoder.decoder if encoder is None else getattr(encoder, "decoder", None)
+    read = encoders.DefaultTaskEncoder.decoder if encoder is None else getattr(encoder, "decoder", None)
     if type(read) is SampleDecoder:
         ours["task_encoder"] = with_decoder(
             encoder, dataclasses.replace(read, read_pickles=True, av_class=records.AVDecoder)
@@ -316,7 +316,7 @@ def _translated(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_decoder(encoder: Any, decoder: Any) -> Any:
     """Return a copy of an encoder with another decoder; without one, the default encoder with it."""
-    encoder = DefaultTaskEncoder() if encoder is None else copy.copy(encoder)  # do not change the caller's
+    encoder = encoders.DefaultTaskEncoder() if encoder is None else copy.copy(encoder)  # do not change the caller's
     encoder.decoder = decoder
     return encoder
 

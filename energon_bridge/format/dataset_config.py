@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass
 from types import ModuleType
@@ -22,7 +23,7 @@ from energon_bridge.errors import EnergonError, FieldMapError, MetadataError, Sh
 from energon_bridge.format.documents import Value, parse_document
 from energon_bridge.format.field_map import FieldMap, check_fields
 from energon_bridge.format.nvmeta import meta_path
-from energon_bridge.samples import ChatMLSample, CrudeSample, sample_type_by_name, sample_type_names
+from energon_bridge.samples import ChatMLSample, CrudeSample, Sample, sample_type_by_name, sample_type_names
 from energon_bridge.storage import Store
 
 PartFilter = frozenset[str] | Callable[[str], bool]
@@ -302,7 +303,13 @@ def load_function(store: Store, reference: str, *, default_name: str, trust: boo
 
 
 def import_class(module: str, name: str, *, root: str, where: str, trust: bool) -> Any:
-    """Import a class of a module outside this package; raises UntrustedCodeError without trust."""
+    """Import a class of a module outside this package; raises UntrustedCodeError without trust.
+
+    A sample type of a module that the program itself has imported needs none; a function there may do anything.
+    """
+    imported = getattr(sys.modules.get(module), name, None)
+    if isinstance(imported, type) and issubclass(imported, Sample):
+        return imported
     if not trust:
         raise untrusted(root, f"the class {module}.{name}, named in {where}")
     try:
@@ -311,11 +318,12 @@ def import_class(module: str, name: str, *, root: str, where: str, trust: bool) 
         raise MetadataError(f"{where}: cannot import {module}.{name}: {error}") from error
 
 
+TRUST = "trust_remote_code=True (python -m energon_bridge.compat: --trust-remote-code)"
+
+
 def untrusted(root: str, what: str) -> UntrustedCodeError:
     """Build the error for code that a dataset contains or names and that the caller does not trust."""
-    return UntrustedCodeError(
-        f"{root}: the dataset wants to run code: {what}. If you trust it, pass trust_remote_code=True."
-    )
+    return UntrustedCodeError(f"{root}: the dataset wants to run code: {what}. If you trust it, pass {TRUST}.")
 
 
 def fields_of(made: Mapping[str, Any]) -> dict[str, Any]:

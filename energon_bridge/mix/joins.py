@@ -12,7 +12,7 @@ from typing import Any, TypeVar, overload
 
 from energon_bridge.errors import ConfigurationError, EnergonError, MetadataError, UntrustedCodeError
 from energon_bridge.format.dataset import PreparedDataset
-from energon_bridge.format.dataset_config import import_class, is_own
+from energon_bridge.format.dataset_config import TRUST, import_class, is_own
 from energon_bridge.format.foreign import ForeignDataset
 from energon_bridge.format.join import JoinedDataset, JoinPart, joined_dataset, open_index
 from energon_bridge.mix.paths import user_cache
@@ -24,8 +24,8 @@ from energon_bridge.topology import available_cores
 # Joiners: `from_joined` of a sample type, or a function, that makes one sample of the samples of a row.
 #
 # A file only names its joiner. Names of `megatron.energon` and `energon_bridge` are sample types of this package. Other
-# names are looked up among those that user code registered (`register_joiner`), and imported only with
-# `trust_remote_code=True`.
+# names are looked up among those that user code registered (`register_joiner`) and the sample types of modules that it
+# imported; they are imported only with `trust_remote_code=True`.
 
 
 JoinerT = TypeVar("JoinerT", bound=Callable[..., Any])
@@ -99,13 +99,14 @@ def _find(joiner: Joiner, *, where: str, trust: bool) -> Any:
             return sample_type_by_name(joiner.name)
         except EnergonError as error:
             raise MetadataError(f"{where}: {error}") from error
-    if not trust:
+    try:
+        return import_class(joiner.module, joiner.name, root=where, where=where, trust=trust)
+    except UntrustedCodeError:
         raise UntrustedCodeError(
-            f"{where}: the mix wants to run code: {name}. Import its module in your program and register it there "
-            f"with @energon_bridge.register_joiner; or, if you trust the mix, pass trust_remote_code=True to import "
+            f"{where}: the mix wants to run code: {name}. Import its module in your program and, if it is a function, "
+            f"register it there with @energon_bridge.register_joiner; or, if you trust the mix, pass {TRUST} to import "
             f"it by name."
-        )
-    return import_class(joiner.module, joiner.name, root=where, where=where, trust=trust)
+        ) from None
 
 
 def _check_plain(join: JoinRef, sample_types: list[type], *, where: str) -> None:

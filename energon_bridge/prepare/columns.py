@@ -364,7 +364,7 @@ def _rows_of_shard(
     if not raw:
         from energon_bridge.task_encoder.decoder import SampleDecoder
 
-        decode = (decoder or SampleDecoder(image_decode="rgb8")).decode
+        decode = decoder or SampleDecoder(image_decode="rgb8")
     rows: list[dict[str, Any] | None] = []
     follow = follow_links(dataset.path)
     for index, data in read_samples(dataset, shard):
@@ -393,7 +393,7 @@ def _rows_of_shard(
 
 def _sample(
     dataset: PreparedDataset,
-    decode: Callable[[str, memoryview], Any] | None,
+    decode: Callable[[dict[str, Any]], dict[str, Any]] | None,
     index: int,
     key: str,
     parts: dict[str, memoryview],
@@ -401,11 +401,12 @@ def _sample(
     if decode is None:
         return {"__key__": key, **{part: bytes(data) for part, data in parts.items()}}
     wanted = dataset.part_filter
-    decoded = {
-        part: decode(part, data)
+    kept = {
+        part: bytes(data)
         for part, data in parts.items()
         if wanted is None or (part in wanted if isinstance(wanted, frozenset) else wanted(part))
     }
+    decoded = {name: value for name, value in decode({"__key__": key, **kept}).items() if not name.startswith("__")}
     if dataset.field_map is not None:
         return dataset.sample_type(**{"__key__": key, **dataset.field_map(decoded)})
     if dataset.sample_loader is not None:

@@ -152,7 +152,8 @@ class DecodeFileStore(StoreAround):
 
     def decode(self, key: str, data: bytes) -> Any:
         try:
-            return self._decoder.decode(self.full_key(key), self._inner.decode(key, data))
+            decode = getattr(self._decoder, "decode_file", self._decoder.decode)
+            return decode(self.full_key(key), self._inner.decode(key, data))
         except DecodeError as error:
             raise DecodeError(f"{self.get_path()}: {error}") from error
 

@@ -430,9 +430,9 @@ class RowParser(SampleParser):
             raise raw.error
         return raw.key, _Parts(raw.parts, raw.fields)
 
-    def _values(self, parts: dict[str, Any], image: tuple[str, Any] | None) -> dict[str, Any]:
+    def _values(self, parts: dict[str, Any], image: tuple[str, Any] | None, *meta: Any) -> dict[str, Any]:
         raw = {name: value for name, value in parts.items() if isinstance(value, memoryview)}  # the others are values
-        return {**parts, **super()._values(raw, image), _FIELDS: parts.fields}  # type: ignore[attr-defined]
+        return {**parts, **super()._values(raw, image, *meta), _FIELDS: parts.fields}  # type: ignore[attr-defined]
 
     def _sample(self, key: str, restore_key: RestoreKey, source: SourceInfo, values: dict[str, Any]) -> Any:
         fields = values.pop(_FIELDS)

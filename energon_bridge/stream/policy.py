@@ -120,11 +120,23 @@ def is_of_the_program(error: Exception, encoder: Any) -> bool:
         return not isinstance(error, SampleError)
     if isinstance(error, AttributeError):
         owner = error.obj
-        if isinstance(owner, (Sample, Batch)):
-            return not hasattr(owner, "__dict__")  # all objects of the type have the same attributes
+        if _slotted_record(error):
+            return True  # all objects of the type have the same attributes
         inner = getattr(encoder, "__dict__", {}).get("task_encoder")  # of an AugmentTaskEncoder
         return isinstance(owner, ModuleType) or (owner is not None and (owner is encoder or owner is inner))
     return isinstance(error, ALWAYS_FATAL)
+
+
+def _slotted_record(error: AttributeError) -> type | None:
+    """Return the type of samples or batches that does not have an attribute; None if it is something else."""
+    if error.obj is not None:
+        kinds = [type(error.obj)] if isinstance(error.obj, (Sample, Batch)) else []
+    else:  # Python 3.11 does not say whose attribute cannot be set
+        kinds = [Sample, Batch]
+        for kind in kinds:
+            kinds += kind.__subclasses__()
+        kinds = [kind for kind in kinds if str(error).startswith(f"{kind.__name__!r} object has no attribute ")]
+    return next((kind for kind in kinds if not kind.__dictoffset__), None)
 
 
 class FailureTracker:
@@ -199,6 +211,8 @@ class FailureTracker:
             because = (
                 "" if isinstance(error, FatalSampleError) else ". It is no fault of the data: no policy lets it pass"
             )
+            if isinstance(error, AttributeError) and (record := _slotted_record(error)):
+                because += f". For one more field, derive a type from {record.__name__} with @edataclass"
             raise fatal(f"{name}: {where}{at}{because}") from error
         self._ask(error, hook, where)
         self.alert = True

@@ -148,6 +148,7 @@ class SampleParser(Parser):
     def __init__(self, identity: str, dataset: Any, decoder: Any, activities: Activities) -> None:
         super().__init__(identity, dataset, activities)
         self._decode = None if decoder is None else decoder.decode
+        self._decode_sample = decoder if getattr(decoder, "takes_samples", False) else None
         self._decode_into = getattr(decoder, "decode_into", None)
         self._keeps: Any = getattr(decoder, "keeps_unread", None)
         self._parts = dataset.part_filter if isinstance(dataset.part_filter, frozenset) else None
@@ -191,8 +192,8 @@ class SampleParser(Parser):
                     now.index, now.key, hook = index, key, decode
                     if decodes:
                         words[INDEX] = restore_key[1]  # in a join: its row
-                    values = self._values(parts, images.get(row))
                     source = new(SourceInfo, (source_path, index, names[shard], tuple(map(f"{key}.".__add__, parts))))
+                    values = self._values(parts, images.get(row), key, restore_key, source)
                     hook = field_map
                     out.append(self._sample(key, restore_key, source, values))
                 break
@@ -236,11 +237,25 @@ class SampleParser(Parser):
 
         return samples, turn
 
-    def _values(self, parts: dict[str, Any], image: tuple[str, Any] | None) -> dict[str, Any]:
+    def _values(
+        self,
+        parts: dict[str, Any],
+        image: tuple[str, Any] | None,
+        key: str,
+        restore_key: RestoreKey,
+        source: SourceInfo,
+    ) -> dict[str, Any]:
         """Return the decoded parts of a sample; an image may already be decoded."""
         decode = self._decode
-        if decode is None:
-            return {name: bytes(data) for name, data in parts.items()}
+        if decode is None or self._decode_sample is not None:
+            raw = {name: bytes(data) for name, data in parts.items()}
+            if self._decode_sample is None:
+                return raw
+            meta = {"__key__": key, "__restore_key__": restore_key, "__sources__": (source,)}
+            made = self._decode_sample(meta | {"__shard__": source.shard_name} | raw)
+            if made is None:
+                raise FatalSampleError("__call__ of the decoder returned None: return the dict of parts")
+            return {name: value for name, value in made.items() if not name.startswith("__")}
         if image is None:
             return {name: decode(name, data) for name, data in parts.items()}
         done, pixels = image
@@ -342,8 +357,8 @@ class CodeValues(SampleParser):
             if row is not None and self._decode_into is not None:
                 slab, number = row
                 image = self._decode_into(slab, [(number, parts)]).get(number)
-            values = self._values(parts, image)
             source = SourceInfo(dataset.source_path or dataset.path, index, name, tuple(map(f"{key}.".__add__, parts)))
+            values = self._values(parts, image, key, restore_key, source)
             if dataset.sample_loader is None:
                 return self._sample(key, restore_key, source, values)
             load = partial(self._load, key, index, restore_key, source, values)

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import wraps
 from types import GenericAlias, MethodType
 from typing import Any, ClassVar, Generic, TypeVar, cast, overload
 
@@ -213,9 +214,15 @@ class _ConvertingHook:
         self._plain = getattr(TaskEncoder, name)
         self.__doc__ = self._convert.__doc__
 
+        @wraps(self._convert)
+        def of_class(encoder: object, *args: Any, **kwargs: Any) -> Any:
+            return self.__get__(encoder)(*args, **kwargs)
+
+        self._of_class = of_class
+
     def __get__(self, encoder: object | None, owner: type | None = None) -> Any:
         if encoder is None:
-            return self._convert
+            return self._of_class  # for `DefaultTaskEncoder.batch(self, samples)`
         return MethodType(self._plain if getattr(encoder, self._setting) is None else self._convert, encoder)
 
 
@@ -299,6 +306,9 @@ class _Inner:
 
     def __get__(self, encoder: Any, owner: type | None = None) -> Any:
         return self if encoder is None else getattr(encoder.task_encoder, self._name)
+
+    def __call__(self, encoder: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.__get__(encoder)(*args, **kwargs)  # for `AugmentTaskEncoder.batch(self, samples)`
 
 
 def decoder_of(encoder: Any) -> Any:

@@ -97,6 +97,9 @@ class SampleDecoder:
     With `read_pickles`, pickles of plain values are read; otherwise they stay bytes. `av_class` is the class for videos
     and sound: a subclass of AVDecoder, or None for itself.
 
+    A subclass may override `decode` for single parts, or `__call__` for whole samples, which then gets the bytes of all
+    parts, by name, with the meta fields, and returns the parts; a sample keeps its meta fields.
+
     Raises ConfigurationError for an unknown form, or an invalid size or limit.
     """
 
@@ -116,11 +119,16 @@ class SampleDecoder:
     @property
     def unread_from(self) -> int | None:
         """Return the size in bytes from which a sample is not read until its parts are needed; None: read all."""
-        return _UNREAD_FROM if self.av_decode == "AVDecoder" else None
+        return _UNREAD_FROM if self.av_decode == "AVDecoder" and not self.takes_samples else None
+
+    @property
+    def takes_samples(self) -> bool:
+        """Return whether `__call__` is a subclass's own."""
+        return type(self).__call__ is not _DECODE_PARTS
 
     def keeps_unread(self, part_name: str) -> bool:
         """Return whether a part is decoded straight from storage, without being read first."""
-        return self.av_decode == "AVDecoder" and part_name.rpartition(".")[2].lower() in AV_EXTENSIONS
+        return self.unread_from is not None and part_name.rpartition(".")[2].lower() in AV_EXTENSIONS
 
     def with_alpha(self, alpha: Alpha) -> Self:
         """Return this decoder with another rule for transparency in forms without alpha."""
@@ -158,6 +166,14 @@ class SampleDecoder:
             name: value if name.startswith("__") or not isinstance(value, _RAW) else self.decode(name, value)
             for name, value in parts.items()
         }
+
+    def decode_file(self, name: str, data: bytes | bytearray | memoryview | ByteRange) -> Any:
+        """Decode a file of a store, as a sample of one part if a subclass takes whole samples."""
+        if not self.takes_samples:
+            return self.decode(name, data)
+        folder, slash, last = name.rpartition("/")
+        key, _, part = last.partition(".")
+        return self({"__key__": folder + slash + key, part: data})[part]
 
     def decode(self, part_name: str, data: bytes | bytearray | memoryview | ByteRange) -> Any:
         """Decode one part, given its bytes, or its range in storage if `keeps_unread` is true for it.
@@ -201,7 +217,8 @@ class SampleDecoder:
         `turn` is called with the number of the row before its image is decoded. Returns the name of the part and the
         image by number. Images left out, possibly all, must go through `decode`.
         """
-        if self._form is None or self.defer_images or type(self).decode is not SampleDecoder.decode:
+        changed = self.takes_samples or type(self).decode is not SampleDecoder.decode
+        if self._form is None or self.defer_images or changed:
             return {}
 
         images = []
@@ -227,6 +244,7 @@ class SampleDecoder:
         return {"type": type(self).__qualname__} | {name: getattr(self, name) for name in names}
 
 
+_DECODE_PARTS = SampleDecoder.__call__
 _HEIC = ("heic", "heif")
 """Images that torchcodec decodes without pillow-heif."""
 _PICKLES = ("pkl", "pickle", "pyd")

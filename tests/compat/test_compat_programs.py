@@ -21,6 +21,7 @@ from energon_bridge import Cooker, SystemFileStore, WorkerConfig, get_val_datase
 from energon_bridge.av import AVDecoder
 from energon_bridge.compat import (
     dataset_classes,
+    encoders,
     epath,
     factories,
     loading,
@@ -66,6 +67,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "inner.yaml").write_text(INNER)
     (root / "lines.jsonl").write_text('{"a": 1}\n{"a": 2}\n')
     return root
+
+
+# What programs change of the package ---------------------------------------------------------------------------------
+
+
+def test_the_default_encoder_has_the_hooks_that_a_program_sets_in_its_class(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = encoders.DefaultTaskEncoder.batch
+
+    def batch(self: Any, samples: Any) -> Any:
+        made = old(self, samples)
+        made.caption = "patched"
+        return made
+
+    monkeypatch.setattr(encoders.DefaultTaskEncoder, "batch", batch)
+    for given in ({}, {"auto_decode": False}, {"image_decode": "rgb"}):
+        dataset = loading.get_train_dataset(
+            folder / "data", batch_size=2, worker_config=CONFIG, shuffle_buffer_size=None, **given
+        )
+        assert next(iter(loading.get_loader(dataset))).caption == "patched"
 
 
 # Mixes one by one ----------------------------------------------------------------------------------------------------
@@ -326,7 +348,7 @@ def test_the_index_of_a_video_has_its_key_frames(tmp_path: Path) -> None:
     assert index.search_timestamp(85, any_frame=True, backward=False) == 3
 
 
-class Plain(loading.DefaultTaskEncoder):
+class Plain(encoders.DefaultTaskEncoder):
     cookers = (Cooker(dict),)
 
 
@@ -344,7 +366,7 @@ def test_sources_name_their_dataset_by_an_epath(folder: Path) -> None:
     assert [source.dataset_path for sources in seen for source in sources] == [epath.EPath(folder / "data")]
 
 
-class Fails(loading.DefaultTaskEncoder):
+class Fails(encoders.DefaultTaskEncoder):
     def encode_sample(self, sample: Any) -> Any:
         if sample.__key__ == "val-00001":
             raise ValueError(sample.__key__)
@@ -404,7 +426,7 @@ def test_inner_parts_of_wrappers_are_refused_by_name() -> None:
     assert not hasattr(packing, "_savable_fields")
 
 
-class Pairs(loading.DefaultTaskEncoder):
+class Pairs(encoders.DefaultTaskEncoder):
     def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
         return [samples[at : at + 2] for at in range(0, len(samples), 2)]
 

@@ -202,6 +202,15 @@ def test_from_joined_of_a_registered_type(pair: Path, named: bool) -> None:
     assert [(type(sample), sample.text, sample.other) for sample in found[:1]] == [(Pair, "a k00", "b k00")]
 
 
+def test_a_sample_type_that_the_program_has_imported_needs_no_trust(pair: Path) -> None:
+    mix = write_mix(pair / "mix.yaml", train=join(joiner={"__module__": __name__, "__class__": "Pair"}))
+    assert type(read(mix)[0]) is Pair
+    for module, name in (("subprocess", "call"), (__name__, "texts")):
+        other = write_mix(pair / "mix.yaml", train=join(joiner={"__module__": module, "__function__": name}))
+        with pytest.raises(UntrustedCodeError, match=r"register_joiner.*energon_bridge\.compat: --trust-remote-code"):
+            read(other)
+
+
 def test_crude_datasets_are_joined_by_a_function(pair: Path) -> None:
     shutil.rmtree(pair / "b")
     keyed_dataset(pair / "b", train=[KEYS], dataset_yaml=CRUDE)

@@ -275,6 +275,32 @@ def test_a_decoder_with_a_decode_of_its_own_is_asked_for_every_part(pictures: Pa
     assert all(torch.equal(ours.image, 255 - theirs.image) for ours, theirs in pairs)
 
 
+class Whole(SampleDecoder):
+    """Has a say in every sample."""
+
+    def __call__(self, parts: Any) -> Any:
+        assert isinstance(parts["jpg"], bytes)
+        assert parts["__sources__"][0].shard_name == parts["__shard__"]
+        made = super().__call__(parts)
+        return {**made, "jpg": 255 - made["jpg"], "__key__": "another"}
+
+
+def test_a_decoder_with_a_call_of_its_own_is_asked_for_every_sample(pictures: Path) -> None:
+    changed, plain = Encoder("torchrgb8"), Encoder("torchrgb8")
+    changed.decoder = Whole(image_decode="torchrgb8")
+    pairs = zip(batches(pictures, changed, threads=1), batches(pictures, plain, threads=1), strict=True)
+    for ours, theirs in pairs:
+        assert torch.equal(ours.image, 255 - theirs.image)
+        assert ours.__key__ == theirs.__key__
+
+
+def test_a_decoder_that_returns_nothing_stops_the_run(pictures: Path) -> None:
+    encoder = Encoder("torchrgb8")
+    encoder.decoder = type("Silent", (SampleDecoder,), {"__call__": lambda self, parts: None})()
+    with pytest.raises(FatalSampleError, match="__call__ of the decoder returned None: return the dict of parts"):
+        batches(pictures, encoder, threads=1)
+
+
 @pytest.mark.parametrize("shape", [(4, 5, 3), (3, 8, 3)])
 def test_pixels_do_not_start_where_they_would_be_written_past_the_caches(shape: tuple[int, int, int]) -> None:
     for dtype in (np.uint8, np.float32):

@@ -202,6 +202,17 @@ def test_the_current_directory_is_the_default(folder: Path, monkeypatch: pytest.
 # JSONL files ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_decoder_of_whole_samples_gets_a_file_as_one(folder: Path) -> None:
+    class Whole(SampleDecoder):
+        def __call__(self, parts: Any) -> Any:
+            return {"txt": super().__call__(parts)["txt"] + parts["__key__"]}
+
+    (folder / "of").mkdir(exist_ok=True)
+    (folder / "of/words.txt").write_text("two words of ")
+    store = DecodeFileStore(SystemFileStore(folder), decoder=Whole())
+    assert store["of/words.txt"][0] == f"two words of {store.full_key('of/words')}"
+
+
 def test_lines_of_a_jsonl_file(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('\n{"n": 0}\n\n{"n": 1, "text": "é"}\n{"n": 2}')

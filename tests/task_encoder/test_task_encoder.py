@@ -9,7 +9,7 @@ import torch
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.samples import Batch, CaptioningSample, TextSample, edataclass
-from energon_bridge.task_encoder import DefaultTaskEncoder, SampleDecoder, TaskEncoder, stateless
+from energon_bridge.task_encoder import AugmentTaskEncoder, DefaultTaskEncoder, SampleDecoder, TaskEncoder, stateless
 
 HOOKS = ("encode_sample", "batch", "encode_batch")
 
@@ -97,6 +97,30 @@ def test_an_override_goes_before_a_conversion_and_reaches_it_through_super():
     encoded = Own(encoded_sample_type=dict).encode_sample(captions()[0])
     assert (encoded["own"], encoded["caption"], encoded["__key__"]) == (True, "c1", "1")
     assert "__valid__" not in encoded
+
+
+@pytest.mark.parametrize("kind", [DefaultTaskEncoder, AugmentTaskEncoder])
+def test_a_hook_may_be_called_by_its_class(kind: Any) -> None:
+    class Own(kind):
+        def encode_sample(self, sample: Any) -> Any:
+            return kind.encode_sample(self, sample)
+
+        def batch(self, samples: Any) -> Any:
+            return kind.batch(self, samples=samples)
+
+        def encode_batch(self, batch: Any) -> Any:
+            return kind.encode_batch(self, batch)
+
+    settings: Any
+    for settings, sample_type, batch_type in (({}, CaptioningSample, CaptioningSample), (TYPES, dict, dict)):
+        encoder = Own(**settings) if kind is DefaultTaskEncoder else Own(DefaultTaskEncoder(**settings))
+        encoded = [encoder.encode_sample(sample) for sample in captions()]
+        assert type(encoded[0]) is sample_type
+        batch = encoder.encode_batch(encoder.batch([{"text": "a", "length": 1}] if settings else encoded))
+        assert type(batch) is batch_type
+
+
+TYPES: dict[str, Any] = {"encoded_sample_type": dict, "raw_batch_type": dict, "batch_type": dict}
 
 
 def test_conversion_to_each_kind_of_record():
