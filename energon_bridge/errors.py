@@ -283,8 +283,6 @@ def did_you_mean(name: object, known: Collection[str], *, cutoff: float = 0.6) -
     """Return the hint for a mistyped name, to append to a sentence: " Did you mean 'path'?", or "" if none is similar.
 
     Args:
-        name: What was written.
-        known: The names that exist.
         cutoff: Similarity that the nearest one needs, from 0 to 1.
     """
     from difflib import get_close_matches  # takes longer to import than this module

@@ -143,8 +143,7 @@ class WorkerConfig:
         if self.decode_threads is not None:
             return self.decode_threads
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return max(1, cores // max(1, local_ranks * self.processes))
+        return max(1, available_cores() // max(1, local_ranks * self.processes))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, WorkerConfig):
@@ -152,6 +151,11 @@ class WorkerConfig:
         return all(getattr(self, f.name) == getattr(other, f.name) for f in fields(self))
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def available_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def distributed() -> Any:

@@ -144,8 +144,8 @@ def bench(
     Raises:
         EnergonError: The mix cannot be loaded.
     """
-    from energon_bridge.format.parallel import available_cores
     from energon_bridge.task_encoder import DefaultTaskEncoder
+    from energon_bridge.topology import available_cores
 
     class Bytes(DefaultTaskEncoder):
         decoder = None

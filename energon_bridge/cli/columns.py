@@ -14,7 +14,6 @@ from energon_bridge.cli.prepare_options import choose_engine, chosen_task, engin
 from energon_bridge.cli.run_options import encoder_of_model
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.columns import read_columns
-from energon_bridge.format.parallel import available_cores
 from energon_bridge.prepare.columns import (
     ModelTokens,
     TokenCount,
@@ -27,6 +26,7 @@ from energon_bridge.prepare.columns import (
     sound_seconds,
 )
 from energon_bridge.storage import open_store
+from energon_bridge.topology import available_cores
 
 
 @click.group("columns")

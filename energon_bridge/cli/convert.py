@@ -24,7 +24,6 @@ from energon_bridge.cli.output import count_of, format_bytes, json_option
 from energon_bridge.cli.prepare_options import choose_engine, chosen_task, engine_options, shard_progress, task_options
 from energon_bridge.errors import ConfigurationError, SampleError, SkipSample, SourceError
 from energon_bridge.format.field_map import describe_fields
-from energon_bridge.format.parallel import available_cores
 from energon_bridge.format.tar import parse_sample
 from energon_bridge.format.tar_index import index_name
 from energon_bridge.prepare.convert import (
@@ -45,6 +44,7 @@ from energon_bridge.rows.lists import check_media_meant
 from energon_bridge.rows.turns import Medium, medium_by_name, read_turns
 from energon_bridge.samples import CrudeSample, sample_type_by_name
 from energon_bridge.storage import open_store
+from energon_bridge.topology import available_cores
 
 _SHOWN = 3
 _KEPT = ("WebDataset", "mix")  # whose samples stay as they are

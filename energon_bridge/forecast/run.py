@@ -172,7 +172,6 @@ def shared_out(run: Run, cost: Any, group: int | None, window: int | None) -> Ru
     """Return a run whose ranks load their own shares.
 
     Args:
-        run: The run.
         cost: The `ColumnCost` that it was started with.
         group: Microbatches in a global batch; None: as the state says.
         window: Global batches in a window; None: that of the state, else 1.

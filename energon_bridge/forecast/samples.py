@@ -126,7 +126,6 @@ def name_steps(run: Run, steps: Iterable[int], *, keys: bool = True) -> Iterator
     """Name the samples of steps of the optimizer, for every rank.
 
     Args:
-        run: The run.
         steps: Each as the steps before it, counted from the beginning of the run (of validation: of a pass, whose steps
             are one microbatch on every rank), on as many ranks.
         keys: Look keys up, which takes most of the time.
@@ -174,7 +173,6 @@ def name_shared_steps(
     """Name the samples of steps of a run whose ranks load their own shares, for every rank.
 
     Args:
-        run: The run.
         steps: As for `name_steps`, rising.
         sharing: How the run is divided.
         keys: Look keys up.

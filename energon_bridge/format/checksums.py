@@ -88,8 +88,6 @@ class ShardChecksums:
 
         Args:
             sample: Its number in the shard.
-            key: Its key.
-            parts: Its parts by name.
             complete: Whether `parts` are all of its parts; otherwise some may be left out.
         """
         low, high = int(self.firsts[sample]), int(self.firsts[sample + 1])
@@ -155,8 +153,6 @@ class Verifier:
     """Compares the bytes of samples with the checksums of their dataset; safe to use from several threads.
 
     Args:
-        dataset: The dataset.
-        which: Which samples.
         parse: Returns key and parts of a sample from its bytes.
     """
 

@@ -347,7 +347,6 @@ class KeyIndexWriter:
     """Writes a key index to a local file, one shard after the other; a context manager.
 
     Args:
-        path: The file.
         shards: Names of all shards in the order of `.info.json`.
         in_place: Add to the index in this file, which has the first `in_place` shards, in one transaction. Whatever it
             has of later shards is of a run that was killed and is removed. None: write a new file.

@@ -34,11 +34,6 @@ Workers = int | Engine
 _AHEAD = 3  # results per worker that may wait to be taken: bounds memory
 
 
-def available_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def map_shards(
     function: Callable[[Item], Result], items: Sequence[Item], *, num_workers: Workers
 ) -> Generator[Result, None, None]:

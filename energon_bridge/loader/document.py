@@ -226,10 +226,7 @@ def decode_column(text: object, size: int, field: str = "a column", *, at_most: 
     """Return the integers of a column.
 
     Args:
-        text: The column.
         size: How many integers it must have.
-        field: Its name, for errors.
-        at_most: Fewer integers will do.
 
     Raises:
         StateFormatError: It is no column, or not of this length.
@@ -599,7 +596,7 @@ def leaf_rows(saved: SavedRun) -> list[State]:
         (draws / num_samples), None for a finite stream, whose passes are counted as a whole; `epoch_samples`, its
         samples in an epoch of the mix, with repetitions; `of_lanes`, the share of the lanes that the state has;
         `waiting_in_groups`, samples in groups that are not full; and the counters samples (delivered), skipped, errors,
-        excluded, bytes, and of samples too long for a pack: dropped, truncated, split and pieces.
+        excluded, bytes, and of samples too long for a sequence or pack: dropped, truncated, split and pieces.
     """
     lanes = saved.lanes.values()
     repeats = saved.settings.get("mode") == "repetitions"

@@ -49,11 +49,6 @@ _OF_THE_MIX = ("mode", "schedule", "shuffle", "unit", "unit_values")
 def check_fits(saved: SavedRun, kind: str, settings: State, leaves: list[State], *, adapt: bool = False) -> list[str]:
     """Raise if a state does not fit a dataset and its settings; return how the mixes differ.
 
-    Args:
-        saved: The state.
-        kind, settings, leaves: Those of this run.
-        adapt: Accept another mix.
-
     Raises:
         SplitMismatchError, DatasetMismatchError: The data differ.
         SettingMismatchError: A setting that the order depends on differs (seed, batch size and slice size have their

@@ -52,7 +52,6 @@ def flat_metrics(
     """Return numbers by name of the rows that `leaf_rows` makes.
 
     Args:
-        rows: A row per dataset.
         workers: The worker processes, or what would start them; None: the loader has none.
         seconds: Time spent making microbatches in all, waiting for loads, and batching, since the loader was made; then
             the sums of `network.REQUESTS`.
@@ -122,9 +121,6 @@ def check_rates(position: Position, item: LaneBatch, policy: ErrorPolicy, failur
 
     Args:
         position: Before the microbatch.
-        item: The microbatch.
-        policy: Gives the highest rate allowed.
-        failure_log: Has the failures.
 
     Raises:
         ErrorRateError: Too many samples of a dataset failed.
@@ -152,8 +148,6 @@ def name_losses(position: Position, failure_log: FailureLog, *, least: int) -> N
     """Warn about datasets that delivered nothing or lost more than a twentieth of their draws; once per cause.
 
     Args:
-        position: Of this rank, with its counts.
-        failure_log: Has the failures, and knows which warnings were given.
         least: Samples that must have been drawn of a dataset before it is mentioned.
     """
     for path, total in _by_dataset(position.plan.leaves, position.counts, position.waiting()).items():
@@ -170,7 +164,7 @@ def name_losses(position: Position, failure_log: FailureLog, *, least: int) -> N
             what = f"{share:.0f} % of this dataset's samples are left out"
         if [cause for cause in causes if failure_log.is_new(path, cause)]:  # each is asked about
             found = failure_log.failures(path) or "none since the run was resumed"
-            long = f" ({total['dropped']} of them as too long for a pack)" if total["dropped"] else ""
+            long = f" ({total['dropped']} of them as too long)" if total["dropped"] else ""
             said = "; ".join(_LOSSES[cause][0].format(lost[cause], found=found, long=long) for cause in causes)
             todo = " ".join(_LOSSES[cause][1] for cause in causes)
             logger.warning("%s: %s: of %d drawn on this rank, %s. %s", path, what, drawn, said, todo)

@@ -225,8 +225,6 @@ class WorkerPool:
 
     Args:
         source: What they are to do; referred to weakly, so that a loader that is dropped takes its workers along.
-        number: How many there are.
-        engine: Starts them.
         max_restarts: How often workers are replaced in all.
         watchdog: How long a microbatch may take.
         where: Names the training process, such as "rank 0".

@@ -123,12 +123,7 @@ class Position:
         self.microbatches = self.epoch_steps = 0
 
     def follow(self, mode: Mode, settings: Mapping[str, Any]) -> None:
-        """Go on in another mode, from the beginning of the run or from the next state that is restored.
-
-        Args:
-            mode: The mode.
-            settings: What states record of it.
-        """
+        """Go on in another mode, from the beginning of the run or from the next state that is restored."""
         self.mode = mode
         self.plan = dataclasses.replace(self.plan, recorded=self.plan.recorded | dict(settings))
 
@@ -417,8 +412,6 @@ def merged_state(own: doc.State, config: WorkerConfig, global_dst_rank: int | No
     """Return the state of the whole run from those of its data-parallel ranks, all of which must call it.
 
     Args:
-        own: The state of this rank.
-        config: That of this rank.
         global_dst_rank: Only this global rank gets the state (others None); default: every rank gets it.
     """
     if config.dp_size == 1:

@@ -251,7 +251,6 @@ class DatasetSpec(NotForDataLoader):
         """Return the batches of one rank in a pass or virtual epoch, or in an epoch of an endless stream.
 
         Args:
-            config: The rank.
             end: The microbatch at which the pass of a finite stream ends, if known.
         """
         if self.settings.virtual_epoch_length is not None:
@@ -400,8 +399,6 @@ def plan_run(
     """Return the plan of a run on some ranks.
 
     Args:
-        data: The leaves and settings.
-        config: This rank and its workers.
         num_lanes: The number of lanes in a state; it overrides the configured one.
         changes: Changes of weights during the run.
         blocks: `LeafOrder.block` of a state's leaves by identity: a leaf keeps its block when the mix changes.
@@ -576,9 +573,7 @@ def open_pipeline(
     """Build what loads, encodes and batches in one process.
 
     Args:
-        plan: The plan of the run.
         threads: Overrides the number of threads in the configuration.
-        delivered, watchdog, worker: As `StreamSettings` has them.
     """
     data, config = plan.data, plan.config
     run = data.settings

@@ -25,7 +25,6 @@ import torch
 import torch.utils.data
 
 from energon_bridge.errors import ConfigurationError, ForkedLoaderError, WrongUseError
-from energon_bridge.format.parallel import available_cores
 from energon_bridge.loader import document as doc
 from energon_bridge.loader.copies import Copies
 from energon_bridge.loader.fits import read_all
@@ -45,7 +44,7 @@ from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.state import LaneBatch
 from energon_bridge.stream.watchdog import WatchdogSettings
-from energon_bridge.topology import Ownership, WorkerConfig, trainer_groups
+from energon_bridge.topology import Ownership, WorkerConfig, available_cores, trainer_groups
 
 logger = logging.getLogger(__name__)
 

@@ -362,7 +362,6 @@ class SharedStreams:
     Args:
         pipeline: Loads samples.
         batches: The global batches, from the beginning of a window on.
-        config: That of this rank.
     """
 
     def __init__(self, pipeline: Pipeline, batches: GlobalBatches, config: WorkerConfig) -> None:

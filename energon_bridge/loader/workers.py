@@ -274,8 +274,6 @@ def set_up_worker(work: Work, board: Board, stacks: StackFile, parent: int) -> N
     What the worker makes is collected, also where the training process collects by hand.
 
     Args:
-        work: What it is to do.
-        board: Where it says so.
         stacks: File in which it writes down where its threads are, at `DUMP_SIGNAL`.
         parent: The training process, or 0 if another one starts the workers for it.
     """

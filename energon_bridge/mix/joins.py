@@ -15,10 +15,10 @@ from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.dataset_config import import_class, is_own
 from energon_bridge.format.foreign import ForeignDataset
 from energon_bridge.format.join import JoinedDataset, JoinPart, joined_dataset, open_index
-from energon_bridge.format.parallel import available_cores
 from energon_bridge.mix.paths import user_cache
 from energon_bridge.mix.tree import AuxRef, Joiner, JoinRef, LeafRef
 from energon_bridge.samples import CrudeSample, Sample, sample_type_by_name
+from energon_bridge.topology import available_cores
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Joiners: `from_joined` of a sample type, or a function, that makes one sample of the samples of a row.

@@ -398,7 +398,6 @@ def cut_into_buckets(
     """Return a leaf for each bucket of each leaf, and the buckets.
 
     Args:
-        leaves: The leaves.
         group_by: Expressions of columns; samples for which all give the same are a bucket.
         batch_size: Samples in a microbatch, where `sizes` does not say it.
         sizes: Samples in a microbatch of each bucket: by its name, or an expression of columns, of whose values in the

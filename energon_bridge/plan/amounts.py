@@ -101,14 +101,7 @@ class _Chosen(NamedTuple):
 
 
 class AmountDraws:
-    """The leaves of the draws of one lane, from a position on.
-
-    Args:
-        blend: The weights.
-        leaves: The leaves.
-        lane: The lane.
-        at: Where it is.
-    """
+    """The leaves of the draws of one lane, from a position on."""
 
     def __init__(self, blend: AmountBlend, leaves: Sequence[OrderedLeaf], lane: int, at: Standing) -> None:
         self._blend, self._leaves, self._lane, self._origin = blend, leaves, lane, at.origin

@@ -51,7 +51,6 @@ class MixWeights:
     """The weights of a mix.
 
     Args:
-        mix: The mix.
         sizes: Samples of each leaf, or their amounts in a blend by amounts, in order of the mix.
         order: For each identity in turn, the place of its leaf in the mix.
     """

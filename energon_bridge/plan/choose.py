@@ -92,8 +92,6 @@ class Cursor(Generic[R]):
     """Where a lane is in a leaf: its current rounds, and the next ones while they are read ahead.
 
     Args:
-        order: Of the leaf.
-        lane: The lane.
         hold: Makes of a round what is kept of it.
         together: Draws to look up at once, over several rounds if needed. The first round is looked up alone.
     """
@@ -137,7 +135,6 @@ class Cursors(Generic[R]):
     """The cursors of some lanes in all leaves; beyond `most`, the least recently used one drops its rounds.
 
     Args:
-        leaves: The leaves.
         hold: Makes of a round of a leaf what is kept of it.
         together: As for `Cursor`, by the order of the leaf.
         most: Cursors that keep rounds.
@@ -179,8 +176,6 @@ class Chooser(Generic[R]):
     Args:
         cursors: Where the lane is in the leaves.
         blend: Says which leaf a draw comes from; None if there is one leaf.
-        lane: The lane.
-        at: Where it is.
 
     Attributes:
         draw, leaf_draws: Those of the position that choosing has reached.

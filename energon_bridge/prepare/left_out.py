@@ -64,7 +64,6 @@ def beside_media(
     """Return what is left out of a folder of media.
 
     Args:
-        files: Those below the folder.
         beside: What else is there, as `files_below` says it.
         extensions: By file, as `extension_of` gives them.
         texts: The captions by the stem of their files, if captions are taken.

@@ -79,7 +79,6 @@ def write_pages(
     Args:
         out: The folder; an earlier preview in it is replaced.
         source: Loads the samples.
-        drawn: The samples to show.
         title: Title of the pages, with `notes` below it.
         batches: Batches, whose samples are among those drawn.
         forecast: A run over the same mix: its shares, epochs and mixing are shown.

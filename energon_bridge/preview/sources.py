@@ -16,7 +16,6 @@ from energon_bridge.errors import EnergonError
 from energon_bridge.forecast.run import Run
 from energon_bridge.forecast.samples import name_steps
 from energon_bridge.format.join import JoinedDataset
-from energon_bridge.format.parallel import available_cores
 from energon_bridge.loader.run_plan import DatasetSpec, RunPlan, open_pipeline, plan_run
 from energon_bridge.plan.choose import Picks
 from energon_bridge.preview.records import Record, fields_of
@@ -28,6 +27,7 @@ from energon_bridge.stream.values import FailedSample, has_code
 from energon_bridge.task_encoder.base import DefaultTaskEncoder
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.hooks import Hook
+from energon_bridge.topology import available_cores
 
 T = TypeVar("T")
 

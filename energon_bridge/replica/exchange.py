@@ -48,7 +48,6 @@ class Channel:
     """A one-way channel from one rank to a group.
 
     Args:
-        group: A process group.
         source: The global rank that sends.
     """
 

@@ -517,13 +517,15 @@ def _counted(turns: Sequence[Turn]) -> tuple[Counter[str], Counter[str], Counter
     for turn in turns:
         content = _content(turn) if isinstance(turn, Mapping) else None
         if isinstance(content, str):
-            is_answer = ROLES.get(_role_name(turn) or "") == "assistant"
-            (answered if is_answer else places).update(_PLACES.findall(content))
+            if written := _PLACES.findall(content):
+                is_answer = ROLES.get(_role_name(turn) or "") == "assistant"
+                (answered if is_answer else places).update(written)
             continue
         for part in content if isinstance(content, list | tuple) else ():
             kind = part_kind(part)
             if kind == "text":
-                literal.update(_PLACES.findall(part_text(part) or ""))
+                if written := _PLACES.findall(part_text(part) or ""):
+                    literal.update(written)
             elif kind is not None and own_payload(part) is None:
                 places[kind] += 1
     return places, literal, answered

@@ -55,10 +55,6 @@ class Draws:
     """The draws of one lane, continued from a state.
 
     Args:
-        number: Lane number, below L.
-        pipeline: Shared by all lanes of the process.
-        blend: Says which leaf a draw comes from; None if there is one leaf.
-        state: Where to continue.
         rows: Rows of a microbatch that is made of the draws; default: those of the pipeline.
         bucket: Name of the bucket that the draws are of, if microbatches come from buckets.
 

@@ -88,13 +88,7 @@ class PassRows:
 
 
 class DrawnRows(PassRows):
-    """Rows that are the samples of a pass, encoded.
-
-    Args:
-        pipeline: Loads and encodes.
-        draws: The samples.
-        number_of: Numbers draws for hooks.
-    """
+    """Rows that are the samples of a pass, encoded."""
 
     def __init__(self, pipeline: Pipeline, draws: PassDraws, number_of: Callable[[int], int] | None = None) -> None:
         super().__init__(pipeline)
@@ -140,8 +134,6 @@ class FiniteStream:
     """The microbatches of one pass, by number.
 
     Args:
-        pipeline: Loads and encodes.
-        rows: The rows of the pass.
         drop_last: Leave out a last microbatch that is not full.
         order: The rows of each microbatch; None: the next ones.
     """

@@ -131,7 +131,6 @@ class Grouping:
     """The groups of one lane.
 
     Args:
-        pipeline: Runs the hook.
         batch_size: Rows of a batch if the criterion gives no size.
         waiting: Rows of a restored state, in order; they are encoded before they are grouped.
 

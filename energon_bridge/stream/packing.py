@@ -149,10 +149,6 @@ class Packing:
     budget.
 
     Args:
-        draws: Where samples come from.
-        pipeline: Runs the hooks.
-        size: S.
-        held: What waits by a state.
         target: Samples in the buffer at which the next selection is made; 0 for a lane that begins.
 
     Attributes:

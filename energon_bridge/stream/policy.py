@@ -144,7 +144,6 @@ class FailureTracker:
     text except for numbers. A tolerance set by the user replaces the last two rules.
 
     Args:
-        policy: The policy.
         encoder: Says how many failures in a row its hooks may have.
         hooks: Hooks that must be wrong if they fail every time they run.
         delivered: Leaves of which the run had delivered samples before this process began.
@@ -182,8 +181,6 @@ class FailureTracker:
         """Decide on samples that failed; return the counter they belong to.
 
         Args:
-            error: What the hook raised.
-            hook: The hook.
             places: Some of the samples.
             members: How many there are.
             leaves: The leaves that they are of, with the paths of their datasets.

@@ -92,7 +92,6 @@ class ShardReader:
     """Reads a leaf of shards; safe to use from several threads.
 
     Args:
-        dataset: The dataset.
         tolerant: Read what is left of damaged shards, with `Unreadable` for the samples that are gone.
 
     Attributes:
@@ -289,8 +288,6 @@ class RoundBuffer:
     Bytes are dropped as they are fetched, so memory falls as a round is worked through.
 
     Args:
-        reader: Reads the leaf.
-        of: The round.
         withheld: Draws that are read only when they are fetched, shape (draws,): their samples are banned now or later,
             and a banned sample is never fetched.
 

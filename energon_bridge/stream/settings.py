@@ -143,8 +143,6 @@ class StreamSettings:
     """What the streams of a process are given besides their leaves.
 
     Args:
-        run: The settings of the run.
-        config: The rank and its workers.
         lanes: Lanes of the process.
         threads: Threads that read and decode ahead; 0 does everything in the calling thread.
         reads_rounds: Read whole rounds at a time, and the next round ahead; False reads draws as they are needed.

@@ -101,7 +101,6 @@ class Parser:
 
     Args:
         identity: Identity of the leaf, the first entry of every restore key.
-        dataset: The dataset.
         activities: Where threads record what they are doing.
     """
 

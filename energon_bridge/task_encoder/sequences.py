@@ -97,13 +97,14 @@ class Sequencer:
 
     Args:
         longest: The most tokens that are shown to the model; one more is of use, as the label of the last.
-        tokens: The tokens so far.
         learned: One byte for each: 1 if it is learned, else 0.
+        cut: Something of the sample was left out.
     """
 
     longest: int
     tokens: list[int] = field(default_factory=list)
     learned: bytearray = field(default_factory=bytearray)
+    cut: bool = False
 
     @property
     def full(self) -> bool:
@@ -143,7 +144,6 @@ def join_visual(rows: Sequence[Mapping[str, Tensor]], padded: Sequence[int], *, 
     """Join the inputs beside the tokens of samples.
 
     Args:
-        rows: Those of each sample.
         padded: How many tokens each sample takes.
         count: The rows of the batch, which these tokens fill.
     """

@@ -44,7 +44,6 @@ class ChatTemplate:
 
     Args:
         tokenizer: Of the transformers interface.
-        source: The Jinja template.
         options: Further arguments of it.
         roles: The names of the roles of questions and answers.
     """

@@ -141,7 +141,6 @@ class MicrobatchTimer(Callback):
     With gradient accumulation, the last microbatch of a step is left out: it waits for the gradients of other ranks.
 
     Args:
-        path: The file.
         count: Microbatches to write, after ten; 0: none.
     """
 

@@ -100,7 +100,7 @@ def test_a_batch_held_back_for_its_masked_twin_is_forgotten_by_a_restore(data: P
 
 
 @pytest.mark.parametrize("group_size", [None, 4, 24])
-@pytest.mark.parametrize("part", ["tiny", "text", "large"])
+@pytest.mark.parametrize("part", ["tiny", "large"])
 def test_fresh_runs_are_one_sequence_on_any_ranks_and_workers(
     data: Path, part: str, group_size: int | None, tmp_path: Path
 ) -> None:

@@ -38,17 +38,6 @@ MIXES: dict[str, Any] = {
     "repetitions": lambda data: metadataset(
         data, train={"blend_epochized": [{"path": "./a", "repetitions": 2}, {"path": "./b", "repetitions": 0.5}]}
     ),
-    "concat": lambda data: metadataset(data, train={"concat": [{"path": "./b"}, {"path": "./a"}]}),
-    "nested": lambda data: Blender([(Blender([(data / "a", 1), (data / "b", 3)]), 0.5), (data / "a", 0.5)]),
-    "subset": lambda data: metadataset(
-        data,
-        train={
-            "blend": [
-                {"path": "./b", "weight": 1, "subset": {"range": ["20%", "80%"]}},
-                {"path": "./c", "weight": {"schedule": "linear", "points": [[0, 0], [400, 3]]}},
-            ]
-        },
-    ),
 }
 
 

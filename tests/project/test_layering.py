@@ -79,8 +79,8 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 28_450,
-    "models": 10_260,
+    "core": 28_320,
+    "models": 10_270,
     "trainers": 7_450,
     "cloud": 4_560,
     "tools": 15_350,

@@ -103,7 +103,6 @@ class ChatRenderer:
     """Renders conversations with a tokenizer's chat template.
 
     Args:
-        plain: The chat template.
         with_tools: That of conversations with tools.
         family: Has the placeholders of images and videos; None: there are none.
         learn: `all` answers, or the `last`.
@@ -396,7 +395,6 @@ def tokenize_segments(
     """Return the tokens of each segment, up to the last one that is learned.
 
     Args:
-        segments: The text.
         plans: The plans of its images and videos, in the order of their placeholders.
         tokenizer: Of the transformers interface.
         placeholders: The placeholder tokens of images and videos, by kind.
@@ -425,7 +423,7 @@ def tokenize_segments(
 
 def up_to_last_learned(stretches: Sequence[Stretch]) -> list[Stretch]:
     """Drop everything after the last learned token: it is never learned."""
-    last = max((number for number, stretch in enumerate(stretches) if any(stretch.learned)), default=-1)
+    last = max((number for number, stretch in enumerate(stretches) if 1 in stretch.learned), default=-1)
     if last < 0:
         return list(stretches)
     stretch = stretches[last]
