@@ -172,8 +172,7 @@ def command(
     )
     _show(opened, options)
     if dry_run:
-        looked = f"only at the first {_SHOWN} samples" if len(opened) > _SHOWN else "at all samples"
-        click.echo(f"This was a dry run: it looked {looked}, and wrote nothing to {out}.")
+        click.echo(f"A dry run: it looked only at the first {_SHOWN} samples, and wrote nothing to {out}.")
         return None
     doing = choose_engine(engine, address, workers)
     with shard_progress("Converting samples", enabled=progress) as advance:
@@ -334,11 +333,9 @@ def _report(out: Path, done: Converted, options: ConvertOptions) -> None:
             click.echo(f"  … and {len(done.skipped) - 5:,} more, all in {out}/{SKIPPED}")
     if done.num_unread:
         others = done.num_unread - done.num_unread_images
-        images = f"{count_of(done.num_unread_images, 'image')} cannot be opened" if done.num_unread_images else ""
-        sounds = f"{count_of(others, 'file')} of video or sound cannot be opened" if others else ""
-        missing = " (PyAV is not installed)" if others and find_spec("av") is None else ""
-        said = " and ".join(filter(None, (images, sounds)))
-        click.echo(f"{said}{missing}: see energon lint {out}.")
+        each = (done.num_unread_images, "image"), (others, "video or sound file")
+        said = " and ".join(f"{count_of(count, noun)} cannot be opened" for count, noun in each if count)
+        click.echo(f"{said}{' (no PyAV)' * (others > 0 and find_spec('av') is None)}: see energon lint {out}.")
     total = count_of(sum(done.shard_counts.values()), "sample")
     click.echo(f"Done: {total} in {count_of(len(done.shard_counts), 'shard')} in {out}.")
     layout = options.layout

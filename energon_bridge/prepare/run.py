@@ -103,8 +103,7 @@ class ShardRecord:
         """Write the record: JSON, a zero byte, and the integers of the scan, each column 64 bits little-endian."""
         scan = self.scan
         plain = {name: getattr(self, name) for name in ("media", "fields", "skipped", "size", "made_of")}
-        counts = {"num_failed": self.num_failed, "num_rejected": self.num_rejected}
-        plain |= {name: count for name, count in counts.items() if count}  # few conversions have any
+        plain |= {name: count for name in ("num_failed", "num_rejected") if (count := getattr(self, name))}
         plain |= {"checksums": base64.b64encode(self.checksums).decode()} if self.checksums else {}
         plain |= {"keys": scan.keys, "part_names": scan.part_names}
         if scan.linked:
