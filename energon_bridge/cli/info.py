@@ -84,6 +84,7 @@ def _rows(summary: DatasetSummary) -> list[tuple[str, str]]:
         )
         rows.append(("column", f"{name}, {column.made_of}{values}"))
     rows += [("MISSING", shard) for shard in summary.missing_shards]
+    rows += [("WRONG", text) for text in summary.wrong] + [("WARNING", text) for text in summary.warnings]
     rows += [("NOT PREPARED", shard) for shard in summary.new_shards[:_SHOWN]]
     if len(summary.new_shards) > _SHOWN:
         rows.append(("NOT PREPARED", f"... and {len(summary.new_shards) - _SHOWN:,} more"))

@@ -12,7 +12,7 @@ from energon_bridge.cli.prepare_options import choose_engine, chosen_task, engin
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.parallel import Task
-from energon_bridge.prepare.lint import Problem, lint_dataset, lint_encoded, lint_mix, lint_parts
+from energon_bridge.prepare.lint import Problem, lint_dataset, lint_encoded, lint_mix, lint_parts, lint_splits
 
 _MAX_SHOWN = 100
 
@@ -23,6 +23,7 @@ class _Problems:
 
     quiet: bool
     problems: list[Problem] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     bad: set[tuple[str, str, str | None, str]] = field(default_factory=set)
     shown: int = 0
 
@@ -34,6 +35,11 @@ class _Problems:
         elif self.shown <= _MAX_SHOWN:
             click.echo(str(problem))
 
+    def warn(self, warning: str) -> None:
+        self.warnings.append(warning)
+        if not self.quiet:
+            click.echo(f"Warning: {warning}")
+
 
 @click.command("lint")
 @click.argument("path", type=click.Path())
@@ -43,7 +49,7 @@ class _Problems:
 @click.option("--encoder", default=None, metavar="MODULE:ENCODER", help="Run this task encoder over all samples, too.")
 @click.option("--deep", is_flag=True, help="Compare the checksums of all parts, too (energon prepare --checksums).")
 @click.option("--duplicates", is_flag=True, help="Name samples of equal content, too; of the column `hash` if there.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON: ok, checked, samples, empty, problems.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: ok, checked, samples, empty, warnings, problems.")
 @click.option("--parallel", default=1, show_default=True, type=click.IntRange(min=1), help="Number of processes.")
 @engine_options
 @click.option("--task", default=None, metavar="NUMBER/COUNT", help="Check one share of the shards: 0/16 to 15/16.")
@@ -89,8 +95,6 @@ def command(
                 f"{path} is a mix, which names these files for each dataset: leave the options out."
             )
         datasets, failed = lint_mix(path, split_parts=parts, trust_remote_code=trust_remote_code)
-        for problem in failed:
-            problems.add(problem)
     else:
         datasets, empty = lint_parts(
             path,
@@ -99,6 +103,11 @@ def command(
             dataset_config=dataset_config,
             trust_remote_code=trust_remote_code,
         )
+        failed, doubts = lint_splits(path, split_config=split_config, dataset_config=dataset_config)
+        for doubt in doubts:
+            problems.warn(doubt)
+    for problem in failed:
+        problems.add(problem)
     for part in empty if not as_json else ():
         click.echo(f"The split part {part!r} is empty.")
     workers = choose_engine(engine, address, parallel)
@@ -111,12 +120,19 @@ def command(
     if share is not None:
         total = sum(_task_share(dataset, share) for dataset in datasets)
     for dataset in datasets:
+        blank: list[str] = []
         with shard_progress(f"Checking {dataset.split_part or path}", enabled=progress) as advance:
             for number, report in enumerate(lint_dataset(dataset, num_workers=workers, task=share, deep=deep), start=1):
                 checked += report.num_checked
+                blank += [f"{report.shard}/{key}" for key in report.blank]
                 for problem in report.problems:
                     problems.add(problem)
                 advance(number, len(dataset.shard_names if share is None else share.of(dataset.shard_names)))
+        if blank:
+            problems.warn(
+                f"{dataset.path}, {dataset.split_part or 'all'}: {count_of(len(blank), 'sample')} with an empty text; "
+                f"the first is {blank[0]}"
+            )
     if encoder is not None:
         splits = _splits(path, datasets, parts)
         _encode(path, splits, encoder, problems, parallel, dataset_config, split_config, trust=trust_remote_code)
@@ -183,6 +199,7 @@ def _report(problems: _Problems, checked: int, total: int, empty: list[str], *, 
                 "checked": checked,
                 "samples": total,
                 "empty": empty,
+                "warnings": problems.warnings,
                 "problems": [asdict(problem) for problem in problems.problems],
             }
         )

@@ -10,8 +10,10 @@ dataset.yaml. It does not change if a tar is edited without changing its size.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +21,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from energon_bridge.errors import DatasetError, EmptyDatasetError, MetadataError, ShardMissingError
+from energon_bridge.errors import DatasetError, EmptyDatasetError, MetadataError, ShardMissingError, did_you_mean
 from energon_bridge.format.dataset_config import DatasetConfig, DatasetConfigs, PartFilter
 from energon_bridge.format.field_map import FieldMap
 from energon_bridge.format.nvmeta import (
@@ -41,6 +43,7 @@ FINGERPRINT_VERSION = 1
 _MOST_CHECKED = 1000
 """Shards of a dataset whose index sizes are checked against `.info.json` when it is opened, one stat each."""
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
+_warn = functools.cache(logging.getLogger(__name__).warning)  # once for all split parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,16 +99,24 @@ def open_dataset(
 
 
 def read_prepared(
-    store: Store, configs: DatasetConfigs, *, split_part: str, dataset_config: str, split_config: str
+    store: Store,
+    configs: DatasetConfigs,
+    *,
+    split_part: str,
+    dataset_config: str,
+    split_config: str,
+    warn: bool = False,
 ) -> tuple[PreparedDataset, DatasetConfig]:
     """Read one split part of the dataset in a store; return it with the content of its dataset.yaml.
 
-    Errors are those of `open_dataset`.
+    With `warn`, what is doubtful in the split file is logged. Errors are those of `open_dataset`.
     """
     info = read_info(store)
     config = configs.read(store, dataset_config)
     splits = read_splits(store, config.split_config or split_config)
     shards = splits.shards_of(split_part)
+    for doubt in splits.doubts(info.shard_counts, excludes=True) if warn else ():
+        _warn("%s", doubt)
     counts = [_count(store, info, shard, where=splits.where, split_part=split_part) for shard in shards]
     if sum(counts) == 0:
         raise EmptyDatasetError(
@@ -205,9 +216,13 @@ def _count(store: Store, info: DatasetInfo, shard: str, *, where: str, split_par
         raise MetadataError(f"{where}, field `split_parts.{split_part}`: {shard!r} is outside of the dataset.")
     count = info.shard_counts.get(shard)
     if count is None:
+        hint = did_you_mean(shard, info.shard_counts) or (
+            f" If it was added, prepare again, which writes the split anew: energon prepare {store.root} "
+            "--non-interactive --split-ratio 8,1,1 --force-overwrite"
+        )
         raise MetadataError(
             f"{where}, field `split_parts.{split_part}`: the shard {shard!r} is not in "
-            f"{store.url(meta_path('.info.json'))}. Run `energon prepare {store.root}` again after adding shards."
+            f"{store.url(meta_path('.info.json'))}.{hint}"
         )
     return count
 

@@ -304,7 +304,7 @@ def load_function(store: Store, reference: str, *, default_name: str, trust: boo
 def import_class(module: str, name: str, *, root: str, where: str, trust: bool) -> Any:
     """Import a class of a module outside this package; raises UntrustedCodeError without trust."""
     if not trust:
-        raise untrusted(root, f"the class {module}.{name}, named in {where},")
+        raise untrusted(root, f"the class {module}.{name}, named in {where}")
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:

@@ -12,11 +12,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from energon_bridge import __version__
-from energon_bridge.errors import EnergonError, MetadataError, NotPreparedError, ShardMissingError, UnknownSplitError
+from energon_bridge.errors import (
+    EnergonError,
+    MetadataError,
+    NotPreparedError,
+    ShardMissingError,
+    UnknownSplitError,
+    did_you_mean,
+)
 from energon_bridge.format.documents import Value, dump_yaml, read_document
 from energon_bridge.storage import Store
 
@@ -198,6 +205,9 @@ class DatasetInfo:
         return bool(self.energon_version and self.energon_version.endswith(CHECKSUMS))
 
 
+_HELD_OUT = ("val", "test", "valid", "validation", "dev", "eval")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Splits:
     """The split parts, expanded to shard names, and what is excluded."""
@@ -227,6 +237,48 @@ class Splits:
                     samples.add((entry[:slash], entry[slash + 1 :]))
                 slash = entry.find("/", slash + 1)
         return frozenset(samples)
+
+    def wrong_excludes(self, shards: Collection[str]) -> str | None:
+        """Return the error for entries of `exclude` that leave nothing out of a dataset of these shards, if any do."""
+        known = {*shards, *(shard for part in self.parts.values() for shard in part)}
+        wrong = [entry for entry in self.exclude if entry not in known and not self._names_sample(entry, known)]
+        if not wrong:
+            return None
+        first, more = wrong[0], f" (and {len(wrong) - 1:,} more)" * (len(wrong) > 1)
+        shard, tar, key = first.partition(".tar")
+        hint = did_you_mean(shard + tar, known)
+        if not hint or not tar:
+            example = min(known, default="shard.tar")
+            hint = f" Write a shard, {example!r}, or one of its samples, {f'{example}/{key[1:] or first}'!r}."
+        what = f"the dataset has no shard {shard + tar!r}" if tar else "it names no shard"
+        return f"{self.where}, field `exclude`: {first!r}{more} leaves nothing out: {what}.{hint}"
+
+    def doubts(self, shards: Collection[str], *, excludes: bool = False) -> list[str]:
+        """Return warnings: shards that are trained on and held out, too, and shards of the dataset in no part.
+
+        With `excludes` the error of `wrong_excludes` is one: programs of energon ignore such entries.
+        """
+        wrong = self.wrong_excludes(shards) if excludes else None
+        doubts = [wrong] if wrong else []
+        trained = set(self.shards_of("train")) if "train" in self.parts else set()
+        for part in _HELD_OUT if trained else ():
+            both = sorted(trained.intersection(self.parts.get(part, ())))
+            if both:
+                doubts.append(
+                    f"{self.where}: {len(both):,} of the shards of `train` are in `{part}`, too, which then tests what "
+                    f"was trained on; the first is {both[0]!r}. Remove them from one of the two."
+                )
+        unread = sorted(set(shards).difference(self.exclude, *self.parts.values()))
+        if unread:
+            doubts.append(
+                f"{self.where}: {len(unread):,} of {len(shards):,} shards are in no split part, so nothing reads them; "
+                f"the first is {unread[0]!r}. Add them to a part, or to `exclude`."
+            )
+        return doubts
+
+    @staticmethod
+    def _names_sample(entry: str, shards: Collection[str]) -> bool:
+        return any(entry[: slash.start()] in shards for slash in re.finditer("/", entry))
 
 
 def read_info(store: Store) -> DatasetInfo:

@@ -380,7 +380,12 @@ class DatasetOpener:
             return self._from_index(store, place, known)
         stamps = self._index.stamps_of(place)
         dataset, config = read_prepared(
-            store, self._configs, split_part=split_part, dataset_config=dataset_config, split_config=split_config
+            store,
+            self._configs,
+            split_part=split_part,
+            dataset_config=dataset_config,
+            split_config=split_config,
+            warn=True,
         )
         if stamps and not config.form.has_code and config.split_config is None:  # a file that has no stamp
             self._index.record(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -24,13 +24,15 @@ from energon_bridge.errors import (
     FieldAccessError,
     MetadataError,
     UnknownSplitError,
+    did_you_mean,
 )
 from energon_bridge.format.checksums import read_checksums
 from energon_bridge.format.dataset import PreparedDataset, open_dataset, read_index
 from energon_bridge.format.dataset_config import DatasetConfigs, fields_of
+from energon_bridge.format.documents import read_document
 from energon_bridge.format.foreign import ForeignDataset, ForeignRow, field_map_of, format_of_unprepared
 from energon_bridge.format.jsonl import PART, JsonlDataset, is_jsonl, open_jsonl, parse_line
-from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG, read_info, read_splits
+from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG, meta_path, read_info, read_splits
 from energon_bridge.format.parallel import Task, Workers, map_shards
 from energon_bridge.format.tar import parse_sample
 from energon_bridge.format.tar_index import find_pieces
@@ -61,12 +63,13 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardReport:
-    """The result for one shard of one split part."""
+    """The result for one shard of one split part; `blank` are the keys of samples with an empty text."""
 
     split_part: str
     shard: str
     num_checked: int
     problems: tuple[Problem, ...]
+    blank: tuple[str, ...] = ()
 
 
 def lint_parts(
@@ -115,6 +118,19 @@ def lint_parts(
     return datasets, empty
 
 
+def lint_splits(path: str, *, split_config: str, dataset_config: str) -> tuple[list[Problem], list[str]]:
+    """Return what is wrong with the split file of a dataset, and what is doubtful."""
+    if is_jsonl(path) or format_of_unprepared(path):
+        return [], []
+    store = open_store(path)
+    shards = read_info(store).shard_counts
+    named = read_document(store, meta_path(dataset_config)).text("split_config")
+    splits = read_splits(store, named or split_config)
+    wrong = splits.wrong_excludes(shards)
+    problem = Problem(dataset=store.root, split_part="", shard=split_config, key=None, part=None, message=wrong or "")
+    return [problem] * bool(wrong), splits.doubts(shards)
+
+
 def lint_mix(
     path: str, *, split_parts: tuple[str, ...] = (), trust_remote_code: bool = False
 ) -> tuple[list[PreparedDataset], list[Problem]]:
@@ -134,6 +150,10 @@ def lint_mix(
 
     def take(ref: LeafRef) -> PreparedDataset:
         dataset = opener.open(ref)
+        files = ref.split_config or DEFAULT_SPLIT_CONFIG, ref.dataset_config or DEFAULT_DATASET_CONFIG
+        if not isinstance(dataset, (JsonlDataset, ForeignDataset)):
+            wrong, _ = lint_splits(dataset.path, split_config=files[0], dataset_config=files[1])
+            problems.extend(one for one in wrong if one not in problems)
         return datasets.setdefault((dataset.path, dataset.split_part), dataset)
 
     known = metadataset_splits(path)
@@ -238,6 +258,8 @@ def _check_shard(
 
     checked = 0
     follow = follow_links(dataset.path)
+    blank: list[str] = []
+    excluded: set[str] = set()
     keys: list[str] = []
     names: list[frozenset[str]] = []
     checksums = None
@@ -250,9 +272,11 @@ def _check_shard(
         if isinstance(dataset, ForeignDataset):
             for sample in read_rows(dataset, shard):
                 checked += 1
-                _check_row(dataset, decode, sample, report)
-            return ShardReport(split_part=dataset.split_part, shard=name, num_checked=checked, problems=(*problems,))
-        for index, data in read_samples(dataset, shard):
+                if isinstance(sample, Exception):
+                    report(sample)
+                elif _check_row(dataset, decode, sample, report):
+                    blank.append(sample.key)
+        for index, data in () if isinstance(dataset, ForeignDataset) else read_samples(dataset, shard):
             if isinstance(dataset, JsonlDataset):
                 checked += 1
                 try:
@@ -268,29 +292,35 @@ def _check_shard(
                 report(error)
                 continue
             if (name, key) in dataset.excluded:
+                excluded.add(key)
                 continue
             checked += 1
             keys.append(key)
             names.append(frozenset(parts))
             for difference in checksums.differences(index, key, parts, complete=True) if checksums else ():
                 report(CorruptShardError(difference), key=key)
-            _check_sample(dataset, decode, index, key, parts, partial(report, key=key))
+            if _check_sample(dataset, decode, index, key, parts, partial(report, key=key)):
+                blank.append(key)
         for number, rest in find_pieces(keys, names.__getitem__, dataset.store.url(name)):
             report(rest, key=keys[number])
+        unknown = {key for shard, key in dataset.excluded if shard == name} - excluded
+        for key in sorted(unknown) if len(keys) == checked else ():
+            hint = did_you_mean(key, keys)
+            report(MetadataError(f"`exclude` of the split file lists the sample {key!r}, which is not there.{hint}"))
     except EnergonError as error:  # the shard or its index as a whole
         report(error)
-    return ShardReport(split_part=dataset.split_part, shard=name, num_checked=checked, problems=tuple(problems))
+    return ShardReport(
+        split_part=dataset.split_part, shard=name, num_checked=checked, problems=(*problems,), blank=(*blank,)
+    )
 
 
 def _check_row(
     dataset: ForeignDataset,
     decode: Callable[[str, memoryview], Any],
-    row: ForeignRow | Exception,
+    row: ForeignRow,
     report: Callable[..., None],
-) -> None:
-    if isinstance(row, Exception):
-        report(row)
-        return
+) -> bool:
+    """Treat a row as training does; return whether it has an empty text."""
     decoded: dict[str, Any] = {}
     for part, data in row.parts.items():
         try:
@@ -302,6 +332,11 @@ def _check_row(
             dataset.sample_type(__key__=row.key, **field_map_of(tuple(row.fields.items()))(decoded))
         except Exception as error:  # a sample type may raise anything
             report(error, key=row.key)
+    return _has_blank(decoded)
+
+
+def _has_blank(values: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, str) and not value.strip() for value in values.values())
 
 
 def read_rows(dataset: ForeignDataset, shard: int) -> Iterator[ForeignRow | Exception]:
@@ -336,8 +371,8 @@ def _check_sample(
     key: str,
     parts: dict[str, memoryview],
     report: Callable[..., None],
-) -> None:
-    """Treat a sample as training does: decode the parts that it needs, and build its fields."""
+) -> bool:
+    """Treat a sample as training does: decode the parts that it needs, build its fields; return if a text is empty."""
     wanted = dataset.part_filter
     decoded: dict[str, Any] = {}
     complete = True
@@ -350,15 +385,19 @@ def _check_sample(
             report(error, part=part)
             complete = False
     if not complete:
-        return
+        return False
+    fields = decoded
     try:
         if dataset.field_map is not None:
-            dataset.sample_type(**{"__key__": key, **dataset.field_map(decoded)})
+            fields = dataset.field_map(decoded)
+            dataset.sample_type(**{"__key__": key, **fields})
         elif dataset.sample_loader is not None:
             raw = {"__key__": key, "__restore_key__": ("Webdataset", index), "__sources__": (), **decoded}
-            dataset.sample_type(**{"__key__": key, **fields_of(dataset.sample_loader(raw))})
+            fields = fields_of(dataset.sample_loader(raw))
+            dataset.sample_type(**{"__key__": key, **fields})
     except FieldAccessError as error:
         missing = None if dataset.field_map is None else dataset.field_map.missing(decoded, parts)
         report(missing or error)
     except Exception as error:  # a sample loader can raise anything
         report(error)
+    return _has_blank(fields)

@@ -15,11 +15,13 @@ from energon_bridge.format.columns import Column, read_columns, read_numbers
 from energon_bridge.format.documents import read_document
 from energon_bridge.format.foreign import ForeignFormat, format_of_unprepared
 from energon_bridge.format.jsonl import is_jsonl, open_jsonl
-from energon_bridge.format.key_index import connect_key_index, find_key_index
+from energon_bridge.format.key_index import connect_key_index, find_key_index, find_keys
 from energon_bridge.format.nvmeta import (
     DEFAULT_DATASET_CONFIG,
     DEFAULT_SPLIT_CONFIG,
     INDEX_SQLITE,
+    DatasetInfo,
+    Splits,
     meta_path,
     read_info,
     read_splits,
@@ -74,7 +76,8 @@ class DatasetSummary:
     """The numbers of a prepared dataset.
 
     `num_bytes` counts the shards, `missing_shards` are listed but do not exist, `new_shards` exist but are not
-    prepared. `part_types` and `media` come from the key index and are empty without one.
+    prepared. `wrong` and `warnings` are about the split file. `part_types` and `media` come from the key index and are
+    empty without one.
     """
 
     path: str
@@ -83,6 +86,8 @@ class DatasetSummary:
     num_bytes: int
     missing_shards: tuple[str, ...]
     new_shards: tuple[str, ...] = ()
+    wrong: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     energon_version: str | None
     sample_type: str
     field_map: dict[str, str]
@@ -122,6 +127,12 @@ def summarize_dataset(
             num_bytes += store.size(shard)
         except ShardMissingError:
             missing.append(shard)
+    unknown = _unknown_keys(store, info, splits)
+    wrong = [one for one in (splits.wrong_excludes(info.shard_counts),) if one]
+    if unknown:
+        shard, key = min(unknown)
+        more = f" (and {len(unknown) - 1:,} more)" * (len(unknown) > 1)
+        wrong.append(f"{splits.where}, field `exclude`: {f'{shard}/{key}'!r}{more}: the shard has no such sample.")
     parts = []
     for name in sorted(splits.parts, key=lambda part: (part not in _FIRST_PARTS, _rank(part), part)):
         shards = splits.shards_of(name)
@@ -130,7 +141,7 @@ def summarize_dataset(
                 name=name,
                 num_shards=len(shards),
                 num_samples=sum(info.shard_counts.get(shard, 0) for shard in shards),
-                num_excluded_samples=len(splits.excluded_samples(shards)),
+                num_excluded_samples=len(splits.excluded_samples(shards) - unknown),
             )
         )
     columns = read_columns(store)
@@ -145,6 +156,8 @@ def summarize_dataset(
         num_bytes=num_bytes,
         missing_shards=tuple(missing),
         new_shards=_new_shards(store, info.shard_counts),
+        wrong=tuple(wrong),
+        warnings=tuple(splits.doubts(info.shard_counts)),
         energon_version=info.energon_version,
         sample_type=_type_name(named if isinstance(named, dict) else config),
         field_map=field_map if isinstance(field_map, dict) else {},
@@ -156,6 +169,20 @@ def summarize_dataset(
         part_types=part_types,
         media=media,
     )
+
+
+def _unknown_keys(store: Store, info: DatasetInfo, splits: Splits) -> set[tuple[str, str]]:
+    """Return the excluded samples that do not exist, by the key index of a local folder."""
+    excluded = sorted(splits.excluded_samples(list(info.shard_counts)))
+    if not excluded or not isinstance(store, LocalStore) or not store.exists(meta_path(INDEX_SQLITE)):
+        return set()
+    shards = list(info.shard_counts)
+    try:
+        places = find_keys(find_key_index(store, scratch=""), [key for _, key in excluded])
+    except KeyIndexError:
+        return set()
+    found = zip(excluded, places, strict=True)
+    return {sample for sample, place in found if place is None or shards[place[0]] != sample[0]}
 
 
 def _new_shards(store: Store, known: Collection[str]) -> tuple[str, ...]:

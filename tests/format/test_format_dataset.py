@@ -132,8 +132,9 @@ DEFECTS = {
         "split.yaml",
         "split_parts: {train: [z.tar]}",
         MetadataError,
-        r"'z\.tar' is not in .*\.info\.json",
+        r"'z\.tar' is not in .*\.info\.json.*--non-interactive --split-ratio 8,1,1 --force-overwrite",
     ),
+    "shard misspelt": ("split.yaml", "split_parts: {train: [s/y_0.tar]}", MetadataError, r"Did you mean 's/x_0\.tar'"),
     "empty dataset.yaml": ("dataset.yaml", "", MetadataError, r"dataset\.yaml: the file is empty"),
     "no class": ("dataset.yaml", "field_map: {text: txt}", MetadataError, "`sample_type` is missing"),
     "empty field map": (

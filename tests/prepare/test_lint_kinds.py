@@ -12,12 +12,20 @@ from click.testing import CliRunner, Result
 from engine import text_dataset
 from keyed import write_mix
 from PIL import Image
-from tar_builder import write_tar
+from tar_builder import write_tar, write_texts
 
-from energon_bridge import Cooker, CrudeSample, DefaultTaskEncoder, TextSample, basic_sample_keys
+from energon_bridge import (
+    Cooker,
+    CrudeSample,
+    DefaultTaskEncoder,
+    TextSample,
+    WorkerConfig,
+    basic_sample_keys,
+    get_train_dataset,
+)
 from energon_bridge.cli.main import main
 from energon_bridge.format.media import MediaFilter
-from energon_bridge.prepare import parse_ratio, prepare_dataset, rebuild_index, render_dataset_yaml
+from energon_bridge.prepare import parse_patterns, parse_ratio, prepare_dataset, rebuild_index, render_dataset_yaml
 
 
 def energon(*arguments: object) -> Result:
@@ -69,7 +77,7 @@ def jsonl(path: Path) -> Path:
 
 
 def test_every_split_and_its_json(data: Path) -> None:
-    assert lint(data) == (0, {"ok": True, "checked": 12, "samples": 12, "empty": [], "problems": []})
+    assert lint(data) == (0, {"ok": True, "checked": 12, "samples": 12, "empty": [], "warnings": [], "problems": []})
     break_text(data / "val/shard_000.tar", "00001")
     code, report = lint(data, "--parallel", 2)
     (problem,) = report["problems"]
@@ -99,7 +107,7 @@ def test_a_mix_is_linted_with_all_its_datasets(data: Path, tmp_path: Path) -> No
     lines = jsonl(tmp_path / "lines.jsonl")
     twice = [{"path": "data", "weight": 2}, {"path": "other"}, {"path": "lines.jsonl"}, {"path": "data", "weight": 1}]
     write_mix(mix, train={"blend": twice}, val={"path": "data", "split_part": "val"})
-    assert lint(mix) == (0, {"ok": True, "checked": 26, "samples": 26, "empty": [], "problems": []})
+    assert lint(mix) == (0, {"ok": True, "checked": 26, "samples": 26, "empty": [], "warnings": [], "problems": []})
     break_text(other / "train/shard_000.tar", "00003")
     lines.write_text(lines.read_text().replace('{"text": "text 2"}', '{"text": "text 2"!'))
     code, report = lint(mix)
@@ -187,6 +195,68 @@ def test_equal_samples_of_jsonl_and_across_datasets(tmp_path: Path) -> None:
         (str(tmp_path / "b"), "00001"),
     ]
     assert f"in {tmp_path}/a/train/shard_000.tar" in report["problems"][0]["message"]
+
+
+# --- the split file -----------------------------------------------------------------------------------------------
+
+WRONG_EXCLUDES = {
+    "00002": "names no shard. Write a shard, 'train/shard_000.tar', or one of its samples, 'train/shard_000.tar/00002'",
+    "00002.jpg": "names no shard",
+    "train/shard_0000.tar": "has no shard 'train/shard_0000.tar'. Did you mean 'train/shard_000.tar'?",
+    "train/shard_0000.tar/00002": "has no shard 'train/shard_0000.tar'. Did you mean 'train/shard_000.tar'?",
+    "train/shard_000.tar/99999": "",
+}
+
+
+@pytest.mark.parametrize("entry", WRONG_EXCLUDES)
+def test_an_exclude_that_leaves_nothing_out_is_an_error_of_info_and_lint_and_logged(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, entry: str
+) -> None:
+    data = write_texts(tmp_path / "data", {"train/shard_000.tar": ["1", "2"], "val/shard_000.tar": ["3"]})
+    rule = parse_patterns(["train:train", "val:val"])
+    prepare_dataset(data, split=rule, dataset_yaml=render_dataset_yaml("TextSample", {"text": "txt"}))
+    split, expected = data / ".nv-meta/split.yaml", WRONG_EXCLUDES[entry]
+    split.write_text(split.read_text().replace("exclude: []", f"exclude: ['{entry}', 'val/shard_000.tar/3']"))
+    summary = json.loads(energon("info", data, "--json").stdout)
+    assert f"split.yaml, field `exclude`: '{entry}'" in summary["wrong"][0]
+    assert expected in summary["wrong"][0]
+    assert [part["num_excluded_samples"] for part in summary["parts"]] == [0, 1]
+    assert "WRONG: " in energon("info", data).output
+    write_mix(tmp_path / "mix.yaml", train={"path": "data"})
+    for path in (data, tmp_path / "mix.yaml"):
+        code, report = lint(path)
+        assert (code, len(report["problems"])) == (1, 1)
+        assert (expected or "lists the sample '99999', which is not there") in report["problems"][0]["message"]
+    caplog.clear()
+    data = data.rename(tmp_path / "again")  # each file is named once
+    for part in ("train", "val"):
+        get_train_dataset(data, split_part=part, batch_size=1, worker_config=WorkerConfig(num_workers=0))
+    assert [expected in message for message in caplog.messages] == [True] * bool(expected)
+
+
+def test_shards_in_two_parts_or_none_are_warned_of(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert lint(data)[1]["warnings"] == []
+    split = "split_parts: {train: [train/shard_000.tar, val/shard_000.tar], val: [val/shard_000.tar], old: []}"
+    (data / ".nv-meta/split.yaml").write_text(split)
+    code, report = lint(data)
+    assert code == 0
+    for warnings in (report["warnings"], json.loads(energon("info", data, "--json").stdout)["warnings"]):
+        assert len(warnings) == 2
+        assert "split.yaml: 1 of the shards of `train` are in `val`, too" in warnings[0]
+        assert "1 of 3 shards are in no split part, so nothing reads them; the first is 'train/shard_001" in warnings[1]
+    assert "WARNING: " in energon("info", data).output
+    caplog.clear()
+    get_train_dataset(data, batch_size=1, worker_config=WorkerConfig(num_workers=0))
+    assert caplog.messages == report["warnings"]
+
+
+def test_empty_texts_are_counted(tmp_path: Path) -> None:
+    tar = write_tar(tmp_path / "data/s.tar", [("a.txt", b"text"), ("b.txt", b" \n"), ("c.txt", b"")])
+    for kind, fields in (("TextSample", {"text": "txt"}), ("CrudeWebdataset", None)):
+        prepare_dataset(tmp_path / "data", split=parse_ratio("1,0,0"), dataset_yaml=render_dataset_yaml(kind, fields))
+        code, report = lint(tar.parent)
+        assert code == 0
+        assert report["warnings"] == [f"{tar.parent}, train: 2 samples with an empty text; the first is s.tar/b"]
 
 
 # --- info ---------------------------------------------------------------------------------------------------------

@@ -79,11 +79,11 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 28_320,
+    "core": 28_380,
     "models": 10_270,
     "trainers": 7_450,
     "cloud": 4_560,
-    "tools": 15_350,
+    "tools": 15_400,
     "drop-in": 4_050,
     "training": 4_640,
 }
