@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Collection
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from energon_bridge.prepare.convert import (
     convert,
     convert_task,
     propose_samples_per_shard,
+    stopped,
 )
 from energon_bridge.prepare.hub import download, is_hub, stream
 from energon_bridge.prepare.sources import KINDS, open_source
@@ -75,7 +77,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 @click.option("--preferred", is_flag=True, help="Of lists of preferences (DPO, KTO), take the preferred answers only.")
 @click.option("--media-metadata/--no-media-metadata", default=True, help="Write down sizes and lengths of media.")
 @click.option("--checksums", is_flag=True, help="Keep checksums of all samples and parts, which readers compare.")
-@click.option("--dry-run", is_flag=True, help="Show the first samples, and write nothing.")
+@click.option("--dry-run", is_flag=True, help="Look at the first 3 samples only, and write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace what is in OUT.")
 @click.option("--ask/--no-ask", default=None, help="Ask about the proposals. [default: on a terminal]")
 @click.option("--num-workers", type=click.IntRange(min=1), default=None, help="Processes. [default: one per core]")
@@ -170,7 +172,7 @@ def command(
     )
     _show(opened, options)
     if dry_run:
-        click.echo(f"This was a dry run: nothing was written to {out}.")
+        click.echo(f"A dry run: it looked only at the first {_SHOWN} samples, and wrote nothing to {out}.")
         return None
     doing = choose_engine(engine, address, workers)
     with shard_progress("Converting samples", enabled=progress) as advance:
@@ -302,7 +304,7 @@ def _show(source: Source, options: ConvertOptions) -> None:
             parts = ", ".join(f"{name} ({format_bytes(size)})" for name, size in sample.sizes())
         except (SourceError, SkipSample) as error:
             if not options.skip_errors and isinstance(error, SourceError):
-                raise
+                raise stopped(error) from error
             click.echo(f"Sample {number} is skipped: {error}")
             continue
         click.echo(f"Sample {sample.key}: {parts}")
@@ -330,10 +332,10 @@ def _report(out: Path, done: Converted, options: ConvertOptions) -> None:
         if len(done.skipped) > 5:
             click.echo(f"  … and {len(done.skipped) - 5:,} more, all in {out}/{SKIPPED}")
     if done.num_unread:
-        click.echo(
-            f"Found out nothing about {count_of(done.num_unread, 'media file')}, damaged ones or, without PyAV, videos "
-            f"and sound: energon lint {out} names them."
-        )
+        others = done.num_unread - done.num_unread_images
+        each = (done.num_unread_images, "image"), (others, "video or sound file")
+        said = " and ".join(f"{count_of(count, noun)} cannot be opened" for count, noun in each if count)
+        click.echo(f"{said}{' (no PyAV)' * (others > 0 and find_spec('av') is None)}: see energon lint {out}.")
     total = count_of(sum(done.shard_counts.values()), "sample")
     click.echo(f"Done: {total} in {count_of(len(done.shard_counts), 'shard')} in {out}.")
     layout = options.layout

@@ -430,7 +430,13 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         return self._position.rows()
 
     def metrics(self) -> dict[str, float]:
-        """Return what this rank did so far as plain numbers by name, as `flat_metrics` describes."""
+        """Return what this rank did so far as plain numbers by name; `flat_metrics` describes the others.
+
+        Returns:
+            Samples: `samples` delivered, `skipped` (SkipSample), `errors`, `excluded`, `banned`; too long for a pack:
+            `dropped` (also skipped), `truncated`, `split`, and the `pieces` of the split ones. `bytes` of the samples
+            drawn. `ready`: microbatches made and not yet taken. Times end in `_seconds`, sizes in `_bytes`.
+        """
         self._name_losses(AT_ANY_TIME)
         return flat_metrics(self.counters(), self._pool, self._seconds)
 

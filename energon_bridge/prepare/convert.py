@@ -15,7 +15,9 @@ import io
 import json
 import math
 import os
+import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
@@ -53,7 +55,7 @@ _FORMAT = 1  # of the shards: after a raise, everything is written again
 _OPTIONS = "options.json"
 _RECORDS = "convert"
 SKIPPED = f"{META_FOLDER}/{_RECORDS}/skipped.txt"
-"""Names all samples that failed and were skipped, a line each."""
+"""Names all samples that were skipped, a line each, in the order of the source."""
 _PROPOSED_BYTES = 512 << 20
 _MOST_PER_SHARD = 10_000
 
@@ -89,7 +91,7 @@ class Converted:
     """Samples by shard and shards by split part, what was skipped, and how many shards were reused.
 
     `left_out` counts the files of a folder that were not taken, with the reason.
-    `num_unread` media files seem to be damaged: nothing could be found out about them. `num_rejected` answers were left
+    `num_unread` media files could not be opened, `num_unread_images` of them images. `num_rejected` answers were left
     out of samples that also have a preferred one.
     """
 
@@ -98,6 +100,7 @@ class Converted:
     skipped: tuple[str, ...]
     num_reused: int
     num_unread: int
+    num_unread_images: int
     left_out: tuple[str, ...] = ()
     num_rejected: int = 0
 
@@ -139,7 +142,8 @@ def convert(
 ) -> Converted:
     """Write the samples of a source as a prepared dataset; `progress(done, total)` counts samples.
 
-    You can repeat it at any time: shards whose inputs have not changed are kept. With `finish`, all shards must exist,
+    You can repeat it at any time: shards whose inputs have not changed are kept, but those from which an earlier run
+    skipped failed samples only with `skip_errors`. With `finish`, all shards must exist,
     made by `convert_task`. Raises SourceError for a sample that cannot be converted (unless `skip_errors`),
     ConfigurationError if `out` holds something else or, with `finish`, lacks shards.
     """
@@ -163,6 +167,7 @@ def convert(
                 f"{out}: {len(missing)} of {len(plan)} shards are missing, or were made from another source; the first "
                 f"is {missing[0]}. Run their tasks again, or run this without --finish."
             )
+        skipped.sort(key=_by_number)
         if len(skipped) == len(source):
             raise SourceError(f"{source.where}: all {len(source):,} samples fail; the first: {skipped[0]}")
         done = _finish(parts, plan, options, told, tuple(skipped), reused)
@@ -362,7 +367,8 @@ def _make_shard(root: Path, options: ConvertOptions, find_only: bool, job: _Job)
         digest.update(sample.mark().encode("utf-8", "surrogateescape") + b"\0\0")
     made_of = digest.hexdigest()
     there = _load(root, job.shard)
-    if there is not None and there.made_of == made_of and _is_whole(root, job.shard, there):
+    kept = there is not None and there.made_of == made_of and _is_whole(root, job.shard, there)
+    if there is not None and kept and (find_only or options.skip_errors or not there.num_failed):
         return True, there.skipped
     if find_only:
         return None
@@ -378,8 +384,9 @@ def _make_shard(root: Path, options: ConvertOptions, find_only: bool, job: _Job)
             except (SourceError, SampleError, SkipSample) as error:
                 message = str(error) if str(error).startswith(sample.where) else f"{sample.where}: {error}"
                 if not options.skip_errors and not isinstance(error, SkipSample):
-                    raise SourceError(message) from error
+                    raise stopped(message) from error
                 shard.record.skipped.append(message)
+                shard.record.num_failed += not isinstance(error, SkipSample)
                 continue
             shard.record.num_rejected += sample.num_rejected
             for name, access in fields.items():
@@ -390,6 +397,16 @@ def _make_shard(root: Path, options: ConvertOptions, find_only: bool, job: _Job)
         shard.abort()
         raise
     return False, shard.close(made_of=made_of).skipped
+
+
+def stopped(message: object) -> SourceError:
+    """Return the error of a sample at which a conversion stops, with the flag that leaves such samples out."""
+    return SourceError(f"{str(message).removesuffix('.')}. To leave such samples out: --on-error skip.")
+
+
+def _by_number(message: str) -> list[str | int]:
+    """Return what sorts messages by their places, with the numbers in them as such."""
+    return [int(piece) if at % 2 else piece for at, piece in enumerate(re.split(r"([0-9]+)", message))]
 
 
 def _key(options: ConvertOptions) -> bytes:
@@ -450,7 +467,7 @@ def _finish(
         return record
 
     counts = {shard: len(load(shard).scan.keys) for shard in shards}
-    unread = sum(num_unread(load(shard)) for shard in shards) if options.media else 0
+    unread = sum(map(num_unread, map(load, shards)), Counter[str]()) if options.media else Counter[str]()
     if counts != old or reused < len(plan) or any(parts.path.rglob("*.rec")):
         extra = {meta_path(f"{_RECORDS}/{_OPTIONS}"): told}
         if skipped:
@@ -479,7 +496,8 @@ def _finish(
         split_parts=split_parts,
         skipped=skipped,
         num_reused=reused,
-        num_unread=unread,
+        num_unread=unread.total(),
+        num_unread_images=unread["image"],
         num_rejected=sum(load(shard).num_rejected for shard in shards),
     )
 

@@ -85,8 +85,8 @@ class ShardRecord:
     """What the indexes need to know about one shard, and what it was made of.
 
     `fields` gives each field of the sample type the accesses that its samples used; `made_of` identifies the input;
-    `num_rejected` counts answers that were left out because others are preferred; `checksums` is an encoded
-    `ShardChecksums`, empty if none were asked for.
+    `num_failed` of the `skipped` samples failed, the others were not wanted; `num_rejected` counts answers that were
+    left out because others are preferred; `checksums` is an encoded `ShardChecksums`, empty if none were asked for.
     """
 
     scan: ShardScan = field(default_factory=ShardScan)
@@ -95,6 +95,7 @@ class ShardRecord:
     skipped: list[str] = field(default_factory=list)
     size: int = 0
     made_of: str = ""
+    num_failed: int = 0
     num_rejected: int = 0
     checksums: bytes = b""
 
@@ -102,7 +103,7 @@ class ShardRecord:
         """Write the record: JSON, a zero byte, and the integers of the scan, each column 64 bits little-endian."""
         scan = self.scan
         plain = {name: getattr(self, name) for name in ("media", "fields", "skipped", "size", "made_of")}
-        plain |= {"num_rejected": self.num_rejected} if self.num_rejected else {}  # few conversions have any
+        plain |= {name: count for name in ("num_failed", "num_rejected") if (count := getattr(self, name))}
         plain |= {"checksums": base64.b64encode(self.checksums).decode()} if self.checksums else {}
         plain |= {"keys": scan.keys, "part_names": scan.part_names}
         if scan.linked:

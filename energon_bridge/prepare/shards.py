@@ -31,7 +31,7 @@ from typing import ClassVar, Literal
 from energon_bridge.errors import ConfigurationError, DecodeError, SourceError, StorageError
 from energon_bridge.format.checksums import ChecksumScan, checksums_path
 from energon_bridge.format.key_index import KeyIndexWriter
-from energon_bridge.format.media import HEAD_BYTES, MediaFilter, metadata_row
+from energon_bridge.format.media import HEAD_BYTES, MediaFilter, kind_by_name, metadata_row
 from energon_bridge.format.nvmeta import (
     DEFAULT_DATASET_CONFIG,
     DEFAULT_SPLIT_CONFIG,
@@ -186,10 +186,13 @@ def record_path(shard: Path) -> Path:
     return shard.with_suffix(RECORD_SUFFIX)
 
 
-def num_unread(record: ShardRecord) -> int:
-    """Return how many media files of a shard, one that was written with `media`, nothing could be found out about."""
-    names = Counter(record.scan.part_names)
-    return sum(count for name, count in names.items() if _MEDIA.may_pass(f".{name}")) - len(record.media)
+def num_unread(record: ShardRecord) -> Counter[str]:
+    """Return by kind how many media files of a shard, one that was written with `media`, could not be opened."""
+    unread: Counter[str] = Counter()
+    for name, count in Counter(record.scan.part_names).items():
+        unread[str(kind_by_name(f".{name}"))] += count * _MEDIA.may_pass(f".{name}")
+    unread.subtract(str(kind_by_name(name)) for name, *_ in record.media)
+    return unread
 
 
 def write_record(shard: Path, record: ShardRecord) -> None:

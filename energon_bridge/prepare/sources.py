@@ -222,10 +222,7 @@ class FolderSource:
         beside = self._texts.get(stem_of(name), [])
         same = [text for text in beside if os.path.splitext(text)[0] == stem] or beside
         if not same:
-            raise SourceError(
-                f"{self._root}/{name}: no caption beside it ({Path(stem).name}.txt). Leave such files out with "
-                "--on-error skip."
-            )
+            raise SourceError(f"{self._root}/{name}: no caption beside it ({Path(stem).name}.txt).")
         same.sort(key=lambda text: TEXTS.index(f".{self._found[text]}"))
         if len(same) > 1 and self._found[same[0]] == self._found[same[1]]:
             raise SourceError(f"{self._root}/{name}: has two captions, {same[0]} and {same[1]}. Move one of them away.")
@@ -300,7 +297,7 @@ class TarSample:
         try:
             _, parts = parse_sample(data, where=self.where, follow=self.follow)
         except CorruptShardError as error:
-            raise SourceError(f"{error} To leave such samples out: --on-error skip.") from error
+            raise SourceError(str(error)) from error
         return [(name, bytes(content)) for name, content in parts.items()], self.fields
 
 

@@ -93,7 +93,7 @@ class FileRef:
 
     def _unreadable(self, error: OSError | ValueError) -> SourceError:
         """Return the error for a file that is not there, or for a name that no file can have (a ValueError)."""
-        remedy = "Are paths relative to the folder of --media? To leave such samples out: --on-error skip."
+        remedy = "Paths are relative to the folder of the source, or to that of energon convert --media."
         path = self.path.encode("utf-8", "backslashreplace").decode()
         return SourceError(f"{path}: cannot read: {getattr(error, 'strerror', error)}. {remedy}")
 
@@ -112,10 +112,7 @@ class TextRef(FileRef):
                 data.decode()
         except ValueError as error:
             what = "JSON" if self.extension == "json" else "UTF-8"
-            raise SourceError(
-                f"{self.path}: is not {what}: {error}. Write it as such, or leave such samples out with --on-error "
-                "skip."
-            ) from error
+            raise SourceError(f"{self.path}: is not {what}: {error}. Write it as such.") from error
         return data
 
 
@@ -197,12 +194,18 @@ class Layout:
 
     Crude samples have no fields and keep all columns. Parts of `bare` columns are named after their format alone
     (`jpg`), others after column and format. With `preferred`, only the preferred answers of an entry are taken.
+    Rows that are read `in_place`, not converted, have their layout from a dataset.yaml, others from flags.
     """
 
     sample_type: str
     fields: Mapping[str, str] = field(default_factory=dict)
     bare: frozenset[str] = frozenset()
     preferred: bool = False
+    in_place: bool = False
+
+    def naming(self, field: str, column: str = "COLUMN") -> str:
+        """Return how to say from which column a field comes."""
+        return "in the field map of .nv-meta/dataset.yaml" if self.in_place else f"with --field {field}={column}"
 
     @property
     def is_crude(self) -> bool:
@@ -281,6 +284,11 @@ class RowSample:
             return [(name, content.read()) for name, content in self.parts], self.fields
 
 
+def shown(value: object) -> str:
+    """Return a value for a message: null as such, anything else as the beginning of its text."""
+    return "null" if value is None else repr(str(value)[:60])
+
+
 class located:  # noqa: N801 - used like a function
     """Put the place in front of the message of a SourceError raised inside."""
 
@@ -322,15 +330,15 @@ def lay_out(row: Row, layout: Layout, number: int) -> RowSample:
     for name, access in layout.fields.items():
         column, bracket, steps = access.partition("[")
         if column in names:
-            fields[name] = _file_access(row, names[column], name, column, bracket + steps)
+            fields[name] = _file_access(row, names[column], layout, name, column, bracket + steps)
             continue
-        value = _value_at(row, name, access)
+        value = _value_at(row, layout, name, access)
         declared = _declared(layout.sample_type)[name][1]
         fitted = _fitted(value, declared)
         if not _fits(fitted, declared):
             raise SourceError(
-                f"{row.where}: `{access}` is {str(value)[:60]!r}, but the field `{name}` is {declared}. Fix it, name "
-                f"another column with --field {name}=COLUMN, or leave such samples out with --on-error skip."
+                f"{row.where}: `{access}` is {shown(value)}, but the field `{name}` is {declared}. Fix it, or name "
+                f"another column {layout.naming(name)}."
             )
         if wanted[column] > 1 and not bracket and declared.startswith(_FITTED):
             # Another field may need the original value, in this row or the next, so each gets a copy.
@@ -348,15 +356,14 @@ def lay_out(row: Row, layout: Layout, number: int) -> RowSample:
         except UnicodeEncodeError as error:
             near = data[max(0, error.start - 20) : error.end + 20]
             raise SourceError(
-                f"{row.where}: {near!a} has half of a surrogate pair, not a character. Fix it, or leave such "
-                "samples out with --on-error skip."
+                f"{row.where}: {near!a} has half of a surrogate pair, not a character. Fix it."
             ) from error
     if not parts:
         raise SourceError(f"{row.where}: is empty.")
     return RowSample(key=row.key or f"{number:09d}", where=row.where, parts=tuple(parts), fields=fields)
 
 
-def _file_access(row: Row, names: Sequence[str], name: str, column: str, steps: str) -> str:
+def _file_access(row: Row, names: Sequence[str], layout: Layout, name: str, column: str, steps: str) -> str:
     if len(names) == 1 and (not steps or names[0].endswith("json")):
         return names[0] + steps
     at = steps.strip("[]")
@@ -364,17 +371,18 @@ def _file_access(row: Row, names: Sequence[str], name: str, column: str, steps: 
         return names[int(at)]
     raise SourceError(
         f"{row.where}: `{column}` has {len(names)} files, so the field `{name}` cannot be {column}{steps}. "
-        f"Leave such samples out with --on-error skip, or keep all files with --sample-type CrudeSample."
+        f"{'Name one' if layout.in_place else 'Keep all files with --sample-type CrudeSample, or name one'} "
+        f"{layout.naming(name, f'{column}[0]')}."
     )
 
 
-def _value_at(row: Row, name: str, access: str) -> Any:
+def _value_at(row: Row, layout: Layout, name: str, access: str) -> Any:
     column = access.partition("[")[0]
     if column not in row.values:
         known = ", ".join([*row.files, *row.values]) or "none"
         raise SourceError(
             f"{row.where}: there is no `{column}` for the field `{name}`. There is {known}. Name a column "
-            f"with --field {name}=COLUMN, or leave such samples out with --on-error skip."
+            f"{layout.naming(name)}."
         )
     try:
         return _compiled(name, access)(row.values)[name]
@@ -459,7 +467,7 @@ def media_file(text: str, root: MediaRoot, *, any_kind: bool = False) -> FileRef
     """
     text = text.removeprefix("file://")
     if "://" in text:
-        raise SourceError(f"{text[:100]!r} is a URL. Download the files first (img2dataset does), then give --media.")
+        raise SourceError(f"{text[:100]!r} is a URL. Download the files first (img2dataset does), and name them.")
     if not isinstance(root, Path):
         rel = posixpath.normpath(text)
         if rel.startswith(("/", "..")):
@@ -468,7 +476,9 @@ def media_file(text: str, root: MediaRoot, *, any_kind: bool = False) -> FileRef
         return StoredFile(root, rel, extension)
     path = os.path.normpath(os.path.join(root, text))
     if not path.startswith(f"{os.path.normpath(root)}{os.sep}") and str(root) != os.sep:
-        raise SourceError(f"the path {text!r} leads out of {root}. Give the folder that contains all files: --media.")
+        raise SourceError(
+            f"the path {text!r} leads out of {root}. Name a folder of all files: energon convert --media."
+        )
     return FileRef(path, Path(path).suffix[1:].lower() or _by_head(FileRef(path, ""), path, any_kind))
 
 

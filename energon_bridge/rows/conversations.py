@@ -21,6 +21,7 @@ from energon_bridge.rows.base import (
     is_media_column,
     is_media_path,
     media_file,
+    shown,
 )
 from energon_bridge.rows.turns import (
     CONVERSATIONS,
@@ -119,7 +120,7 @@ def as_files(value: Any, media: MediaRoot, column: str) -> Content | tuple[Conte
         except binascii.Error as error:
             raise SourceError(f"`{column}`: cannot read the data URI: {error}.") from error
     if not isinstance(value, str):
-        raise SourceError(f"`{column}`: expected the path of a file, found {str(value)[:60]!r}.")
+        raise SourceError(f"`{column}`: expected the path of a file, found {shown(value)}.")
     return media_file(value, media, any_kind=not is_media_column(column))
 
 
@@ -198,7 +199,7 @@ def _check_no_media(values: Mapping[str, Any]) -> None:
             )
 
 
-_REMEDY = "Change the list, or leave such samples out with --on-error skip."
+_REMEDY = "Change the list."
 _NAMES = ("id", "key", "uid", "name", "source")  # may look like paths
 
 
@@ -275,9 +276,10 @@ def learnable(row: Row, layout: Layout, is_chat: bool) -> Row:
         turns = read_turns(row.values)
         if turns is None:
             if is_chat:
-                raise SampleError(
-                    f"is no conversation, as the first rows are: it has {', '.join(row.values) or 'nothing'}"
-                )
+                null = next((f"`{name}` is null" for name in CONVERSATIONS if name in row.values), None)
+                names = [name for name in row.values if name != "files" or not row.files]
+                said = null or f"it has {', '.join([*row.files, *names]) or 'nothing'}"
+                raise SampleError(f"is no conversation, as the first rows are: {said}")
             return row
         check_turns(turns)
         read_tools(row.values)

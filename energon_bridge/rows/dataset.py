@@ -22,7 +22,7 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -164,6 +164,7 @@ def open_tables(
         meant = "name the columns that are taken in the field map of .nv-meta/dataset.yaml."
         check_media_meant(first_rows(source), f"take the rows without them: {meant}")
         layout = source.propose()
+    layout = replace(layout, in_place=True)
     check_layout(layout)
     columns = _column_names(groups)
     for access in layout.fields.values():

@@ -165,9 +165,7 @@ class LineEntries(Entries):
         try:
             entry = json.loads(data, object_pairs_hook=_object)
         except ValueError as error:
-            raise SourceError(
-                f"{where}: not valid JSON: {error}. Fix the line, or leave such lines out with --on-error skip."
-            ) from error
+            raise SourceError(f"{where}: not valid JSON: {error}. Fix the line.") from error
         if not isinstance(entry, Mapping):
             raise SourceError(f"{where}: expected an object, found {str(entry)[:60]!r}.")
         return entry, where + (f" (id {entry['id']})" if "id" in entry else "")
@@ -283,17 +281,22 @@ class CocoSource:
             captions: dict[Any, list[str]] = {}
             for annotation in content["annotations"]:
                 captions.setdefault(annotation["image_id"], []).append(annotation["caption"])
-            images = dict.fromkeys((image["id"], image["file_name"]) for image in content["images"])
+            listed = [(image["id"], image["file_name"]) for image in content["images"]]
+            self._images = list(dict.fromkeys(listed))  # one that is listed again is the same image
         except (KeyError, TypeError) as error:
             raise SourceError(
                 f"{path}: not COCO captions: {error} is missing in `images` or `annotations`. "
                 "Use captions_*.json; instances_*.json contains boxes."
             ) from error
         self._captions = captions
-        self._images = list(images)  # one that is listed again is the same image
-        self._taken = Counter(_stem_key(name) for _, name in images)
-        if orphans := len(captions.keys() - {image for image, _ in images}):
-            self.left_out = (f"captions of {orphans:,} image{'s' * (orphans > 1)} that `images` does not list",)
+        self._taken = Counter(_stem_key(name) for _, name in self._images)
+        self._files: dict[Any, list[str]] = {}
+        for image, name in self._images:
+            self._files.setdefault(image, []).append(name)
+        if again := len(listed) - len(self._images):
+            self.left_out = (f"{again:,} of {len(listed):,} `images` that list{'s' * (again == 1)} an image again",)
+        if orphans := len(captions.keys() - self._files.keys()):
+            self.left_out += (f"captions of {orphans:,} image{'s' * (orphans > 1)} that `images` does not list",)
 
     def __len__(self) -> int:
         return len(self._images)
@@ -303,9 +306,14 @@ class CocoSource:
         image, name = self._images[number]
         where = f"{self.where}, image {image}"
         with located(where):
+            if len(files := self._files[image]) > 1:
+                raise SourceError(
+                    f"`images` gives this id to {' and '.join(files)}, so whose the captions are is unknown. Give each "
+                    "its own, in `annotations` too."
+                )
             values = {"image_id": image, "file_name": name, "captions": self._captions.get(image, [])}
             if not values["captions"]:
-                raise SourceError("no captions. Leave such images out with --on-error skip.")
+                raise SourceError("no captions.")
             key = _stem_key(name)
             if self._taken[key] > 1:
                 key += f"-{image}"

@@ -386,6 +386,8 @@ def test_a_dry_run_shows_and_writes_nothing(tmp_path):
     assert result.exit_code == 0
     for text in ("COCO captions, 12 samples", "caption from captions[0]", "Sample 000000000001: jpg (", "caption 1 1"):
         assert text in result.output
+    for text in ("A dry run: it looked only at the first 3 samples, and wrote nothing",):
+        assert text in result.output
     assert not (tmp_path / "out").exists()
 
 

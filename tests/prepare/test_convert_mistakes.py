@@ -68,13 +68,38 @@ def test_all_that_is_skipped_is_named_in_a_file(tmp_path):
         entries[number]["image"] = f"gone {number}.jpg"
     entries[9] = "no object"
     source.write_text(json.dumps(entries))
+    flags += ["--samples-per-shard", 1]
     result = convert(source, tmp_path / "out", *flags, "--on-error", "skip")
     names = tmp_path / "out/.nv-meta/convert/skipped.txt"
     assert f"and 3 more, all in {names}" in result.output
-    lines = sorted(names.read_text().splitlines())
+    lines = names.read_text().splitlines()
     assert len(lines) == 8
+    assert "--on-error" not in names.read_text() + result.output
     assert [f"entry {number} (id" in line for number, line in zip(range(2, 9), lines, strict=False)] == [True] * 7
     assert lines[-1].startswith(f"{source}, entry 9: expected an object")
+    before = members(tmp_path / "out")
+    message = refused(source, tmp_path / "out", *flags)
+    assert message.startswith(f"{source}, entry 2 (id 1): ")
+    assert message.strip().endswith("To leave such samples out: --on-error skip.")
+    assert members(tmp_path / "out") == before
+    again = convert(source, tmp_path / "out", *flags, "--on-error", "skip").output
+    assert "Unchanged: 12 shards." in again
+    assert "Skipped 8 samples:" in again
+
+
+def test_coco_gives_two_images_one_id(tmp_path):
+    source, flags, _ = coco(tmp_path / "in", 4)
+    listed = json.loads(source.read_text())
+    listed["images"][2]["id"] = 1
+    source.write_text(json.dumps(listed))
+    flags = [*flags, "--split-ratio", "1,0,0"]
+    said = "image 1: `images` gives this id to 000000000001.jpg and 000000000002.jpg"
+    assert said in refused(source, tmp_path / "out", *flags)
+    result = convert(source, tmp_path / "out", *flags, "--on-error", "skip")
+    assert "Skipped 2 samples:" in result.output
+    assert said in result.output
+    assert "captions of 1 image that `images` does not list" in result.output
+    assert {name.partition(".")[0] for name in members(tmp_path / "out")} == {"000000000000", "000000000003"}
 
 
 def test_coco_lists_an_image_twice_two_by_one_stem_and_captions_of_none(tmp_path):
@@ -90,7 +115,10 @@ def test_coco_lists_an_image_twice_two_by_one_stem_and_captions_of_none(tmp_path
     flags = [*flags, "--split-ratio", "1,0,0"]
     result = convert(source, tmp_path / "out", *flags)
     assert result.exit_code == 0, result.output
-    assert "Left out: captions of 1 image that `images` does not list." in result.output
+    assert (
+        "Left out: 1 of 6 `images` that lists an image again, captions of 1 image that `images` does not"
+        in result.output
+    )
     found = members(tmp_path / "out")
     assert len(found) == 10
     assert found[f"{stem}-{first['id']}.jpg"] == (folder / first["file_name"]).read_bytes()
@@ -114,13 +142,13 @@ def test_damaged_pictures_are_counted(tmp_path):
     write_pictures(folder, ["a.jpg", "b.png", "c.jpg", "d.jpg"])
     (folder / "c.jpg").write_bytes(b"no picture")
     (folder / "d.jpg").write_bytes(b"")
-    said = "Found out nothing about 2 media files, damaged ones"
+    said = f"2 images cannot be opened: see energon lint {tmp_path}/out."
     assert said in convert(folder, tmp_path / "out").output
     assert said in convert(folder, tmp_path / "out").output  # nothing is written this time
-    assert "Found out nothing" not in convert(folder, tmp_path / "out2", "--no-media-metadata").output
+    assert "cannot be opened" not in convert(folder, tmp_path / "out2", "--no-media-metadata").output
     (folder / "d.jpg").unlink()
     (folder / "c.jpg").unlink()
-    assert "Found out nothing" not in convert(folder, tmp_path / "out3").output
+    assert "cannot be opened" not in convert(folder, tmp_path / "out3").output
 
 
 def test_broken_lines_are_named_or_skipped(tmp_path):

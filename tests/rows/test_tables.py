@@ -447,11 +447,14 @@ def test_commands_know_tables(folder: Path, tmp_path: Path) -> None:
 
 def test_lint_names_rows(tmp_path: Path) -> None:
     images = [{"bytes": picture(n)[: 60 if n == 2 else None], "path": None} for n in range(5)]
-    rows = {"image": images, "caption": [f"caption {n}" for n in range(5)]}
+    rows = {"image": images, "caption": ["0", "1", "2", None, "4"]}
     parquet.write_table(arrow.table(rows), tmp_path / "x.parquet")
     result = CliRunner().invoke(main, ["lint", str(tmp_path / "x.parquet")])
     assert result.exit_code == 1
     assert "000000002" in result.output
+    assert "row 3: `caption` is null, but the field `caption` is str." in result.output
+    assert "name another column in the field map of .nv-meta/dataset.yaml." in result.output
+    assert "--on-error" not in result.output
 
 
 def test_rows_are_banned_by_their_numbers(plain: Path) -> None:

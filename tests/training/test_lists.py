@@ -307,7 +307,7 @@ REFUSED: list[tuple[Any, str]] = [
     (asked(TEXT, audios=["red.png"]), "`audios`: "),
     (
         [asked(TEXT, audios=["a.wav"]), asked(TEXT, audios=["gone.wav"])],
-        "No such file or directory. Are paths relative to the folder of --media?",
+        "No such file or directory. Paths are relative to the folder of the source, or to that of energon convert",
     ),
     (asked(TEXT, audios="https://host/a.wav"), "is a URL"),
     ({"messages": [{"role": "user", "content": "a"}, {"role": "critic", "content": "b"}, RED]}, "the role 'critic' of"),
@@ -325,6 +325,10 @@ REFUSED: list[tuple[Any, str]] = [
         "a call: expected JSON, found 'no JSON'",
     ),
     ([asked(TEXT), {"text": "a"}], "is no conversation, as the first rows are: it has text"),
+    (
+        [asked(TEXT), {"conversations": None, "image": "red.png"}],
+        "is no conversation, as the first rows are: `conversations` is null. Change the list.",
+    ),
 ]
 
 
