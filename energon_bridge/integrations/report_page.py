@@ -173,9 +173,9 @@ def _left_out(ranks: Sequence[RankSummary]) -> list[Block]:
             of_counters = {
                 "failed, all passes together": counts["errors"],
                 "skipped by a hook (SkipSample)": counts["skipped"] - counts["dropped"],
-                "too long for a pack: dropped": counts["dropped"],
-                "too long for a pack: truncated": counts["truncated"],
-                "too long for a pack: split": counts["split"],
+                "too long: dropped": counts["dropped"],
+                "too long: truncated": counts["truncated"],
+                "too long: split": counts["split"],
                 "listed in exclude": counts["excluded"],
             }
             for text, number in of_counters.items():

@@ -603,7 +603,7 @@ def leaf_rows(saved: SavedRun) -> list[State]:
         (draws / num_samples), None for a finite stream, whose passes are counted as a whole; `epoch_samples`, its
         samples in an epoch of the mix, with repetitions; `of_lanes`, the share of the lanes that the state has;
         `waiting_in_groups`, samples in groups that are not full; and the counters samples (delivered), skipped, errors,
-        excluded, bytes, and of samples too long for a pack: dropped, truncated, split and pieces.
+        excluded, bytes, and of samples too long for a sequence or pack: dropped, truncated, split and pieces.
     """
     lanes = saved.lanes.values()
     repeats = saved.settings.get("mode") == "repetitions"

@@ -164,7 +164,7 @@ def name_losses(position: Position, failure_log: FailureLog, *, least: int) -> N
             what = f"{share:.0f} % of this dataset's samples are left out"
         if [cause for cause in causes if failure_log.is_new(path, cause)]:  # each is asked about
             found = failure_log.failures(path) or "none since the run was resumed"
-            long = f" ({total['dropped']} of them as too long for a pack)" if total["dropped"] else ""
+            long = f" ({total['dropped']} of them as too long)" if total["dropped"] else ""
             said = "; ".join(_LOSSES[cause][0].format(lost[cause], found=found, long=long) for cause in causes)
             todo = " ".join(_LOSSES[cause][1] for cause in causes)
             logger.warning("%s: %s: of %d drawn on this rank, %s. %s", path, what, drawn, said, todo)

@@ -186,8 +186,8 @@ LANE_COLUMNS: dict[str, LaneColumn] = {
 
 
 OVER_LONG = ("dropped", "truncated", "split", "pieces")
-"""Counters of samples too long for a pack, as `count_over_long` counts them; `pieces` are the results of splitting, and
-dropped samples also count as skipped."""
+"""Counters of samples too long for a sequence or pack, as `count_over_long` counts them; `pieces` are what splitting
+made, and dropped samples also count as skipped."""
 COUNTERS = ("samples", "skipped", "errors", "excluded", "banned", "bytes", *OVER_LONG)
 """Counters per leaf: samples delivered, left out by `SkipSample`, left out by an error, excluded by `exclude`, banned;
 bytes of the samples drawn; and `OVER_LONG`."""

@@ -164,7 +164,7 @@ def current_batch_index() -> int:
 
 
 def count_over_long(what: str, number: int = 1) -> None:
-    """Count a sample that is too long for a pack, for its dataset; does nothing outside of hooks.
+    """Count a sample that is too long for a sequence or pack, for its dataset; does nothing outside of hooks.
 
     Args:
         what: What was done: `dropped`, `truncated`, `split` or `pieces`, as in `loader.counters()`.

@@ -22,6 +22,7 @@ from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.task_encoder.base import TaskEncoder, decoder_of, default_hook
 from energon_bridge.task_encoder.conversation import Piece
 from energon_bridge.task_encoder.decoder import SampleDecoder
+from energon_bridge.task_encoder.hooks import count_over_long
 from energon_bridge.task_encoder.images import Alpha
 from energon_bridge.task_encoder.layout import MultiModalSampleConfig, Rendered, render
 from energon_bridge.task_encoder.packed_sequences import MultiModalPack, batch_packs, pack_sequences
@@ -154,6 +155,8 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
             finished = sequence.finish(self.config.ignore_place_holder)
             if finished is None:
                 raise SampleError(f"nothing to learn: seq_length={self.seq_length} cuts off all tokens of the answer")
+            if sequence.cut:
+                count_over_long("truncated")
         except SampleError as error:
             raise type(error)(f"sample {sample_key(sample)!r}: {error}") from error
         tokens, labels, loss_mask = finished
@@ -235,6 +238,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         for piece, part in zip(rendered.pieces, texts, strict=True):
             for number in range(len(part)):
                 if sequence.full:
+                    sequence.cut = True
                     return visual
                 if number:
                     if self.image_processor is None:
@@ -246,6 +250,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
                     expanded = self._image_tokens(image)
                     if not sequence.has_room(len(expanded)):
                         self._check_something_learned(sequence, len(expanded))
+                        sequence.cut = True
                         return visual
                     visual.append(image)
                     sequence.add(expanded, learned=False)
@@ -259,6 +264,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
                 sequence.add(text, learned=piece.learned)
             if piece.ends and eos is not None:
                 sequence.add([eos], learned=piece.learned)
+        sequence.cut = len(sequence.tokens) > sequence.longest + 1
         return visual
 
     def _image_tokens(self, visual: Mapping[str, Tensor]) -> list[int]:

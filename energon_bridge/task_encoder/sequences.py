@@ -98,11 +98,13 @@ class Sequencer:
     Args:
         longest: The most tokens that are shown to the model; one more is of use, as the label of the last.
         learned: One byte for each: 1 if it is learned, else 0.
+        cut: Something of the sample was left out.
     """
 
     longest: int
     tokens: list[int] = field(default_factory=list)
     learned: bytearray = field(default_factory=bytearray)
+    cut: bool = False
 
     @property
     def full(self) -> bool:

@@ -223,7 +223,7 @@ def test_samples_that_are_too_long_are_said_to_be(data: Path, losses: Losses) ->
     deliver(loader, SAMPLES // 2)
     (said,) = losses()
     skipped = loader.counters()[0]["skipped"]
-    assert f"{skipped} were skipped by hooks ({skipped} of them as too long for a pack)" in said
+    assert f"{skipped} were skipped by hooks ({skipped} of them as too long)" in said
 
 
 PROGRAM = """

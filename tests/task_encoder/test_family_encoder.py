@@ -235,6 +235,29 @@ def test_samples_over_a_limit_are_counted_and_left_out(talks: Path) -> None:
     assert counts_of(loader.save_state_rank())["skipped"] == encoder.counts["drop max_num_images"] > 0
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_that_are_cut_off_are_counted(talks: Path, workers: int) -> None:
+    """Of those delivered, as many as are longer when they may be."""
+    whole, cut = (
+        get_train_dataset(
+            talks,
+            worker_config=config_of(1, workers, num_lanes=2),
+            batch_size=1,
+            task_encoder=encoder_of("qwen2_vl", ChatConfig(seq_length=length)),
+            trust_remote_code=True,
+        )
+        for length in (2048, 25)
+    )
+    lengths = []
+    for dataset in (whole, cut):
+        (loader,) = loaders_of(dataset, 1, workers, num_lanes=2)
+        lengths.append([batch.tokens.shape[1] for batch in islice(loader, 30)])
+        counted = counts_of(loader.save_state_rank())
+        loader.close()
+    assert counted["truncated"] == sum(one > other for one, other in zip(*lengths, strict=True)) > 0
+    assert counted["truncated"] < counted["samples"] == 30
+
+
 # Loading -------------------------------------------------------------------------------------------------------------
 
 

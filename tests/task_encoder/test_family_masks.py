@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from energon_bridge.task_encoder.families import (
     FixedTokenFamily,
 )
 from energon_bridge.task_encoder.families.rendering import Segment, make_renderer, tokenize_segments
+from energon_bridge.task_encoder.hooks import tallying
 from energon_bridge.task_encoder.templates import ChatTemplate
 from energon_bridge.training.presets import QWEN_TOKENS, train_tokenizer
 
@@ -448,7 +450,9 @@ def test_a_cut_leaves_a_prefix_of_the_tokens_and_never_part_of_an_image(family: 
             with pytest.raises(SampleError, match=r"sample 'q': nothing to learn: seq_length"):
                 encoder.encode(content)
             continue
-        cut = encoder.encode(content)
+        with tallying(tally := Counter()):
+            cut = encoder.encode(content)
+        assert tally == ({"truncated": 1} if length < len(whole.tokens) else {})
         count = len(cut.tokens)
         assert length >= count >= length - 7  # an image and what stands around it goes as a whole
         for name in ("tokens", "labels", "loss_mask"):
@@ -465,14 +469,17 @@ def test_samples_over_a_limit_are_dropped_or_stop_the_run(limit: str, policy: An
     config = ChatConfig(**{"over_long": policy, "over_limit": policy, limit: limits[limit]})
     encoder = encoder_of("qwen2_vl", config)
     content = chat("<image>a", "b", "<image>", "c", images=[picture(), picture()])
-    with pytest.raises(error, match=rf"sample 'q': .*{limit}={limits[limit]}"):
+    with tallying(tally := Counter()), pytest.raises(error, match=rf"sample 'q': .*{limit}={limits[limit]}"):
         encoder.encode(content)
+    assert tally == ({"dropped": 1} if policy == "drop" else {})
     assert encoder.counts == {f"{policy} {limit}": 1}
 
 
 def test_a_limit_of_images_can_cut() -> None:
     encoder = encoder_of("qwen2_vl", ChatConfig(max_num_images=1, over_limit="truncate"))
-    sample = encoder.encode(chat("<image>a", "b", "<image>c", "d", images=[picture(), picture()]))
+    with tallying(tally := Counter()):
+        sample = encoder.encode(chat("<image>a", "b", "<image>c", "d", images=[picture(), picture()]))
+    assert tally == {"truncated": 1}
     assert learned_of(encoder, sample) == ["b<|im_end|>"]
     assert sample.num_images == len(sample.visual["image_grid_thw"]) == 1
     assert encoder.counts == {"truncate max_num_images": 1}

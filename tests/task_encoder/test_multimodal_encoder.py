@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers, processor
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.samples import CaptioningSample, InterleavedSample, VidQASample, VQASample
 from energon_bridge.task_encoder.conversation import Conversation, Turn
+from energon_bridge.task_encoder.hooks import tallying
 from energon_bridge.task_encoder.layout import (
     ConversationTemplateConfig,
     ImageToken,
@@ -134,7 +136,10 @@ def test_a_chat_template_that_does_not_continue_its_prompt_is_refused() -> None:
 
 @pytest.mark.parametrize(("seq_length", "learned"), [(5, 2), (4, 1)])
 def test_the_shortest_sequences_still_learn_something(seq_length: int, learned: int) -> None:
-    sample = encoder(seq_length, image_tokens_per_image=3).encode_sample(caption())
+    with tallying(tally := Counter()):
+        sample = encoder(seq_length, image_tokens_per_image=3).encode_sample(caption())
+    whole = encoder(image_tokens_per_image=3).encode_sample(caption())
+    assert tally["truncated"] == (len(sample.tokens) < len(whole.tokens))
     assert sample.loss_mask.sum() == learned
     assert (sample.tokens == IMAGE).sum() == 3
 

@@ -40,6 +40,7 @@ from energon_bridge.task_encoder.families.rendering import (
 from energon_bridge.task_encoder.families.sound import DeferredSound, Sound, sound_of, track_of
 from energon_bridge.task_encoder.families.video import decoded, frames_shape, thinned, video_of
 from energon_bridge.task_encoder.families.vision import Family, Plan, PreparedSample, VideoFrames, positions_of
+from energon_bridge.task_encoder.hooks import count_over_long
 from energon_bridge.task_encoder.images import Alpha
 from energon_bridge.task_encoder.layout import ImageToken, MultiModalSampleConfig
 from energon_bridge.task_encoder.packed_sequences import MultiModalPack, batch_packs, pack_sequences
@@ -405,6 +406,8 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         finished = sequence.finish(self.config.ignore_index)
         if finished is None:
             raise SampleError(self._nothing_learned(plans, kept))
+        if len(finished[0]) + 1 < sum(len(stretch.tokens) for stretch in stretches):
+            count_over_long("truncated")
         tokens, labels, loss_mask = finished
         is_own = isinstance(self.family, ProcessorFamily)
         kinds = self.family.token_types(sequence.tokens, types) if is_own else np.frombuffer(types, np.uint8)
@@ -541,6 +544,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         """Apply a policy: count the sample, and raise unless the policy cuts it."""
         self.counts[f"{policy} {limit}"] += 1
         if policy == OverLong.DROP:
+            count_over_long("dropped")
             raise SkipSample(complaint)
         if policy == OverLong.RAISE:
             raise OverLongSampleError(
