@@ -291,10 +291,10 @@ def did_you_mean(name: object, known: Collection[str], *, cutoff: float = 0.6) -
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def check_number(name: str, value: object, least: int, *, optional: bool = False) -> None:
-    """Raise ConfigurationError unless a setting is a whole number of at least `least`, or None if it is `optional`."""
+def check_number(name: str, value: object, least: int | None, *, optional: bool = False) -> None:
+    """Raise ConfigurationError unless a setting is a whole number, of at least `least`, or None if it is `optional`."""
     if value is None and optional:
         return
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        kind = f"an integer of at least {least}{' or None' if optional else ''}"
+    if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
+        kind = f"an integer{'' if least is None else f' of at least {least}'}{' or None' if optional else ''}"
         raise ConfigurationError(f"{name} must be {kind}, got {value!r}")

@@ -92,6 +92,8 @@ class WorkerConfig:
         # Frozen for everyone else: whoever holds a configuration can rely on resolved numbers.
         object.__setattr__(self, "rank", rank if self.rank is None else self.rank)
         object.__setattr__(self, "world_size", world_size if self.world_size is None else self.world_size)
+        for name in ("rank", "world_size", "seed", "seed_offset"):
+            check_number(f"WorkerConfig: {name}", getattr(self, name), None)
         if not 0 <= self.dp_rank < self.dp_size:
             raise ConfigurationError(f"WorkerConfig: rank {self.rank} is not in range({self.world_size})")
         minima = {"num_workers": 0, "prefetch_factor": 1, "buffer_bytes": 0, "max_worker_restarts": 0}

@@ -37,6 +37,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -294,7 +295,13 @@ def _checked_format(state: Any) -> State:
         )
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = shown(state.get("format")) if isinstance(state, dict) else repr(type(state).__name__)
-        raise StateFormatError(f"not a state of energon_bridge: expected format {FORMAT!r}, found {found}")
+        hint = ""
+        if isinstance(state, (str, os.PathLike)):
+            hint = ". For a path, give what torch.load(path) returns"
+        elif isinstance(state, dict):
+            inside = [key for key, one in state.items() if isinstance(one, dict) and one.get("format") == FORMAT]
+            hint = f". Its key {shown(inside[0])} holds one: restore that" if inside else ""
+        raise StateFormatError(f"not a state of energon_bridge: expected format {FORMAT!r}, found {found}{hint}")
     version = state.get("format_version")
     if type(version) is not int or version < 1:
         raise damaged("format_version", f"should be a whole number of at least 1, found {shown(version)}")

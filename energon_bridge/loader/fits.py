@@ -55,7 +55,11 @@ def check_fits(saved: SavedRun, kind: str, settings: State, leaves: list[State],
             own subclasses).
     """
     if saved.kind != kind:
-        raise StateFormatError(f"the state belongs to a {saved.kind} stream, but this loader delivers a {kind} one")
+        raise StateFormatError(
+            f"the state belongs to a {saved.kind} stream, but this loader delivers a {kind} one: restore it into a "
+            "loader of the kind that saved it (train: get_train_dataset, finite: with repeat=False, passes: "
+            "get_val_dataset)"
+        )
     saved_leaves = [leaf for leaf in saved.leaves if not leaf["parked"]]
     if not adapt and [leaf["split_part"] for leaf in saved_leaves] != [leaf["split_part"] for leaf in leaves]:
         _refuse_split(saved_leaves, leaves)
@@ -86,7 +90,8 @@ def _refuse_split(saved: Sequence[State], here: Sequence[State]) -> None:
         if then["split_part"] != now["split_part"] and (len(saved) == len(here) == 1 or then["path"] == now["path"]):
             raise SplitMismatchError(
                 f"the state belongs to split {then['split_part']!r} of {then['path']}, but this run reads split "
-                f"{now['split_part']!r} of {now['path']}"
+                f"{now['split_part']!r} of {now['path']}: set split_part={then['split_part']!r} to resume, or start a "
+                "new run"
             )
 
 

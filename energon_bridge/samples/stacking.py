@@ -39,6 +39,19 @@ def is_tensor_column(values: Sequence[Any]) -> bool:
     return bool(values) and all(isinstance(value, torch.Tensor) for value in values)
 
 
+def stacks(values: Sequence[Any]) -> bool:
+    """Return whether the rows of a field are tensors. Raises ConfigurationError if some are; None is a missing row."""
+    if is_tensor_column(values):
+        return True
+    kinds = {isinstance(value, torch.Tensor): type(value).__name__ for value in values if value is not None}
+    if len(kinds) == 2:
+        raise ConfigurationError(
+            f"the rows of a batch have different types: some hold a tensor, some a {kinds[False]}; make them equal in "
+            "encode_sample, or collate them in batch"
+        )
+    return False
+
+
 def batch_stack(batch: Sequence[torch.Tensor]) -> torch.Tensor:
     """Stack n tensors of one shape (…) into (n, …). Raises UnfitSampleError if the shapes differ.
 

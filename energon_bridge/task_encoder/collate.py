@@ -19,7 +19,7 @@ from energon_bridge.samples.stacking import (
     batch_pad_stack as batch_pad_stack,
     batch_stack as batch_stack,
     concat_pad as concat_pad,
-    is_tensor_column,
+    stacks,
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def generic_batch(batch: Sequence[Any]) -> Any:
     A dataclass with a `from_samples` of its own collates itself. Raises ConfigurationError if tensors differ in rank or
     dicts in their keys.
     """
-    if is_tensor_column(batch):
+    if stacks(batch):
         return batch_pad_stack(batch)
     kinds = {type(value) for value in batch}
     if len(kinds) != 1 or not is_record_type(kind := kinds.pop()):

@@ -1,14 +1,15 @@
 """Lightning callbacks of a run: reports of its progress, and checkpoints.
 
 A log line per interval, and `metrics.jsonl` with one line per optimizer step: an object with `step`, `loss` and `lr`.
-Numbers are written so that reading them back gives the same bits. A run that was killed and resumed has some steps
-twice; the later line counts.
+Numbers are written so that reading them back gives the same bits. A run that was killed and resumed runs some steps
+again; their lines replace the earlier ones.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
 import time
@@ -25,6 +26,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
 from energon_bridge.dataloader import EnergonDataloader
+from energon_bridge.errors import did_you_mean
 from energon_bridge.replica.warmup import CostWarmup
 from energon_bridge.task_encoder.costs import record_time
 from energon_bridge.training.config import CheckpointConfig
@@ -227,10 +229,37 @@ def read_losses(path: Path) -> dict[int, float]:
 
 
 def append_metrics(path: Path, steps: Sequence[tuple[int, float]], losses: Sequence[float]) -> None:
-    """Append a line to `metrics.jsonl` for each step, given as (number, learning rate), with its loss."""
-    with path.open("a") as file:
-        for (step, lr), loss in zip(steps, losses, strict=True):
-            file.write(json.dumps({"step": step, "loss": loss, "lr": lr}) + "\n")
+    """Append a line to `metrics.jsonl` for each step, given as (number, learning rate), with its loss.
+
+    Lines of these and later steps, which a run left that was killed, and a line cut off by the kill are replaced.
+    """
+    rows = [{"step": step, "loss": loss, "lr": lr} for (step, lr), loss in zip(steps, losses, strict=True)]
+    text = "".join(f"{json.dumps(row)}\n" for row in rows)
+    first = steps[0][0]
+    with path.open("ab+") as file:
+        file.seek(max(0, file.tell() - _TAIL))
+        tail = file.read().splitlines(keepends=True)
+        if not tail or (tail[-1].endswith(b"\n") and _step(tail[-1]) < first):
+            file.write(text.encode())
+            return
+    kept = [
+        line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n") and _step(line) < first
+    ]
+    temporary = path.with_name(f".{path.name}.part")
+    temporary.write_bytes(b"".join([*kept, text.encode()]))
+    os.replace(temporary, path)
+    logger.info("%s: the earlier lines from step %d on are replaced: these steps ran again", path, first)
+
+
+_TAIL = 4096
+"""Bytes that hold at least one line of `metrics.jsonl`."""
+
+
+def _step(line: bytes) -> float:
+    """Return the step of a line of `metrics.jsonl`; that of a line that cannot be read counts as a later one."""
+    with suppress(ValueError, KeyError, TypeError):
+        return float(json.loads(line)["step"])
+    return math.inf
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------
@@ -250,6 +279,13 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints of a folder, oldest first."""
     return sorted(folder.glob(f"step-*{_SUFFIX}"))
+
+
+def say_fresh_start(run_dir: Path) -> None:
+    """Warn that there is nothing to resume, and name the run folder beside it, most alike, that has a checkpoint."""
+    begun = {str(path.parent.parent) for path in run_dir.parent.glob("*/checkpoints/step-*")} - {str(run_dir)}
+    hint = did_you_mean(str(run_dir), begun, cutoff=0.0)
+    logger.warning("no checkpoint in %s: starting at step 0.%s", run_dir, hint)
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

@@ -57,6 +57,7 @@ from energon_bridge.training.callbacks import (
     ProgressReporter,
     list_checkpoints,
     read_losses,
+    say_fresh_start,
 )
 from energon_bridge.training.config import DataConfig, RunConfig
 from energon_bridge.training.config_file import load_config, write_config
@@ -134,6 +135,8 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
         checkpoints = list_checkpoints(run_dir / "checkpoints") if resume else []
         if checkpoints:
             logger.info("resuming from %s", checkpoints[-1])
+        elif resume and trainer.is_global_zero:
+            say_fresh_start(run_dir)
         trainer.fit(module, datamodule=data, ckpt_path=checkpoints[-1] if checkpoints else None)
         if validates and not checkpointer.stopped and module.validated_step != trainer.global_step:
             trainer.validate(module, datamodule=data, verbose=False)
@@ -368,11 +371,11 @@ def kept_description(run_dir: Path, *, resume: bool) -> Iterator[None]:
     described, metrics = run_dir / "config.yaml", run_dir / "metrics.jsonl"
     known = {name for name in _OF_A_RUN if (run_dir / name).exists()}
     before = described.read_bytes() if resume and described.exists() else None
-    size = metrics.stat().st_size if metrics.exists() else 0
+    written = metrics.stat().st_mtime_ns if metrics.exists() else 0
     try:
         yield
     except BaseException:
-        if (metrics.stat().st_size if metrics.exists() else 0) != size:
+        if (metrics.stat().st_mtime_ns if metrics.exists() else 0) != written:
             raise
         if before is not None:
             described.write_bytes(before)

@@ -26,7 +26,7 @@ from run_outputs import read_losses, read_predictions
 from energon_bridge.errors import BatchSizeMismatchError, ConfigurationError, DatasetNotFoundError
 from energon_bridge.testing import create_captioning_test_dataset
 from energon_bridge.training import run as training
-from energon_bridge.training.callbacks import AtomicCheckpointIO, Checkpointer, list_checkpoints
+from energon_bridge.training.callbacks import AtomicCheckpointIO, Checkpointer, append_metrics, list_checkpoints
 from energon_bridge.training.config import RunConfig
 from energon_bridge.training.config_file import load_config
 from energon_bridge.training.generation import Prediction, exact_match, write_predictions
@@ -127,9 +127,29 @@ def test_a_finished_run_can_be_resumed_and_gives_the_same_result(finished: tuple
     assert (Path(config.run_dir) / "predictions.jsonl").read_bytes() == before
 
 
-def test_resume_without_a_checkpoint_starts_the_run(smoke: RunConfig) -> None:
+def test_resume_without_a_checkpoint_starts_the_run_and_says_so(
+    smoke: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    beside = Path(smoke.run_dir).parent / "photos"
+    (beside / "checkpoints" / "step-0000200.ckpt").mkdir(parents=True)
     config = replace(smoke, train=replace(smoke.train, max_steps=1))
     assert training.run(config, resume=True).step == 1
+    assert f"no checkpoint in {smoke.run_dir}: starting at step 0. Did you mean '{beside}'?" in caplog.text
+
+
+def test_steps_that_run_again_replace_their_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    path = tmp_path / "metrics.jsonl"
+    append_metrics(path, [(1, 0.1), (2, 0.1)], [5.0, 4.0])
+    append_metrics(path, [(3, 0.1)], [3.0])
+    assert not caplog.text
+    with path.open("a") as file:
+        file.write('{"step": 4, "lo')  # where the process was killed
+    append_metrics(path, [(2, 0.2)], [4.5])
+    append_metrics(path, [(3, 0.2)], [3.5])
+    assert [json.loads(line)["loss"] for line in path.read_text().splitlines()] == [5.0, 4.5, 3.5]
+    assert "the earlier lines from step 2 on are replaced" in caplog.text
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_refused_resume_leaves_the_description_of_the_run(smoke: RunConfig) -> None:

@@ -36,7 +36,7 @@ from energon_bridge.task_encoder.costs import record_time
 from energon_bridge.task_encoder.multimodal import MultiModalBatch
 from energon_bridge.task_encoder.packed_sequences import unpack_batch
 from energon_bridge.task_encoder.sequences import PaddingValues
-from energon_bridge.training.callbacks import TIMES, append_metrics, clock, read_losses
+from energon_bridge.training.callbacks import TIMES, append_metrics, clock, read_losses, say_fresh_start
 from energon_bridge.training.config import RunConfig
 from energon_bridge.training.generation import (
     Prediction,
@@ -252,6 +252,8 @@ def _resume(training: Training, loader: Any, folder: Path, feedback: MixFeedback
         newest = [str(complete[-1])]
     dist.broadcast_object_list(newest)  # other nodes may see the folder later
     if newest[0] is None:
+        if training.ranks.main:
+            say_fresh_start(folder.parent)
         return 0
     logger.info("resuming from %s", newest[0])
     step, state, of_feedback = load_checkpoint(training, Path(newest[0]))
