@@ -336,10 +336,10 @@ class Batch(_Record):
         """Collate samples into this type, field by field; `values` override.
 
         A column of tensors is zero-padded at the end of every dimension to the largest size and stacked; any other
-        column stays a list. Raises ConfigurationError if there is no sample, a required field is in no sample, tensors
-        of a column differ in rank, or only some of its rows are tensors (and others not None).
+        column stays a list. Raises ConfigurationError if there is no sample, a required field is in no sample, or the
+        tensors of a column differ in rank.
         """
-        from energon_bridge.samples.stacking import batch_pad_stack, stacks
+        from energon_bridge.samples.stacking import batch_pad_stack, is_tensor_column
 
         if not samples:
             raise ConfigurationError(f"{cls.__name__}.from_samples got no samples; it needs at least one")
@@ -351,7 +351,7 @@ class Batch(_Record):
             if name in META_FIELDS:
                 collated[name] = batch_meta(name, column)
             else:
-                collated[name] = batch_pad_stack(column) if stacks(column) else column
+                collated[name] = batch_pad_stack(column) if is_tensor_column(column) else column
         if missing := sorted(required_field_names(cls) - collated.keys()):
             wrong = UnfitSampleError if all(isinstance(sample, dict) for sample in samples) else ConfigurationError
             raise wrong(

@@ -282,9 +282,9 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def say_fresh_start(run_dir: Path) -> None:
-    """Warn that there is nothing to resume, and name the run folder beside it, most alike, that has a checkpoint."""
-    begun = {str(path.parent.parent) for path in run_dir.parent.glob("*/checkpoints/step-*")} - {str(run_dir)}
-    hint = did_you_mean(str(run_dir), begun, cutoff=0.0)
+    """Warn that there is nothing to resume, and name a run folder of a like name beside it that has a checkpoint."""
+    begun = {path.parent.parent.name for path in run_dir.parent.glob("*/checkpoints/step-*")} - {run_dir.name}
+    hint = did_you_mean(run_dir.name, begun)
     logger.warning("no checkpoint in %s: starting at step 0.%s", run_dir, hint)
 
 

@@ -130,11 +130,11 @@ def test_a_finished_run_can_be_resumed_and_gives_the_same_result(finished: tuple
 def test_resume_without_a_checkpoint_starts_the_run_and_says_so(
     smoke: RunConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    beside = Path(smoke.run_dir).parent / "photos"
+    beside = Path(f"{smoke.run_dir}s")
     (beside / "checkpoints" / "step-0000200.ckpt").mkdir(parents=True)
     config = replace(smoke, train=replace(smoke.train, max_steps=1))
     assert training.run(config, resume=True).step == 1
-    assert f"no checkpoint in {smoke.run_dir}: starting at step 0. Did you mean '{beside}'?" in caplog.text
+    assert f"no checkpoint in {smoke.run_dir}: starting at step 0. Did you mean '{beside.name}'?" in caplog.text
 
 
 def test_steps_that_run_again_replace_their_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
