@@ -38,6 +38,7 @@ DEFAULT_SHUFFLE_BUFFER_SIZE = 100
 DEFAULT_LENGTH_BUFFER = 256
 """Samples of a lane from which microbatches are selected by length, unless `packing_buffer_size` says otherwise."""
 
+_UNSET: Any = type("_Unset", (), {"__repr__": lambda self: "<default>"})()
 _IGNORED_LOADER_ARGUMENTS = {
     "checkpoint_every_sec",
     "checkpoint_every_min_n_samples",
@@ -58,8 +59,8 @@ def get_train_dataset(
     max_tokens_per_microbatch: int | None = None,
     group_by: str | Sequence[str] | None = None,
     bucket_batch_size: str | Mapping[str, int] | None = None,
-    shuffle_buffer_size: int | None = DEFAULT_SHUFFLE_BUFFER_SIZE,
-    max_samples_per_sequence: int | None = None,
+    shuffle_buffer_size: int | None = _UNSET,
+    max_samples_per_sequence: int | None = _UNSET,
     parallel_shard_iters: int | None = None,
     shuffle_over_epochs_multiplier: int | None = 1,
     repeat: bool = True,
@@ -134,6 +135,15 @@ def get_train_dataset(
         ConfigurationError: An argument is wrong.
     """
     _refuse_unknown(get_train_dataset, kwargs)
+    if shuffle_buffer_size is _UNSET or max_samples_per_sequence is _UNSET:
+        shuffle_buffer_size = DEFAULT_SHUFFLE_BUFFER_SIZE if shuffle_buffer_size is _UNSET else shuffle_buffer_size
+        max_samples_per_sequence = None if max_samples_per_sequence is _UNSET else max_samples_per_sequence
+        logger.info(
+            "%s: shuffle_buffer_size=%s, max_samples_per_sequence=%s",
+            path,
+            shuffle_buffer_size,
+            max_samples_per_sequence,
+        )
     settings = _settings(
         locals(),
         kind="train" if repeat else "passes",
