@@ -298,3 +298,15 @@ def check_number(name: str, value: object, least: int | None, *, optional: bool 
     if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
         kind = f"an integer{'' if least is None else f' of at least {least}'}{' or None' if optional else ''}"
         raise ConfigurationError(f"{name} must be {kind}, got {value!r}")
+
+
+_EXTRAS = {"lightning": "lightning,hf", "transformers": "hf", "tokenizers": "hf", "megatron": "megatron"}
+
+
+def missing_package(error: ModuleNotFoundError) -> ConfigurationError | None:
+    """Return the error that names the extra of a package that is not installed; None for other modules."""
+    name = (error.name or "").partition(".")[0]
+    extra = _EXTRAS.get(name)
+    if extra is None:
+        return None
+    return ConfigurationError(f"this needs {name}, which is not installed: pip install 'energon-bridge[{extra}]'")

@@ -76,7 +76,7 @@ class PreparedDataset:
     @property
     def index_remedy(self) -> str:
         """Return what to do about a wrong index of a shard."""
-        return "Rebuild it with `energon prepare --tar-index-only`."
+        return f"Rebuild it with `energon prepare --tar-index-only {self.path}`."
 
 
 def open_dataset(

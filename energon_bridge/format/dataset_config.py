@@ -19,7 +19,14 @@ from dataclasses import dataclass, is_dataclass
 from types import ModuleType
 from typing import Any
 
-from energon_bridge.errors import EnergonError, FieldMapError, MetadataError, ShardMissingError, UntrustedCodeError
+from energon_bridge.errors import (
+    EnergonError,
+    FieldMapError,
+    MetadataError,
+    ShardMissingError,
+    UntrustedCodeError,
+    did_you_mean,
+)
 from energon_bridge.format.documents import Value, parse_document
 from energon_bridge.format.field_map import FieldMap, check_fields
 from energon_bridge.format.nvmeta import meta_path
@@ -311,7 +318,8 @@ def import_class(module: str, name: str, *, root: str, where: str, trust: bool) 
     if isinstance(imported, type) and issubclass(imported, Sample):
         return imported
     if not trust:
-        raise untrusted(root, f"the class {module}.{name}, named in {where}")
+        hint = did_you_mean(module, ("energon_bridge", "megatron.energon"), cutoff=0.8)
+        raise untrusted(root, f"the class {module}.{name}, named in {where}", hint)
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -321,9 +329,9 @@ def import_class(module: str, name: str, *, root: str, where: str, trust: bool) 
 TRUST = "trust_remote_code=True (python -m energon_bridge.compat: --trust-remote-code)"
 
 
-def untrusted(root: str, what: str) -> UntrustedCodeError:
+def untrusted(root: str, what: str, hint: str = "") -> UntrustedCodeError:
     """Build the error for code that a dataset contains or names and that the caller does not trust."""
-    return UntrustedCodeError(f"{root}: the dataset wants to run code: {what}. If you trust it, pass {TRUST}.")
+    return UntrustedCodeError(f"{root}: the dataset wants to run code: {what}.{hint} If you trust it, pass {TRUST}.")
 
 
 def fields_of(made: Mapping[str, Any]) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def load_index(store: Store, shard: str, *, count: int, size: int, remedy: str) 
     if int(offsets[-1]) > size:
         raise CorruptShardError(
             f"{where}: the last sample ends at byte {offsets[-1]}, but {store.url(shard)} has {size} bytes. "
-            f"The file was cut off or replaced: copy it again, or: {remedy}"
+            f"If the tar was cut off, copy it again; if it was replaced: {remedy}"
         )
     return offsets
 

@@ -191,6 +191,12 @@ DEFECTS = {
         UntrustedCodeError,
         "os.TextSample.*trust_remote_code=True",
     ),
+    "misspelt module": (
+        "dataset.yaml",
+        "sample_type: {__module__: energon_brigde, __class__: TextSample}\nfield_map: {text: txt}\n",
+        UntrustedCodeError,
+        r"energon_brigde.TextSample, named in .*\. Did you mean 'energon_bridge'\? If you trust it",
+    ),
     "crude with a field map": (
         "dataset.yaml",
         "__module__: megatron.energon\n__class__: CrudeWebdataset\nfield_map: {text: txt}\n",

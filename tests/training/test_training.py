@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -280,6 +281,17 @@ def test_an_interval_is_one_line(smoke: RunConfig, caplog: pytest.LogCaptureFixt
     assert [line.split()[1] for line in lines] == ["2/6", "4/6", "6/6"]
     for word in ("loss ", "samples/s", "waiting for data "):
         assert all(word in line for line in lines), word
+
+
+@pytest.mark.parametrize(("package", "extra"), [("lightning", "lightning,hf"), ("transformers", "hf")])
+def test_a_package_that_is_missing_is_named_with_its_extra(package: str, extra: str, tmp_path: Path) -> None:
+    code = (
+        f"import sys; sys.modules[{package!r}] = None; from energon_bridge.training.__main__ import main; "
+        "sys.exit(main(['--config', 'configs/digits_tiny_llava.yaml', '--dry-run']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f"{package}, which is not installed: pip install 'energon-bridge[{extra}]'" in done.stderr
 
 
 def test_a_dry_run_describes_and_leaves_nothing(smoke: RunConfig) -> None:
