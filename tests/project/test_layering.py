@@ -70,20 +70,20 @@ ROOMS = {
         storage.remote stores.file_cache
     """,
     "tools": """
-        rows forecast preview verify cli testing prepare.columns prepare.convert prepare.dataset_yaml prepare.duplicates
-        prepare.engines prepare.hub prepare.joins prepare.left_out prepare.lint prepare.media prepare.shard_writer
-        prepare.shards prepare.sources prepare.summary loader.summary
+        rows forecast preview verify cli testing format.columns mix.expression loader.summary prepare.columns
+        prepare.convert prepare.dataset_yaml prepare.duplicates prepare.engines prepare.hub prepare.joins
+        prepare.left_out prepare.lint prepare.media prepare.shard_writer prepare.shards prepare.sources prepare.summary
     """,
     "drop-in": "compat",
     "training": "training",
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 28_510,
+    "core": 27_950,
     "models": 10_270,
     "trainers": 7_450,
     "cloud": 4_560,
-    "tools": 15_440,
+    "tools": 16_010,
     "drop-in": 4_050,
     "training": 4_670,
 }
