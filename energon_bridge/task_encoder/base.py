@@ -27,7 +27,6 @@ from energon_bridge.task_encoder.collate import (
 )
 from energon_bridge.task_encoder.cooking import Cooker, cook_sample
 from energon_bridge.task_encoder.decoder import SampleDecoder
-from energon_bridge.task_encoder.images import Alpha
 
 SampleT = TypeVar("SampleT")
 EncodedT = TypeVar("EncodedT")
@@ -103,8 +102,8 @@ class TaskEncoder(Generic[SampleT, EncodedT, RawBatchT, BatchT]):
         return {}
 
     @property
-    def image_alpha(self) -> Alpha:
-        """What becomes of transparency where images are decoded without alpha. By default it is dropped."""
+    def image_alpha(self) -> str:
+        """What becomes of transparency where images are decoded without alpha: "drop", by default, "white", "keep"."""
         return "drop"
 
     @property
@@ -319,8 +318,7 @@ def decoder_of(encoder: Any) -> Any:
         return decoder
     if getattr(encoder, "autorotate", False) and not decoder.autorotate:
         decoder = replace(decoder, autorotate=True)
-    alpha: Alpha = getattr(encoder, "image_alpha", "drop")
-    return decoder.with_alpha(alpha)
+    return decoder.with_alpha(getattr(encoder, "image_alpha", "drop"))
 
 
 class AugmentTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
