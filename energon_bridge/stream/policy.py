@@ -111,7 +111,8 @@ class ErrorPolicy:
         if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or seconds <= 0):
             raise ConfigurationError(f"ErrorPolicy: read_timeout_seconds must be above 0, or None, got {seconds!r}")
         for name, least in (("min_draws", 1), ("tolerance", 0), ("messages", 0)):
-            check_number(f"ErrorPolicy: {name}", getattr(self, name), least, optional=name == "tolerance")
+            number = check_number(f"ErrorPolicy: {name}", getattr(self, name), least, optional=name == "tolerance")
+            object.__setattr__(self, name, number)
 
 
 def is_of_the_program(error: Exception, encoder: Any) -> bool:

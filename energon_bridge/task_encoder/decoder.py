@@ -41,7 +41,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 
-from energon_bridge.errors import ConfigurationError, DecodeError
+from energon_bridge.errors import ConfigurationError, DecodeError, check_number
 from energon_bridge.format.documents import BOM
 from energon_bridge.format.media import HEAD_BYTES, extensions_of, kind_by_head
 from energon_bridge.registry import load
@@ -140,11 +140,8 @@ class SampleDecoder:
 
     def __post_init__(self) -> None:
         for name in ("max_pixels", "max_part_bytes"):
-            limit = getattr(self, name)
-            if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-                raise ConfigurationError(
-                    f"SampleDecoder: {name} must be a number of at least 1, or None, got {limit!r}"
-                )
+            limit = check_number(f"SampleDecoder: {name}", getattr(self, name), 1, optional=True)
+            object.__setattr__(self, name, limit)
         form = None
         if self.image_decode is not None:
             form = image_form(

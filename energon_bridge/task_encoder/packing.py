@@ -32,7 +32,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
-from energon_bridge.errors import ConfigurationError, OverLongSampleError, SkipSample, UnfitSampleError
+from energon_bridge.errors import ConfigurationError, OverLongSampleError, SkipSample, UnfitSampleError, is_whole
 from energon_bridge.rng import IntArray
 from energon_bridge.task_encoder.hooks import count_over_long, current_buffer_is_last
 
@@ -265,10 +265,11 @@ class Packer(Generic[T]):
         if not self.limits:
             raise ConfigurationError("Packer: needs at least one limit, for example limits={'tokens': 4096}")
         for name, limit in self.limits.items():
-            if not isinstance(limit, int) or not 0 < limit <= MAX_LIMIT:
+            if not is_whole(limit) or not 0 < limit <= MAX_LIMIT:
                 raise ConfigurationError(
                     f"Packer: the limit {name!r} must be an integer from 1 to 2^31 - 1, got {limit!r}"
                 )
+        object.__setattr__(self, "limits", {name: int(limit) for name, limit in self.limits.items()})
         if self.method not in ALGORITHMS:
             raise ConfigurationError(f"Packer: method must be one of {', '.join(ALGORITHMS)}, got {self.method!r}")
         if not 0 <= self.min_fill <= 1:
