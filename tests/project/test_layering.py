@@ -79,11 +79,11 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 28_540,
+    "core": 28_590,
     "models": 10_270,
     "trainers": 7_450,
     "cloud": 4_560,
-    "tools": 15_440,
+    "tools": 15_480,
     "drop-in": 4_050,
     "training": 4_680,
 }
