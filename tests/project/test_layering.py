@@ -79,7 +79,7 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 28_540,
+    "core": 28_560,
     "models": 10_270,
     "trainers": 7_450,
     "cloud": 4_560,
