@@ -79,11 +79,11 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 27_170,
+    "core": 27_230,
     "models": 11_240,
     "trainers": 7_450,
     "cloud": 4_560,
-    "tools": 16_010,
+    "tools": 16_050,
     "drop-in": 4_050,
     "training": 4_690,
 }
