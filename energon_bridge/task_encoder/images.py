@@ -419,11 +419,11 @@ def _torchcodec() -> Any:
 _NEWS = {
     "transparent": "are transparent, which is dropped: transparent pixels get the colour that lies in the file, often "
     "black. If that matters, decode with an alpha channel, image_decode='torchrgba' or 'pilrgba'",
-    "turned": "are turned by their EXIF orientation, which is not applied; viewers apply it, and so does transformers to "
-    "files that it opens itself. If the model shall see them so, set autorotate=True in SampleDecoder, ChatConfig or "
-    "MultiModalTaskEncoder (data.autorotate=true in the training script)",
-    "wide": "have values of 16 or 32 bits, which Pillow cuts to 0 to 255, so that most are white or black. Scale them to "
-    "8 bits before you train on them; those of PNGs are scaled by image_backend='torchcodec'",
+    "turned": "are turned by their EXIF orientation, which is not applied; viewers apply it, and so does transformers "
+    "to files that it opens itself. If the model shall see them so, set autorotate=True in SampleDecoder, ChatConfig "
+    "or MultiModalTaskEncoder (data.autorotate=true in the training script)",
+    "wide": "have values of 16 or 32 bits, which Pillow cuts to 0 to 255, so that most are white or black. Scale them "
+    "to 8 bits before you train on them; those of PNGs are scaled by image_backend='torchcodec'",
 }
 """What is said once in a process, for images with one extension."""
 _said: set[tuple[str, str]] = set()
