@@ -18,7 +18,7 @@ from energon_bridge.errors import (
     StateFormatError,
     StepMismatchError,
 )
-from energon_bridge.loader.document import OF_THE_RUN, SavedRun, State, read, shown, write
+from energon_bridge.loader.document import OF_THE_RUN, WHAT_A_STATE_IS, SavedRun, State, read, shown, write
 from energon_bridge.stream.state import COUNTERS, LaneState
 from energon_bridge.topology import microbatches_before
 
@@ -31,6 +31,7 @@ _SETTING_ERRORS: dict[str, type[SettingMismatchError]] = {
 _AFFECTED = {
     "image_target": "how images are decoded",
     "image_backend": "how images are decoded",
+    "autorotate": "how images are decoded",
     "pixels": "the values of pixels",
     "pixels_dtype": "the type of pixels",
     "balance_window": "which samples a global batch has",
@@ -161,7 +162,7 @@ def read_all(states: Sequence[Any]) -> SavedRun:
         StateFormatError: They belong to different runs, or one is damaged.
     """
     if not states:
-        raise StateFormatError("no state given")
+        raise StateFormatError(f"no state given. {WHAT_A_STATE_IS}")
     runs = [read(state) for state in states]
     first = runs[0]
     if len(runs) == 1:

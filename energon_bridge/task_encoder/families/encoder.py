@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from energon_bridge.errors import ConfigurationError, OverLongSampleError, SampleError, SkipSample
+from energon_bridge.errors import ConfigurationError, OverLongSampleError, SampleError, SkipSample, check_number
 from energon_bridge.samples import VidQASample
 from energon_bridge.task_encoder.base import TaskEncoder, decoder_of, default_hook
 from energon_bridge.task_encoder.conversation import Conversation, Document, in_parts
@@ -103,6 +103,7 @@ class ChatConfig:
             or Pillow; `processor` calls the image processor. None: the family's choice.
         pixels_dtype: Type of the pixels: `float32`, `bfloat16`, `float16`, or `uint8`, which `normalise_on_device`
             turns into floats. None: the family's choice.
+        autorotate: Turn images as EXIF says, and videos as their headers say, as viewers do. False: as they are stored.
 
     Raises:
         ConfigurationError: A number is not positive, or a choice is unknown.
@@ -131,13 +132,13 @@ class ChatConfig:
     ignore_index: int = -100
     pixels: Profile | None = None
     pixels_dtype: PixelDtype | None = None
+    autorotate: bool = False
 
     def __post_init__(self) -> None:
         numbers = ("seq_length", "max_num_images", "max_visual_tokens", "min_num_frames", "max_num_frames")
         for name in (*numbers, "max_video_tokens", "max_video_pixels", "pad_to_multiple_of"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigurationError(f"ChatConfig: {name} must be a positive integer, got {value!r}")
+            number = check_number(f"ChatConfig: {name}", getattr(self, name), 1, optional=True)
+            object.__setattr__(self, name, number)
         for name in ("video_fps", "max_sound_seconds"):
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise ConfigurationError(f"ChatConfig: {name} must be positive, got {value!r}")
@@ -343,6 +344,10 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
     @property
     def image_alpha(self) -> Alpha:
         return alpha_for(getattr(self.family, "image_processor", None), _path_of(self.family))
+
+    @property
+    def autorotate(self) -> bool:
+        return self.config.autorotate
 
     def padded_length(self, sample: PreparedSample | MultiModalSample) -> int:
         """Return the number of tokens that a sample takes in a pack."""
