@@ -79,10 +79,10 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 27_120,
+    "core": 27_010,
     "models": 11_130,
     "trainers": 7_450,
-    "cloud": 4_560,
+    "cloud": 4_720,
     "tools": 16_010,
     "drop-in": 4_050,
     "training": 4_680,
