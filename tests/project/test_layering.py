@@ -79,11 +79,11 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 26_910,
+    "core": 26_970,
     "models": 11_130,
     "trainers": 7_450,
     "cloud": 4_720,
-    "tools": 16_130,
+    "tools": 16_170,
     "drop-in": 4_050,
     "training": 4_680,
 }
