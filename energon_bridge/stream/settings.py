@@ -15,7 +15,7 @@ from energon_bridge.stream.conventions import Conventions
 from energon_bridge.stream.failures import FailureLog
 from energon_bridge.stream.policy import ErrorPolicy
 from energon_bridge.stream.watchdog import WatchdogSettings, Words
-from energon_bridge.task_encoder.packing import MAX_LIMIT
+from energon_bridge.task_encoder.hooks import MAX_LIMIT
 from energon_bridge.topology import WorkerConfig
 
 StreamKind = Literal["train", "passes", "finite"]

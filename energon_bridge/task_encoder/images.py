@@ -42,8 +42,8 @@ from energon_bridge.format.media import (
     FORMATS,
     HAS_HEIF,
     HEAD_BYTES,
+    IMAGE_EXTENSIONS,
     MediaFormat,
-    extensions_of,
     format_by_head,
     open_heic,
     plain_jpeg,
@@ -94,8 +94,6 @@ def _forms() -> dict[str, ImageForm]:
 
 
 IMAGE_FORMS: dict[str, ImageForm] = _forms()
-
-IMAGE_EXTENSIONS = extensions_of("image")
 
 # Only these: Pillow would also run Ghostscript for anything with an EPS header, whatever its name. Its built-in formats
 # come first, since any other makes it load all of its plugins (90 ms, once).
