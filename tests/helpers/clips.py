@@ -161,6 +161,7 @@ def rewrite(
             for place, (data, pts, dts) in enumerate(packets(number, packet, bytes(packet))):
                 made: Any = av.Packet(data)
                 made.pts, made.dts, made.time_base, made.stream = pts, dts, base, out
+                made.duration = 16 * packet.duration  # without it, FFmpeg 9 ends the edit list before the last frame
                 made.is_keyframe = packet.is_keyframe and place == 0
                 new.mux(made)
     return target
