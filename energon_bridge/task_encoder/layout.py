@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from energon_bridge.errors import ConfigurationError, SampleError, UnfitSampleError
 from energon_bridge.task_encoder.conversation import Conversation, Document, Piece, Turn, check_keys, template_keys
-from energon_bridge.task_encoder.templates import ChatTemplate, template_source
+from energon_bridge.task_encoder.templates import ChatTemplate, template_source, warn_of_ends
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,6 +231,9 @@ def _render_chat(
     rendering = ChatTemplate(tokenizer=tokenizer, source=chat_template, roles=template.roles)
     numbers = [number for number, turn in enumerate(turns) if turn.role == "assistant" and turn.learned]
     text, spans = rendering.answers(messages, None, numbers)
+    if chat_template not in _named:
+        _named.add(chat_template)
+        warn_of_ends(rendering, text, spans)
     for number, span in zip(numbers if not rendering.marks else (), spans, strict=False):
         if turns[number].text.strip() not in text[slice(*span)]:
             raise UnfitSampleError(
