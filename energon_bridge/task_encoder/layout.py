@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from energon_bridge.errors import ConfigurationError, SampleError, UnfitSampleError
 from energon_bridge.task_encoder.conversation import Conversation, Document, Piece, Turn, check_keys, template_keys
-from energon_bridge.task_encoder.templates import ChatTemplate, template_source, warn_of_ends
+from energon_bridge.task_encoder.templates import ChatTemplate, template_source
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,7 +233,7 @@ def _render_chat(
     text, spans = rendering.answers(messages, None, numbers)
     if chat_template not in _named:
         _named.add(chat_template)
-        warn_of_ends(rendering, text, spans)
+        rendering.check_ends(text, spans)
     for number, span in zip(numbers if not rendering.marks else (), spans, strict=False):
         if turns[number].text.strip() not in text[slice(*span)]:
             raise UnfitSampleError(

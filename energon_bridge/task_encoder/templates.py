@@ -107,6 +107,20 @@ class ChatTemplate:
                 pass  # the complaint about the conversation as it is says more
             raise
 
+    def check_ends(self, text: str, spans: Sequence[Span], media: Iterable[str | None] = ()) -> None:
+        """Warn if the last answer does not end with a special token; `media` has those that end nothing."""
+        names = {
+            *getattr(self.tokenizer, "all_special_tokens", ()),
+            *getattr(self.tokenizer, "added_tokens_encoder", ()),
+        }
+        special, end = tuple(names.difference(media)), spans[-1].end if spans else 0
+        if not special or text[:end].rstrip().endswith(special):
+            return
+        behind = next((token for token in special if text.startswith(token, end)), None)
+        what = "ends answers without a special token" if behind is None else f"ends what it marks before {behind!r}"
+        remedy = "write {{ eos_token }} behind them" if behind is None else "put {% endgeneration %} behind that token"
+        _logger.warning("the chat template %s, so the model does not learn to end its answers: %s", what, remedy)
+
     # Marks ------------------------------------------------------------------------------------------------------------
 
     def _marked(self, messages: Messages, tools: Any, numbers: Sequence[int]) -> tuple[str, list[Span]]:
@@ -264,20 +278,6 @@ class ChatTemplate:
 
     def _said(self, role: str, text: str) -> Any:
         return [{"type": "text", "text": text}] if self.takes_parts(role) else text
-
-
-def warn_of_ends(template: ChatTemplate, text: str, spans: Sequence[Span], media: Sequence[str] = ()) -> None:
-    """Warn if the last answer does not end with a token that ends it; `media` has tokens that cannot be one."""
-    tokenizer = template.tokenizer
-    names = {*getattr(tokenizer, "all_special_tokens", ()), *getattr(tokenizer, "added_tokens_encoder", ())}
-    special = tuple(names.difference(media))
-    end = spans[-1].end if spans else 0
-    if not special or text[:end].rstrip().endswith(special):
-        return
-    behind = next((token for token in special if text.startswith(token, end)), None)
-    what = "ends answers without a special token" if behind is None else f"ends what it marks before {behind!r}"
-    remedy = "write {{ eos_token }} behind them" if behind is None else "put {% endgeneration %} behind that token"
-    _logger.warning("the chat template %s, so the model does not learn to end its answers: %s", what, remedy)
 
 
 # Texts that are only written ------------------------------------------------------------------------------------------

@@ -41,15 +41,7 @@ from energon_bridge.task_encoder.families.vision import (
     Plan,
     PlanningFamily,
 )
-from energon_bridge.task_encoder.templates import (
-    BEFORE_ALL,
-    PROBE,
-    ChatTemplate,
-    Span,
-    only_written,
-    template_source,
-    warn_of_ends,
-)
+from energon_bridge.task_encoder.templates import BEFORE_ALL, PROBE, ChatTemplate, Span, only_written, template_source
 from energon_bridge.task_encoder.texts import is_fast, tokenize, tokens_with_places
 
 _MOST_OUTLINES = 4096
@@ -143,7 +135,7 @@ class ChatRenderer:
             text, spans = self._compared(content, answers, template)
         if "ends" not in self.named:
             self.named.add("ends")
-            warn_of_ends(template, text, spans, [one for one in placeholder_tokens(self.family).values() if one])
+            template.check_ends(text, spans, placeholder_tokens(self.family).values())
         return split_at(text, spans, self.family, marked=template.marks)
 
     def _answers(self, content: Conversation) -> list[int]:
