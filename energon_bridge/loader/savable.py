@@ -339,22 +339,19 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         return Production(stream, units, self.config.prefetch_factor)
 
     def _new_pool(self) -> WorkerPool:
-        config = self.config
-        return WorkerPool(
+        config, pool = self.config, WorkerPool
+        engine: Engine = LocalProcesses(config.start_method)
+        if config.worker_engine != "process":
+            workers = load("workers", str(config.worker_engine))
+            engine, pool = workers(config, self.watchdog, finite=self.spec.finite)
+        return pool(
             self,
             config.num_workers,
-            engine=self._new_engine(),
+            engine=engine,
             max_restarts=config.max_worker_restarts,
             watchdog=self.watchdog,
             where=f"rank {config.dp_rank}",
         )
-
-    def _new_engine(self) -> Engine:
-        config = self.config
-        if config.worker_engine == "process":
-            return LocalProcesses(config.start_method)
-        engine: Engine = load("workers", str(config.worker_engine))(config, self.watchdog, finite=self.spec.finite)
-        return engine
 
     def work(self, worker: int, barred: frozenset[tuple[int, int]], careful: bool) -> Work:
         # A process group belongs to this process; what the worker needs of it, the configuration has resolved.

@@ -257,7 +257,7 @@ def _turbo_header(
     if (form.autorotate or _is_news("turned", part)) and jpeg_orientation(data) != 1:
         if form.autorotate:
             return None
-        _say_turned(part)
+        _say("turned", part)
     return _scaled(height, width, form.target), colorspace
 
 
@@ -366,7 +366,9 @@ def _pillow_image(data: bytes | bytearray | memoryview, form: ImageForm, part: s
         if form.autorotate and orientation != 1:
             image = ImageOps.exif_transpose(image)
         elif orientation != 1:
-            _say_turned(part)
+            _say("turned", part)
+        if image.mode[0] in "IF":
+            _say("wide", part)
         if form.mode == "RGBA" or not is_transparent(image):
             return image.convert(form.mode)
         if form.alpha != "drop":
@@ -374,8 +376,8 @@ def _pillow_image(data: bytes | bytearray | memoryview, form: ImageForm, part: s
             made = as_alpha_says(image, "white" if form.alpha == "keep" and not keeps else form.alpha)
             return made.copy() if keeps else made.convert(form.mode)
         alpha = image if "A" in image.getbands() else image.convert("RGBA")
-        if alpha.getchannel("A").getextrema()[0] != 255 and _is_news("transparent", part):
-            _say_transparent(part)
+        if alpha.getchannel("A").getextrema()[0] != 255:
+            _say("transparent", part)
         if isinstance(image.info.get("transparency"), bytes):
             # Pillow drops it too, with a warning for each image that does not name the image.
             del image.info["transparency"]
@@ -414,31 +416,27 @@ def _torchcodec() -> Any:
     return module
 
 
+_NEWS = {
+    "transparent": "are transparent, which is dropped: transparent pixels get the colour that lies in the file, often "
+    "black. If that matters, decode with an alpha channel, image_decode='torchrgba' or 'pilrgba'",
+    "turned": "are turned by their EXIF orientation, which is not applied; viewers apply it, and so does transformers "
+    "to files that it opens itself. If the model shall see them so, set autorotate=True in SampleDecoder, ChatConfig "
+    "or MultiModalTaskEncoder (data.autorotate=true in the training script)",
+    "wide": "have values of 16 or 32 bits, which Pillow cuts to 0 to 255, so that most are white or black. Scale them "
+    "to 8 bits before you train on them; those of PNGs are scaled by image_backend='torchcodec'",
+}
+"""What is said once in a process, for images with one extension."""
 _said: set[tuple[str, str]] = set()
-"""What has been said in this process, and of images with which extension."""
 
 
 def _is_news(what: str, part: str) -> bool:
     return (what, part.rpartition(".")[2]) not in _said
 
 
-def _say_transparent(part: str) -> None:
-    _said.add(("transparent", part.rpartition(".")[2]))
-    logger.warning(
-        "images in part %r are transparent, which is dropped: transparent pixels get the colour that lies in the file, "
-        "often black. If that matters, decode with an alpha channel, image_decode='torchrgba' or 'pilrgba'",
-        part,
-    )
-
-
-def _say_turned(part: str) -> None:
-    _said.add(("turned", part.rpartition(".")[2]))
-    logger.warning(
-        "images in part %r are turned by their EXIF orientation, which is not applied; viewers apply it, and so does "
-        "transformers to files that it opens itself. If the model shall see them so, set autorotate=True in "
-        "SampleDecoder, ChatConfig or MultiModalTaskEncoder (data.autorotate=true in the training script)",
-        part,
-    )
+def _say(what: str, part: str) -> None:
+    if _is_news(what, part):
+        _said.add((what, part.rpartition(".")[2]))
+        logger.warning("images in part %r %s", part, _NEWS[what])
 
 
 def _orientation(image: Image.Image) -> int:

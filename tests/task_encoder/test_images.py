@@ -158,6 +158,16 @@ def test_orientation_is_left_to_the_user(caplog):
     images_module._said.clear()
 
 
+@pytest.mark.parametrize(("kind", "file_format"), [(np.uint16, "PNG"), (np.int32, "TIFF"), (np.float32, "TIFF")])
+def test_values_that_pillow_cuts_are_said_once(kind, file_format, caplog):
+    images_module._said.clear()
+    data = encoded(Image.fromarray(np.arange(64).reshape(8, 8).astype(kind) * kind(1000)), file_format)
+    for _ in range(2):
+        np.testing.assert_array_equal(decode(data, "rgb8"), pillow(data, "RGB"))
+    assert ["have values of 16 or 32 bits" in message for message in caplog.messages] == [True]
+    images_module._said.clear()
+
+
 def turned(orientation: int, file_format: str) -> bytes:
     """Return a file whose EXIF, or for "XMP" whose XMP, turns it; "late": behind other segments of a JPEG."""
     exif = Image.Exif()
