@@ -134,11 +134,12 @@ def _build(cls: type, values: Mapping[str, Any], *, prefix: str, where: str) -> 
     passed = data_settings() if others and cls is DataConfig else {}
     for key in others:
         if key not in passed:
-            raise UnknownArgumentError(_unknown(f"{prefix}{key}", _all_keys(RunConfig), where))
+            raise UnknownArgumentError(_unknown(f"{prefix}{key}", _all_keys(RunConfig), _place(values[key], where)))
     kwargs: dict[str, Any] = {}
     if passed:
         kwargs["settings"] = {
-            key: _convert(values[key], passed[key].annotation, name=f"{prefix}{key}", where=where) for key in others
+            key: _convert(values[key], passed[key].annotation, name=f"{prefix}{key}", where=_place(values[key], where))
+            for key in others
         }
         values = {key: values[key] for key in values if key in known}
     for key, value in values.items():
@@ -149,8 +150,14 @@ def _build(cls: type, values: Mapping[str, Any], *, prefix: str, where: str) -> 
                 raise ConfigurationError(f"{where}: {name} is a section and needs keys below it, got {value!r}")
             kwargs[key] = _build(types[key], value, prefix=f"{name}.", where=where)
         else:
-            kwargs[key] = _convert(value, types[key], name=name, where=where)
+            kwargs[key] = _convert(value, types[key], name=name, where=_place(value, where))
     return cls(**kwargs)
+
+
+def _place(value: Any, where: str) -> str:
+    """Return where a value was written, for errors: in the file `where`, or on the command line."""
+    written = [*value.values()] if isinstance(value, dict) else [value]
+    return "the command line" if written and all(isinstance(one, _Text) for one in written) else where
 
 
 def _unknown(name: str, known: Sequence[str], where: str) -> str:

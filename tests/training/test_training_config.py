@@ -74,6 +74,10 @@ def test_an_unknown_key_names_the_file(tmp_path: Path) -> None:
     path.write_text("data: {paht: x}")
     with pytest.raises(UnknownArgumentError, match=r"mine\.yaml.*'data\.paht'.*'data\.path'"):
         load_config(path)
+    path.write_text("data: {path: x}")
+    for override in ("data.paht=x", "dta.path=x", "data.micro_batch_size=many"):
+        with pytest.raises(ConfigurationError, match=r"^the command line: "):
+            load_config(path, [override])
 
 
 @pytest.mark.parametrize(
