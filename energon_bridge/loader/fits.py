@@ -31,6 +31,7 @@ _SETTING_ERRORS: dict[str, type[SettingMismatchError]] = {
 _AFFECTED = {
     "image_target": "how images are decoded",
     "image_backend": "how images are decoded",
+    "autorotate": "how images are decoded",
     "pixels": "the values of pixels",
     "pixels_dtype": "the type of pixels",
     "balance_window": "which samples a global batch has",

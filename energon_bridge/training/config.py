@@ -154,6 +154,7 @@ class DataConfig:
             whether the model uses its images at all.
         chat_template: Template that renders conversations: a Jinja file, or `llava`, `chatml` or `qwen-vl`; null: the
             tokenizer's own template.
+        autorotate: Turn images as EXIF says, and videos as their headers say, as viewers do.
         system: System prompt for conversations without one of their own.
         min_pixels: Smaller images are enlarged to this area, if image tokens depend on the image; null: as the image
             processor does.
@@ -186,6 +187,7 @@ class DataConfig:
     trust_remote_code: bool = False
     shuffle_images: bool = False
     chat_template: str | None = None
+    autorotate: bool = False
     system: str | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
