@@ -24,8 +24,8 @@ from energon_bridge import (
     get_train_dataset,
 )
 from energon_bridge.cli.main import main
-from energon_bridge.format.media import MediaFilter
 from energon_bridge.prepare import parse_patterns, parse_ratio, prepare_dataset, rebuild_index, render_dataset_yaml
+from energon_bridge.prepare.media import MediaFilter
 
 
 def energon(*arguments: object) -> Result:

@@ -26,6 +26,7 @@ LAYERS = (
     "registry",
     "rng",
     "topology",
+    "worker_config",
     "samples",
     "transforms",
     "storage",
@@ -79,11 +80,11 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 27_250,
+    "core": 27_040,
     "models": 11_240,
     "trainers": 7_450,
-    "cloud": 4_560,
-    "tools": 16_090,
+    "cloud": 4_720,
+    "tools": 16_210,
     "drop-in": 4_050,
     "training": 4_710,
 }
