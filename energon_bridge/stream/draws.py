@@ -24,7 +24,7 @@ from energon_bridge.stream.reader import DrawSpan
 from energon_bridge.stream.state import COLUMNS, Counts, LaneState, SampleRef, as_members
 from energon_bridge.stream.user_code import BegunDraw
 from energon_bridge.stream.values import FailedSample, RestoreKey
-from energon_bridge.task_encoder.deferred import DeferredImage, field_items
+from energon_bridge.task_encoder.deferred import Deferred, field_items
 from energon_bridge.task_encoder.hooks import NUMBER, Hook
 
 _NOTHING = SampleColumns([], [], [], [])
@@ -344,7 +344,7 @@ def _bytes_in(value: Any) -> int:
         if value and isinstance(value[0], (int, float)):
             return _NUMBER * len(value)
         return sum(map(_bytes_in, value))
-    if isinstance(value, DeferredImage):
+    if isinstance(value, Deferred) and hasattr(value, "data"):  # an image
         return len(value.data)
     if isinstance(value, Image.Image):
         return value.width * value.height * len(value.getbands())
