@@ -200,8 +200,12 @@ def extension_by_head(head: bytes) -> str | None:
 
 _JPEG_MODES = {1: "L", 3: "RGB", 4: "CMYK"}
 _JPEG_FRAMES = (0xC0, 0xC1, 0xC2)
-_DHT, _SOS, _DQT, _DRI, _APP0, _APP2, _APP14, _APP15, _COM = 0xC4, 0xDA, 0xDB, 0xDD, 0xE0, 0xE2, 0xEE, 0xEF, 0xFE
+_DHT, _SOS, _DQT, _DRI, _APP0, _APP1, _APP2, _APP14 = 0xC4, 0xDA, 0xDB, 0xDD, 0xE0, 0xE1, 0xE2, 0xEE
+_APP15, _COM = 0xEF, 0xFE
 _PARSED = {_APP0: 14, _APP2: 16, _APP14: 14}  # sizes of segments of which Pillow takes the start apart
+ORIENTATION, ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)
+"""The tag of EXIF that says how an image is turned, and its values with which width and height change places."""
+_XMP_ORIENTATION = re.compile(rb"tiff:Orientation(?:=\"|>)([1-8])")
 _MOST_PIXELS = 178_956_970  # from twice as many on, Pillow refuses to open an image
 
 
@@ -240,3 +244,36 @@ def plain_jpeg(data: bytes) -> ImageMetadata | None:
             return None
         at += 2 + size
     return None
+
+
+def jpeg_orientation(data: bytes | bytearray | memoryview) -> int:
+    """Return the EXIF orientation of a JPEG, or else that of its XMP: 1 to 8. 1: it is not turned, or has none.
+
+    Both come before the header of the frame.
+    """
+    at, end, by_xmp = 2, len(data), 1
+    while at + 4 <= end and data[at] == 0xFF and (marker := data[at + 1]) not in _JPEG_FRAMES:
+        after = at + 2 + (data[at + 2] << 8 | data[at + 3])
+        if marker == _APP1:
+            segment = bytes(data[at + 4 : after])
+            if segment.startswith(b"Exif\0\0"):
+                return _tagged_orientation(segment[6:])
+            if tag := _XMP_ORIENTATION.search(segment):
+                by_xmp = int(tag[1])
+        at = after
+    return by_xmp
+
+
+def _tagged_orientation(exif: bytes) -> int:
+    """Return the orientation in the first directory of EXIF data: entries of 12 bytes, which begin with their tag."""
+    order = "<" if exif.startswith(b"II") else ">"
+    try:
+        (directory,) = struct.unpack_from(order + "I", exif, 4)
+        (entries,) = struct.unpack_from(order + "H", exif, directory)
+        for place in range(directory + 2, directory + 2 + 12 * entries, 12):
+            tag, _, _, value = struct.unpack_from(order + "HHIH", exif, place)
+            if tag == ORIENTATION:
+                return value if 1 <= value <= 8 else 1
+    except struct.error:  # cut off
+        pass
+    return 1

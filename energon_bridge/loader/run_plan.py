@@ -39,6 +39,7 @@ from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.settings import RunSettings, StreamKind, StreamSettings, WorkerFacts
 from energon_bridge.stream.user_code import OwnHooks
 from energon_bridge.stream.watchdog import WatchdogSettings
+from energon_bridge.task_encoder.base import decoder_of
 from energon_bridge.task_encoder.collate import REMEDY_FOR_TYPES
 from energon_bridge.task_encoder.hooks import Hook, is_overridden
 from energon_bridge.topology import WorkerConfig, default_num_lanes
@@ -437,11 +438,13 @@ def plan_run(
         if data.unit is not None:
             amounts = [leaf.amounts.fingerprint for leaf in data.ordered if leaf.amounts is not None]
             settings |= {"unit": data.unit, "unit_values": f"{key_of(*amounts):016x}"}
-    target = getattr(data.settings.task_encoder.decoder, "image_target", None)
-    if target is not None:  # this changes pixels, not the order, and nobody would see it
+    decoder = decoder_of(data.settings.task_encoder)  # what changes pixels, not the order, and nobody would see
+    if (target := getattr(decoder, "image_target", None)) is not None:
         settings["image_target"] = list(target)
-    if getattr(data.settings.task_encoder.decoder, "image_backend", "auto") != "auto":
-        settings["image_backend"] = data.settings.task_encoder.decoder.image_backend
+    if (backend := getattr(decoder, "image_backend", "auto")) != "auto":
+        settings["image_backend"] = backend
+    if getattr(decoder, "autorotate", False):
+        settings["autorotate"] = True
     settings |= getattr(data.settings.task_encoder, "pixel_settings", {})
     # A pass has the same order whoever delivers it.
     cut = 1 if data.finite else lanes

@@ -619,8 +619,8 @@ class _NoSamples(torch.utils.data.IterableDataset[Any]):
 def _say_endless() -> None:
     """Say once that a loop over a training stream does not end by itself."""
     logger.warning(
-        "an epoch of the data is over, and the stream goes on: repeat=False or virtual_epoch_length=… of "
-        "get_train_dataset end an iterator"
+        "an epoch of the data is over, and the stream goes on: a trainer ends at its last step (train.max_steps of a "
+        "configuration); repeat=False or virtual_epoch_length=… of get_train_dataset end an iterator"
     )
 
 

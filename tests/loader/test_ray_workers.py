@@ -375,8 +375,8 @@ def test_nothing_is_left_behind(data: Path, actors: dict[str, Any]) -> None:
     actors["ray_options"] |= {"idle_seconds": 0.5}
     before = set(descendants())
     with closing(loader_of(data, 2, **actors)) as loader:
-        next(iter(loader))
-        assert len(actor_processes()) >= 2
+        next(iter(loader))  # of the first worker: the other one's actor may still be starting
+        assert wait_until(lambda: len(actor_processes()) >= 2, 60)
     del loader
     assert wait_until(lambda: not actor_processes(), 20)
     relays = [line for pid, line in descendants().items() if pid not in before and "ray_relay" in line]

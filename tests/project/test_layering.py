@@ -79,13 +79,13 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 26_800,
-    "models": 11_170,
+    "core": 26_860,
+    "models": 11_280,
     "trainers": 7_450,
     "cloud": 4_720,
-    "tools": 16_270,
+    "tools": 16_320,
     "drop-in": 4_050,
-    "training": 4_690,
+    "training": 4_710,
 }
 MAX_LINES = 1000  # of one file: the budgets keep rooms small, this keeps a file one idea
 RUN_AS_COMMAND = 'if __name__ == "__main__":\n    sys.exit(main())\n'
