@@ -209,8 +209,10 @@ class Draws:
             keys, samples, leaves, sizes = (list(compress(part, good)) for part in (keys, samples, leaves, sizes))
         else:
             self._pipeline.steps.worked(self._pipeline.own.first, leaves)
-        for column, more in zip(out, (keys, samples, sizes, leaves), strict=True):
-            column.extend(more)
+        out.keys.extend(keys)
+        out.samples.extend(samples)
+        out.leaves.extend(leaves)
+        out.sizes.extend(sizes)
 
     # Scheduling ------------------------------------------------------------------------------------------------------
 

@@ -79,7 +79,7 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 26_860,
+    "core": 26_870,
     "models": 11_280,
     "trainers": 7_450,
     "cloud": 4_720,
