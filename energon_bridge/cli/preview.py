@@ -241,15 +241,15 @@ def _samples(source: tuple[str, ...], limit: int, options: dict[str, Any]) -> _S
     from energon_bridge.forecast.epochs import forecast, share_curve
     from energon_bridge.forecast.run import run_of_mix
     from energon_bridge.preview.sources import SampleSource
-    from energon_bridge.topology import WorkerConfig
+    from energon_bridge.worker_config import WorkerConfig
 
     if not is_mix(source):
         missing = next((name for name in source if "://" not in name and not Path(name).exists()), None)
         if missing is not None:
             raise ConfigurationError(f"{missing}: no such file or folder. Check the path.")
         raise ConfigurationError(
-            f"{' '.join(source)}: not a dataset or mix. For a saved state, add --step S to see what its run delivers "
-            "then"
+            f"{' '.join(source)}: not a dataset or mix. For a tar, give the folder that `energon prepare` was run on; "
+            "convert other files (energon convert); for a saved state, add --step S to see what its run delivers then"
         )
     names = ("dataset_config", "split_config", "trust_remote_code")
     spec = get_train_dataset(
