@@ -26,6 +26,7 @@ LAYERS = (
     "registry",
     "rng",
     "topology",
+    "worker_config",
     "samples",
     "transforms",
     "storage",
