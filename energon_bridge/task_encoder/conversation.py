@@ -357,6 +357,14 @@ def check_keys(content: Conversation, unused: Sequence[str], named: set[str], wh
             raise SampleError(f"an answer has no text but {' and '.join(saying)}, not seen by the model: {why}")
 
 
+def name_empty_answers(content: Conversation) -> None:
+    """Warn, once, of an answer that says nothing: the model learns to end where it should speak."""
+    empty = [one for one in content.turns if one.role == "assistant" and one.learned and not one.text.strip()]
+    if any(not any(map(one.keys.get, _SAYING)) for one in empty):
+        why = "so the model learns to say nothing there; leave such samples out, or give the turns weight=0"
+        _warn_once("empty", _named, f"a sample has an empty answer, {why}")
+
+
 _named: set[str] = set()
 
 
