@@ -30,7 +30,7 @@ from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.task_encoder.base import DefaultTaskEncoder
 from energon_bridge.task_encoder.checks import check_encoder
 from energon_bridge.task_encoder.decoder import SampleDecoder
-from energon_bridge.topology import WorkerConfig
+from energon_bridge.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from energon_bridge.loader.transport import Arena
 from energon_bridge.loader.workers import LocalProcesses, Work
 from energon_bridge.stream.state import LaneBatch
 from energon_bridge.stream.watchdog import WatchdogSettings
-from energon_bridge.topology import WorkerConfig
+from energon_bridge.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What runs in one process of a loader: the units of a rank, in order, each made by a stream (`modes`).
+"""What runs in one process of a loader: the units of a rank, in order, each made by a stream.
 
 A worker talks to the training process (`pool`) by a pair of connected sockets that keep messages apart. It is sent
 `CREDIT`, for a microbatch that it may make, and `AGAIN`, to begin the next pass. It sends, pickled, the number of the

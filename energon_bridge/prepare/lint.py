@@ -214,7 +214,7 @@ def lint_encoded(
     from energon_bridge.datasets import get_savable_loader, get_val_dataset  # import torch
     from energon_bridge.stream.failures import read_quarantine
     from energon_bridge.stream.policy import ErrorPolicy
-    from energon_bridge.topology import WorkerConfig
+    from energon_bridge.worker_config import WorkerConfig
 
     with tempfile.TemporaryDirectory(prefix="energon-lint-") as folder:
         file = os.path.join(folder, "failed.jsonl")

@@ -45,7 +45,6 @@ from energon_bridge.task_encoder.base import TaskEncoder
 from energon_bridge.task_encoder.conversation import ChatSample, read_conversation
 from energon_bridge.task_encoder.costs import BatchCost, ColumnCost
 from energon_bridge.task_encoder.decoder import SampleDecoder
-from energon_bridge.topology import WorkerConfig
 from energon_bridge.training.callbacks import (
     TIMES,
     AtomicCheckpointIO,
@@ -63,6 +62,7 @@ from energon_bridge.training.encoder import COOKERS, ENCODER_SETTINGS, training_
 from energon_bridge.training.generation import exact_match, write_predictions
 from energon_bridge.training.module import VisionLanguageModule
 from energon_bridge.training.presets import ModelBundle, export_model, load_model, write_preset
+from energon_bridge.worker_config import WorkerConfig
 
 with optional_packages():
     from lightning.pytorch import Trainer
