@@ -400,10 +400,8 @@ _FITTED = ("list[str]", "int")
 
 def _fitted(value: Any, declared: str) -> Any:
     """Turn a single text into a list, digits into a number, and a number into text, if the field is declared so."""
-    if value != value and declared.startswith(("str", _FITTED[1])):  # NaN: how floats say null
-        return None
     if isinstance(value, int | float) and not isinstance(value, bool) and declared.startswith("str"):
-        return str(value)
+        return str(value) if value == value else None  # NaN: how floats say null
     if isinstance(value, str):
         if declared.startswith(_FITTED[0]):
             return [value]
