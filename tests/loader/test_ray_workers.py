@@ -198,6 +198,21 @@ def test_what_dies_or_stalls_is_replaced_from_what_was_delivered(
     assert found == expected_of(data, len(found))
 
 
+@pytest.mark.parametrize(("cores", "workers"), [(1.5, 1), (1, 3)])
+def test_the_only_node_with_room_is_used_again(data: Path, actors: dict[str, Any], cores: float, workers: int) -> None:
+    """The node of an actor that was lost is avoided, but not for long if the other is too small, or full."""
+    actors["ray_options"] |= {"num_cpus": cores}
+    with closing(loader_of(data, workers, **actors)) as loader:
+        found = [digest(next(iter(loader))) for _ in range(4)]
+        kill_an_actor()
+        since = time.monotonic()
+        while not loader.metrics()["worker_restarts"] or loader.metrics()["local_workers"]:
+            found.append(digest(next(iter(loader))))
+            assert time.monotonic() - since < 50  # it is avoided for 60 s
+            time.sleep(0.05)
+    assert found == expected_of(data, len(found))
+
+
 def test_a_sample_that_ends_its_worker_is_left_out(data: Path, actors: dict[str, Any]) -> None:
     class Poisonous(TensorEncoder):
         def __init__(self, ends: bool) -> None:
