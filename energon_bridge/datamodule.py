@@ -149,16 +149,6 @@ class EnergonMultiModalDataModule(_Base):
         super().__init__()
         self.dataset_kwargs, self.worker_kwargs, self.loader_kwargs = _by_receiver(settings)
         _check_image_processor(image_processor)
-        for name, value, least in (
-            ("seq_length", seq_length, 1),
-            ("micro_batch_size", micro_batch_size, 1),
-            ("global_batch_size", global_batch_size, 1),
-            ("num_workers", num_workers, 0),
-            ("num_val_workers", num_val_workers, 0),
-            ("decoder_seq_length", decoder_seq_length, 1),
-            ("balance_window", balance_window, 1),
-        ):
-            check_number(f"EnergonMultiModalDataModule: {name}", value, least, optional=name not in _NEEDED)
         numbers = {"shuffle_buffer_size": shuffle_buffer_size, "max_samples_per_sequence": max_samples_per_sequence}
         check_numbers(self.dataset_kwargs | numbers | {"packing_buffer_size": packing_buffer_size})
         chosen: dict[str, Any] = {"replica_loading": replica_loading, "balance": balance}
@@ -175,7 +165,7 @@ class EnergonMultiModalDataModule(_Base):
         self.seq_length = seq_length
         self.decoder_seq_length = decoder_seq_length
         self.micro_batch_size = micro_batch_size
-        self.global_batch_size = global_batch_size or 1
+        self.global_batch_size = 1 if global_batch_size is None else global_batch_size
         self.num_workers = num_workers
         self.num_val_workers = num_workers if num_val_workers is None else num_val_workers
         self.pin_memory = pin_memory
@@ -187,6 +177,9 @@ class EnergonMultiModalDataModule(_Base):
         self.masked_microbatches = masked_microbatches
         self.replica_loading, self.balance = replica_loading, balance
         self.balance_cost, self.balance_window = balance_cost or load("loading", "cost")(), balance_window
+        for name, least in _NUMBERS.items():
+            where = f"EnergonMultiModalDataModule: {name}"
+            setattr(self, name, check_number(where, getattr(self, name), least, optional=name not in _NEEDED))
         self.stage_keys = stage_keys
         self.validate_each_dataset = validate_each_dataset
         self.validation_names: list[str] = []
@@ -535,8 +528,9 @@ class EnergonMultiModalDataModule(_Base):
         return self.global_batch_size // self.micro_batch_size
 
 
-_NEEDED = frozenset({"seq_length", "micro_batch_size", "num_workers", "balance_window"})
-"""Numbers that cannot be None."""
+_NEEDED = {"seq_length": 1, "micro_batch_size": 1, "num_workers": 0, "balance_window": 1}
+_NUMBERS = {**_NEEDED, "global_batch_size": 1, "num_val_workers": 0, "decoder_seq_length": 1}
+"""The least of the numbers that the module keeps; the needed ones cannot be None."""
 
 # What the module passes on, and what it sets there itself or does not offer.
 _RECEIVERS: tuple[tuple[Callable[..., Any], str], ...] = (

@@ -4,7 +4,7 @@ What each means stands at its class::
 
     EnergonError
     ├── ConfigurationError      UnknownArgumentError, DataParallelError, MaskedMicrobatchesError, NoCookerError,
-    │                           WrongUseError, NotProvidedError
+    │                           WrongUseError, MissingPackageError, NotProvidedError
     ├── DatasetError            DatasetNotFoundError, NotPreparedError, NoShardsError, ShardMissingError,
     │                           CorruptShardError, UnsupportedShardError, DuplicateKeyError, KeyIndexError,
     │                           UnmatchedKeyError, UnknownSplitError, EmptyDatasetError, MetadataError (FieldMapError),
@@ -24,7 +24,10 @@ What each means stands at its class::
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from numbers import Integral
+from typing import Any, TypeGuard
 
 
 class EnergonError(Exception):
@@ -61,6 +64,10 @@ class NoCookerError(ConfigurationError):
 
 class WrongUseError(ConfigurationError, TypeError):
     """An object is used as something it is not, such as a dataset as an iterator; the message says what to use."""
+
+
+class MissingPackageError(ConfigurationError, ImportError):
+    """A package that this part needs is not installed; the message names the extra that has it."""
 
 
 class NotProvidedError(ConfigurationError, NotImplementedError):
@@ -291,22 +298,37 @@ def did_you_mean(name: object, known: Collection[str], *, cutoff: float = 0.6) -
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def check_number(name: str, value: object, least: int | None, *, optional: bool = False) -> None:
-    """Raise ConfigurationError unless a setting is a whole number, of at least `least`, or None if it is `optional`."""
+def is_whole(value: object) -> TypeGuard[int]:
+    """Return whether a value is a whole number, of NumPy too; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_number(name: str, value: object, least: int | None, *, optional: bool = False) -> Any:
+    """Return a setting as an int, or None if it is `optional`.
+
+    Raises:
+        ConfigurationError: It is no whole number, or less than `least`.
+    """
     if value is None and optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
+        return None
+    if not is_whole(value) or (least is not None and value < least):
         kind = f"an integer{'' if least is None else f' of at least {least}'}{' or None' if optional else ''}"
         raise ConfigurationError(f"{name} must be {kind}, got {value!r}")
+    return int(value)
 
 
 _EXTRAS = {"lightning": "lightning,hf", "transformers": "hf", "tokenizers": "hf", "megatron": "megatron"}
 
 
-def missing_package(error: ModuleNotFoundError) -> ConfigurationError | None:
-    """Return the error that names the extra of a package that is not installed; None for other modules."""
-    name = (error.name or "").partition(".")[0]
-    extra = _EXTRAS.get(name)
-    if extra is None:
-        return None
-    return ConfigurationError(f"this needs {name}, which is not installed: pip install 'energon-bridge[{extra}]'")
+@contextmanager
+def optional_packages() -> Iterator[None]:
+    """Raise MissingPackageError, which names the extra, where an import of a package of an extra fails."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if (extra := _EXTRAS.get(name)) is None:
+            raise
+        raise MissingPackageError(
+            f"this needs {name}, which is not installed: pip install 'energon-bridge[{extra}]'"
+        ) from error

@@ -93,13 +93,14 @@ class WorkerConfig:
         object.__setattr__(self, "rank", rank if self.rank is None else self.rank)
         object.__setattr__(self, "world_size", world_size if self.world_size is None else self.world_size)
         for name in ("rank", "world_size", "seed", "seed_offset"):
-            check_number(f"WorkerConfig: {name}", getattr(self, name), None)
+            object.__setattr__(self, name, check_number(f"WorkerConfig: {name}", getattr(self, name), None))
         if not 0 <= self.dp_rank < self.dp_size:
             raise ConfigurationError(f"WorkerConfig: rank {self.rank} is not in range({self.world_size})")
         minima = {"num_workers": 0, "prefetch_factor": 1, "buffer_bytes": 0, "max_worker_restarts": 0}
         optional = {"num_lanes": 1, "decode_threads": 1, "microbatches_per_global_batch": 1}
         for name, least in (minima | optional).items():
-            check_number(f"WorkerConfig: {name}", getattr(self, name), least, optional=name in optional)
+            number = check_number(f"WorkerConfig: {name}", getattr(self, name), least, optional=name in optional)
+            object.__setattr__(self, name, number)
         if self.start_method not in ("fork", "forkserver", "spawn"):
             raise ConfigurationError(
                 f"WorkerConfig: start_method must be 'fork', 'forkserver' or 'spawn', got {self.start_method!r}"

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from numbers import Integral
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -27,7 +28,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from energon_bridge.errors import ConfigurationError, SampleError
+from energon_bridge.errors import ConfigurationError, SampleError, is_whole
 from energon_bridge.samples.pixels import Layout, bits_of, look_up, resample_as_torch, values_in
 from energon_bridge.samples.stacking import lent
 from energon_bridge.samples.streaming import LARGE
@@ -346,13 +347,13 @@ def _size_for(height: int, width: int, sides: tuple[int, ...], max_size: int | N
 
 
 def _sides_of(name: str, size: Any) -> tuple[int, ...]:
-    sides = (size,) if isinstance(size, int) else tuple(size)
-    fits = all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in sides)
+    sides = (size,) if isinstance(size, Integral) else tuple(size)
+    fits = all(is_whole(side) and side > 0 for side in sides)
     if not fits or len(sides) not in (1, 2):
         raise ConfigurationError(
             f"{name} must be a number of pixels, or (height, width), both at least 1, got {size!r}"
         )
-    return sides
+    return tuple(map(int, sides))
 
 
 def _both(name: str, size: Any) -> tuple[int, int]:

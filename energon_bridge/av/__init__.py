@@ -4,7 +4,7 @@
 `whole` decode its video (by its packets, which `headers` judges, or from its beginning), `sound` its sound.
 """
 
-from energon_bridge.av.decoder import AV_EXTENSIONS, AVDecoder, get_clips_uniform, get_single_frames_uniform
+from energon_bridge.av.decoder import AVDecoder, get_clips_uniform, get_single_frames_uniform
 from energon_bridge.av.media import AVData
 
-__all__ = ["AV_EXTENSIONS", "AVData", "AVDecoder", "get_clips_uniform", "get_single_frames_uniform"]
+__all__ = ["AVData", "AVDecoder", "get_clips_uniform", "get_single_frames_uniform"]

@@ -23,7 +23,7 @@ from energon_bridge.av.sound import AudioReader, as_floats, resample
 from energon_bridge.av.streams import PacketsDifferError, Pixels, Reader, VideoReader, beyond, clip_of, is_over
 from energon_bridge.av.whole import WholeReader
 from energon_bridge.errors import ConfigurationError, DecodeError, UnfitSampleError
-from energon_bridge.format.media import HEAD_BYTES, AVMetadata, extensions_of
+from energon_bridge.format.media import HEAD_BYTES, AVMetadata
 from energon_bridge.rng import IntArray
 from energon_bridge.storage import ByteRange, open_store
 from energon_bridge.storage.ranges import RangeReader
@@ -37,7 +37,6 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-AV_EXTENSIONS = extensions_of("av")
 
 Clips: TypeAlias = "tuple[list[torch.Tensor], list[tuple[float, float]]]"
 Ranges = Sequence[tuple[float, float]]

@@ -10,6 +10,7 @@ import click
 
 from energon_bridge.errors import ConfigurationError, FieldMapError
 from energon_bridge.format.field_map import FieldMap, check_kinds, describe_fields
+from energon_bridge.format.media import kind_by_name
 from energon_bridge.prepare.dataset_yaml import FirstSample, check_found, render_dataset_yaml
 from energon_bridge.prepare.split import SplitRule, parse_ratio
 from energon_bridge.samples import sample_type_by_name, sample_type_names
@@ -98,27 +99,43 @@ def ask_field_map(sample_type: type, samples: Sequence[FirstSample]) -> dict[str
 
 
 def _propose_type(samples: Sequence[FirstSample]) -> str:
-    """Return the first sample type whose required fields use every part of the samples, one each."""
-    parts = _part_names(samples)
-    for name in sample_type_names():
+    """Return the first sample type whose required fields use every part of the samples, one each.
+
+    A JSON part beside at least two others may be left over: it says where they are from.
+    """
+    parts = _accesses(samples)
+    has_json = any(part.endswith("json") for part in _part_names(samples))
+    for name in sample_type_names() if len(parts) > has_json else ():
         required = {field for field, needed, _ in describe_fields(sample_type_by_name(name)) if needed}
         proposed = _propose_fields(sample_type_by_name(name), samples)
-        if proposed.keys() == required and sorted(fits[0] for fits in proposed.values()) == parts:
+        if proposed.keys() >= required and sorted(fits[0] for fits in proposed.values()) == parts:
             return name
     return _CRUDE
+
+
+def _accesses(samples: Sequence[FirstSample]) -> list[str]:
+    """Return the parts that are not JSON; those of images are one access (`jpg,png`) if no sample has two of them."""
+    parts = [part for part in _part_names(samples) if not part.endswith("json")]
+    images = [part for part in parts if kind_by_name(part) == "image"]
+    if any(len(sample.parts.keys() & images) > 1 for sample in samples):
+        return parts
+    return sorted({",".join(images) if part in images else part for part in parts})
 
 
 def _propose_fields(sample_type: type, samples: Sequence[FirstSample]) -> dict[str, list[str]]:
     """Return the parts that fit each required field, the proposed one first: that with the field's name, or the first.
 
     No part is proposed for two fields. JSON parts never are: only the user knows which value inside one is meant.
+    Of optional fields, the label gets a class.
     """
     fields: dict[str, list[str]] = {}
-    parts = {part for part in _part_names(samples) if not part.endswith("json")}
+    parts = set(_accesses(samples))
     for name, required, _ in describe_fields(sample_type):
         taken = {fits[0] for fits in fields.values()}
-        free = sorted(parts - taken, key=lambda part: (part != name, part)) if required else []
-        if fits := [part for part in free if _fits(name, part, sample_type, samples)]:
+        free = parts - taken if required else {"cls"} & parts - taken if name == "label" else set()
+        free -= {part for part in free if name == "image" and kind_by_name(part) == "av"}
+        ordered = sorted(free, key=lambda part: (part != name, part))
+        if fits := [part for part in ordered if _fits(name, part, sample_type, samples)]:
             fields[name] = fits
     return fields
 

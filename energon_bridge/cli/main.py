@@ -34,6 +34,13 @@ _COMMANDS = {
     "which": "Name the samples of a step, without reading data.",
 }
 
+_ANSWERS = {
+    "prepare": "--split-ratio 8,1,1, then --sample-type CaptioningSample --field-map "
+    '\'{"image": "jpg", "caption": "txt"}\', or --sample-type CrudeWebdataset, or --skip-dataset-yaml; and '
+    "--force-overwrite if PATH is prepared already.",
+    "convert": "--no-ask takes the proposals; --sample-type, --field and --split-ratio change them.",
+}
+
 
 class SuggestingGroup(click.Group):
     """A group that answers an unknown subcommand with the nearest one."""
@@ -68,6 +75,14 @@ class _LazyGroup(SuggestingGroup):
             return self._invoke_alone(ctx)
         try:
             return super().invoke(ctx)
+        except click.Abort:
+            if sys.stdin.isatty():
+                raise
+            name = str(ctx.invoked_subcommand)
+            raise click.ClickException(
+                f"`energon {name}` asks a question, but there is no terminal to answer it. Answer with options: "
+                f"{_ANSWERS.get(name, 'see --help')}"
+            ) from None
         except EnergonError as error:
             if ctx.params.get("debug"):
                 raise
@@ -78,10 +93,6 @@ class _LazyGroup(SuggestingGroup):
             sys.stdin = nothing
             try:
                 return self.invoke(ctx)
-            except click.Abort:
-                raise click.ClickException(
-                    "the command asks a question, but stdin is closed. Each question has a flag: see --help."
-                ) from None
             finally:
                 sys.stdin = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -24,7 +25,7 @@ from energon_bridge.cli.prepare_options import (
 )
 from energon_bridge.errors import ConfigurationError, MetadataError, NotPreparedError
 from energon_bridge.format.jsonl import index_jsonl, is_jsonl
-from energon_bridge.format.nvmeta import meta_path, read_info
+from energon_bridge.format.nvmeta import INFO_JSON, meta_path, prepared_within, read_info, refuse_meta_path
 from energon_bridge.format.parallel import Workers
 from energon_bridge.prepare.dataset_yaml import check_found, parse_field_map, read_first_samples, render_dataset_yaml
 from energon_bridge.prepare.duplicates import rename_duplicates
@@ -163,8 +164,11 @@ def command(
         )
     store = open_store(path)
     store.check_root()
+    refuse_meta_path(store.root, path)
     _confirm_overwrite(store, force=force_overwrite, non_interactive=non_interactive)
     shards = find_shards(store, exclude=exclude)
+    if not force_overwrite:
+        _refuse_datasets_within(store, shards)
     named = f"; the first is {shards[0]}, the last is {shards[-1]}" if len(shards) > 1 else f": {shards[0]}"
     click.echo(f"Found {count_of(len(shards), 'tar file')}{named}.")
     rule = _split_rule(split_ratio, split_parts, shuffle=shuffle_tars, non_interactive=non_interactive)
@@ -258,7 +262,17 @@ def _confirm_overwrite(store: Store, *, force: bool, non_interactive: bool) -> N
         return
     if non_interactive:
         raise ConfigurationError(f"{store.root}: already prepared. Use --force-overwrite to prepare it again.")
-    click.confirm("The dataset has been prepared before. Prepare it again?", abort=True)
+    if not click.confirm("The dataset has been prepared before. Prepare it again?"):
+        raise ConfigurationError(f"{store.root}: left as it is.")
+
+
+def _refuse_datasets_within(store: Store, shards: Sequence[str]) -> None:
+    infos = [name for name, _ in store.list(INFO_JSON) if name.endswith(f"/{meta_path(INFO_JSON)}")]
+    roots = [name.removesuffix(meta_path(INFO_JSON)) for name in infos]
+    if roots := [root[:-1] for root in roots if any(shard.startswith(root) for shard in shards)]:
+        raise ConfigurationError(
+            f"{store.root}: {prepared_within(roots)} --force-overwrite makes one dataset of all tars instead."
+        )
 
 
 def _split_rule(

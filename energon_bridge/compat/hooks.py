@@ -65,6 +65,7 @@ class _Built:
 
 def _as_built(spec: DatasetSpec, encoder: Any, hook: str) -> DatasetSpec:
     """Return the dataset as the hooks of its encoder put it together."""
+    encoder = DefaultTaskEncoder() if encoder is None else encoder
     if not isinstance(encoder, DefaultTaskEncoder) or not _overridden(encoder):
         return spec
     loaded = factories.loaded_datasets(spec.with_settings(batch_size=None, packing_buffer_size=None))
@@ -82,7 +83,7 @@ def _as_built(spec: DatasetSpec, encoder: Any, hook: str) -> DatasetSpec:
         arguments["shuffle_buffer_size"] = spec.settings.shuffle_buffer_size or None
         arguments |= {"blend_mode": loaded.blend_mode, "repeat": not spec.finite}
     built = _read(getattr(encoder, hook)(**arguments), spec, encoder)
-    expected = _read(getattr(DefaultTaskEncoder, hook)(DefaultTaskEncoder(), **arguments), spec, encoder)
+    expected = _read(getattr(_Unchanged(), hook)(**arguments), spec, encoder)
     for name in ("sources", "joined", "cycled"):
         there, here = getattr(built, name), getattr(expected, name)
         if not _same(there, here):
@@ -96,8 +97,13 @@ def _as_built(spec: DatasetSpec, encoder: Any, hook: str) -> DatasetSpec:
     return spec
 
 
-def _overridden(encoder: DefaultTaskEncoder) -> bool:
-    return any(getattr(type(encoder), name) is not getattr(DefaultTaskEncoder, name) for name in HOOKS)
+_OWN = {name: vars(DefaultTaskEncoder)[name] for name in HOOKS}
+_Unchanged: type[DefaultTaskEncoder] = type("DefaultTaskEncoder", (DefaultTaskEncoder,), _OWN)
+"""Has its own hooks where a program has replaced those of the class."""
+
+
+def _overridden(encoder: DefaultTaskEncoder) -> list[str]:
+    return [name for name in HOOKS if getattr(type(encoder), name) is not _OWN[name] or name in vars(encoder)]
 
 
 def _read(made: Any, spec: DatasetSpec, encoder: Any) -> _Built:
@@ -180,9 +186,8 @@ def _told(built: _Built) -> str:
 
 
 def _refused(encoder: Any, complaint: str) -> Exception:
-    names = [name for name in HOOKS if getattr(type(encoder), name) is not getattr(DefaultTaskEncoder, name)]
     return NotProvidedError(
-        f"{type(encoder).__qualname__} overrides {' and '.join(names)} in a way that has no counterpart in "
-        f"energon_bridge: {complaint}. Describe a mix with a metadataset, a Blender or a dict, and process samples in "
-        "the other hooks of the task encoder."
+        f"{type(encoder).__qualname__} overrides {' and '.join(_overridden(encoder))} in a way that has no counterpart "
+        f"in energon_bridge: {complaint}. Describe a mix with a metadataset, a Blender or a dict, and process samples "
+        "in the other hooks of the task encoder."
     )

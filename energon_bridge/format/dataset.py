@@ -15,7 +15,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -51,7 +51,7 @@ class PreparedDataset:
     """One split part of a prepared dataset; arrays have one entry per shard of `shard_names`.
 
     `source_path` is its path in the `SourceInfo` of its samples; None: its own path. `key_format` makes keys from the
-    numbers of samples, for datasets whose samples have no keys.
+    numbers of samples, for datasets whose samples have no keys. `config_name` is the name of its dataset.yaml.
     """
 
     key_format: ClassVar[str | None] = None
@@ -71,12 +71,18 @@ class PreparedDataset:
     fingerprint: str
     num_samples: int
     has_checksums: bool = False
+    config_name: str = DEFAULT_DATASET_CONFIG
     source_path: Any = field(default=None, repr=False, compare=False)
 
     @property
     def index_remedy(self) -> str:
         """Return what to do about a wrong index of a shard."""
         return f"Rebuild it with `energon prepare --tar-index-only {self.path}`."
+
+    def missing_field(self, parts: Mapping[str, Any], there: Iterable[str]) -> Exception | None:
+        """Return the error for the first field of the field map that `parts` lack; the sample has the parts `there`."""
+        where = self.store.url(meta_path(self.config_name))
+        return None if self.field_map is None else self.field_map.missing(parts, there, where=where)
 
 
 def open_dataset(
@@ -136,6 +142,7 @@ def read_prepared(
         excluded=excluded,
         fingerprint=fingerprint,
         has_checksums=info.has_checksums,
+        config_name=dataset_config,
     )
     return dataset, config
 
@@ -151,6 +158,7 @@ def prepared(
     excluded: frozenset[tuple[str, str]],
     fingerprint: str,
     has_checksums: bool = False,
+    config_name: str = DEFAULT_DATASET_CONFIG,
 ) -> PreparedDataset:
     """Build a dataset from its parts; `counts` and `sizes` have an entry per shard."""
     return PreparedDataset(
@@ -169,6 +177,7 @@ def prepared(
         fingerprint=fingerprint,
         num_samples=sum(counts),
         has_checksums=has_checksums,
+        config_name=config_name,
     )
 
 

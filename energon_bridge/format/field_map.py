@@ -38,16 +38,23 @@ class FieldMap:
         """Return {field: value}; raises FieldAccessError naming the field, its access and the parts of the sample."""
         try:
             return {field: getter(parts) for field, getter in self._getters}
-        except KeyError as error:  # of a field that is a part
+        except KeyError as error:
             raise self.missing(parts, parts) or error from None
 
-    def missing(self, parts: Mapping[str, Any], there: Iterable[str]) -> FieldAccessError | None:
-        """Return the error for the first field missing from `parts`; it names all parts in `there`."""
+    def missing(self, parts: Mapping[str, Any], there: Iterable[str], *, where: str = "") -> FieldAccessError | None:
+        """Return the error for the first field missing from `parts`; it names the file and all parts in `there`."""
         for field, getter in self._getters:
             try:
                 getter(parts)
-            except (KeyError, FieldAccessError):
-                return _not_found(field, parse_access(self.fields[field], where="field_map", field=field), there)
+            except KeyError:
+                at, access = f"{where}, " if where else "", self.fields[field]
+                names = [name for name in there if not name.startswith("__")]
+                inner = [f"{part}[{key}]" for part, value in parts.items() if isinstance(value, dict) for key in value]
+                hint = did_you_mean(access, [*names, *inner])
+                shown = ", ".join(names) or "none"
+                return FieldAccessError(
+                    f"{at}field `{field}`: nothing at {access!r}; the sample has the parts {shown}.{hint}"
+                )
         return None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -206,7 +213,7 @@ def _compile(field: str, alternatives: tuple[Alternative, ...]) -> Callable[[Map
                 return value
             except (KeyError, IndexError, ValueError, TypeError):
                 continue
-        raise _not_found(field, alternatives, parts)
+        raise KeyError(field)
 
     return get_value
 
@@ -215,12 +222,6 @@ def _entry(value: Any, step: str) -> Any:
     if not isinstance(value, Mapping):
         raise TypeError  # text has indices too, but a step into it is a mistake in the map
     return value[step]
-
-
-def _not_found(field: str, alternatives: tuple[Alternative, ...], parts: Iterable[str]) -> FieldAccessError:
-    access = ",".join(part + "".join(f"[{step}]" for step in steps) for part, steps in alternatives)
-    there = ", ".join(name for name in parts if not name.startswith("__")) or "none"
-    return FieldAccessError(f"field `{field}`: nothing at {access!r}; the sample has the parts {there}.")
 
 
 def describe_fields(sample_type: type) -> list[tuple[str, bool, str]]:

@@ -117,6 +117,9 @@ def extensions_of(kind: MediaKind) -> frozenset[str]:
     return frozenset(name for one in known for name in one.extensions)
 
 
+IMAGE_EXTENSIONS, AV_EXTENSIONS = extensions_of("image"), extensions_of("av")
+
+
 @cache
 def open_heic() -> None:
     """Register pillow-heif, so that Pillow opens HEIC images."""

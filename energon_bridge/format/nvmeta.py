@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from energon_bridge import __version__
 from energon_bridge.errors import (
@@ -176,6 +177,7 @@ DEFAULT_DATASET_CONFIG = "dataset.yaml"
 # The release of energon whose formats are written, and what wrote them; energon's readers take any text here.
 CHECKSUMS = ".checksums"
 FORMAT_VERSION = f"7.4.1+energon-bridge.{__version__}"
+_MOST_SHOWN = 4
 _MAX_COUNT = 1 << 48
 """More samples than a shard can have (a sample takes at least 512 bytes); sums of counts stay exact in 64 bits."""
 
@@ -312,12 +314,32 @@ def has_checksums(store: Store) -> bool:
 
 def not_prepared(root: str) -> NotPreparedError:
     """Return the error for a folder without `.nv-meta`: it may hold tars to prepare, or files to convert first."""
+    refuse_meta_path(root, root)
+    if inner := sorted(path.parent.parent.name for path in Path(root).glob(f"*/{meta_path(INFO_JSON)}")):
+        return NotPreparedError(f"{root}: not prepared itself, but {prepared_within(inner)}")
     far = ""
     if root.startswith(("http://", "https://")):
         far = " A web server cannot list its files, so parquet files there are given by their own URLs."
     return NotPreparedError(
         f"{root}: not prepared ({meta_path(INFO_JSON)} is missing). Run `energon prepare {root}` if it holds tars, or "
         f"`energon convert {root} OUT` if it holds pictures, JSON, CSV or parquet files.{far}"
+    )
+
+
+def refuse_meta_path(folder: str, path: str) -> None:
+    """Raise MetadataError for a path that is the folder `.nv-meta` of a dataset, or a file of that folder."""
+    root, _, name = folder.rpartition("/")
+    if name == META_FOLDER:
+        raise MetadataError(f"{path}: this belongs to a prepared dataset: give its folder, {root}")
+
+
+def prepared_within(folders: Sequence[str]) -> str:
+    """Return a sentence about folders that are prepared datasets: how they are used together."""
+    shown = [*folders[:_MOST_SHOWN], *["…"] * (len(folders) > _MOST_SHOWN)]
+    datasets = ", ".join(f"{{path: {folder}}}" if folder != "…" else folder for folder in shown)
+    return (
+        f"{', '.join(shown)} in it {'is a prepared dataset' if len(folders) == 1 else 'are prepared datasets'}. Give "
+        f"one of them, or a mix, a file mix.yaml beside them: `splits: {{train: {{datasets: [{datasets}]}}}}`."
     )
 
 

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import spawn
+from numbers import Integral
 from typing import Any, Protocol, TypeVar
 
 from energon_bridge.errors import ConfigurationError, EnergonError
@@ -42,7 +43,7 @@ def map_shards(
     Raises what the function raises, for the first such item in their order, and EnergonError if a worker was killed.
     Close the generator to stop the workers.
     """
-    if not isinstance(num_workers, int):
+    if not isinstance(num_workers, int | Integral):
         yield from num_workers.map_shards(function, items)
         return
     num_workers = min(num_workers, len(items))

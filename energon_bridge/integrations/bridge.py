@@ -20,7 +20,7 @@ from typing import Any
 
 from energon_bridge.dataloader import EnergonDataloader
 from energon_bridge.datamodule import BalanceMode, EnergonMultiModalDataModule, ReplicaLoading, check_names
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.errors import ConfigurationError, check_number
 from energon_bridge.integrations.bridge_encoders import (
     HFEnergonTaskEncoderConfig,
     NemotronOmniEnergonTaskEncoderConfig,
@@ -306,10 +306,7 @@ def _refuse(text: str) -> None:
 
 
 def _check_number(name: str, value: Any, least: int, *, optional: bool = False) -> None:
-    if optional and value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        _refuse(f"{name} must be an integer of at least {least}{' or None' if optional else ''}, got {value!r}")
+    check_number(f"EnergonDatasetConfig: {name}", value, least, optional=optional)
 
 
 def _check_plain(where: str, value: Any) -> None:

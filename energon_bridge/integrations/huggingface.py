@@ -30,16 +30,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
-from transformers import Trainer, TrainerCallback
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
-from transformers.trainer_utils import get_last_checkpoint
 
 from energon_bridge.dataloader import EnergonDataloader
 from energon_bridge.datasets import get_savable_loader
-from energon_bridge.errors import ConfigurationError, MaskedMicrobatchesError, StateFormatError
+from energon_bridge.errors import ConfigurationError, MaskedMicrobatchesError, StateFormatError, optional_packages
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.replica import Balance
 from energon_bridge.task_encoder.inputs import IGNORED_LABEL, Inputs, model_inputs, unwrapped
+
+with optional_packages():
+    from transformers import Trainer, TrainerCallback
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+    from transformers.trainer_utils import get_last_checkpoint
 
 logger = logging.getLogger(__name__)
 

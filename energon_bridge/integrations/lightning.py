@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor
 
 from energon_bridge.dataloader import EnergonDataloader
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.errors import ConfigurationError, optional_packages
 from energon_bridge.integrations.feedback import MixFeedback
 from energon_bridge.integrations.report import RankSummary, RunRecorder, gathered, summary
 from energon_bridge.integrations.report_page import write_report
+
+with optional_packages():
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import TQDMProgressBar
 
 
 class _Clock:

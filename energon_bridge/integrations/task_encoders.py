@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.errors import ConfigurationError, optional_packages
 from energon_bridge.task_encoder.families import ChatConfig, ChatTemplateTaskEncoder
 from energon_bridge.task_encoder.layout import MultiModalSampleConfig
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
@@ -132,10 +132,8 @@ def load_processors(
     Raises:
         ConfigurationError: transformers is not installed, or one of them cannot be loaded.
     """
-    try:
+    with optional_packages():
         from transformers import AutoImageProcessor, AutoTokenizer
-    except ImportError as error:
-        raise ConfigurationError("a declared task encoder needs transformers: pip install transformers") from error
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         if tokenizer is None:
@@ -159,10 +157,8 @@ def load_processor(path: str, *, trust_remote_code: bool = False) -> Any:
     Raises:
         ConfigurationError: transformers is not installed, or it cannot be loaded.
     """
-    try:
+    with optional_packages():
         from transformers import AutoProcessor
-    except ImportError as error:
-        raise ConfigurationError("a declared task encoder needs transformers: pip install transformers") from error
     try:
         return AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

@@ -286,6 +286,11 @@ def _unpack(decode: Callable[[str], bytes], text: str, most: int, field: str) ->
 # Reading -------------------------------------------------------------------------------------------------------------
 
 
+WHAT_A_STATE_IS = (
+    "Pass what save_state_rank, save_state_global or state_dict returned; a run that has no state yet restores none"
+)
+
+
 def _checked_format(state: Any) -> State:
     """Return the document if this version can read it and it is intact."""
     if type(state).__module__.startswith("megatron.energon"):
@@ -295,12 +300,12 @@ def _checked_format(state: Any) -> State:
         )
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = shown(state.get("format")) if isinstance(state, dict) else repr(type(state).__name__)
-        hint = ""
+        hint = f". {WHAT_A_STATE_IS}"
         if isinstance(state, (str, os.PathLike)):
             hint = ". For a path, give what torch.load(path) returns"
         elif isinstance(state, dict):
             inside = [key for key, one in state.items() if isinstance(one, dict) and one.get("format") == FORMAT]
-            hint = f". Its key {shown(inside[0])} holds one: restore that" if inside else ""
+            hint = f". Its key {shown(inside[0])} holds one: restore that" if inside else hint
         raise StateFormatError(f"not a state of energon_bridge: expected format {FORMAT!r}, found {found}{hint}")
     version = state.get("format_version")
     if type(version) is not int or version < 1:

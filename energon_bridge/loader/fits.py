@@ -18,7 +18,7 @@ from energon_bridge.errors import (
     StateFormatError,
     StepMismatchError,
 )
-from energon_bridge.loader.document import OF_THE_RUN, SavedRun, State, read, shown, write
+from energon_bridge.loader.document import OF_THE_RUN, WHAT_A_STATE_IS, SavedRun, State, read, shown, write
 from energon_bridge.stream.state import COUNTERS, LaneState
 from energon_bridge.topology import microbatches_before
 
@@ -161,7 +161,7 @@ def read_all(states: Sequence[Any]) -> SavedRun:
         StateFormatError: They belong to different runs, or one is damaged.
     """
     if not states:
-        raise StateFormatError("no state given")
+        raise StateFormatError(f"no state given. {WHAT_A_STATE_IS}")
     runs = [read(state) for state in states]
     first = runs[0]
     if len(runs) == 1:

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from energon_bridge.errors import ConfigurationError, LoaderError
+from energon_bridge.errors import ConfigurationError, LoaderError, check_number
 from energon_bridge.loader import document as doc
 from energon_bridge.loader.bans import (
     banned_of,
@@ -168,8 +168,7 @@ class Position:
         Raises:
             ConfigurationError: It is no number of steps, or passes without microbatches never reach it.
         """
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise ConfigurationError(f"start_at must be a number of steps of at least 0, got {step!r}")
+        step = check_number("start_at", step, 0)
         virtual = self.plan.data.settings.virtual_epoch_length
         self.epoch_steps = step % virtual if virtual else 0
         self.counts = Counts()

@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from energon_bridge.errors import ConfigurationError, LoaderError, did_you_mean
+from energon_bridge.errors import ConfigurationError, LoaderError, did_you_mean, is_whole
 from energon_bridge.loader.processes import Board, StackFile
 from energon_bridge.loader.ray_actor import dumped, versions
 from energon_bridge.loader.ray_relay import PACKET_BYTES
@@ -72,7 +72,7 @@ def options_of(given: dict[str, Any] | None) -> dict[str, Any]:
             raise ConfigurationError(f"ray_options: there is no option {name!r}{did_you_mean(name, DEFAULTS)}")
         if name in _CHOICES and value not in _CHOICES[name]:
             raise ConfigurationError(f"ray_options: {name} must be one of {', '.join(_CHOICES[name])}, got {value!r}")
-        if name.endswith("_actors") and value is not None and not (isinstance(value, int) and value > 0):
+        if name.endswith("_actors") and value is not None and not (is_whole(value) and value > 0):
             raise ConfigurationError(f"ray_options: {name} must be an integer above 0, got {value!r}")
         if name.endswith("_seconds") and value is not None and not (isinstance(value, int | float) and value > 0):
             raise ConfigurationError(f"ray_options: {name} must be a number of seconds above 0, got {value!r}")

@@ -20,6 +20,7 @@ from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.foreign import ForeignDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import JsonlDataset
+from energon_bridge.format.media import IMAGE_EXTENSIONS
 from energon_bridge.mix import Mix
 from energon_bridge.mix.leaves import Buckets, OpenLeaf
 from energon_bridge.plan.amounts import AmountBlend
@@ -40,7 +41,6 @@ from energon_bridge.stream.user_code import OwnHooks
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.task_encoder.collate import REMEDY_FOR_TYPES
 from energon_bridge.task_encoder.hooks import Hook, is_overridden
-from energon_bridge.task_encoder.images import IMAGE_EXTENSIONS
 from energon_bridge.topology import WorkerConfig, default_num_lanes
 
 DATASET_IS_NO_LOADER = (

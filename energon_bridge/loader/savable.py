@@ -426,7 +426,17 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         return self._position.copied().document
 
     def counters(self) -> list[doc.State]:
-        """Return a row for each leaf with draws, epochs and exact counters of this rank, as `Position.rows` says."""
+        """Return what each leaf gave to this rank since the run began: a row of plain values for each.
+
+        A sample counts when its microbatch is delivered, not when a worker has made it. A state keeps the counters, and
+        `seek` clears them. From a state of all ranks rank 0 continues the sum of their counters, the other ranks begin
+        at 0: so sums over the ranks are those of the run. `draws` and `epochs` are of the lanes of this rank.
+
+        Returns:
+            Per leaf: `path`, `num_samples`; `draws`, `epochs` (draws / num_samples); `samples` delivered; `skipped`,
+            `errors`, `excluded`, `banned`; `bytes` of the samples drawn; too long for a pack: `dropped`, `truncated`,
+            `split`, `pieces`; `encoded_again`, of this loader alone; and what `leaf_rows` names besides.
+        """
         return self._position.rows()
 
     def metrics(self) -> dict[str, float]:

@@ -28,7 +28,7 @@ from energon_bridge.loader.document import State, sign
 from energon_bridge.loader.fits import ABSENT, WINDOWS, mismatch, read_all
 from energon_bridge.loader.position import Mode, Position
 from energon_bridge.loader.run_plan import DatasetSpec, RunPlan
-from energon_bridge.mix.leaves import numbers_of_samples
+from energon_bridge.mix.expression import numbers_of_samples
 from energon_bridge.plan.balance import Integers, assign_microbatches, cut_window, imbalance
 from energon_bridge.plan.choose import Picks, plain_cursors
 from energon_bridge.rng import fold, key_of

@@ -20,7 +20,12 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from energon_bridge.errors import ConfigurationError, did_you_mean
+from energon_bridge.errors import ConfigurationError, EmptyDatasetError, MetadataError, did_you_mean
+from energon_bridge.format.columns import column_of, read_columns
+from energon_bridge.format.dataset import PreparedDataset
+from energon_bridge.format.foreign import ForeignDataset
+from energon_bridge.format.join import JoinedDataset
+from energon_bridge.format.jsonl import JsonlDataset
 
 _MOST_CHARACTERS = 4000
 _LARGEST = 2.0**62
@@ -222,6 +227,99 @@ def _magnitude(value: np.ndarray) -> np.ndarray:
 
 def _kind(value: np.ndarray) -> str:
     return {"b": "true or false", "i": "a number", "f": "a number", "U": "a string"}.get(value.dtype.kind, "no number")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Expressions over the columns of a dataset: what the core asks for by the registry.
+
+
+_REMEDIES = {
+    "tokens": "--processor MODEL (or --encoder MODULE:ENCODER)",
+    "bytes": "--bytes",
+    "sound_seconds": "--sound-seconds",
+    "width": "--image-size",
+    "height": "--image-size",
+}
+"""What makes a column, by its name."""
+
+
+def kept_samples(
+    dataset: PreparedDataset | JoinedDataset, text: str, start: int, stop: int, *, where: str
+) -> np.ndarray:
+    """Return the numbers of the samples in [start, stop) that a filter keeps, ascending, int32 or int64.
+
+    Raises ConfigurationError for a wrong expression or column, MetadataError for a column of other shards or a dataset
+    that can have none, and EmptyDatasetError if nothing is kept.
+    """
+    numbers = start + np.flatnonzero(_evaluated(evaluate, dataset, text, start, stop, where=where, use="filtered"))
+    if not numbers.size:
+        raise EmptyDatasetError(f"{dataset.path}: none of its {stop - start} samples passes the filter {text!r}")
+    return numbers.astype(np.int32) if stop <= np.iinfo(np.int32).max else numbers
+
+
+def numbers_of_samples(
+    dataset: PreparedDataset | JoinedDataset,
+    text: str,
+    *,
+    where: str,
+    use: str = "balanced by them",
+    counts: bool = False,
+) -> np.ndarray:
+    """Return the number that an expression of columns gives for each sample, floats of shape (dataset.num_samples,).
+
+    `use` and `counts` (the weights of a blend are shares of it) are for the errors.
+
+    Raises ConfigurationError for a wrong expression or column, MetadataError for a column of other shards or a dataset
+    that can have none.
+    """
+    return _evaluated(evaluate_number, dataset, text, 0, dataset.num_samples, where=where, use=use, counts=counts)
+
+
+def values_of_samples(dataset: PreparedDataset | JoinedDataset, text: str) -> np.ndarray:
+    """Return what an expression of columns gives for each sample, numbers or texts, shape (dataset.num_samples,).
+
+    Raises ConfigurationError for a wrong expression or column, MetadataError for a dataset that can have none.
+    """
+    where, count = dataset.path, dataset.num_samples
+    return _evaluated(evaluate_value, dataset, text, 0, count, where=where, use="grouped by them")
+
+
+def _evaluated(
+    how: Callable[..., np.ndarray],
+    dataset: PreparedDataset | JoinedDataset,
+    text: str,
+    start: int,
+    stop: int,
+    *,
+    where: str,
+    use: str,
+    counts: bool = False,
+) -> np.ndarray:
+    """Return what an expression of columns gives for samples [start, stop); `how` is an `evaluate…` function."""
+    if isinstance(dataset, (JoinedDataset, JsonlDataset)):
+        what = "a join" if isinstance(dataset, JoinedDataset) else "a JSONL file"
+        raise MetadataError(f"{where}: {what} has no columns and cannot be {use}: {text}")
+    names, hint = column_names(text), ""
+    columns: dict[str, np.ndarray]
+    if isinstance(dataset, ForeignDataset):
+        known: Mapping[str, object] = dict.fromkeys(dataset.columns)
+        columns = {name: dataset.read_values(name)[start:stop] for name in names if name in known}
+    else:
+        known = added = read_columns(dataset.store)
+        columns = {name: column_of(dataset, name, added)[start:stop] for name in names if name in added}
+        hint = "" if added else f" Add one: energon columns add {dataset.path} --help"
+    missing = [name for name in names if name not in known]
+    if counts and missing:
+        how_to_add = _REMEDIES.get(missing[0], f"{missing[0]} --of MODULE:FUNCTION")
+        hint = (
+            f" The weights of its blend are shares of `{text}`. Add it: energon columns add {dataset.path} {how_to_add}"
+        )
+    if len(columns) < len(known):  # for the error, which lists them
+        columns |= {name: np.empty(0) for name in known.keys() - columns.keys()}
+    try:
+        return how(text, columns, num_samples=stop - start)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{dataset.path}: {error}{hint}") from error
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -14,18 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from energon_bridge.errors import ConfigurationError, DatasetError, EmptyDatasetError, MetadataError
-from energon_bridge.format.columns import column_of, read_columns
 from energon_bridge.format.dataset import PreparedDataset
-from energon_bridge.format.foreign import ForeignDataset
 from energon_bridge.format.join import JoinedDataset
-from energon_bridge.format.jsonl import JsonlDataset, is_jsonl, open_jsonl
+from energon_bridge.format.jsonl import is_jsonl, open_jsonl
 from energon_bridge.format.key_index import key_index_version
 from energon_bridge.format.nvmeta import read_info
-from energon_bridge.mix.expression import all_of, column_names, evaluate, evaluate_number, evaluate_value
 from energon_bridge.mix.flatten import Mix
 from energon_bridge.mix.joins import aux_of_join, open_join
 from energon_bridge.mix.opener import DatasetOpener
 from energon_bridge.mix.tree import AuxRef, JoinRef, LeafRef, combine_multipliers, evaluate_subset
+from energon_bridge.registry import load
 from energon_bridge.rng import IntArray
 from energon_bridge.samples import CrudeSample
 from energon_bridge.samples.showing import counted
@@ -173,8 +171,11 @@ def open_leaves(
             raise EmptyDatasetError(
                 f"{ref.where}: the subset of {dataset.path} contains none of its {dataset.num_samples} samples"
             )
-        text = all_of(ref.filters) if isinstance(ref, LeafRef) else ""
-        kept = kept_samples(dataset, text, start, stop, where=ref.where) if text else None
+        text, kept = "", None
+        if isinstance(ref, LeafRef) and ref.filters:
+            expressions = load("columns", "expressions")
+            text = expressions.all_of(ref.filters)
+            kept = expressions.kept_samples(dataset, text, start, stop, where=ref.where)
         share = entry.weight if entry.repetitions is None else entry.repetitions
         leaf = OpenLeaf(
             dataset=dataset,
@@ -197,6 +198,7 @@ def counting(leaf: OpenLeaf, unit: str, *, where: str) -> OpenLeaf:
     Raises ConfigurationError for a wrong expression or column, MetadataError for a dataset that can have none.
     """
     path = leaf.dataset.path
+    numbers_of_samples = load("columns", "expressions").numbers_of_samples
     found = numbers_of_samples(leaf.dataset, unit, where=where, use="counted by them", counts=True)
     whole = np.rint(found * _PARTS)
     own = whole[leaf.start : leaf.stop] if leaf.kept is None else whole[leaf.kept]
@@ -211,95 +213,6 @@ def counting(leaf: OpenLeaf, unit: str, *, where: str) -> OpenLeaf:
     digest = hashlib.blake2b(own.tobytes(), digest_size=8).hexdigest()
     amounts = Amounts(of_samples=whole, total=int(own.sum()), fingerprint=digest)
     return dataclasses.replace(leaf, amounts=amounts)
-
-
-_REMEDIES = {
-    "tokens": "--processor MODEL (or --encoder MODULE:ENCODER)",
-    "bytes": "--bytes",
-    "sound_seconds": "--sound-seconds",
-    "width": "--image-size",
-    "height": "--image-size",
-}
-"""What makes a column, by its name."""
-
-
-def kept_samples(
-    dataset: PreparedDataset | JoinedDataset, text: str, start: int, stop: int, *, where: str
-) -> np.ndarray:
-    """Return the numbers of the samples in [start, stop) that a filter keeps, ascending, int32 or int64.
-
-    Raises ConfigurationError for a wrong expression or column, MetadataError for a column of other shards or a dataset
-    that can have none, and EmptyDatasetError if nothing is kept.
-    """
-    numbers = start + np.flatnonzero(_evaluated(evaluate, dataset, text, start, stop, where=where, use="filtered"))
-    if not numbers.size:
-        raise EmptyDatasetError(f"{dataset.path}: none of its {stop - start} samples passes the filter {text!r}")
-    return numbers.astype(np.int32) if stop <= np.iinfo(np.int32).max else numbers
-
-
-def numbers_of_samples(
-    dataset: PreparedDataset | JoinedDataset,
-    text: str,
-    *,
-    where: str,
-    use: str = "balanced by them",
-    counts: bool = False,
-) -> np.ndarray:
-    """Return the number that an expression of columns gives for each sample, floats of shape (dataset.num_samples,).
-
-    `use` and `counts` (the weights of a blend are shares of it) are for the errors.
-
-    Raises ConfigurationError for a wrong expression or column, MetadataError for a column of other shards or a dataset
-    that can have none.
-    """
-    return _evaluated(evaluate_number, dataset, text, 0, dataset.num_samples, where=where, use=use, counts=counts)
-
-
-def values_of_samples(dataset: PreparedDataset | JoinedDataset, text: str) -> np.ndarray:
-    """Return what an expression of columns gives for each sample, numbers or texts, shape (dataset.num_samples,).
-
-    Raises ConfigurationError for a wrong expression or column, MetadataError for a dataset that can have none.
-    """
-    where, count = dataset.path, dataset.num_samples
-    return _evaluated(evaluate_value, dataset, text, 0, count, where=where, use="grouped by them")
-
-
-def _evaluated(
-    how: Callable[..., np.ndarray],
-    dataset: PreparedDataset | JoinedDataset,
-    text: str,
-    start: int,
-    stop: int,
-    *,
-    where: str,
-    use: str,
-    counts: bool = False,
-) -> np.ndarray:
-    """Return what an expression of columns gives for samples [start, stop); `how` is an `evaluate…` function."""
-    if isinstance(dataset, (JoinedDataset, JsonlDataset)):
-        what = "a join" if isinstance(dataset, JoinedDataset) else "a JSONL file"
-        raise MetadataError(f"{where}: {what} has no columns and cannot be {use}: {text}")
-    names, hint = column_names(text), ""
-    columns: dict[str, np.ndarray]
-    if isinstance(dataset, ForeignDataset):
-        known: Mapping[str, object] = dict.fromkeys(dataset.columns)
-        columns = {name: dataset.read_values(name)[start:stop] for name in names if name in known}
-    else:
-        known = added = read_columns(dataset.store)
-        columns = {name: column_of(dataset, name, added)[start:stop] for name in names if name in added}
-        hint = "" if added else f" Add one: energon columns add {dataset.path} --help"
-    missing = [name for name in names if name not in known]
-    if counts and missing:
-        how_to_add = _REMEDIES.get(missing[0], f"{missing[0]} --of MODULE:FUNCTION")
-        hint = (
-            f" The weights of its blend are shares of `{text}`. Add it: energon columns add {dataset.path} {how_to_add}"
-        )
-    if len(columns) < len(known):  # for the error, which lists them
-        columns |= {name: np.empty(0) for name in known.keys() - columns.keys()}
-    try:
-        return how(text, columns, num_samples=stop - start)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{dataset.path}: {error}{hint}") from error
 
 
 def number_leaves(leaves: Sequence[OpenLeaf]) -> tuple[OpenLeaf, ...]:
@@ -406,6 +319,7 @@ def cut_into_buckets(
     Raises:
         ConfigurationError, MetadataError: An expression is wrong, or there are too many buckets.
     """
+    values_of_samples = load("columns", "expressions").values_of_samples
     found: dict[str, list[tuple[OpenLeaf, np.ndarray]]] = {}
     rows: dict[str, int] = {}
     for leaf in leaves:

@@ -9,13 +9,13 @@ from typing import Any, Self, Union
 
 from energon_bridge.errors import ConfigurationError, MetadataError
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG
-from energon_bridge.mix.expression import checked_expression, column_names
 from energon_bridge.mix.flatten import Mix, flatten
 from energon_bridge.mix.metadataset import read_metadataset_dict, read_metadataset_file
 from energon_bridge.mix.opener import MIN_DATASETS, MixIndex, index_folders
 from energon_bridge.mix.paths import DatasetKind, kind_of_reference, kind_of_source, resolve_path
 from energon_bridge.mix.schedule import WeightSchedule, exact_number, parse_weight
 from energon_bridge.mix.tree import Blend, Concat, LeafRef, Node, filtered
+from energon_bridge.registry import load
 
 MixSource = Union[str, os.PathLike[str], Mapping[str, Any], "Blender", Sequence[Any]]
 _MAX_DEPTH = 100
@@ -56,7 +56,7 @@ def load_mix(
     )
     tree = _read(source, base=folder, direct=direct, index=index or MixIndex(), where="", depth=0)
     if condition is not None:
-        column_names(condition)  # raises if it cannot be parsed
+        load("columns", "expressions").checked_expression(condition)  # raises if it cannot be parsed
         tree = filtered(tree, condition)
     return flatten(tree)
 
@@ -187,7 +187,7 @@ class Blender:
             if by_size or not isinstance(self.unit, str):
                 what = "needs weights" if by_size else "must be a column or an expression of columns"
                 raise ConfigurationError(f"Blender: unit={self.unit!r} {what}")
-            object.__setattr__(self, "unit", checked_expression(self.unit))
+            object.__setattr__(self, "unit", load("columns", "expressions").checked_expression(self.unit))
 
     @classmethod
     def from_prefixes(cls, prefixes: Sequence[Any], weights: Sequence[Any] | None = None) -> Self:

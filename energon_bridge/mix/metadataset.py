@@ -36,7 +36,6 @@ from energon_bridge.errors import ConfigurationError, MetadataError, UnknownSpli
 from energon_bridge.format.dataset_config import OWN_PACKAGES, is_own
 from energon_bridge.format.documents import Value
 from energon_bridge.format.join import Nonmatch
-from energon_bridge.mix.expression import checked_expression
 from energon_bridge.mix.opener import MixIndex
 from energon_bridge.mix.paths import DatasetKind, kind_of_reference, resolve_path, split_path
 from energon_bridge.mix.schedule import WeightSchedule, exact_number, parse_weight
@@ -54,6 +53,7 @@ from energon_bridge.mix.tree import (
     combine_multipliers,
     parse_subset,
 )
+from energon_bridge.registry import load
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The values of a reference, each read strictly: wrong types are errors that name their place.
@@ -348,7 +348,7 @@ def _expression(item: Value, key: str) -> str | None:
     """Return an optional expression of columns."""
     text = item.text(key)
     try:
-        return text if text is None else checked_expression(text)
+        return text if text is None else load("columns", "expressions").checked_expression(text)
     except ConfigurationError as error:
         raise MetadataError(f"{item.get(key).at}: {error}") from error
 

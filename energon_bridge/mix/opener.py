@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from energon_bridge.errors import MetadataError, NotPreparedError
+from energon_bridge.errors import DatasetError, MetadataError, NotPreparedError
 from energon_bridge.format.dataset import FINGERPRINT_VERSION, PreparedDataset, check_counts, prepared, read_prepared
 from energon_bridge.format.dataset_config import DatasetConfig, DatasetConfigs
 from energon_bridge.format.documents import Value, parse_document
@@ -30,6 +30,7 @@ from energon_bridge.format.nvmeta import (
     NOTHING,
     SPLIT_JSON,
     meta_path,
+    refuse_meta_path,
 )
 from energon_bridge.mix.paths import split_path, user_cache
 from energon_bridge.mix.tree import LeafRef
@@ -130,6 +131,7 @@ class MixIndex:
         if path in self._documents:
             return json.loads(self._documents[path][1])
         folder, name = split_path(path)
+        refuse_meta_path(folder, path)
         data = open_store(folder).read(name)
         key = _line([path, _hash(data)])
         if key in self._saved:
@@ -325,23 +327,29 @@ class DatasetOpener:
     def open(self, ref: LeafRef) -> PreparedDataset:
         """Open the prepared dataset, the JSONL file or the foreign dataset of a reference.
 
-        Errors are those of `open_dataset`, `open_jsonl` and `ForeignFormat.open`.
+        Errors are those of `open_dataset`, `open_jsonl` and `ForeignFormat.open`, after the place in the mix.
         """
         place = _place(ref)
         dataset = self._opened.get(place)
         if dataset is None:
-            if ref.is_jsonl:
-                dataset = open_jsonl(ref.path, files=self._files)
-            elif (foreign := format_named(ref.path)) is not None:
-                dataset = self._foreign(foreign, place)
-            else:
-                dataset = self._prepared_or_foreign(place)
-            self._opened[place] = dataset
+            try:
+                dataset = self._opened[place] = self._open(ref, place)
+            except DatasetError as error:
+                if ref.where in ("", ref.path):
+                    raise
+                raise type(error)(f"{ref.where}: {error}") from error
         return dataset
+
+    def _open(self, ref: LeafRef, place: Place) -> PreparedDataset:
+        if ref.is_jsonl:
+            return open_jsonl(ref.path, files=self._files)
+        if (foreign := format_named(ref.path)) is not None:
+            return self._foreign(foreign, place)
+        return self._prepared_or_foreign(place)
 
     def _prepared_or_foreign(self, place: Place) -> PreparedDataset:
         try:
-            dataset = self._open(place)
+            dataset = self._prepared(place)
         except NotPreparedError:
             foreign = format_at(place[0])
             if foreign is None:
@@ -372,7 +380,7 @@ class DatasetOpener:
         with ThreadPoolExecutor(min(_OPENING_THREADS, len(far)), "energon-open") as pool:
             list(pool.map(try_to_open, far.values()))
 
-    def _open(self, place: Place) -> PreparedDataset:
+    def _prepared(self, place: Place) -> PreparedDataset:
         path, split_part, dataset_config, split_config = place
         store = open_store(path, files=self._files)
         known = self._index.find(place)
@@ -419,6 +427,7 @@ class DatasetOpener:
             excluded=frozenset((shard, key) for shard, key in known.excluded) if known.excluded else NOTHING,
             fingerprint=known.fingerprint,
             has_checksums=known.has_checksums,
+            config_name=place[2],
         )
 
 

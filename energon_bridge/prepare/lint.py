@@ -396,8 +396,7 @@ def _check_sample(
             fields = fields_of(dataset.sample_loader(raw))
             dataset.sample_type(**{"__key__": key, **fields})
     except FieldAccessError as error:
-        missing = None if dataset.field_map is None else dataset.field_map.missing(decoded, parts)
-        report(missing or error)
+        report(dataset.missing_field(decoded, parts) or error)
     except Exception as error:  # a sample loader can raise anything
         report(error)
     return _has_blank(fields)

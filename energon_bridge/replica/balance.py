@@ -32,7 +32,7 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from energon_bridge.errors import BalanceError, ConfigurationError, StepMismatchError
+from energon_bridge.errors import BalanceError, ConfigurationError, StepMismatchError, is_whole
 from energon_bridge.loader.document import State
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.shares import at_window, in_window, sharing_of, why_unplanned, window_settings
@@ -110,10 +110,11 @@ def make_balance(
         raise ConfigurationError(
             f"make_balance: cost must be a function of a batch, such as BatchCost(), got {type(cost).__name__}"
         )
-    if isinstance(window, bool) or not isinstance(window, int) or not 1 <= window <= LONGEST_WINDOW:
+    if not is_whole(window) or not 1 <= window <= LONGEST_WINDOW:
         raise ConfigurationError(
             f"make_balance: window must be a number of global batches, from 1 to {LONGEST_WINDOW}, got {window!r}"
         )
+    window = int(window)  # as states hold it
     if own_share and not isinstance(cost, ColumnCost):
         raise ConfigurationError(
             f"make_balance: own_share=True needs a ColumnCost, which is known before loading, got {type(cost).__name__}"

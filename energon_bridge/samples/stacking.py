@@ -40,12 +40,12 @@ def is_tensor_column(values: Sequence[Any]) -> bool:
 
 
 def stacks(values: Sequence[Any]) -> bool:
-    """Return whether the rows of a field are tensors. Raises ConfigurationError if some are; None is a missing row."""
+    """Return whether the rows of a field are tensors. Raises UnfitSampleError if some are; None is a missing row."""
     if is_tensor_column(values):
         return True
     kinds = {isinstance(value, torch.Tensor): type(value).__name__ for value in values if value is not None}
     if len(kinds) == 2:
-        raise ConfigurationError(
+        raise UnfitSampleError(
             f"the rows of a batch have different types: some hold a tensor, some a {kinds[False]}; make them equal in "
             "encode_sample, or collate them in batch"
         )

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from energon_bridge.errors import ConfigurationError, LoaderError, StorageError
+from energon_bridge.errors import ConfigurationError, LoaderError, StorageError, check_number
 from energon_bridge.samples import SourceInfo
 from energon_bridge.storage.helpers import Threads
 from energon_bridge.storage.node_cache import KeptValues, NodeCache, node_cache
@@ -71,8 +71,7 @@ class FileStoreCachePool(CachePool):
                 "decodes them on get(); it never reads a pickle"
             )
         for name, value in (("num_workers", num_workers), ("max_cache_count", max_cache_count)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"FileStoreCachePool: {name} must be an integer of at least 1, got {value!r}")
+            check_number(f"FileStoreCachePool: {name}", value, 1)
         if not max_cache_size_gbytes > 0:
             raise ConfigurationError(
                 f"FileStoreCachePool: max_cache_size_gbytes must be above 0, got {max_cache_size_gbytes!r}"

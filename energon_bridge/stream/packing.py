@@ -21,11 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from energon_bridge.errors import FatalSampleError, OverLongSampleError
+from energon_bridge.registry import load
 from energon_bridge.rng import IntArray
 from energon_bridge.stream.draws import BatchRow, Draws, reencode, rows_of
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.state import COUNTERS, BufferedRefs, Counts, Stage, as_members
-from energon_bridge.task_encoder.packing import LONGEST_WAIT, Packer
+from energon_bridge.task_encoder.hooks import LONGEST_WAIT
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Which samples of a lane wait to be packed, and in which packs, as integers.
@@ -377,7 +378,7 @@ def _select_microbatches(
                 "or skip the sample in encode_sample"
             )
         measured.append((row, length))
-    packer: Packer[Any] = Packer(limits={"tokens": most}, size_of=int, method="padded_rows")
+    packer = load("packing", "padded_rows")(limits={"tokens": most}, size_of=int, method="padded_rows")
     sizes = np.array([[length] for _, length in measured], dtype=np.int64).reshape(-1, 1)
     places = packer.pack(sizes, flush=last)
     selected = {place for microbatch in places for place in microbatch}

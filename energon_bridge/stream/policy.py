@@ -111,7 +111,8 @@ class ErrorPolicy:
         if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or seconds <= 0):
             raise ConfigurationError(f"ErrorPolicy: read_timeout_seconds must be above 0, or None, got {seconds!r}")
         for name, least in (("min_draws", 1), ("tolerance", 0), ("messages", 0)):
-            check_number(f"ErrorPolicy: {name}", getattr(self, name), least, optional=name == "tolerance")
+            number = check_number(f"ErrorPolicy: {name}", getattr(self, name), least, optional=name == "tolerance")
+            object.__setattr__(self, name, number)
 
 
 def is_of_the_program(error: Exception, encoder: Any) -> bool:
@@ -137,6 +138,10 @@ def _slotted_record(error: AttributeError) -> type | None:
             kinds += kind.__subclasses__()
         kinds = [kind for kind in kinds if str(error).startswith(f"{kind.__name__!r} object has no attribute ")]
     return next((kind for kind in kinds if not kind.__dictoffset__), None)
+
+
+def _ended(sentence: str) -> str:
+    return sentence if sentence.endswith((".", "?")) else f"{sentence}."
 
 
 class FailureTracker:
@@ -221,15 +226,15 @@ class FailureTracker:
         tolerance, is_chosen = self._tolerance(hook)
         if tolerance and failures >= tolerance:
             raise FatalSampleError(
-                f"{name}: {failures} {several} failed in a row, the last one {where}{at}. Fix the data or the hook, "
-                "or allow more with __default_failure_tolerance__ of the encoder, @stateless(failure_tolerance=…) on "
-                "the hook, or ErrorPolicy(tolerance=…)"
+                f"{name}: {failures} {several} failed in a row, the last one {_ended(where + at)} Fix the data or the "
+                "hook, or allow more with __default_failure_tolerance__ of the encoder, "
+                "@stateless(failure_tolerance=…) on the hook, or ErrorPolicy(tolerance=…)"
             ) from error
         if not is_chosen and (always := self._fails_always(error, hook, leaves or {}, several)):
             raise FatalSampleError(
                 f"{name}: {always}. All failed with the same error, so it is probably a mistake in the program or its "
-                f"configuration: {kind}: {text_of(error)}{at}. The last one: {names}. If the data is to blame, raise "
-                "SkipSample for bad samples, or allow failures with ErrorPolicy(tolerance=100)"
+                f"configuration: {_ended(f'{kind}: {text_of(error)}{at}')} The last one: {names}. If the data is to "
+                "blame, raise SkipSample for bad samples, or allow failures with ErrorPolicy(tolerance=100)"
             ) from error
         first = places[0].dataset, hook, type(error)
         self._kinds[first] += 1

@@ -15,7 +15,7 @@ from energon_bridge.stream.conventions import Conventions
 from energon_bridge.stream.failures import FailureLog
 from energon_bridge.stream.policy import ErrorPolicy
 from energon_bridge.stream.watchdog import WatchdogSettings, Words
-from energon_bridge.task_encoder.packing import MAX_LIMIT
+from energon_bridge.task_encoder.hooks import MAX_LIMIT
 from energon_bridge.topology import WorkerConfig
 
 StreamKind = Literal["train", "passes", "finite"]
@@ -79,9 +79,13 @@ class RunSettings:
     def __post_init__(self) -> None:
         if self.checksums not in get_args(Checksums):
             raise ConfigurationError(f"checksums must be always, sampled or never, got {self.checksums!r}")
-        check_numbers({name: getattr(self, name) for name in _LEAST})
+        for name, number in check_numbers({name: getattr(self, name) for name in _LEAST}).items():
+            object.__setattr__(self, name, number)
         if self.shuffle_over_epochs_multiplier != -1:
-            check_number("shuffle_over_epochs_multiplier", self.shuffle_over_epochs_multiplier, 1, optional=True)
+            epochs = check_number(
+                "shuffle_over_epochs_multiplier", self.shuffle_over_epochs_multiplier, 1, optional=True
+            )
+            object.__setattr__(self, "shuffle_over_epochs_multiplier", epochs)
         if self.bucket_batch_size is not None and not self.group_by:
             raise ConfigurationError("bucket_batch_size is for the buckets of group_by, which is not given")
         if self.group_by and (self.batch_size is None or self.packing_buffer_size is not None):
@@ -113,10 +117,10 @@ class RunSettings:
         return "packs" if self.max_tokens_per_microbatch is None else "microbatches"
 
 
-def check_numbers(settings: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError if a setting should be a whole number and is not, or is too small."""
-    for name in settings.keys() & _LEAST.keys():
-        check_number(name, settings[name], _LEAST[name], optional=True)
+def check_numbers(settings: Mapping[str, Any]) -> dict[str, int | None]:
+    """Return the whole numbers among settings. Raises ConfigurationError if one is something else, or too small."""
+    names = settings.keys() & _LEAST.keys()
+    return {name: check_number(name, settings[name], _LEAST[name], optional=True) for name in names}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -201,7 +201,7 @@ class SampleParser(Parser):
             if isinstance(error, FieldAccessError):  # an ignored part may be the one to name
                 with contextlib.suppress(StorageError):
                     there = self.name_of(raws[len(out)], index)[1]
-                error = dataset.field_map.missing(values, there) or error
+                error = dataset.missing_field(values, there) or error
             out.append(FailedSample(error, hook, SamplePlace(path, names[shard], index, key, there)))
         return out
 

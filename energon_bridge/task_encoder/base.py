@@ -26,7 +26,6 @@ from energon_bridge.task_encoder.collate import (
 )
 from energon_bridge.task_encoder.cooking import Cooker, cook_sample
 from energon_bridge.task_encoder.decoder import SampleDecoder
-from energon_bridge.task_encoder.images import Alpha
 
 SampleT = TypeVar("SampleT")
 EncodedT = TypeVar("EncodedT")
@@ -102,8 +101,8 @@ class TaskEncoder(Generic[SampleT, EncodedT, RawBatchT, BatchT]):
         return {}
 
     @property
-    def image_alpha(self) -> Alpha:
-        """What becomes of transparency where images are decoded without alpha. By default it is dropped."""
+    def image_alpha(self) -> str:
+        """What becomes of transparency where images are decoded without alpha: "drop", by default, "white", "keep"."""
         return "drop"
 
     @property
@@ -314,8 +313,9 @@ class _Inner:
 def decoder_of(encoder: Any) -> Any:
     """Return the decoder of an encoder, with the encoder's rule for transparency."""
     decoder = encoder.decoder
-    alpha: Alpha = getattr(encoder, "image_alpha", "drop")
-    return decoder.with_alpha(alpha) if isinstance(decoder, SampleDecoder) else decoder
+    return (
+        decoder.with_alpha(getattr(encoder, "image_alpha", "drop")) if isinstance(decoder, SampleDecoder) else decoder
+    )
 
 
 class AugmentTaskEncoder(TaskEncoder[Any, Any, Any, Any]):

@@ -46,6 +46,7 @@ def check_encoder(encoder: Any) -> None:
         if hook in written:
             _check_call(encoder, hook, arguments)
     _check_names(encoder, own, written)
+    _check_builders(encoder, own)
     if isinstance(encoder, AugmentTaskEncoder):
         check_encoder(encoder.task_encoder)
 
@@ -113,6 +114,19 @@ def _check_names(encoder: Any, own: Sequence[type], written: set[str]) -> None:
                 raise ConfigurationError(f"{name} has an attribute {wrong}, which has no effect: rename it to {meant}")
 
 
+def _check_builders(encoder: Any, own: Sequence[type]) -> None:
+    """Raise for hooks of megatron-energon that only its drop-in has, unless the class uses them itself."""
+    there = {name for kind in type(encoder).__mro__ if kind not in own for name in vars(kind)}  # of the drop-in
+    for name in sorted(_BUILDERS & {name for kind in own for name in vars(kind)} - there):
+        if any(name in _names_used(kind, beside=name) for kind in own):
+            continue
+        raise ConfigurationError(
+            f"{type(encoder).__name__}.{name} is a hook of megatron-energon and never called here: use the other hooks "
+            "of task encoders, or run the program with `python -m energon_bridge.compat`"
+        )
+
+
+_BUILDERS = {f"build_{what}" for what in ("train_datasets", "val_datasets", Hook.BATCH.title, Hook.ENCODE.title)}
 _METHODS = (FunctionType, staticmethod, classmethod)
 _KINDS: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
     {

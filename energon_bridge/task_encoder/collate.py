@@ -126,8 +126,8 @@ def generic_batch(batch: Sequence[Any]) -> Any:
         {'tokens': tensor([[1, 2],
                 [3, 0]]), 'name': ['a', 'b']}
 
-    A dataclass with a `from_samples` of its own collates itself. Raises ConfigurationError if tensors differ in rank or
-    dicts in their keys.
+    A dataclass with a `from_samples` of its own collates itself. Raises UnfitSampleError if tensors differ in rank, or
+    are beside other values than None, or dicts differ in their keys.
     """
     if stacks(batch):
         return batch_pad_stack(batch)

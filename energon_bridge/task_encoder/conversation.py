@@ -25,8 +25,8 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from energon_bridge.av import AV_EXTENSIONS
 from energon_bridge.errors import SampleError
+from energon_bridge.format.media import AV_EXTENSIONS, IMAGE_EXTENSIONS
 from energon_bridge.rows.turns import (
     CONVERSATIONS as _TURNS,
     FLAGS,
@@ -48,7 +48,6 @@ from energon_bridge.rows.turns import (
     system_prompt,
 )
 from energon_bridge.samples import Sample, edataclass
-from energon_bridge.task_encoder.images import IMAGE_EXTENSIONS
 from energon_bridge.task_encoder.templates import parsed
 
 _logger = logging.getLogger(__name__)

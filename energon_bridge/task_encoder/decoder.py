@@ -1,7 +1,7 @@
 """Decodes the raw parts of a sample by the extension of each part's name.
 
     .gz                          unpacked first, up to `max_part_bytes`; then the rest of the name decides
-    IMAGE_EXTENSIONS             decode_image
+    IMAGE_EXTENSIONS             the image decoder of the registry (`task_encoder/images.py`)
     txt text transcript          str (UTF-8; a byte-order mark is left out)
     cls cls2 id index inx        int
     json jsn                     json.loads
@@ -36,34 +36,23 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache, partial
 from importlib import import_module
 from types import ModuleType
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
 
-from energon_bridge.errors import ConfigurationError, DecodeError
+from energon_bridge.errors import ConfigurationError, DecodeError, check_number
 from energon_bridge.format.documents import BOM
-from energon_bridge.format.media import HEAD_BYTES, extensions_of, kind_by_head
+from energon_bridge.format.media import AV_EXTENSIONS, HEAD_BYTES, IMAGE_EXTENSIONS, kind_by_head
 from energon_bridge.registry import load
 from energon_bridge.samples.stacking import Slab
 from energon_bridge.storage import ByteRange
 from energon_bridge.task_encoder.deferred import DeferredImage
 from energon_bridge.task_encoder.hooks import DELIVERING
-from energon_bridge.task_encoder.images import (
-    IMAGE_EXTENSIONS,
-    MAX_PIXELS,
-    Alpha,
-    Backend,
-    ImageForm,
-    decode_image,
-    decode_rows,
-    guess_image_extension,
-    image_form,
-)
 
 logger = logging.getLogger(__name__)
 
-AV_EXTENSIONS = extensions_of("av")
+_images: Any = load("decoder", "image")
 MAX_PART_BYTES = 2 << 30
 """Default of `SampleDecoder(max_part_bytes=...)`."""
 AV_FORMS = ("AVDecoder", "pyav", "torch")
@@ -109,12 +98,12 @@ class SampleDecoder:
     guess_content: bool = False
     defer_images: bool = False
     image_target: int | tuple[int, int] | None = None
-    image_backend: Backend = "auto"
-    max_pixels: int | None = MAX_PIXELS
+    image_backend: Literal["auto", "torchcodec"] = "auto"
+    max_pixels: int | None = _images.MAX_PIXELS
     max_part_bytes: int | None = MAX_PART_BYTES
     read_pickles: bool = False
     av_class: Callable[..., Any] | None = None
-    _form: ImageForm | None = field(init=False, repr=False, compare=False)
+    _form: Any = field(init=False, repr=False, compare=False)
 
     @property
     def unread_from(self) -> int | None:
@@ -130,7 +119,7 @@ class SampleDecoder:
         """Return whether a part is decoded straight from storage, without being read first."""
         return self.unread_from is not None and part_name.rpartition(".")[2].lower() in AV_EXTENSIONS
 
-    def with_alpha(self, alpha: Alpha) -> Self:
+    def with_alpha(self, alpha: str) -> Self:
         """Return this decoder with another rule for transparency in forms without alpha."""
         if self._form is None or self._form.alpha == alpha:
             return self
@@ -140,14 +129,11 @@ class SampleDecoder:
 
     def __post_init__(self) -> None:
         for name in ("max_pixels", "max_part_bytes"):
-            limit = getattr(self, name)
-            if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-                raise ConfigurationError(
-                    f"SampleDecoder: {name} must be a number of at least 1, or None, got {limit!r}"
-                )
+            limit = check_number(f"SampleDecoder: {name}", getattr(self, name), 1, optional=True)
+            object.__setattr__(self, name, limit)
         form = None
         if self.image_decode is not None:
-            form = image_form(
+            form = _images.image_form(
                 self.image_decode, self.image_target, max_pixels=self.max_pixels, backend=self.image_backend
             )
         elif self.defer_images or self.image_target is not None or self.image_backend != "auto":
@@ -190,12 +176,12 @@ class SampleDecoder:
         if kind.zipped:
             raw = _run("gz", partial(_gunzip, most=self.max_part_bytes), part_name, raw)
         heic = self.image_backend != "auto" and kind.extension in _HEIC
-        if kind.is_image or heic or (self.guess_content and guess_image_extension(raw)):
+        if kind.is_image or heic or (self.guess_content and _images.guess_image_extension(raw)):
             if self._form is None:
                 return bytes(raw)
             if self.defer_images and not DELIVERING.get():
                 return DeferredImage(bytes(raw), self._form, part_name)
-            return decode_image(raw, self._form, part=part_name)
+            return _images.decode_image(raw, self._form, part=part_name)
         if kind.is_av or (self.guess_content and kind_by_head(bytes(raw[:HEAD_BYTES])) == "av"):
             return self._av(bytes(raw), part_name)
         codec = _CODECS.get(kind.extension)
@@ -228,7 +214,8 @@ class SampleDecoder:
                 if kind.is_image and not kind.zipped:
                     images.append((number, name, data))
                     break
-        return decode_rows(images, self._form, slab, turn)
+        found: dict[int, tuple[str, Any]] = _images.decode_rows(images, self._form, slab, turn)
+        return found
 
     def _av(self, data: bytes | ByteRange, part_name: str) -> Any:
         decoder = (self.av_class or load("decoder", "av"))(data, name=part_name)

@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from energon_bridge.registry import load
 from energon_bridge.samples.base import field_names
 from energon_bridge.task_encoder.hooks import DELIVERING
-from energon_bridge.task_encoder.images import ImageForm, decode_image, image_size
 
+_images: Any = load("decoder", "image")
 _SHARED_FROM = 1 << 16
 """Bytes of pixels from which memory in one piece costs less than joining them."""
 
@@ -53,7 +54,7 @@ class DeferredImage(Deferred):
     """
 
     data: bytes
-    form: ImageForm
+    form: Any
     part: str
 
     @property
@@ -63,11 +64,12 @@ class DeferredImage(Deferred):
         Raises:
             DecodeError: The header cannot be read, or has a format or size that `get` refuses.
         """
-        return image_size(self.data, self.form, part=self.part)
+        width, height = _images.image_size(self.data, self.form, part=self.part)
+        return width, height
 
     def get(self) -> Any:
         """Decode and return the pixels; each call decodes again. Raises DecodeError."""
-        return decode_image(self.data, self.form, part=self.part)
+        return _images.decode_image(self.data, self.form, part=self.part)
 
     def decoded(self, memory: np.ndarray | None = None) -> Any:
         """Return the pixels, which take the image's place before `postencode_sample`."""

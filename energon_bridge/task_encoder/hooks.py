@@ -19,6 +19,11 @@ from energon_bridge.rng import fold
 from energon_bridge.samples import SourceInfo
 from energon_bridge.stores import CachePool, NoCachePool
 
+LONGEST_WAIT = 32
+"""Selections after which lanes give up a sample that was left over by all of them."""
+MAX_LIMIT = 2**31 - 1
+"""The largest limit of packs, or of the tokens of a microbatch."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Facts:

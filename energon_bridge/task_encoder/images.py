@@ -28,6 +28,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib.util import find_spec
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -35,14 +36,14 @@ import simplejpeg
 import torch
 from PIL import Image, ImageFile, UnidentifiedImageError
 
-from energon_bridge.errors import ConfigurationError, DecodeError, did_you_mean
+from energon_bridge.errors import ConfigurationError, DecodeError, did_you_mean, is_whole
 from energon_bridge.format.media import (
     BY_EXTENSION,
     FORMATS,
     HAS_HEIF,
     HEAD_BYTES,
+    IMAGE_EXTENSIONS,
     MediaFormat,
-    extensions_of,
     format_by_head,
     open_heic,
     plain_jpeg,
@@ -94,8 +95,6 @@ def _forms() -> dict[str, ImageForm]:
 
 IMAGE_FORMS: dict[str, ImageForm] = _forms()
 
-IMAGE_EXTENSIONS = extensions_of("image")
-
 # Only these: Pillow would also run Ghostscript for anything with an EPS header, whatever its name. Its built-in formats
 # come first, since any other makes it load all of its plugins (90 ms, once).
 _PILLOW_FORMATS = [
@@ -143,9 +142,9 @@ def image_form(
 
 
 def _size(target: int | tuple[int, int]) -> tuple[int, int]:
-    sides = (target, target) if isinstance(target, int) else tuple(target)
-    if len(sides) == 2 and all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in sides):
-        return sides[0], sides[1]
+    sides = (target, target) if isinstance(target, int | Integral) else tuple(target)
+    if len(sides) == 2 and all(is_whole(side) and side > 0 for side in sides):
+        return int(sides[0]), int(sides[1])
     raise ConfigurationError(f"image_target must be pixels, or (height, width), both at least 1; got {target!r}")
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from energon_bridge.errors import ConfigurationError, OverLongSampleError
+from energon_bridge.errors import ConfigurationError, OverLongSampleError, optional_packages
 from energon_bridge.samples import Sample, Segment, batch_meta, edataclass, segments_of
 from energon_bridge.task_encoder.sequences import (
     TOKEN_INPUTS,
@@ -211,10 +211,8 @@ def packed_seq_params(batch: MultiModalBatch) -> PackedSeqParams:
     if batch.cu_seqlens is None or batch.max_seqlen is None:
         raise ConfigurationError("the batch is not packed: it has no cu_seqlens; make it with batch_packs")
     padded = batch.cu_seqlens if batch.cu_seqlens_padded is None else batch.cu_seqlens_padded
-    try:
+    with optional_packages():
         from megatron.core.packed_seq_params import PackedSeqParams
-    except ImportError as error:
-        raise ConfigurationError("packed_seq_params needs megatron-core: pip install megatron-core") from error
     values: dict[str, Any] = {}
     for side in ("q", "kv"):
         values[f"cu_seqlens_{side}"] = batch.cu_seqlens

@@ -32,9 +32,9 @@ from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
-from energon_bridge.errors import ConfigurationError, OverLongSampleError, SkipSample, UnfitSampleError
+from energon_bridge.errors import ConfigurationError, OverLongSampleError, SkipSample, UnfitSampleError, is_whole
 from energon_bridge.rng import IntArray
-from energon_bridge.task_encoder.hooks import count_over_long, current_buffer_is_last
+from energon_bridge.task_encoder.hooks import LONGEST_WAIT, MAX_LIMIT, count_over_long, current_buffer_is_last
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Bin packing under several limits at once: which samples share a pack.
@@ -52,9 +52,7 @@ from energon_bridge.task_encoder.hooks import count_over_long, current_buffer_is
 
 Packs = list[list[int]]
 
-# Sizes and limits stay below 2^31, so that a size in units of 1/2^31 of its limit is exact in 64 bits.
-MAX_LIMIT = 2**31 - 1
-_UNIT = 31
+_UNIT = 31  # a size in units of 1/2^31 of its limit is exact in 64 bits
 
 
 def binding_limit(sizes: IntArray, limits: Sequence[int]) -> int:
@@ -207,8 +205,6 @@ Sizes = Mapping[str, int]
 SAMPLES = "samples"
 """The limit under which every sample counts one; `size_of` need not say so."""
 
-LONGEST_WAIT = 32
-"""Selections after which lanes give up a sample that was left over by all of them."""
 _LEAST_SHARE = 3
 """A selection takes at least a third of the buffer: one sample in three (rule 2)."""
 
@@ -265,10 +261,11 @@ class Packer(Generic[T]):
         if not self.limits:
             raise ConfigurationError("Packer: needs at least one limit, for example limits={'tokens': 4096}")
         for name, limit in self.limits.items():
-            if not isinstance(limit, int) or not 0 < limit <= MAX_LIMIT:
+            if not is_whole(limit) or not 0 < limit <= MAX_LIMIT:
                 raise ConfigurationError(
                     f"Packer: the limit {name!r} must be an integer from 1 to 2^31 - 1, got {limit!r}"
                 )
+        object.__setattr__(self, "limits", {name: int(limit) for name, limit in self.limits.items()})
         if self.method not in ALGORITHMS:
             raise ConfigurationError(f"Packer: method must be one of {', '.join(ALGORITHMS)}, got {self.method!r}")
         if not 0 <= self.min_fill <= 1:

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from energon_bridge.av import AV_EXTENSIONS
 from energon_bridge.errors import DecodeError
+from energon_bridge.format.media import AV_EXTENSIONS
 from energon_bridge.task_encoder.images import decode_image, image_form
 
 

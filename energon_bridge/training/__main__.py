@@ -18,7 +18,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from energon_bridge.errors import ConfigurationError, DatasetNotFoundError, EnergonError, missing_package
+from energon_bridge.errors import ConfigurationError, DatasetNotFoundError, EnergonError
 from energon_bridge.training.config_file import PACKAGE_CONFIGS, dump_config, find_config, load_config
 
 
@@ -64,10 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             run = training.run
         result = run(config, resume=options.resume, overwrite=options.overwrite)
-    except (EnergonError, ModuleNotFoundError) as raised:
-        error = missing_package(raised) if isinstance(raised, ModuleNotFoundError) else raised
-        if error is None:
-            raise
+    except EnergonError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         if (options.dry_run or isinstance(error, DatasetNotFoundError)) and (head := head_of(options.config)):
             print(f"\nWhat {options.config} says of itself:\n{head}", file=sys.stderr)

@@ -21,16 +21,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
 from energon_bridge.dataloader import EnergonDataloader
-from energon_bridge.errors import did_you_mean
+from energon_bridge.errors import did_you_mean, optional_packages
 from energon_bridge.replica.warmup import CostWarmup
 from energon_bridge.task_encoder.costs import record_time
 from energon_bridge.training.config import CheckpointConfig
 from energon_bridge.training.module import VisionLanguageModule
+
+with optional_packages():
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 logger = logging.getLogger(__name__)
 

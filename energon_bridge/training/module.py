@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import functional
 
+from energon_bridge.errors import optional_packages
 from energon_bridge.integrations.feedback import MixFeedback
 from energon_bridge.rng import key_of
 from energon_bridge.task_encoder.inputs import (
@@ -36,6 +36,9 @@ from energon_bridge.task_encoder.sequences import MultiModalBatch, PaddingValues
 from energon_bridge.training.config import RunConfig, learning_rate_factor
 from energon_bridge.training.generation import Prediction, generate_answers, prompts_of, visible_images
 from energon_bridge.training.presets import ModelBundle
+
+with optional_packages():
+    from lightning.pytorch import LightningModule
 
 __all__ = [
     "VisionLanguageModule",

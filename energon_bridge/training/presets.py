@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.errors import ConfigurationError, optional_packages
 from energon_bridge.task_encoder.families import (
     CHATML_TEMPLATE,
     OMNI_TEMPLATE,
@@ -463,6 +463,7 @@ class ModelBundle:
         return MultiModalSampleConfig(image_token=ImageToken(token_str=_IMAGE, token_id=self.image_token_id))
 
 
+@optional_packages()
 def write_preset(config: ModelConfig, folder: Path, captions: Callable[[], Iterable[str]]) -> None:
     """Write the folder of a preset in one step; an existing one is left as it is.
 
@@ -488,6 +489,7 @@ def write_preset(config: ModelConfig, folder: Path, captions: Callable[[], Itera
     os.replace(temporary, folder)
 
 
+@optional_packages()
 def load_model(
     name_or_path: str,
     *,

@@ -32,12 +32,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import yaml
-from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy
 
 from energon_bridge.datamodule import EnergonMultiModalDataModule, ReplicaLoading
 from energon_bridge.datasets import get_loader, get_train_dataset, get_val_dataset
-from energon_bridge.errors import ConfigurationError, EnergonError, did_you_mean
+from energon_bridge.errors import ConfigurationError, EnergonError, did_you_mean, optional_packages
 from energon_bridge.integrations.feedback import DoReMi, MixFeedback
 from energon_bridge.integrations.lightning import MixFeedbackCallback, RunReport
 from energon_bridge.loader.run_plan import DatasetSpec
@@ -65,6 +63,10 @@ from energon_bridge.training.encoder import COOKERS, ENCODER_SETTINGS, training_
 from energon_bridge.training.generation import exact_match, write_predictions
 from energon_bridge.training.module import VisionLanguageModule
 from energon_bridge.training.presets import ModelBundle, export_model, load_model, write_preset
+
+with optional_packages():
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import DDPStrategy
 
 logger = logging.getLogger(__name__)
 

@@ -199,6 +199,19 @@ def test_prepare_twice_needs_force_or_a_yes(tars: Path):
     assert meta(tars, "split.yaml")["split_parts"] == {"train": [], "val": [], "test": ["s_{0..3}.tar"]}
 
 
+def test_a_folder_of_prepared_datasets_is_not_made_one_dataset_of(tmp_path: Path):
+    for name in "ab":
+        write_tar(tmp_path / f"all/{name}/0.tar", [(f"{name}.txt", b"a caption")])
+        assert energon(*PREPARE, tmp_path / "all" / name, "--split-ratio", "1,0,0").exit_code == 0
+    mix = "a, b in it are prepared datasets. Give one of them, or a mix, a file mix.yaml beside them: `splits: "
+    mix += "{train: {datasets: [{path: a}, {path: b}]}}`"
+    for command in (["info"], ["lint"], ["preview"], [*PREPARE, "--split-ratio", "1,0,0"]):
+        result = energon(*command, tmp_path / "all")
+        assert (result.exit_code, mix in result.output) == (1, True), result.output
+    assert not (tmp_path / "all/.nv-meta").exists()
+    assert energon(*PREPARE, tmp_path / "all", "--split-ratio", "1,0,0", "--force-overwrite").exit_code == 0
+
+
 def test_a_damaged_preparation_can_be_repaired(tars: Path):
     assert energon(*PREPARE, tars, "--split-ratio", "1,0,0").exit_code == 0
     (tars / ".nv-meta/.info.json").write_text("{")
@@ -289,6 +302,26 @@ def test_enter_accepts_the_type_and_the_parts_that_fit(tmp_path: Path):
     assert meta(tmp_path, "dataset.yaml")["field_map"] == {"image": "png", "caption": "txt"}
 
 
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [
+        ([{"jpg", "txt", "json"}], {"image": "jpg", "caption": "txt"}),
+        ([{"jpg", "txt"}, {"png", "txt"}], {"image": "jpg,png", "caption": "txt"}),
+        ([{"jpg", "cls"}], {"image": "jpg", "label": "cls"}),
+        ([{"mp4", "txt"}], {"video": "mp4", "context": "txt"}),
+        ([{"jpg", "json"}], None),
+        ([{"jpg", "mask.png", "txt"}], None),
+    ],
+)
+def test_enter_gives_the_type_that_the_parts_fit(
+    tmp_path: Path, samples: list[set[str]], expected: dict[str, str] | None
+):
+    write_shard(tmp_path / "0.tar", {f"{n}": dict.fromkeys(sorted(samples[n % len(samples)]), b"1") for n in range(4)})
+    result = energon("prepare", tmp_path, "--no-progress", "--split-ratio", "1,0,0", answers="\n" * 9)
+    assert result.exit_code == 0, result.output
+    assert meta(tmp_path, "dataset.yaml").get("field_map") == expected
+
+
 def test_other_parts_that_fit_are_named(tmp_path: Path):
     pictures = {f"{side}.jpg": picture(0) for side in ("left", "right", "mask")}
     write_shard(tmp_path / "0.tar", {f"{n}": {"txt": b"a caption", **pictures} for n in range(3)})
@@ -330,6 +363,7 @@ def test_the_assistant_leaves_dataset_yaml_out_or_makes_it_crude(tars: Path):
 def test_an_assistant_that_gets_no_answer_writes_nothing(tars: Path):
     result = energon("prepare", tars, answers="1,0,0\n")
     assert result.exit_code == 1
+    assert "no terminal to answer it. Answer with options: --split-ratio 8,1,1, then --sample-type" in result.output
     assert sorted(path.name for path in tars.iterdir()) == [f"s_{number}.tar" for number in range(4)]
 
 

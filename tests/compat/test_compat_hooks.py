@@ -110,6 +110,20 @@ def test_other_settings_of_a_hook_count(path: Path) -> None:
     assert [len(batch.__key__) for batch in loader] == [4, 4, 4]
 
 
+@pytest.mark.parametrize("encoder", [Plain(), DefaultTaskEncoder(), None])
+def test_hooks_that_a_program_replaces_in_the_class_count(
+    encoder: Any, path: Path, mix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = DefaultTaskEncoder.build_train_datasets
+    longer = lambda self, *, batch_size, **settings: own(self, batch_size=4, **settings)  # noqa: E731
+    monkeypatch.setattr(DefaultTaskEncoder, "build_train_datasets", longer)
+    assert [len(batch) for batch in keys(train(path, encoder), 2)] == [4, 4]
+    turned = lambda self, *, datasets, **settings: own(self, datasets=datasets[::-1], **settings)  # noqa: E731
+    monkeypatch.setattr(DefaultTaskEncoder, "build_train_datasets", turned)
+    with pytest.raises(NotProvidedError, match=r"overrides build_train_datasets in a way .*number 1 forever"):
+        train(mix, encoder)
+
+
 def test_a_hook_of_validation_counts(path: Path) -> None:
     class Limited(DefaultTaskEncoder[Any, Any, Any, Any]):
         def build_val_datasets(self, *, limit: Any = None, **settings: Any) -> Any:

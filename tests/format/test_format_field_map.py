@@ -51,13 +51,23 @@ def test_fields_keep_their_order_and_the_needed_parts_are_known():
 
 
 @pytest.mark.parametrize(
-    "access", ["png", "json[title]", "json[a][2]", "png,webp", "json[caption][0]", "json[empty][x]"]
+    ("access", "hint"),
+    [
+        ("jpeg", " Did you mean 'jpg'?"),
+        ("json[captoin]", " Did you mean 'json[caption]'?"),
+        ("mp4", ""),
+        ("json[a][2]", " Did you mean 'json[a]'?"),
+        ("bmp,webp", ""),
+        ("json[caption][0]", " Did you mean 'json[caption]'?"),
+        ("json[empty][x]", " Did you mean 'json[empty]'?"),
+    ],
 )
-def test_nothing_there_is_an_error_of_the_sample(access: str):
+def test_nothing_there_is_an_error_of_the_sample(access: str, hint: str):
     with pytest.raises(FieldAccessError) as caught:
         FieldMap({"image": access})(PARTS)
     assert (
-        str(caught.value) == f"field `image`: nothing at {access!r}; the sample has the parts jpg, seg.png, json, txt."
+        str(caught.value)
+        == f"field `image`: nothing at {access!r}; the sample has the parts jpg, seg.png, json, txt." + hint
     )
 
 

@@ -251,10 +251,18 @@ def test_a_misspelt_hook_is_refused(wrong: str, right: str, data: Path) -> None:
         loader_of(data, AugmentTaskEncoder(with_hook(wrong, takes)))
 
 
+def test_hooks_of_megatron_energon_that_build_datasets_are_refused(data: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"Mistaken\.build_batch is a hook of megatron-energon"):
+        loader_of(data, with_hook("build_batch", takes))
+
+
 class Helpers(DefaultTaskEncoder):
     """Has helpers whose names are near those of hooks."""
 
     def encode_image(self, image: Any) -> Any:
+        return self.build_batch(image)
+
+    def build_batch(self, image: Any) -> Any:
         return image
 
     def patch(self, image: Any) -> Any:

@@ -127,6 +127,8 @@ REFUSED: list[tuple[str, dict[str, Any], Callable[[Any], Any], type[StateError],
     ),
     ("other format", {}, edited(format="other"), StateFormatError, "expected format .* found 'other'"),
     ("no dictionary", {}, lambda state: 7, StateFormatError, "found 'int'"),
+    ("none", {}, lambda state: None, StateFormatError, "found 'NoneType'. Pass what save_state_rank, .* no state yet"),
+    ("empty", {}, lambda state: {}, StateFormatError, "found None. Pass what save_state_rank, save_state_global or"),
     ("inside", {}, lambda state: {"step": 5, "loader": state}, StateFormatError, "Its key 'loader' holds one"),
     ("path", {}, lambda state: "runs/5.pt", StateFormatError, r"For a path, give what torch\.load\(path\)"),
     ("finite", {}, edited(kind="finite"), StateFormatError, "a finite stream, but .* a train one: restore it into a"),
@@ -211,7 +213,7 @@ def test_missing_ranks_and_different_steps_are_refused(data: Path) -> None:
             loader.restore_state_rank(missing)
     with pytest.raises(StepMismatchError, match=r"state 0 after 20 microbatches .* state 3 after 24"):
         loader.restore_state_rank([*states[5][:3], states[6][3]])
-    with pytest.raises(StateFormatError, match="no state given"):
+    with pytest.raises(StateFormatError, match=r"no state given\. Pass what save_state_rank,"):
         loader.restore_state_rank([])
     with pytest.raises(MissingRankError):  # the state of another rank
         loaders_of(dataset, 4, 0)[1].restore_state_rank(states[5][0])

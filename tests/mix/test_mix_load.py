@@ -51,6 +51,9 @@ def test_what_is_no_dataset(fixtures):
         "data.tar": (MetadataError, "give the folder"),
         "files": (NotPreparedError, "Run `energon prepare"),
         "media": (NotPreparedError, "can only be the `aux`"),
+        "captioning/.nv-meta": (MetadataError, "give its folder, .*/captioning$"),
+        "captioning/.nv-meta/dataset.yaml": (MetadataError, "dataset.yaml: .* give its folder, .*/captioning$"),
+        "": (NotPreparedError, r"captioning.* are prepared datasets.*{train: {datasets: \[{path: "),
     }
     for name, (error, words) in cases.items():
         with pytest.raises(error, match=words):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from energon_bridge.errors import DatasetNotFoundError, MetadataError
-from energon_bridge.mix import Mix, load_mix
+from energon_bridge.mix import DatasetOpener, Mix, load_mix
 
 HEADER = "__module__: megatron.energon\n__class__: MetadatasetV2\n"
 
@@ -129,6 +129,14 @@ def test_what_a_reference_to_another_mix_cannot_say(tmp_path, key):
     load(tmp_path / "in.yaml", "splits: {train: {path: d}}")
     with pytest.raises(MetadataError, match=rf"mix\.yaml, field `splits\.train\.{key.partition(':')[0]}"):
         load(tmp_path / "mix.yaml", f"splits: {{train: {{path: in.yaml, {key}}}}}")
+
+
+def test_a_dataset_that_cannot_be_opened_is_named_with_its_place(tmp_path):
+    mix = load(tmp_path / "mix.yaml", "splits: {train: {blend: [{path: a}, {path: b}]}}")
+    with pytest.raises(
+        DatasetNotFoundError, match=r"mix\.yaml, field `splits\.train\.blend\[1\]`: .*/b: no such folder"
+    ):
+        DatasetOpener().open(mix.leaves[1].leaf)
 
 
 def test_a_nested_file_that_is_not_there(tmp_path):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed
 from hypothesis import given, strategies as st
@@ -144,6 +145,14 @@ def test_more_ranks_than_lanes_are_refused() -> None:
 def test_worker_config_refuses(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         WorkerConfig(**kwargs)
+
+
+def test_whole_numbers_of_numpy_become_ints() -> None:
+    numbers = {"rank": 1, "world_size": 2, "num_workers": 3, "seed": 4, "seed_offset": 5, "prefetch_factor": 6}
+    numbers |= {"num_lanes": 48, "decode_threads": 7, "buffer_bytes": 8, "microbatches_per_global_batch": 10}
+    config = WorkerConfig(**{name: np.uint8(number) for name, number in numbers.items()})
+    assert config == WorkerConfig(**numbers)
+    assert all(type(getattr(config, name)) is int for name in numbers)
 
 
 def test_worker_config_alone() -> None:

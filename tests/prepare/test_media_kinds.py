@@ -16,13 +16,14 @@ from PIL import Image
 from sources import convert, converted, members, refused
 
 from energon_bridge import SampleDecoder, get_loader, get_train_dataset
-from energon_bridge.av import AV_EXTENSIONS
 from energon_bridge.errors import DecodeError
 from energon_bridge.format.media import (
+    AV_EXTENSIONS,
     BY_EXTENSION,
     FORMATS,
     HAS_HEIF,
     HEAD_BYTES,
+    IMAGE_EXTENSIONS,
     MediaFilter,
     extension_by_head,
     format_by_head,
@@ -33,7 +34,6 @@ from energon_bridge.format.nvmeta import read_info
 from energon_bridge.prepare.columns import image_size
 from energon_bridge.prepare.media import prepare_media
 from energon_bridge.storage import open_store
-from energon_bridge.task_encoder.images import IMAGE_EXTENSIONS
 
 HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(40)
 ALL = ("--split-ratio", "1,0,0")

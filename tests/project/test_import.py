@@ -44,6 +44,22 @@ def test_modules_that_start_without_torch(module):
     assert probe(f"energon_bridge.{module}")[1] == []
 
 
+@pytest.mark.parametrize(
+    ("module", "package", "extra"),
+    [
+        ("integrations.lightning", "lightning", "lightning,hf"),
+        ("integrations.huggingface", "transformers", "hf"),
+        ("training.run", "lightning", "lightning,hf"),
+        ("training.megatron.run", "megatron", "megatron"),
+    ],
+)
+def test_modules_that_need_an_extra_name_it(module: str, package: str, extra: str):
+    code = f"import sys; sys.modules[{package!r}] = None; import energon_bridge.{module}"
+    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    expected = f"this needs {package}, which is not installed: pip install 'energon-bridge[{extra}]'"
+    assert f"MissingPackageError: {expected}" in result.stderr
+
+
 @pytest.mark.parametrize("name", energon_bridge.__all__)
 def test_public_name_resolves(name):
     assert getattr(energon_bridge, name) is not None

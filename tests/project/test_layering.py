@@ -58,10 +58,10 @@ LAYERS = (
 ROOMS = {
     "models": """
         transforms av samples.devices samples.pixels task_encoder.families task_encoder.conversation
-        task_encoder.grouping task_encoder.inputs task_encoder.joining task_encoder.layout task_encoder.multimodal
-        task_encoder.packed_sequences task_encoder.pickled task_encoder.pixels task_encoder.resize
-        task_encoder.sample_encoders task_encoder.sequences task_encoder.templates task_encoder.texts
-        task_encoder.torchcodec_images task_encoder.visual
+        task_encoder.grouping task_encoder.images task_encoder.inputs task_encoder.joining task_encoder.layout
+        task_encoder.multimodal task_encoder.packed_sequences task_encoder.packing task_encoder.pickled
+        task_encoder.pixels task_encoder.resize task_encoder.sample_encoders task_encoder.sequences
+        task_encoder.templates task_encoder.texts task_encoder.torchcodec_images task_encoder.visual
     """,
     "trainers": "integrations replica plan.balance stream.planned loader.shares task_encoder.costs",
     "cloud": """
@@ -70,22 +70,22 @@ ROOMS = {
         storage.remote stores.file_cache
     """,
     "tools": """
-        rows forecast preview verify cli testing prepare.columns prepare.convert prepare.dataset_yaml prepare.duplicates
-        prepare.engines prepare.hub prepare.joins prepare.left_out prepare.lint prepare.media prepare.shard_writer
-        prepare.shards prepare.sources prepare.summary loader.summary
+        rows forecast preview verify cli testing format.columns mix.expression loader.summary prepare.columns
+        prepare.convert prepare.dataset_yaml prepare.duplicates prepare.engines prepare.hub prepare.joins
+        prepare.left_out prepare.lint prepare.media prepare.shard_writer prepare.shards prepare.sources prepare.summary
     """,
     "drop-in": "compat",
     "training": "training",
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 28_510,
-    "models": 10_270,
+    "core": 27_180,
+    "models": 11_130,
     "trainers": 7_450,
     "cloud": 4_560,
-    "tools": 15_440,
+    "tools": 16_050,
     "drop-in": 4_050,
-    "training": 4_670,
+    "training": 4_680,
 }
 MAX_LINES = 1000  # of one file: the budgets keep rooms small, this keeps a file one idea
 RUN_AS_COMMAND = 'if __name__ == "__main__":\n    sys.exit(main())\n'

@@ -305,6 +305,7 @@ def mixed() -> list[Sample]:
         (lambda: batch_samples([Plain("n", torch.ones(1)), Plain("n", torch.ones(1, 1))], Plain), "field 'size'.*rank"),
         (lambda: generic_batch([torch.ones(1), np.float32(1)]), "different types: some hold a tensor, some a float32"),
         (lambda: generic_batch([None, [1], torch.ones(1)]), "some hold a tensor, some a list"),
+        (lambda: generic_batch([{"a": torch.ones(1)}, {"a": "x"}]), "field 'a': .* some hold a tensor, some a str"),
         (lambda: batch_samples([1, 2], dict), "a int has no fields"),
         (lambda: batch_samples(captions(), VQASample), "VQASample.*context"),
         (lambda: batch_samples(captions(), int), "cannot fill a int"),

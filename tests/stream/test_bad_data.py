@@ -93,7 +93,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "wrong UTF-8": (break_text, r"DecodeError: part 'txt' \(\d+ bytes\) cannot be decoded as txt: UnicodeDecodeError"),
     "missing part": (
         lose_part,
-        r"FieldAccessError: field `caption`: nothing at 'txt'; the sample has the parts jpg, tzt\.",
+        r"FieldAccessError: .*/dataset.yaml, field `caption`: nothing at 'txt'; .*parts jpg, tzt\. Did you mean 'tzt'",
     ),
     "no header": (lose_header, r"CorruptShardError: .*no tar header at byte 0"),
     "index of another tar": (swap_key, r"CorruptShardError: .*the index does not fit the tar"),

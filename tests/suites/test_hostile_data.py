@@ -173,7 +173,7 @@ def test_what_fits_is_unpacked() -> None:
 @pytest.mark.parametrize("limit", [0, -1, 1.5, True])
 @pytest.mark.parametrize("name", ["max_pixels", "max_part_bytes"])
 def test_limits_are_numbers(name: str, limit: Any) -> None:
-    with pytest.raises(ConfigurationError, match=f"{name} must be a number of at least 1, or None, got"):
+    with pytest.raises(ConfigurationError, match=f"{name} must be an integer of at least 1 or None, got"):
         SampleDecoder(**{name: limit})
 
 

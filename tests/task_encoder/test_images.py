@@ -16,10 +16,10 @@ from webdataset.autodecode import imagehandler
 
 from energon_bridge import SampleDecoder
 from energon_bridge.errors import ConfigurationError, DecodeError
+from energon_bridge.format.media import IMAGE_EXTENSIONS
 from energon_bridge.samples import streaming
 from energon_bridge.samples.stacking import Slab, SlabPool
 from energon_bridge.task_encoder.images import (
-    IMAGE_EXTENSIONS,
     IMAGE_FORMS,
     decode_image,
     guess_image_extension,

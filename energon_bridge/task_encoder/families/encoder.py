@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from energon_bridge.errors import ConfigurationError, OverLongSampleError, SampleError, SkipSample
+from energon_bridge.errors import ConfigurationError, OverLongSampleError, SampleError, SkipSample, check_number
 from energon_bridge.samples import VidQASample
 from energon_bridge.task_encoder.base import TaskEncoder, decoder_of, default_hook
 from energon_bridge.task_encoder.conversation import Conversation, Document, in_parts
@@ -135,9 +135,8 @@ class ChatConfig:
     def __post_init__(self) -> None:
         numbers = ("seq_length", "max_num_images", "max_visual_tokens", "min_num_frames", "max_num_frames")
         for name in (*numbers, "max_video_tokens", "max_video_pixels", "pad_to_multiple_of"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigurationError(f"ChatConfig: {name} must be a positive integer, got {value!r}")
+            number = check_number(f"ChatConfig: {name}", getattr(self, name), 1, optional=True)
+            object.__setattr__(self, name, number)
         for name in ("video_fps", "max_sound_seconds"):
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise ConfigurationError(f"ChatConfig: {name} must be positive, got {value!r}")

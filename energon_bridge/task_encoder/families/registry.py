@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from energon_bridge.errors import ConfigurationError, missing_package
+from energon_bridge.errors import ConfigurationError, optional_packages
 from energon_bridge.task_encoder.families.llava import FixedTokenFamily, llava_family, llava_next_family
 from energon_bridge.task_encoder.families.processor import ProcessorFamily
 from energon_bridge.task_encoder.families.qwen import QWEN_MODELS, QwenFamily, qwen_family
@@ -108,10 +108,8 @@ def load_pretrained(name_or_path: str | Path) -> Pretrained:
     Raises:
         ConfigurationError: A part cannot be loaded, or the model's processor does not read media among turns.
     """
-    try:
+    with optional_packages():
         from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
-    except ModuleNotFoundError as error:
-        raise missing_package(error) or error from error
 
     model_type = ""
     try:
