@@ -94,6 +94,20 @@ def test_a_loader_that_comes_as_the_relay_of_another_ends_gets_a_new_one(data: P
         time.sleep(pause)
 
 
+def test_tasks_of_slurm_have_actors_of_their_own(data: Path, actors: dict[str, Any]) -> None:
+    ranks = pytest.importorskip("energon_bridge.training.megatron.ranks", reason="megatron-core is not installed")
+    with contextlib.ExitStack() as stack:
+        loaders = []
+        for task in range(2):
+            rank, world_size = ranks.launched_rank({"SLURM_PROCID": f"{task}", "SLURM_NTASKS": "2"})
+            config = config_of(world_size, 1, rank, **actors)
+            loader = get_savable_loader(train_dataset(data), worker_config=config)
+            loaders.append(stack.enter_context(closing(loader)))
+        found = [digest(next(iter(loader))) for _ in range(15) for loader in loaders]
+        assert [loader.metrics()["worker_actors"] for loader in loaders] == [1, 1]
+    assert found == expected_of(data, 30)
+
+
 def test_passes_begin_again_on_the_same_actors(data: Path, actors: dict[str, Any]) -> None:
     dataset = get_val_dataset(data, batch_size=2, task_encoder=TensorEncoder())
     expected = [digest(batch) for batch in get_savable_loader(dataset, worker_config=config_of(1, 0))]
