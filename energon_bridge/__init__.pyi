@@ -94,5 +94,5 @@ from .task_encoder.families import (
     ChatConfig as ChatConfig,
     ChatTemplateTaskEncoder as ChatTemplateTaskEncoder,
 )
-from .topology import WorkerConfig as WorkerConfig
 from .verify import verify_resume as verify_resume
+from .worker_config import WorkerConfig as WorkerConfig

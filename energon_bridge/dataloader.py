@@ -167,7 +167,7 @@ class EnergonDataloader(NotForDataLoader):
         if self._is_broadcast:
             return bool(self.loader.endless)
         spec = getattr(self.loader, "spec", None)
-        return not isinstance(self.loader, Sized) if spec is None else not spec.finite
+        return not isinstance(self.loader, Sized) if spec is None else not spec.ends
 
     def __iter__(self) -> Iterator[Any]:
         """Return the one stream of an endless loader; over a finite one start a pass or, with `cycle`, a cycle."""

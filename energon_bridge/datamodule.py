@@ -34,7 +34,7 @@ from energon_bridge.samples.base import to_device
 from energon_bridge.samples.showing import counted, described
 from energon_bridge.stream.settings import check_numbers
 from energon_bridge.task_encoder.checks import check_encoder
-from energon_bridge.topology import WorkerConfig, trainer_groups
+from energon_bridge.worker_config import WorkerConfig, trainer_groups
 
 logger = logging.getLogger(__name__)
 

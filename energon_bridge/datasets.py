@@ -30,7 +30,7 @@ from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.task_encoder.base import DefaultTaskEncoder
 from energon_bridge.task_encoder.checks import check_encoder
 from energon_bridge.task_encoder.decoder import SampleDecoder
-from energon_bridge.topology import WorkerConfig
+from energon_bridge.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -267,7 +267,7 @@ def get_savable_loader(
     if cache_pool is not None:
         dataset = dataset.with_settings(cache_pool=cache_pool)
     if on_hang not in ("wait", "replace"):
-        raise ConfigurationError(f"get_savable_loader: on_hang must be 'wait' or 'replace', got {on_hang!r}")
+        raise ConfigurationError(f"on_hang must be 'wait' or 'replace', got {on_hang!r}")
     watchdog = None
     if watchdog_timeout_seconds is not None:
         watchdog = WatchdogSettings(
@@ -302,6 +302,8 @@ def get_loader(
         prefetch_factor: Overrides that of the worker configuration.
         **kwargs: What else `get_savable_loader` takes.
     """
+    known = inspect.signature(get_savable_loader).parameters.keys() | _IGNORED_LOADER_ARGUMENTS
+    _refuse_unknown(get_savable_loader, dict.fromkeys(kwargs.keys() - known), name="get_loader")
     return get_savable_loader(dataset, worker_config=worker_config, prefetch_factor=prefetch_factor, **kwargs)
 
 
@@ -387,14 +389,14 @@ DATALOADER_WORDS = {
 """What stands here for arguments of torch's DataLoader."""
 
 
-def _refuse_unknown(function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
-    for name in kwargs:
+def _refuse_unknown(function: Callable[..., Any], kwargs: dict[str, Any], *, name: str = "") -> None:
+    for wrong in kwargs:
         known = [p for p in inspect.signature(function).parameters if p not in ("kwargs", "path", "dataset")]
-        hint = did_you_mean(name, known) or f" It takes {', '.join(known)}."
-        if name in WorkerConfig.__dataclass_fields__:
-            hint = f" It is one of WorkerConfig: worker_config=WorkerConfig({name}=…)."
-        elif name in DATALOADER_WORDS:
-            hint = f" {DATALOADER_WORDS[name]}"
-        elif name in inspect.signature(get_train_dataset).parameters:
-            hint = f" It is one of get_train_dataset: get_train_dataset(…, {name}=…)."
-        raise UnknownArgumentError(f"{function.__name__} takes no argument {name!r}.{hint}")
+        hint = did_you_mean(wrong, known) or f" It takes {', '.join(known)}."
+        if wrong in WorkerConfig.__dataclass_fields__:
+            hint = f" It is one of WorkerConfig: worker_config=WorkerConfig({wrong}=…)."
+        elif wrong in DATALOADER_WORDS:
+            hint = f" {DATALOADER_WORDS[wrong]}"
+        elif wrong in inspect.signature(get_train_dataset).parameters:
+            hint = f" It is one of get_train_dataset: get_train_dataset(…, {wrong}=…)."
+        raise UnknownArgumentError(f"{name or function.__name__} takes no argument {wrong!r}.{hint}")

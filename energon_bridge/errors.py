@@ -10,7 +10,7 @@ What each means stands at its class::
     │                           UnmatchedKeyError, UnknownSplitError, EmptyDatasetError, MetadataError (FieldMapError),
     │                           SourceError, MediaMetadataError, UntrustedCodeError
     ├── StorageError            ShortReadError
-    ├── SampleError             DecodeError, QuarantinedSampleError, FieldAccessError, UnfitSampleError,
+    ├── SampleError             DecodeError, BarredSampleError, FieldAccessError, UnfitSampleError,
     │                           FileNotInStoreError: the sample is left out, unless the policy says otherwise
     ├── FatalSampleError        StoppedByPolicyError, OverLongSampleError, ErrorRateError, HookTimeoutError
     ├── StateError              StateFormatError, StateVersionError, OrderVersionError, DatasetMismatchError,
@@ -158,7 +158,7 @@ class DecodeError(SampleError, ValueError):
     """A part of a sample cannot be decoded."""
 
 
-class QuarantinedSampleError(SampleError):
+class BarredSampleError(SampleError):
     """A sample killed or hung its worker several times in a row and is not tried again."""
 
 

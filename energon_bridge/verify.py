@@ -30,7 +30,7 @@ import torch
 from energon_bridge.dataloader import EnergonDataloader
 from energon_bridge.errors import ConfigurationError, ResumeMismatchError
 from energon_bridge.loader.savable import SavableDataLoader
-from energon_bridge.topology import WorkerConfig
+from energon_bridge.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ NOTE = "<!-- Written by scripts/reference.py: change the code, and run it again.
 API = {
     "datasets": (
         "Datasets and loaders",
-        ("datasets", "topology", "loader.savable", "loader.bans", "dataloader", "datamodule", "replica"),
+        ("datasets", "worker_config", "loader.savable", "loader.bans", "dataloader", "datamodule", "replica"),
     ),
     "mixes": ("Mixes", ("mix", "mix.expression")),
     "samples": ("Samples and batches", ("samples", "samples.devices")),

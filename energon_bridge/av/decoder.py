@@ -20,7 +20,16 @@ from energon_bridge.av.headers import tells_frames
 from energon_bridge.av.media import AVData, Media, opened, start_of, tensor_of, ticks
 from energon_bridge.av.metadata import audio_metadata, end_of_frames, known_length, video_fps, video_metadata
 from energon_bridge.av.sound import AudioReader, as_floats, resample
-from energon_bridge.av.streams import PacketsDifferError, Pixels, Reader, VideoReader, beyond, clip_of, is_over
+from energon_bridge.av.streams import (
+    PacketsDifferError,
+    Pixels,
+    Reader,
+    VideoReader,
+    beyond,
+    clip_of,
+    is_over,
+    quarters,
+)
 from energon_bridge.av.whole import WholeReader
 from energon_bridge.errors import ConfigurationError, DecodeError, UnfitSampleError
 from energon_bridge.format.media import HEAD_BYTES, AVMetadata
@@ -53,6 +62,7 @@ class AVDecoder:
         suppress_warnings: Accepted for compatibility; there is nothing to warn about.
         name: Name of the file in messages.
         audio_format: `float32` in [-1, 1], or `native`: the type of the file.
+        autorotate: Turn frames by quarters as the file says, as players do; sizes are those of turned frames.
 
     Attributes:
         bytes_read: Bytes read from the file so far, if `stream` is bytes or a range.
@@ -71,6 +81,7 @@ class AVDecoder:
         *,
         name: str = "",
         audio_format: Literal["float32", "native"] = "float32",
+        autorotate: bool = False,
     ) -> None:
         if audio_format not in ("float32", "native"):
             raise ConfigurationError(f"audio_format must be float32 or native, got {audio_format!r}")
@@ -80,6 +91,7 @@ class AVDecoder:
         self.stream = stream
         self.suppress_warnings = suppress_warnings
         self.audio_format = audio_format
+        self.autorotate = autorotate
         self.bytes_read = 0
         self._name = name
         self._open: Media | None = None
@@ -98,7 +110,7 @@ class AVDecoder:
 
     def __reduce__(self) -> tuple[Any, ...]:
         made = (type(self), self.stream, self.suppress_warnings, self._name, self.audio_format)
-        return _made, made, {"_tells": self._tells, "_times": self._times}
+        return _made, made, {"_tells": self._tells, "_times": self._times, "autorotate": self.autorotate}
 
     def __repr__(self) -> str:
         stream = self.stream
@@ -257,7 +269,7 @@ class AVDecoder:
             return self._reading(
                 media,
                 lambda reader: self._clips(
-                    media, reader(), video_clip_ranges, video_unit, Pixels(video_out_frame_size).of, clip_of
+                    media, reader(), video_clip_ranges, video_unit, self._pixels(video_out_frame_size).of, clip_of
                 ),
             )
 
@@ -267,7 +279,7 @@ class AVDecoder:
         So only what it returns is held, not the frames. Raises DecodeError as `get_video_clips` does.
         """
         with self._opened() as media:
-            pixels = Pixels(None)
+            pixels = self._pixels(None)
             return self._reading(
                 media,
                 lambda reader: self._clips(
@@ -279,6 +291,9 @@ class AVDecoder:
                     lambda rows: rows[0],
                 )[0],
             )
+
+    def _pixels(self, size: tuple[int, int] | None) -> Pixels:
+        return Pixels(size, autorotate=self.autorotate, name=self.name)
 
     def _clips(
         self,
@@ -480,10 +495,21 @@ class AVDecoder:
                         ),
                     )
                 )
+                if get_video_frame_size and self.autorotate and self._quarters(media) % 2:
+                    fields |= {"video_width": fields["video_height"], "video_height": fields["video_width"]}
             if get_audio and media.audio is not None:
                 self._video = self._audio = None
                 fields |= _known(audio_metadata(media, duration=get_audio_duration, num_samples=get_audio_num_samples))
         return AVMetadata(**fields)
+
+    def _quarters(self, media: Media) -> int:
+        """Return by how many quarters the video is turned, which only a decoded frame tells."""
+        self._video = self._audio = None
+        first = [(0, 0)]
+        made, _ = self._reading(
+            media, lambda reader: self._clips(media, reader(), first, "frames", quarters, lambda rows: rows[0])
+        )
+        return made[0] if made else 0
 
 
 def _made(cls: type[AVDecoder], stream: Any, suppress_warnings: bool, name: str, audio_format: Any) -> AVDecoder:

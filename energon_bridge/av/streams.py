@@ -13,6 +13,7 @@ precede a key frame they do not belong to (leading pictures of an open GOP) are 
 
 from __future__ import annotations
 
+import logging
 import re
 from bisect import bisect_right, insort
 from collections import deque
@@ -30,6 +31,8 @@ from energon_bridge.rng import IntArray
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 _NEVER = -(1 << 62)
 _MOST_REORDERED = 20
@@ -397,20 +400,52 @@ Reader = VideoReader | WholeReader
 
 
 class Pixels:
-    """Turns frames into uint8 RGB pixels of the requested size, or else of the size of the first frame."""
+    """Turns frames into uint8 RGB pixels of the requested size, or else of the size of the first frame.
 
-    def __init__(self, size: tuple[int, int] | None) -> None:
+    With `autorotate` they lie as players show them; else a log line says once that a video is turned.
+    """
+
+    def __init__(self, size: tuple[int, int] | None, *, autorotate: bool = False, name: str = "") -> None:
         self._size = size
+        self._autorotate = autorotate
+        self._name = name
         self._reformatter = import_av().video.reformatter.VideoReformatter()
 
     def of(self, frame: Any) -> np.ndarray:
         """Return the pixels of a frame, (height, width, 3)."""
-        width, height = self._size or (frame.width, frame.height)
-        self._size = (width, height)
+        turn = quarters(frame)
+        if turn and not self._autorotate:
+            _say_turned(self._name)
+            turn = 0
+        size = (frame.height, frame.width) if turn % 2 else (frame.width, frame.height)
+        self._size = size = self._size or size
+        width, height = size[::-1] if turn % 2 else size
         # One thread: more would slow down the decode threads, and must not exist at a fork.
         out = self._reformatter.reformat(frame, width, height, "rgb24", interpolation="BILINEAR", threads=1)
         pixels: np.ndarray = out.to_ndarray()
+        if turn:
+            return np.ascontiguousarray(np.rot90(pixels, turn))
         return pixels.copy() if out is frame else pixels  # the frame may be requested twice
+
+
+def quarters(frame: Any) -> int:
+    """Return by how many quarters a player turns a frame against the clock: 0 to 3."""
+    return round(frame.rotation / 90) % 4
+
+
+_said_turned: list[str] = []
+"""The name of the file of which this process has said so."""
+
+
+def _say_turned(name: str) -> None:
+    if not _said_turned:
+        _said_turned.append(name)
+        logger.warning(
+            "the video of %s is turned by its header, which is not applied; players apply it. If the model shall see "
+            "it so, set autorotate=True in AVDecoder, SampleDecoder, ChatConfig or MultiModalTaskEncoder "
+            "(data.autorotate=true in the training script)",
+            name or "a file",
+        )
 
 
 def clip_of(frames: list[np.ndarray]) -> torch.Tensor:

@@ -145,7 +145,7 @@ def bench(
         EnergonError: The mix cannot be loaded.
     """
     from energon_bridge.task_encoder import DefaultTaskEncoder
-    from energon_bridge.topology import available_cores
+    from energon_bridge.worker_config import available_cores
 
     class Bytes(DefaultTaskEncoder):
         decoder = None

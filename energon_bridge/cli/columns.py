@@ -26,7 +26,7 @@ from energon_bridge.prepare.columns import (
     sound_seconds,
 )
 from energon_bridge.storage import open_store
-from energon_bridge.topology import available_cores
+from energon_bridge.worker_config import available_cores
 
 
 @click.group("columns")

@@ -44,7 +44,7 @@ from energon_bridge.rows.lists import check_media_meant
 from energon_bridge.rows.turns import Medium, medium_by_name, read_turns
 from energon_bridge.samples import CrudeSample, sample_type_by_name
 from energon_bridge.storage import open_store
-from energon_bridge.topology import available_cores
+from energon_bridge.worker_config import available_cores
 
 _SHOWN = 3
 _KEPT = ("WebDataset", "mix")  # whose samples stay as they are

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 
 import click
@@ -12,7 +13,15 @@ from energon_bridge.cli.prepare_options import choose_engine, chosen_task, engin
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.parallel import Task
-from energon_bridge.prepare.lint import Problem, lint_dataset, lint_encoded, lint_mix, lint_parts, lint_splits
+from energon_bridge.prepare.lint import (
+    LEAVE_OUT,
+    Problem,
+    lint_dataset,
+    lint_encoded,
+    lint_mix,
+    lint_parts,
+    lint_splits,
+)
 
 _MAX_SHOWN = 100
 
@@ -26,9 +35,11 @@ class _Problems:
     warnings: list[str] = field(default_factory=list)
     bad: set[tuple[str, str, str | None, str]] = field(default_factory=set)
     shown: int = 0
+    remedies: Counter[str] = field(default_factory=Counter)
 
     def add(self, problem: Problem) -> None:
         self.bad.add(_identity(problem))
+        self.remedies[problem.remedy] += 1
         self.shown += 1
         if self.quiet:
             self.problems.append(problem)
@@ -94,7 +105,7 @@ def command(
             raise ConfigurationError(
                 f"{path} is a mix, which names these files for each dataset: leave the options out."
             )
-        datasets, failed = lint_mix(path, split_parts=parts, trust_remote_code=trust_remote_code)
+        datasets, failed, doubts = lint_mix(path, split_parts=parts, trust_remote_code=trust_remote_code)
     else:
         datasets, empty = lint_parts(
             path,
@@ -104,12 +115,14 @@ def command(
             trust_remote_code=trust_remote_code,
         )
         failed, doubts = lint_splits(path, split_config=split_config, dataset_config=dataset_config)
-        for doubt in doubts:
-            problems.warn(doubt)
+    for doubt in doubts:
+        problems.warn(doubt)
     for problem in failed:
         problems.add(problem)
     for part in empty if not as_json else ():
-        click.echo(f"The split part {part!r} is empty.")
+        click.echo(
+            f"The split part {part!r} is empty: prepare again with a larger share (--split-ratio), or remove it."
+        )
     workers = choose_engine(engine, address, parallel)
     if deep and (bare := [dataset for dataset in datasets if not dataset.has_checksums]):
         raise ConfigurationError(
@@ -131,7 +144,7 @@ def command(
         if blank:
             problems.warn(
                 f"{dataset.path}, {dataset.split_part or 'all'}: {count_of(len(blank), 'sample')} with an empty text; "
-                f"the first is {blank[0]}"
+                f"the first is {blank[0]}. To leave one out, {LEAVE_OUT}."
             )
     if encoder is not None:
         splits = _splits(path, datasets, parts)
@@ -212,6 +225,9 @@ def _report(problems: _Problems, checked: int, total: int, empty: list[str], *, 
     where = f" in {count_of(checked, 'sample')}"
     if checked < total:  # shards that cannot be read
         where = f"; {checked:,} of {count_of(total, 'sample')} could be checked"
+    for remedy, count in problems.remedies.items():
+        if remedy:
+            click.echo(f"{count_of(count, 'problem')}: {remedy}")
     click.echo(f"Failed: {count_of(len(problems.bad), 'problem')}{where}.")
 
 

@@ -8,14 +8,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.format.media import IndexedMedia, MediaFilter
 from energon_bridge.format.parallel import Task, Workers
 from energon_bridge.prepare.engines import RayEngine
+
+if TYPE_CHECKING:
+    from energon_bridge.prepare.media import IndexedMedia, MediaFilter
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -121,6 +123,8 @@ def media_filter(by_glob: str | None, by_header: bool, by_extension: bool) -> Me
     """Return the filter that the options choose, None without any."""
     if (by_glob is not None) + by_header + by_extension > 1:
         raise ConfigurationError("the --media-metadata-by-… options exclude each other: use one.")
+    from energon_bridge.prepare.media import MediaFilter
+
     if by_glob is not None:
         return MediaFilter(strategy="GLOB", patterns=by_glob)
     if by_header:

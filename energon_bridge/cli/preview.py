@@ -241,7 +241,7 @@ def _samples(source: tuple[str, ...], limit: int, options: dict[str, Any]) -> _S
     from energon_bridge.forecast.epochs import forecast, share_curve
     from energon_bridge.forecast.run import run_of_mix
     from energon_bridge.preview.sources import SampleSource
-    from energon_bridge.topology import WorkerConfig
+    from energon_bridge.worker_config import WorkerConfig
 
     if not is_mix(source):
         missing = next((name for name in source if "://" not in name and not Path(name).exists()), None)

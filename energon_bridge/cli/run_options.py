@@ -84,7 +84,7 @@ def open_mix(
         ConfigurationError: An option is missing, or two contradict each other.
     """
     from energon_bridge.datasets import get_train_dataset  # imports torch, which no help text needs
-    from energon_bridge.topology import WorkerConfig
+    from energon_bridge.worker_config import WorkerConfig
 
     batch_size, global_batch, ranks = options["batch_size"], options["global_batch_size"], options["world_size"] or 1
     given = click.get_current_context().get_parameter_source("batch_size")
@@ -187,7 +187,7 @@ def open_run(
     if cost is not None:
         group = None if options["global_batch_size"] is None else options["global_batch_size"] // run.spec.rows
         run = shared_out(run, cost, group, window)
-    if run.per_step == 1 and options["global_batch_size"] is None and by_step and not run.spec.finite:
+    if run.per_step == 1 and options["global_batch_size"] is None and by_step and not run.spec.ends:
         notes.append(
             "A step is taken for one microbatch on each rank: with gradient accumulation, give --global-batch-size."
         )

@@ -82,7 +82,7 @@ def make_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader:
         dataset = compose(dataset)
     if not isinstance(dataset, DatasetSpec) or (limit is None and not repeated):
         return datasets.get_savable_loader(dataset, **kwargs)
-    if not dataset.finite:  # an endless stream repeats by itself; limiting it makes an epoch
+    if not dataset.ends:  # an endless stream repeats by itself; limiting it makes an epoch
         return datasets.get_savable_loader(dataset.with_settings(virtual_epoch_length=limit), **kwargs)
     if repeated and dataset.settings.limit is not None:
         raise not_provided("RepeatDataset of a dataset with limit=", "limit the repeated dataset by LimitDataset")
@@ -123,7 +123,7 @@ def compose(dataset: Wrapper | DatasetSpec) -> DatasetSpec:
 def _is_finite(dataset: Any) -> bool:
     while isinstance(dataset, Wrapper):
         dataset = dataset.dataset
-    return bool(dataset.finite)
+    return bool(dataset.ends)
 
 
 class ComposedEncoder(AugmentTaskEncoder):
@@ -285,8 +285,8 @@ def _joined(wrapper: BlendDataset | ConcatDataset) -> DatasetSpec:
             raise not_provided(
                 f"{name} of packs or batches", "mix samples, then put PackingDataset or BatchDataset around"
             )
-        if isinstance(wrapper, BlendDataset) is spec.finite:
-            advice = "ConcatDataset reads datasets that end" if spec.finite else "BlendDataset mixes endless ones"
+        if isinstance(wrapper, BlendDataset) is spec.ends:
+            advice = "ConcatDataset reads datasets that end" if spec.ends else "BlendDataset mixes endless ones"
             raise not_provided(f"{name} of datasets for {spec.kind!r}", advice)
         _check_alike(name, first, spec.settings)
     nodes = tuple(spec.mix.root for spec in specs)

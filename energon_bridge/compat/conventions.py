@@ -27,7 +27,8 @@ from energon_bridge.plan.choose import PassDraws
 from energon_bridge.rng import IntArray
 from energon_bridge.stream.conventions import Conventions, PassLeaf, attach
 from energon_bridge.task_encoder.hooks import UNKNOWN
-from energon_bridge.topology import Ownership, WorkerConfig
+from energon_bridge.topology import Ownership
+from energon_bridge.worker_config import WorkerConfig
 
 ENDLESS = 1 << 62
 """Steps of a pass that repeats without end."""

@@ -81,7 +81,7 @@ def _as_built(spec: DatasetSpec, encoder: Any, hook: str) -> DatasetSpec:
     else:
         arguments["virtual_epoch_length"] = spec.settings.virtual_epoch_length or 0
         arguments["shuffle_buffer_size"] = spec.settings.shuffle_buffer_size or None
-        arguments |= {"blend_mode": loaded.blend_mode, "repeat": not spec.finite}
+        arguments |= {"blend_mode": loaded.blend_mode, "repeat": not spec.ends}
     built = _read(getattr(encoder, hook)(**arguments), spec, encoder)
     expected = _read(getattr(_Unchanged(), hook)(**arguments), spec, encoder)
     for name in ("sources", "joined", "cycled"):

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch.utils.data
 
-from energon_bridge import datasets, topology
+from energon_bridge import datasets, worker_config
 from energon_bridge.compat import encoders, records, trusted
 from energon_bridge.compat.composed import make_loader
 from energon_bridge.compat.conventions import EnergonConventions
@@ -76,7 +76,7 @@ class _Active:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class WorkerConfig(topology.WorkerConfig):
+class WorkerConfig(worker_config.WorkerConfig):
     """A worker configuration that also accepts megatron-energon's arguments.
 
     Args:
@@ -95,7 +95,7 @@ class WorkerConfig(topology.WorkerConfig):
     restore_error_handler: ErrorHandler = reraise_exception
 
     def __post_init__(self) -> None:
-        topology.WorkerConfig.__post_init__(self)
+        worker_config.WorkerConfig.__post_init__(self)
         if self.worker_debug_path is not None or self.worker_log_level:
             raise not_provided(
                 f"WorkerConfig(worker_debug_path={self.worker_debug_path!r}, worker_log_level={self.worker_log_level})",
@@ -155,9 +155,9 @@ class WorkerConfig(topology.WorkerConfig):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, topology.WorkerConfig):
+        if not isinstance(other, worker_config.WorkerConfig):
             return NotImplemented
-        return all(getattr(self, f.name) == getattr(other, f.name) for f in fields(topology.WorkerConfig))
+        return all(getattr(self, f.name) == getattr(other, f.name) for f in fields(worker_config.WorkerConfig))
 
     __hash__ = None
 

@@ -13,12 +13,11 @@ from typing import Any, Self
 from energon_bridge.compat.table import not_provided
 from energon_bridge.errors import ConfigurationError, ShardMissingError
 from energon_bridge.format.jsonl import index_jsonl
-from energon_bridge.format.media import MediaFilter
 from energon_bridge.format.nvmeta import expand_braces
 from energon_bridge.prepare import SplitRule, prepare_dataset, rebuild_index
 from energon_bridge.prepare.duplicates import rename_duplicates
 from energon_bridge.prepare.joins import mix_joins, prepare_join
-from energon_bridge.prepare.media import prepare_media
+from energon_bridge.prepare.media import MediaFilter, prepare_media
 from energon_bridge.prepare.split import find_shards
 from energon_bridge.storage import open_store
 

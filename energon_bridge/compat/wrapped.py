@@ -357,4 +357,4 @@ def _ends(dataset: Any) -> bool:
     """Whether a pass over a dataset ends by itself."""
     while isinstance(dataset, Wrapper) and not isinstance(dataset, RepeatDataset | BlendDataset):
         dataset = dataset.dataset
-    return isinstance(dataset, DatasetSpec) and dataset.finite
+    return isinstance(dataset, DatasetSpec) and dataset.ends

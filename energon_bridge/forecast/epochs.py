@@ -22,7 +22,8 @@ from energon_bridge.plan.amounts import AmountBlend, OrderedLeaf
 from energon_bridge.plan.choose import Cursor, standing
 from energon_bridge.plan.leaf import LeafOrder
 from energon_bridge.rng import FloatArray, IntArray
-from energon_bridge.topology import Ownership, WorkerConfig, first_microbatch, microbatches_before, step_of
+from energon_bridge.topology import Ownership, first_microbatch, microbatches_before, step_of
+from energon_bridge.worker_config import WorkerConfig
 
 _FAR = 1 << 40
 _LANES_LOOKED_AT = 64
@@ -120,7 +121,7 @@ def forecast(run: Run, steps: int) -> Forecast:
         ConfigurationError: The stream is not endless.
     """
     spec, plan, ranks = run.spec, run.plan, run.world_size
-    if spec.finite:
+    if spec.ends:
         raise ConfigurationError(
             "forecasts are for endless training; in a pass, the mix says how often each dataset is read"
         )

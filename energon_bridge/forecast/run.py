@@ -30,7 +30,8 @@ from energon_bridge.stream.settings import RunSettings, StreamKind
 from energon_bridge.stream.state import LaneState
 from energon_bridge.task_encoder.base import DefaultTaskEncoder
 from energon_bridge.task_encoder.costs import ColumnCost
-from energon_bridge.topology import Ownership, WorkerConfig
+from energon_bridge.topology import Ownership
+from energon_bridge.worker_config import WorkerConfig
 
 _STREAM = ("batch_size", "shuffle_buffer_size", "max_samples_per_sequence", "parallel_shard_iters", "batch_drop_last")
 _JOIN = "join of "
@@ -78,7 +79,7 @@ def run_of_mix(spec: DatasetSpec) -> Run:
     Ownership(plan.num_lanes, ranks, 0)  # refuses more ranks than lanes
     if spec.buckets is not None:
         raise _of_buckets()
-    return Run(spec=spec, plan=plan, per_step=1 if group is None or spec.finite else group // ranks)
+    return Run(spec=spec, plan=plan, per_step=1 if group is None or spec.ends else group // ranks)
 
 
 def run_of_state(
@@ -185,7 +186,7 @@ def shared_out(run: Run, cost: Any, group: int | None, window: int | None) -> Ru
     group, window = group or settings.get("balance_window_of"), window or settings.get(WINDOWS, 1)
     if not isinstance(cost, ColumnCost):
         raise ConfigurationError(f"--balance must name a ColumnCost, got {type(cost).__name__}")
-    if run.spec.finite:
+    if run.spec.ends:
         raise ConfigurationError("--balance: validation is never balanced")
     if group is None or group % run.world_size:
         raise ConfigurationError(

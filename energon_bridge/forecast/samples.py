@@ -134,7 +134,7 @@ def name_steps(run: Run, steps: Iterable[int], *, keys: bool = True) -> Iterator
         ConfigurationError: There is no such step, or the state was saved between two steps of this number of ranks.
         MissingRankError: The state has not the lanes that are needed.
     """
-    if run.spec.finite:
+    if run.spec.ends:
         of_pass = _SampleNames(run.plan.leaves, keys=keys)
         for step in steps:
             yield _finite_step(run, step, of_pass)
@@ -205,7 +205,7 @@ def name_shared_steps(
 
 def name_microbatch(run: Run, m: int) -> NamedMicrobatch:
     """Name the samples of microbatch m of an endless run, whichever rank delivers it (given as the rank -1)."""
-    if run.spec.finite:
+    if run.spec.ends:
         raise ConfigurationError("only endless training has microbatches of a run; give a step")
     return _Names(run).microbatch(m, -1)
 
@@ -215,7 +215,7 @@ def assumption(run: Run, m: int) -> str:
     datasets = (leaf.dataset for leaf in run.spec.leaves)
     excluded = sum(len(one.excluded) for one in datasets if not isinstance(one, JoinedDataset))
     listed = f" ({excluded:,} samples are listed in `exclude`)" if excluded else ""
-    if run.spec.finite:
+    if run.spec.ends:
         return f"Exact: nothing moves in a pass, samples that are skipped{listed} are missing from their batch."
     if run.state is None:
         return (

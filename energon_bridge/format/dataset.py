@@ -10,10 +10,8 @@ dataset.yaml. It does not change if a tar is edited without changing its size.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +41,6 @@ FINGERPRINT_VERSION = 1
 _MOST_CHECKED = 1000
 """Shards of a dataset whose index sizes are checked against `.info.json` when it is opened, one stat each."""
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
-_warn = functools.cache(logging.getLogger(__name__).warning)  # once for all split parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,18 +108,19 @@ def read_prepared(
     split_part: str,
     dataset_config: str,
     split_config: str,
-    warn: bool = False,
+    warn: Callable[[str], None] | None = None,
 ) -> tuple[PreparedDataset, DatasetConfig]:
     """Read one split part of the dataset in a store; return it with the content of its dataset.yaml.
 
-    With `warn`, what is doubtful in the split file is logged. Errors are those of `open_dataset`.
+    `warn` is called with what is doubtful in the split file. Errors are those of `open_dataset`.
     """
     info = read_info(store)
     config = configs.read(store, dataset_config)
     splits = read_splits(store, config.split_config or split_config)
     shards = splits.shards_of(split_part)
-    for doubt in splits.doubts(info.shard_counts, excludes=True) if warn else ():
-        _warn("%s", doubt)
+    if warn is not None:
+        for doubt in splits.doubts(info.shard_counts, excludes=True):
+            warn(doubt)
     counts = [_count(store, info, shard, where=splits.where, split_part=split_part) for shard in shards]
     if sum(counts) == 0:
         raise EmptyDatasetError(

@@ -19,7 +19,7 @@ import shutil
 import sqlite3
 import time
 import urllib.parse
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from itertools import pairwise, repeat
 from types import TracebackType
@@ -28,7 +28,6 @@ from typing import NamedTuple
 import numpy as np
 
 from energon_bridge.errors import DuplicateKeyError, KeyIndexError, ShardMissingError, StorageError
-from energon_bridge.format.media import create_media_tables, note_filter, write_media_rows
 from energon_bridge.format.nvmeta import INDEX_SQLITE, INDEX_UUID, INFO_JSON, meta_path, read_info
 from energon_bridge.format.tar_index import ShardScan, other_parts
 from energon_bridge.rng import IntArray
@@ -350,6 +349,9 @@ class KeyIndexWriter:
         shards: Names of all shards in the order of `.info.json`.
         in_place: Add to the index in this file, which has the first `in_place` shards, in one transaction. Whatever it
             has of later shards is of a run that was killed and is removed. None: write a new file.
+
+    Attributes:
+        connection: Writes the file; what others add goes within `writing`.
     """
 
     def __init__(self, path: str | os.PathLike[str], shards: Sequence[str], *, in_place: int | None = None) -> None:
@@ -362,10 +364,10 @@ class KeyIndexWriter:
             self._continue(self._path, in_place, _IN_PLACE)
 
     def _connect(self, pragmas: Sequence[str], *statements: str) -> None:
-        with self._writing():
-            self._connection = sqlite3.connect(_uri(self._path, "rwc"), uri=True, isolation_level=None, timeout=600)
+        with self.writing():
+            self.connection = sqlite3.connect(_uri(self._path, "rwc"), uri=True, isolation_level=None, timeout=600)
             for statement in (*pragmas, f"PRAGMA cache_size = -{_CACHE_KIB}", "BEGIN IMMEDIATE", *statements):
-                self._connection.execute(statement)
+                self.connection.execute(statement)
 
     def _continue(self, old: str | os.PathLike[str], num_shards: int, pragmas: Sequence[str], *statements: str) -> None:
         self._continued = f", which continues {os.fspath(old)} (delete that to do without)"
@@ -382,16 +384,16 @@ class KeyIndexWriter:
             media: Copy the media metadata, too; otherwise the new index has none.
         """
         if list(self._shards[: len(shards)]) == list(shards) and len(kept) == len(shards):
-            self._connection.close()
-            with self._writing(f", copying {old.path}"):
+            self.connection.close()
+            with self.writing(f", copying {old.path}"):
                 shutil.copyfile(old.path, self._path)
             dropped = (f"DROP TABLE IF EXISTS {name}" for name in _MEDIA_TABLES if not media)
             self._continue(old.path, len(shards), _NEW, *dropped)
             return
         places = {shard: number for number, shard in enumerate(self._shards)}
         moves = [(number, places[shard]) for number, shard in enumerate(shards) if shard in kept]
-        self._connection.execute("CREATE TEMP TABLE moves(old INTEGER PRIMARY KEY, new INTEGER)")
-        self._connection.executemany("INSERT INTO moves VALUES (?, ?)", moves)
+        self.connection.execute("CREATE TEMP TABLE moves(old INTEGER PRIMARY KEY, new INTEGER)")
+        self.connection.executemany("INSERT INTO moves VALUES (?, ?)", moves)
         with self._reading(old.path):
             for table, columns, order in (
                 ("samples", "sample_key, sample_index, byte_offset, byte_size", "sample_index"),
@@ -401,21 +403,21 @@ class KeyIndexWriter:
                     "sample_index, content_byte_offset",
                 ),
             ):
-                self._connection.execute(
+                self.connection.execute(
                     f"INSERT INTO main.{table} SELECT new, {columns} FROM moves JOIN old.{table} "
                     f"ON tar_file_id = old ORDER BY new, {order}"
                 )
-        self._connection.execute("DROP TABLE moves")
+        self.connection.execute("DROP TABLE moves")
 
     def add(self, shard: int, scan: ShardScan) -> None:
         """Add the samples of shard number `shard`; raises DuplicateKeyError naming both shards."""
         sizes = [end - start for start, end in pairwise(scan.offsets)]
         rows = zip(repeat(shard), scan.keys, range(len(sizes)), scan.offsets, sizes, strict=False)
         parts = zip(repeat(shard), scan.part_samples, scan.part_names, scan.part_offsets, scan.part_sizes, strict=False)
-        with self._writing():
+        with self.writing():
             try:
-                self._connection.executemany("INSERT INTO samples VALUES (?, ?, ?, ?, ?)", rows)
-                self._connection.executemany("INSERT INTO sample_parts VALUES (?, ?, ?, ?, ?)", parts)
+                self.connection.executemany("INSERT INTO samples VALUES (?, ?, ?, ?, ?)", rows)
+                self.connection.executemany("INSERT INTO sample_parts VALUES (?, ?, ?, ?, ?)", parts)
             except sqlite3.IntegrityError as error:
                 raise self._duplicate(shard, scan) from error
 
@@ -425,40 +427,30 @@ class KeyIndexWriter:
             return  # they were copied with it
         query = "SELECT name, sql FROM old.sqlite_master WHERE type = 'table' AND name IN (?, ?)"
         with self._reading(os.fspath(old)):
-            for name, create in self._connection.execute(query, _MEDIA_TABLES).fetchall():
-                check_table(self._connection, "old", name)
-                self._connection.execute(create)
-                self._connection.execute(f"INSERT INTO main.{name} SELECT * FROM old.{name}")
-
-    def add_media(self, rows: Iterable[Sequence[str]]) -> None:
-        """Add media metadata as rows of (key, type, JSON).
-
-        Unlike `energon prepare-media`, this records no time, so that the same rows give the same file.
-        """
-        with self._writing():
-            create_media_tables(self._connection)
-            note_filter(self._connection, "EXTENSION", "", created_at_utc="1970-01-01 00:00:00")
-            write_media_rows(self._connection, rows)
+            for name, create in self.connection.execute(query, _MEDIA_TABLES).fetchall():
+                check_table(self.connection, "old", name)
+                self.connection.execute(create)
+                self.connection.execute(f"INSERT INTO main.{name} SELECT * FROM old.{name}")
 
     def finish(self) -> None:
         """Create the indexes and write everything to disk."""
-        with self._writing():
+        with self.writing():
             for statement in ("COMMIT",) if self._continued else (*_INDEXES, "COMMIT"):
-                self._connection.execute(statement)
-            self._connection.close()
+                self.connection.execute(statement)
+            self.connection.close()
 
     @contextmanager
     def _reading(self, old: str) -> Iterator[None]:
         """Attach an earlier key index as `old`."""
-        with self._writing(f", taking over what is in {old} (delete it to do without)"):
-            self._connection.execute("COMMIT")
-            self._connection.execute("ATTACH ? AS old", (old,))
+        with self.writing(f", taking over what is in {old} (delete it to do without)"):
+            self.connection.execute("COMMIT")
+            self.connection.execute("ATTACH ? AS old", (old,))
             yield
-            self._connection.execute("DETACH old")
-            self._connection.execute("BEGIN")
+            self.connection.execute("DETACH old")
+            self.connection.execute("BEGIN")
 
     @contextmanager
-    def _writing(self, doing: str = "") -> Iterator[None]:
+    def writing(self, doing: str = "") -> Iterator[None]:
         """Turn errors of sqlite into a StorageError."""
         try:
             yield
@@ -474,14 +466,14 @@ class KeyIndexWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._connection.close()
+        self.connection.close()
 
     def _duplicate(self, shard: int, scan: ShardScan) -> DuplicateKeyError:
         """Find the key that made the insertion fail; rows of this shard before it may be in the table."""
         seen: set[str] = set()
         query = "SELECT tar_file_id FROM samples WHERE sample_key = ? AND tar_file_id != ?"
         for key in scan.keys:
-            row = self._connection.execute(query, (key, shard)).fetchone()
+            row = self.connection.execute(query, (key, shard)).fetchone()
             if row is not None or key in seen:
                 other = self._shards[row[0]] if row is not None else self._shards[shard]
                 there, here = self._part_names(key), scan.parts_of(scan.keys.index(key))
@@ -500,6 +492,6 @@ class KeyIndexWriter:
         query = "SELECT part_name FROM sample_parts JOIN samples USING (tar_file_id, sample_index) WHERE sample_key = ?"
         names: set[str] = set()
         with suppress(sqlite3.Error):  # an index of another tool may lack the table
-            check_table(self._connection, "main", "sample_parts")
-            names |= {str(name) for (name,) in self._connection.execute(query, (key,))}
+            check_table(self.connection, "main", "sample_parts")
+            names |= {str(name) for (name,) in self.connection.execute(query, (key,))}
         return names

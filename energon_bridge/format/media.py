@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import json
 import re
-import sqlite3
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from fnmatch import fnmatchcase
 from functools import cache
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
-from energon_bridge.errors import ConfigurationError, MediaMetadataError
+from energon_bridge.errors import MediaMetadataError
 
 MediaKind = Literal["image", "av"]
 
@@ -129,31 +127,7 @@ def open_heic() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Metadata of media files, and its tables.
-
-
-_TABLES = (
-    """CREATE TABLE IF NOT EXISTS media_metadata (
-        entry_key TEXT PRIMARY KEY,
-        metadata_type TEXT NOT NULL,
-        metadata_json TEXT NOT NULL
-    )""",
-    """CREATE TABLE IF NOT EXISTS media_filters (
-        filter_id INTEGER PRIMARY KEY AUTOINCREMENT,
-        strategy TEXT NOT NULL,
-        patterns TEXT,
-        created_at_utc TEXT DEFAULT CURRENT_TIMESTAMP,
-        UNIQUE(strategy, patterns)
-    )""",
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IndexedMedia:
-    """Number of files with metadata, and the keys of those that could not be read."""
-
-    num_files: int
-    failed: tuple[str, ...]
+# Metadata of media files.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,8 +158,6 @@ class AVMetadata:
 MediaMetadata = ImageMetadata | AVMetadata
 
 _TYPES: dict[str, type[ImageMetadata] | type[AVMetadata]] = {"image": ImageMetadata, "av": AVMetadata}
-_NAMES = {kind: tuple(field.name for field in fields(cls)) for kind, cls in _TYPES.items()}
-_encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def read_metadata(kind: str, text: str, *, where: str) -> MediaMetadata:
@@ -202,79 +174,8 @@ def read_metadata(kind: str, text: str, *, where: str) -> MediaMetadata:
         raise MediaMetadataError(f"{where}: cannot read it: {error}. Run `energon prepare-media` again.") from error
 
 
-def metadata_row(metadata: MediaMetadata) -> tuple[str, str]:
-    """Return type and JSON of a row."""
-    kind = "image" if isinstance(metadata, ImageMetadata) else "av"
-    values = ((name, getattr(metadata, name)) for name in _NAMES[kind])
-    return kind, _encode({name: value for name, value in values if value is not None})
-
-
-def create_media_tables(connection: sqlite3.Connection) -> None:
-    """Create the two tables if they do not exist yet."""
-    for statement in _TABLES:
-        connection.execute(statement)
-
-
-def write_media_rows(connection: sqlite3.Connection, rows: Iterable[Sequence[str]]) -> None:
-    """Write rows of (key, type, JSON), as `metadata_row` makes them."""
-    connection.executemany("INSERT OR REPLACE INTO media_metadata VALUES (?, ?, ?)", rows)
-
-
-def note_filter(
-    connection: sqlite3.Connection, strategy: str, patterns: str, *, created_at_utc: str | None = None
-) -> None:
-    """Record a filter by which files were chosen, once, however often it was used; the default time is now."""
-    connection.execute(
-        "INSERT OR IGNORE INTO media_filters (strategy, patterns, created_at_utc) "
-        "VALUES (?, ?, COALESCE(?, CURRENT_TIMESTAMP))",
-        (strategy, patterns, created_at_utc),
-    )
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# Which files are media: by the extensions of their names, by patterns, or by their first bytes.
-
-
-Strategy = Literal["EXTENSION", "HEADER", "GLOB"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MediaFilter:
-    """Selects media files: by `EXTENSION`, by `HEADER`, or by `GLOB` with patterns separated by commas.
-
-    Raises ConfigurationError for another strategy, and for patterns that are missing or have no effect.
-    """
-
-    strategy: Strategy
-    patterns: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.strategy not in get_args(Strategy):
-            known = ", ".join(get_args(Strategy))
-            raise ConfigurationError(f"unknown media filter {self.strategy!r}; known: {known}")
-        if (self.strategy == "GLOB") != bool(self._patterns()):
-            raise ConfigurationError(f"the media filter {self.strategy} got the patterns {self.patterns!r}")
-
-    @property
-    def reads_files(self) -> bool:
-        """Whether the strategy needs the first bytes of files."""
-        return self.strategy == "HEADER"
-
-    def may_pass(self, name: str) -> bool:
-        """Whether a file of this name can be media."""
-        if self.strategy == "GLOB":
-            lower = name.lower()
-            names = (lower, lower.rpartition("/")[2])
-            return any(fnmatchcase(one, pattern) for pattern in self._patterns() for one in names)
-        return self.reads_files or kind_by_name(name) is not None
-
-    def kind_of(self, name: str, head: bytes) -> MediaKind | None:
-        """Return the kind of a file that may pass; None if it is no media. `head` are its first HEAD_BYTES."""
-        by_name, by_head = kind_by_name(name), kind_by_head(head)
-        return by_head or by_name if self.reads_files else by_name or by_head
-
-    def _patterns(self) -> list[str]:
-        return [pattern.strip().lower() for pattern in (self.patterns or "").split(",") if pattern.strip()]
+# Which files are media: by the extensions of their names, or by their first bytes.
 
 
 def kind_by_name(name: str) -> MediaKind | None:
@@ -299,8 +200,12 @@ def extension_by_head(head: bytes) -> str | None:
 
 _JPEG_MODES = {1: "L", 3: "RGB", 4: "CMYK"}
 _JPEG_FRAMES = (0xC0, 0xC1, 0xC2)
-_DHT, _SOS, _DQT, _DRI, _APP0, _APP2, _APP14, _APP15, _COM = 0xC4, 0xDA, 0xDB, 0xDD, 0xE0, 0xE2, 0xEE, 0xEF, 0xFE
+_DHT, _SOS, _DQT, _DRI, _APP0, _APP1, _APP2, _APP14 = 0xC4, 0xDA, 0xDB, 0xDD, 0xE0, 0xE1, 0xE2, 0xEE
+_APP15, _COM = 0xEF, 0xFE
 _PARSED = {_APP0: 14, _APP2: 16, _APP14: 14}  # sizes of segments of which Pillow takes the start apart
+ORIENTATION, ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)
+"""The tag of EXIF that says how an image is turned, and its values with which width and height change places."""
+_XMP_ORIENTATION = re.compile(rb"tiff:Orientation(?:=\"|>)([1-8])")
 _MOST_PIXELS = 178_956_970  # from twice as many on, Pillow refuses to open an image
 
 
@@ -339,3 +244,36 @@ def plain_jpeg(data: bytes) -> ImageMetadata | None:
             return None
         at += 2 + size
     return None
+
+
+def jpeg_orientation(data: bytes | bytearray | memoryview) -> int:
+    """Return the EXIF orientation of a JPEG, or else that of its XMP: 1 to 8. 1: it is not turned, or has none.
+
+    Both come before the header of the frame.
+    """
+    at, end, by_xmp = 2, len(data), 1
+    while at + 4 <= end and data[at] == 0xFF and (marker := data[at + 1]) not in _JPEG_FRAMES:
+        after = at + 2 + (data[at + 2] << 8 | data[at + 3])
+        if marker == _APP1:
+            segment = bytes(data[at + 4 : after])
+            if segment.startswith(b"Exif\0\0"):
+                return _tagged_orientation(segment[6:])
+            if tag := _XMP_ORIENTATION.search(segment):
+                by_xmp = int(tag[1])
+        at = after
+    return by_xmp
+
+
+def _tagged_orientation(exif: bytes) -> int:
+    """Return the orientation in the first directory of EXIF data: entries of 12 bytes, which begin with their tag."""
+    order = "<" if exif.startswith(b"II") else ">"
+    try:
+        (directory,) = struct.unpack_from(order + "I", exif, 4)
+        (entries,) = struct.unpack_from(order + "H", exif, directory)
+        for place in range(directory + 2, directory + 2 + 12 * entries, 12):
+            tag, _, _, value = struct.unpack_from(order + "HHIH", exif, place)
+            if tag == ORIENTATION:
+                return value if 1 <= value <= 8 else 1
+    except struct.error:  # cut off
+        pass
+    return 1

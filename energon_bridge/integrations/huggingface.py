@@ -174,7 +174,7 @@ class EnergonTrainer(Trainer):
         if self.train_dataset is None:
             raise ConfigurationError("EnergonTrainer: training needs a train_dataset")
         spec = self._of_this_process(self.train_dataset.spec)
-        if spec.finite and spec.worker_config.dp_size > 1:
+        if spec.ends and spec.worker_config.dp_size > 1:
             raise ConfigurationError(
                 "EnergonTrainer: with repeat=False, some processes get no data in some steps, and their loss would be "
                 "NaN: leave out repeat, and limit the run with max_steps or num_train_epochs"
@@ -191,7 +191,7 @@ class EnergonTrainer(Trainer):
                 f"EnergonTrainer: virtual_epoch_length={steps} must be a multiple of "
                 f"gradient_accumulation_steps={accumulate}: an epoch is a whole number of optimizer steps"
             )
-        if not spec.finite:
+        if not spec.ends:
             steps = max(accumulate, steps - steps % accumulate)
         dataloader = EnergonDataloader(loader, balance=self._balance)
         batches = TrainBatches(dataloader, steps, self.train_dataset, self._model_inputs)
@@ -219,7 +219,7 @@ class EnergonTrainer(Trainer):
         dataset = self.eval_dataset[eval_dataset] if named else (eval_dataset or self.eval_dataset)
         if isinstance(dataset, DatasetSpec):
             dataset = Described(dataset)
-        if not isinstance(getattr(dataset, "spec", None), DatasetSpec) or not dataset.spec.finite:
+        if not isinstance(getattr(dataset, "spec", None), DatasetSpec) or not dataset.spec.ends:
             raise ConfigurationError("EnergonTrainer: evaluation needs an eval_dataset from get_val_dataset")
         loader = self._eval_loaders.get(id(dataset.spec))
         if loader is None:

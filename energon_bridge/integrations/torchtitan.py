@@ -30,7 +30,7 @@ from energon_bridge.dataloader import EnergonDataloader
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.loader.fits import merge
 from energon_bridge.task_encoder.inputs import IGNORED_LABEL, loss_weights, visual_inputs
-from energon_bridge.topology import WorkerConfig
+from energon_bridge.worker_config import WorkerConfig
 
 _MEDIA = {"image_grid_thw": "grid_thw", "video_grid_thw": "grid_thw_videos"}
 _MEDIA |= {name: name for name in ("pixel_values", "pixel_values_videos")}

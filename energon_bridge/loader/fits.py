@@ -31,6 +31,7 @@ _SETTING_ERRORS: dict[str, type[SettingMismatchError]] = {
 _AFFECTED = {
     "image_target": "how images are decoded",
     "image_backend": "how images are decoded",
+    "autorotate": "how images are decoded",
     "pixels": "the values of pixels",
     "pixels_dtype": "the type of pixels",
     "balance_window": "which samples a global batch has",
@@ -79,7 +80,8 @@ def check_fits(saved: SavedRun, kind: str, settings: State, leaves: list[State],
             + "\n".join(f"  {line}" for line in difference)
             + "\nWhat counts is the content: shards, their sample counts and sizes, excludes, dataset.yaml and the "
             "names of auxiliary stores. Restore the data and weights that the run started with, resume with "
-            'on_mismatch="adapt" to continue with the new mix, or start a new run'
+            'on_mismatch="adapt" (data.on_mismatch=adapt of a configuration) to continue with the new mix, or start a '
+            "new run"
         )
     return difference + of_the_mix
 

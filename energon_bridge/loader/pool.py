@@ -19,7 +19,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch.autograd.profiler import record_function
 
@@ -39,11 +39,7 @@ _BEGIN_SECONDS = 30.0
 """Time for a forked worker to begin; it doubles with each attempt that failed."""
 _IMPORT_FACTOR = 10
 """Factor of that time for workers that import everything first, on nodes that are busy with it."""
-_END_SECONDS = 5.0
-_CATCH_UP_SECONDS = 5.0
-"""Time for a worker to catch up with the one that it takes over from, before that one waits."""
-_MOVE_SECONDS = 60.0
-"""Time before a worker that could not go on elsewhere tries again."""
+END_SECONDS = 5.0
 _RESTARTS_WITHOUT_A_BATCH = 3
 _DEATHS_OF_A_SAMPLE = 3
 _SHORT_WAIT_MILLISECONDS = 1
@@ -72,33 +68,24 @@ class Engine(Protocol):
         forks: Whether a worker takes over the memory of this process, so that nothing of it is sent.
         advice: What to do about a worker that never begins.
         refusal: What to do about work that cannot be sent, and the function that must be able to pickle it.
-        hedge_seconds: Waiting time after which a second worker makes the same; None: never.
     """
 
     name: str
     forks: bool
     advice: str
     refusal: tuple[str, Callable[[Any], bytes]]
-    hedge_seconds: float | None
 
     def start(self, work: Work, link: socket.socket, arena: Arena | None, board: Board, stacks: StackFile) -> Any:
         """Start a worker; it is there when `settle` returns."""
 
-    def settle(self, *, wait: bool = True) -> None:
-        """Wait for the workers that were started, or look after them. Raises LoaderError if one cannot be started."""
+    def settle(self) -> None:
+        """Wait for the workers that were started. Raises LoaderError if one cannot be started."""
 
     def ending(self, process: Any) -> tuple[int | None, str]:
         """Return the exit code of a worker that has ended, and how that is said."""
 
     def state(self, process: Any, stacks: StackFile) -> str:
         """Return what a worker is doing: the stacks of its threads, or that it is stopped."""
-
-    def move(self, ready: Callable[[], int]) -> int | None:
-        """Return a worker that should be started elsewhere, and take over there; asked before each microbatch.
-
-        Args:
-            ready: Tells the microbatches that are made and not taken.
-        """
 
     def metrics(self) -> dict[str, float]:
         """Return what is to be counted of it, by name."""
@@ -111,8 +98,6 @@ class Worker:
         number: Which of the workers of its rank it is.
         current: The pass that it has been asked for.
         taken: Microbatches that it sent in this pass and that were taken.
-        behind: Microbatches of these that come first, and that another worker has delivered meanwhile.
-        withheld: Credits that it is not given, since the one that takes over from it must catch up.
         started: When it was started.
     """
 
@@ -123,8 +108,7 @@ class Worker:
                 "in this process, on threads, and delivers the same batches"
             )
         self.number = work.number
-        self.current = self.taken = self.behind = 0
-        self.withheld: int | None = None
+        self.current = self.taken = 0
         self._engine = engine
         self.arena = new_arena(sendable=not engine.forks)
         self.board = Board(sendable=not engine.forks)
@@ -164,6 +148,10 @@ class Worker:
         """Send a command, which one that is gone does not get."""
         with contextlib.suppress(ConnectionError):
             self._link.send(command)
+
+    def credit(self) -> None:
+        """Let it make one more microbatch."""
+        self.send(CREDIT)
 
     @property
     def is_gone(self) -> bool:
@@ -231,9 +219,9 @@ class WorkerPool:
 
     Attributes:
         restarts: How often workers were replaced.
-        hedges: How often a second worker was started for a slow one.
-        moves: How often a worker went on elsewhere, where the engine had a better place.
     """
+
+    worker_type: ClassVar[type[Worker]] = Worker
 
     def __init__(
         self,
@@ -259,10 +247,7 @@ class WorkerPool:
         # Of each worker, since it last sent a microbatch:
         self._deaths = [0] * number
         self._suspects = [Counter[tuple[int, int]]() for _ in range(number)]
-        self._rivals: dict[int, Worker] = {}  # second workers of slow ones, or of the one that moves
-        self._moving: int | None = None
-        self._move_again = 0.0
-        self.restarts = self.hedges = self.moves = 0
+        self.restarts = 0
         _pools.add(self)
 
     # Delivering -------------------------------------------------------------------------------------------------------
@@ -281,7 +266,6 @@ class WorkerPool:
     def again(self, due: Iterator[tuple[int, int]]) -> bool:
         """Let running workers begin the next pass; say whether there are any."""
         self._due, self._next = due, None
-        self._stay()
         for worker in self._workers:
             worker.current += 1
             worker.taken = 0
@@ -294,8 +278,6 @@ class WorkerPool:
     def __next__(self) -> LaneBatch:
         unit, number = self._next or next(self._due)
         self._next = None
-        if (better := self._engine.move(self.ready)) is not None or self._moving is not None:
-            self._move(better)
         while True:
             worker = self._workers[number]
             if worker.has_sent(_SHORT_WAIT_MILLISECONDS):
@@ -304,8 +286,6 @@ class WorkerPool:
                 with record_function(_RANGE):
                     data = self._waited_for(worker, unit)
                 worker = self._workers[number]
-            if data and number in self._rivals and number != self._moving:
-                self._drop(self._rivals.pop(number))  # of two that make the same, it was not the first
             if not data:
                 self._replace(worker)
                 continue
@@ -318,8 +298,6 @@ class WorkerPool:
                 continue
             if value is None:
                 continue
-            if number == self._moving:
-                self._rivals[number].behind += 1
             if self._deaths[number]:
                 self._deaths[number] = 0
                 self._suspects[number].clear()
@@ -330,17 +308,11 @@ class WorkerPool:
         current, failed, *message = pickle.loads(data)
         if current != worker.current:
             return None  # of a pass that was broken off
-        if worker.withheld is None:
-            worker.send(CREDIT)  # at once: the worker makes its next microbatch while this one is unpacked
-        else:
-            worker.withheld += 1
+        worker.credit()  # at once: the worker makes its next microbatch while this one is unpacked
         value = unpack(BatchMessage(*message), worker.arena)
         if failed:
             raise raised_by_worker(value)
         worker.taken += 1
-        if worker.behind:
-            worker.behind -= 1
-            return None
         return value
 
     def next_is_ready(self) -> bool:
@@ -354,9 +326,7 @@ class WorkerPool:
 
     def metrics(self) -> dict[str, float]:
         """Return what is to be counted of the workers, by name (`metrics.flat_metrics`)."""
-        hedges = {} if self._engine.hedge_seconds is None else {"worker_hedges": self.hedges}
-        hedges |= {"worker_moves": self.moves} if self.moves else {}
-        return {"ready": self.ready(), "worker_restarts": self.restarts, **hedges, **self._engine.metrics()}
+        return {"ready": self.ready(), "worker_restarts": self.restarts, **self._engine.metrics()}
 
     # Watching over ----------------------------------------------------------------------------------------------------
 
@@ -367,33 +337,10 @@ class WorkerPool:
             HookTimeoutError: It takes too long, and the run is to end then.
         """
         since, reported, unbegun, number = time.monotonic(), 0, False, worker.number
-        hedge = self._engine.hedge_seconds
         while True:
-            self._catch_up()
-            worker, rival = self._workers[number], self._rivals.get(number)
-            if rival is None:
-                data = worker.receive()
-            else:
-                self._engine.settle(wait=False)
-                moves = number == self._moving
-                both = [worker] if moves and not (rival.taken or rival.behind) else [worker, rival]
-                sent = select.select(both, [], [], self._look)[0]
-                if rival in sent and worker not in sent:
-                    if moves:
-                        continue
-                    if data := rival.receive(socket.MSG_DONTWAIT):
-                        self._workers[number], self._rivals[number] = rival, worker
-                        return data
-                    self._drop(self._rivals.pop(number))  # it is gone itself
-                    hedge = None
-                data = worker.receive(socket.MSG_DONTWAIT) if worker in sent else None
-            if data is not None:
+            if (data := self._received(number, since)) is not None:
                 return data
-            waits = hedge is not None and time.monotonic() - since > hedge
-            if waits and number not in self._rivals and worker.board.has_begun:
-                logger.warning("%s, worker %d is slow: a second worker makes the same", self._where, number)
-                self._rivals[number] = self._started(number)
-                self.hedges += 1
+            worker = self._workers[number]
             if worker.is_gone:
                 last = worker.receive(socket.MSG_DONTWAIT)  # it may have sent something on its way out
                 return last or b""
@@ -402,53 +349,9 @@ class WorkerPool:
             elif self._watchdog is not None:
                 reported = self._judge(worker, unit, self._watchdog, since, reported)
 
-    def _drop(self, worker: Worker) -> None:
-        worker.kill()
-        worker.end(_END_SECONDS)
-        worker.close()
-
-    # Moving -----------------------------------------------------------------------------------------------------------
-
-    def _move(self, number: int | None) -> None:
-        """Start a worker where the engine has a better place, beside the one that goes on until then."""
-        if number is not None and not self._rivals and time.monotonic() > self._move_again:
-            self._rivals[number], self._moving = self._started(number), number
-        self._catch_up()
-
-    def _catch_up(self) -> None:
-        """Let the worker that was started elsewhere take over when it makes what comes next, and has shown that it can.
-
-        Until then it makes again what the other one has delivered since, which is dropped.
-        """
-        if (number := self._moving) is None:
-            return
-        rival, worker, error = self._rivals[number], self._workers[number], None
-        try:
-            while rival.behind and (data := rival.receive(socket.MSG_DONTWAIT)) is not None:
-                if not data:
-                    raise ConnectionError("it has ended")
-                self._unpacked(rival, data)
-        except Exception as failure:
-            error = failure
-        if error is not None or rival.is_gone:
-            logger.warning("%s, worker %d cannot go on elsewhere: %s", self._where, number, error or "it has ended")
-            self._move_again = time.monotonic() + _MOVE_SECONDS
-            self._stay()
-        elif rival.taken and worker.withheld is None and time.monotonic() - rival.started > _CATCH_UP_SECONDS:
-            worker.withheld = 0
-        elif not rival.behind and (rival.taken > 1 or (rival.taken and rival.has_sent(0))):
-            self._workers[number], self._rivals[number] = rival, worker
-            self.moves += 1
-            self._stay()
-
-    def _stay(self) -> None:
-        """Drop the second worker of the one that moves."""
-        if self._moving is not None:
-            self._drop(self._rivals.pop(self._moving))
-            stays, self._moving = self._workers[self._moving], None
-            for _ in range(stays.withheld or 0):
-                stays.send(CREDIT)
-            stays.withheld = None
+    def _received(self, number: int, since: float) -> bytes | None:
+        """Return the next message of a worker that is waited for since some time; None if there is none for a while."""
+        return self._workers[number].receive()
 
     def _judge_beginning(self, worker: Worker, reported: bool) -> bool:
         """Kill a worker that has not started in time; return whether it was logged."""
@@ -514,7 +417,7 @@ class WorkerPool:
         assert source is not None, "the loader is gone"
         work = source.work(number, self._barred, self._deaths[number] >= _DEATHS_OF_A_SAMPLE - 1)
         try:
-            return Worker(work, self._engine, self._look)
+            return self.worker_type(work, self._engine, self._look)
         except OSError as error:
             remedy = _REMEDIES.get(error.errno or 0, "Lower num_workers")
             raise LoaderError(f"worker {number} of {self._number} cannot start: {error}. {remedy}.") from error
@@ -537,7 +440,7 @@ class WorkerPool:
         """
         number, running = worker.number, self._running(worker)
         samples = {(key, index) for _, key, index in worker.board.running() if key}
-        code, how = worker.end(_END_SECONDS)
+        code, how = worker.end(END_SECONDS)
         what = f"worker {number} ({how})"
         if code == EXIT_CODE:
             raise HookTimeoutError(
@@ -567,19 +470,20 @@ class WorkerPool:
             logger.error(
                 "%s killed its worker %d times in a row and is not tried again", ", ".join(running), _DEATHS_OF_A_SAMPLE
             )
-        self._workers[number] = self._rivals.pop(number) if number in self._rivals else self._started(number)
-        self._moving = None if number == self._moving else self._moving
+        self._workers[number] = self._successor(number)
         worker.close()
         self._engine.settle()
 
+    def _successor(self, number: int) -> Worker:
+        """Return the worker that takes the place of one that is gone."""
+        return self._started(number)
+
     def stop(self) -> None:
         """Stop the workers. A busy worker gets some seconds to finish."""
-        workers, self._workers = [*self._workers, *self._rivals.values()], []
-        self._rivals.clear()
-        self._moving = None
+        workers, self._workers = self._workers, []
         for worker in workers:
             worker.ask_to_end()
-        deadline = time.monotonic() + _END_SECONDS
+        deadline = time.monotonic() + END_SECONDS
         for worker in workers:
             worker.end(max(0.0, deadline - time.monotonic()))
             worker.close()
@@ -589,7 +493,7 @@ class WorkerPool:
 
     def forget(self) -> None:
         """Let go of workers that another process started, of which this one is a fork."""
-        self._workers, self._rivals, self._moving = [], {}, None
+        self._workers = []
 
 
 _OPEN_FILES = "The process has as many files open as it may: raise the limit (`ulimit -n`), or lower num_workers"

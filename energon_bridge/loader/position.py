@@ -39,14 +39,8 @@ from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.settings import WorkerFacts
 from energon_bridge.stream.state import COUNTERS, LARGEST, BufferedRefs, Counts, LaneBatch, LaneState
 from energon_bridge.stream.watchdog import WatchdogSettings
-from energon_bridge.topology import (
-    Ownership,
-    WorkerConfig,
-    first_microbatch,
-    lane_units,
-    microbatches_before,
-    step_units,
-)
+from energon_bridge.topology import Ownership, first_microbatch, lane_units, microbatches_before, step_units
+from energon_bridge.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +80,7 @@ class Position:
     @property
     def own_lanes(self) -> range:
         """The lanes of this rank; a finite stream has none."""
-        return range(0) if self.plan.data.finite else self.ownership.lanes_of(self.plan.config.dp_rank)
+        return range(0) if self.plan.data.ends else self.ownership.lanes_of(self.plan.config.dp_rank)
 
     @property
     def end(self) -> int:
@@ -179,7 +173,7 @@ class Position:
     def set_weights(self, weights: Mapping[str, Any] | Sequence[Any], from_draw: int | None) -> int:
         """Change the weights from a global draw on; return that draw."""
         data = self.plan.data
-        if data.finite or data.mode != "weights" or data.buckets is not None:
+        if data.ends or data.mode != "weights" or data.buckets is not None:
             raise ConfigurationError(
                 f"set_weights needs an endless blend by weights, but this loader delivers a {data.kind} stream of mode "
                 f"{data.mode!r}{' in buckets (group_by)' if data.buckets is not None else ''}"
@@ -205,7 +199,7 @@ class Position:
 
     def agreed(self, what: str, own: int, choose: Callable[[list[int]], int]) -> int:
         """Return the global draw that all ranks agree on: `choose` picks it from the values of all ranks."""
-        if self.plan.data.finite or self.plan.config.dp_size == 1:
+        if self.plan.data.ends or self.plan.config.dp_size == 1:
             return own
         if not torch.distributed.is_initialized():
             raise ConfigurationError(f"{what}: pass the same from_draw on every rank, or initialize torch.distributed")
@@ -318,7 +312,7 @@ class Position:
             banned=self.plan.banned,
             leaves=[*leaves, *self._parked],
             lanes=lanes,
-            ranks=(1, self.plan.config.dp_size) if self.plan.data.finite else None,
+            ranks=(1, self.plan.config.dp_size) if self.plan.data.ends else None,
         )
 
     def restore(self, saved: doc.SavedRun, on_mismatch: OnMismatch) -> None:
@@ -330,7 +324,7 @@ class Position:
         if on_mismatch not in get_args(OnMismatch):
             raise ConfigurationError(f'on_mismatch must be "refuse" or "adapt", got {on_mismatch!r}')
         config, data = self.plan.config, self.plan.data
-        num_lanes = self.plan.num_lanes if data.finite else saved.num_lanes  # a pass is the same on any ranks
+        num_lanes = self.plan.num_lanes if data.ends else saved.num_lanes  # a pass is the same on any ranks
         changes = saved.changes
         blocks = {row["identity"]: row["block"] for row in saved.leaves}
         adapt = on_mismatch == "adapt" and data.kind == "train"
@@ -353,7 +347,7 @@ class Position:
         self.microbatches, self.epoch = microbatches, saved.epoch
         self.epoch_steps = saved.epoch_steps
         # Counts belong to the run: one rank may carry those of several.
-        own = saved.ranks == (1, config.dp_size) if data.finite else len(lanes) == len(self.own_lanes)
+        own = saved.ranks == (1, config.dp_size) if data.ends else len(lanes) == len(self.own_lanes)
         self._take_over(saved.leaves, lanes, counts=own or config.dp_rank == 0, changed=bool(difference))
 
     def _take_over(self, saved: list[doc.State], lanes: dict[int, LaneState], *, counts: bool, changed: bool) -> None:

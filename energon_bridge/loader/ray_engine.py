@@ -22,17 +22,19 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Protocol
 
 from energon_bridge.errors import ConfigurationError, LoaderError, did_you_mean, is_whole
+from energon_bridge.loader.pool import END_SECONDS, Engine, Worker, WorkerPool
 from energon_bridge.loader.processes import Board, StackFile
 from energon_bridge.loader.ray_actor import dumped, versions
 from energon_bridge.loader.ray_relay import PACKET_BYTES
 from energon_bridge.loader.transport import Arena
 from energon_bridge.loader.workers import LocalProcesses, Work
+from energon_bridge.stream.state import LaneBatch
 from energon_bridge.stream.watchdog import WatchdogSettings
-from energon_bridge.topology import WorkerConfig
+from energon_bridge.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -271,7 +273,7 @@ class RayEngine:
     name = "ray"
     forks = False
     advice = "Its node may lack what the encoder needs: the log of the actor, in Ray's dashboard, says what failed"
-    refusal = (
+    refusal: tuple[str, Callable[[Any], bytes]] = (
         "A task encoder must make locks, open files and the like where they are first used (__getstate__ leaves them "
         'out); or use worker_engine="process", which pickles nothing',
         dumped,
@@ -464,3 +466,204 @@ _REFUSED = (
     "package, send it along: ray_options runtime_env={{'working_dir': '.'}} or {{'py_modules': [...]}}, "
     "{{'pip': [...]}}; or install it on all nodes"
 )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pools whose workers go on elsewhere: where the engine has a better place for one, and beside one that is slow.
+
+
+_CATCH_UP_SECONDS = 5.0
+"""Time for a worker to catch up with the one that it takes over from, before that one waits."""
+_MOVE_SECONDS = 60.0
+"""Time before a worker that could not go on elsewhere tries again."""
+
+
+class MovingEngine(Engine, Protocol):
+    """An engine that knows of better places.
+
+    Attributes:
+        hedge_seconds: Waiting time after which a second worker makes the same; None: never.
+    """
+
+    hedge_seconds: float | None
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Wait for the workers that were started, or look after them. Raises LoaderError if one cannot be started."""
+
+    def move(self, ready: Callable[[], int]) -> int | None:
+        """Return a worker that should be started elsewhere, and take over there; asked before each microbatch.
+
+        Args:
+            ready: Tells the microbatches that are made and not taken.
+        """
+
+
+class MovableWorker(Worker):
+    """A worker that may take over from another one, or hand over to it.
+
+    Attributes:
+        behind: Microbatches that it sends first, and that another worker has delivered meanwhile.
+        withheld: Credits that it is not given, since the one that takes over from it must catch up.
+    """
+
+    behind = 0
+    withheld: int | None = None
+
+    def credit(self) -> None:
+        if self.withheld is None:
+            super().credit()
+        else:
+            self.withheld += 1
+
+
+class MovingPool(WorkerPool):
+    """Workers of an engine that has better places for some.
+
+    Attributes:
+        hedges: How often a second worker was started for a slow one.
+        moves: How often a worker went on elsewhere.
+    """
+
+    worker_type: ClassVar[type[Worker]] = MovableWorker
+    _engine: MovingEngine
+    _workers: list[Any]
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._rivals: dict[int, Any] = {}  # second workers of slow ones, or of the one that moves
+        self._moving: int | None = None
+        self._move_again = 0.0
+        self._hedge: float | None = None
+        self.hedges = self.moves = 0
+
+    def again(self, due: Iterator[tuple[int, int]]) -> bool:
+        self._stay()
+        return super().again(due)
+
+    def __next__(self) -> LaneBatch:
+        self._next = self._next or next(self._due)
+        if (better := self._engine.move(self.ready)) is not None or self._moving is not None:
+            self._move(better)
+        return super().__next__()
+
+    def _unpacked(self, worker: Any, data: bytes) -> Any:
+        number = worker.number
+        if number in self._rivals and number != self._moving:
+            self._drop(self._rivals.pop(number))  # of two that make the same, it was not the first
+        value = self._unless_behind(worker, data)
+        if value is not None and number == self._moving:
+            self._rivals[number].behind += 1
+        return value
+
+    def _unless_behind(self, worker: Any, data: bytes) -> Any:
+        value = super()._unpacked(worker, data)
+        if value is not None and worker.behind:
+            worker.behind -= 1
+            return None
+        return value
+
+    def metrics(self) -> dict[str, float]:
+        hedges = {} if self._engine.hedge_seconds is None else {"worker_hedges": self.hedges}
+        return super().metrics() | hedges | ({"worker_moves": self.moves} if self.moves else {})
+
+    def _waited_for(self, worker: Worker, unit: int) -> bytes:
+        self._hedge = self._engine.hedge_seconds
+        return super()._waited_for(worker, unit)
+
+    def _received(self, number: int, since: float) -> bytes | None:
+        data = self._next_of_both(number)
+        worker, hedge = self._workers[number], self._hedge
+        if data is not None or hedge is None or time.monotonic() - since <= hedge:
+            return data
+        if number not in self._rivals and worker.board.has_begun:
+            logger.warning("%s, worker %d is slow: a second worker makes the same", self._where, number)
+            self._rivals[number] = self._started(number)
+            self.hedges += 1
+        return None
+
+    def _next_of_both(self, number: int) -> bytes | None:
+        """Return the next message of a worker, or of the second one, which then comes first."""
+        while True:
+            self._catch_up()
+            worker, rival = self._workers[number], self._rivals.get(number)
+            if rival is None:
+                return super()._received(number, 0.0)
+            self._engine.settle(wait=False)
+            moves = number == self._moving
+            both = [worker] if moves and not (rival.taken or rival.behind) else [worker, rival]
+            sent = select.select(both, [], [], self._look)[0]
+            if rival in sent and worker not in sent:
+                if moves:
+                    continue
+                if data := rival.receive(socket.MSG_DONTWAIT):
+                    self._workers[number], self._rivals[number] = rival, worker
+                    return bytes(data)
+                self._drop(self._rivals.pop(number))  # it is gone itself
+                self._hedge = None
+            return worker.receive(socket.MSG_DONTWAIT) if worker in sent else None
+
+    def _drop(self, worker: Worker) -> None:
+        worker.kill()
+        worker.end(END_SECONDS)
+        worker.close()
+
+    def _move(self, number: int | None) -> None:
+        """Start a worker where the engine has a better place, beside the one that goes on until then."""
+        if number is not None and not self._rivals and time.monotonic() > self._move_again:
+            self._rivals[number], self._moving = self._started(number), number
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Let the worker that was started elsewhere take over when it makes what comes next, and has shown that it can.
+
+        Until then it makes again what the other one has delivered since, which is dropped.
+        """
+        if (number := self._moving) is None:
+            return
+        rival, worker, error = self._rivals[number], self._workers[number], None
+        try:
+            while rival.behind and (data := rival.receive(socket.MSG_DONTWAIT)) is not None:
+                if not data:
+                    raise ConnectionError("it has ended")
+                self._unless_behind(rival, data)
+        except Exception as failure:
+            error = failure
+        if error is not None or rival.is_gone:
+            logger.warning("%s, worker %d cannot go on elsewhere: %s", self._where, number, error or "it has ended")
+            self._move_again = time.monotonic() + _MOVE_SECONDS
+            self._stay()
+        elif rival.taken and worker.withheld is None and time.monotonic() - rival.started > _CATCH_UP_SECONDS:
+            worker.withheld = 0
+        elif not rival.behind and (rival.taken > 1 or (rival.taken and rival.has_sent(0))):
+            self._workers[number], self._rivals[number] = rival, worker
+            self.moves += 1
+            self._stay()
+
+    def _stay(self) -> None:
+        """Drop the second worker of the one that moves."""
+        if self._moving is not None:
+            self._drop(self._rivals.pop(self._moving))
+            stays, self._moving = self._workers[self._moving], None
+            withheld, stays.withheld = stays.withheld or 0, None
+            for _ in range(withheld):
+                stays.credit()
+
+    def _successor(self, number: int) -> Worker:
+        self._moving = None if number == self._moving else self._moving
+        return self._rivals.pop(number) if number in self._rivals else super()._successor(number)
+
+    def stop(self) -> None:
+        self._workers += self._rivals.values()
+        self._rivals, self._moving = {}, None
+        super().stop()
+
+    def forget(self) -> None:
+        self._rivals, self._moving = {}, None
+        super().forget()
+
+
+def workers_on_ray(
+    config: WorkerConfig, watchdog: WatchdogSettings | None, *, finite: bool
+) -> tuple[Engine, type[WorkerPool]]:
+    """Return what starts the workers of a loader on a Ray cluster, and the pool that they are in."""
+    return RayEngine(config, watchdog, finite=finite), MovingPool

@@ -39,9 +39,11 @@ from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.settings import RunSettings, StreamKind, StreamSettings, WorkerFacts
 from energon_bridge.stream.user_code import OwnHooks
 from energon_bridge.stream.watchdog import WatchdogSettings
+from energon_bridge.task_encoder.base import decoder_of
 from energon_bridge.task_encoder.collate import REMEDY_FOR_TYPES
 from energon_bridge.task_encoder.hooks import Hook, is_overridden
-from energon_bridge.topology import WorkerConfig, default_num_lanes
+from energon_bridge.topology import default_num_lanes
+from energon_bridge.worker_config import WorkerConfig
 
 DATASET_IS_NO_LOADER = (
     "a dataset of energon_bridge describes what to load and gives no samples by itself. Make a loader of it and "
@@ -135,7 +137,7 @@ class DatasetSpec(NotForDataLoader):
         return self.settings.kind
 
     @property
-    def finite(self) -> bool:
+    def ends(self) -> bool:
         """Whether it comes one pass at a time (validation, or training with `repeat=False`)."""
         return self.settings.kind != "train"
 
@@ -176,7 +178,7 @@ class DatasetSpec(NotForDataLoader):
     @property
     def listed(self) -> bool:
         """Whether all ranks agree on the rows of a pass before it begins, since it is packed or grouped."""
-        return self.finite and (self.settings.packing_buffer_size is not None or self.grouped)
+        return self.ends and (self.settings.packing_buffer_size is not None or self.grouped)
 
     def end(self, num_rows: int, world_size: int, num_batches: int | None = None) -> int:
         """Return the microbatch at which a pass of so many rows (grouped: batches) ends, after `ceil(end/R)` steps."""
@@ -255,7 +257,7 @@ class DatasetSpec(NotForDataLoader):
         """
         if self.settings.virtual_epoch_length is not None:
             return self.settings.virtual_epoch_length
-        if not self.finite:
+        if not self.ends:
             return self.epoch_length(config.dp_size)
         if end is None:
             end = plan_run(self, config).end_of_pass(0)
@@ -405,13 +407,13 @@ def plan_run(
     """
     ranks, seed = config.dp_size, config.run_seed
     lanes = num_lanes or config.num_lanes
-    if data.finite:  # a pass has no lanes, so any number of ranks can share it
+    if data.ends:  # a pass has no lanes, so any number of ranks can share it
         lanes = max(lanes or ranks, ranks)
     if data.buckets is not None:
         lanes = _lanes_of_buckets(config, lanes)
     lanes = lanes or default_num_lanes(ranks, config.microbatches_per_global_batch)
     settings: dict[str, Any] = {"seed": seed, "batch_size": data.settings.batch_size}
-    if data.finite:
+    if data.ends:
         settings |= {"batch_drop_last": data.settings.batch_drop_last}
         settings |= {"grouped": True} if data.grouped else {}
         if data.kind == "finite" and not data.listed:
@@ -437,14 +439,16 @@ def plan_run(
         if data.unit is not None:
             amounts = [leaf.amounts.fingerprint for leaf in data.ordered if leaf.amounts is not None]
             settings |= {"unit": data.unit, "unit_values": f"{key_of(*amounts):016x}"}
-    target = getattr(data.settings.task_encoder.decoder, "image_target", None)
-    if target is not None:  # this changes pixels, not the order, and nobody would see it
+    decoder = decoder_of(data.settings.task_encoder)  # what changes pixels, not the order, and nobody would see
+    if (target := getattr(decoder, "image_target", None)) is not None:
         settings["image_target"] = list(target)
-    if getattr(data.settings.task_encoder.decoder, "image_backend", "auto") != "auto":
-        settings["image_backend"] = data.settings.task_encoder.decoder.image_backend
+    if (backend := getattr(decoder, "image_backend", "auto")) != "auto":
+        settings["image_backend"] = backend
+    if getattr(decoder, "autorotate", False):
+        settings["autorotate"] = True
     settings |= getattr(data.settings.task_encoder, "pixel_settings", {})
     # A pass has the same order whoever delivers it.
-    cut = 1 if data.finite else lanes
+    cut = 1 if data.ends else lanes
     leaves = tuple(
         _leaf(data, leaf, cut, seed, block=(blocks or {}).get(leaf.identity, data.block)) for leaf in data.ordered
     )
@@ -474,7 +478,7 @@ def _lanes_of_buckets(config: WorkerConfig, lanes: int | None) -> int:
 def _leaf(data: DatasetSpec, leaf: OpenLeaf, lanes: int, seed: int, *, block: int) -> Leaf:
     shuffle = leaf.shuffle_epochs is not None
     # A pass has one lane, but slices as long as a run's.
-    cut = default_num_lanes(1) if data.finite else lanes
+    cut = default_num_lanes(1) if data.ends else lanes
     rows = data.rows if data.buckets is None else data.buckets.rows[data.buckets.of_leaf[leaf.identity]]
     block = rows if block and data.buckets is not None else block
     length = slice_length(leaf.num_samples, cut, rows, data.settings.max_samples_per_sequence)

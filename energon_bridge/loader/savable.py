@@ -44,7 +44,8 @@ from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.state import LaneBatch
 from energon_bridge.stream.watchdog import WatchdogSettings
-from energon_bridge.topology import Ownership, WorkerConfig, available_cores, trainer_groups
+from energon_bridge.topology import Ownership
+from energon_bridge.worker_config import WorkerConfig, available_cores, trainer_groups
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         for groups in trainer_groups():
             groups.check_data_parallel(config)
         dataset.check_types()
-        self._position = Position(plan_run(dataset, config), PassMode() if dataset.finite else Mode())
+        self._position = Position(plan_run(dataset, config), PassMode() if dataset.ends else Mode())
         workers = config.num_workers
         with warnings.catch_warnings():
             # DataLoader would say of every loader that the machine has fewer cores; `_say_what_is_idle` does, once.
@@ -106,7 +107,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
                 batch_size=None,
                 num_workers=workers,
                 prefetch_factor=config.prefetch_factor if workers else None,
-                persistent_workers=bool(workers and dataset.finite and config.persistent_workers),
+                persistent_workers=bool(workers and dataset.ends and config.persistent_workers),
             )
         self._pool = self._new_pool()
         self._began = 0
@@ -129,7 +130,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterator type
         self._check_process()
         position = self._position
-        if self.spec.finite:
+        if self.spec.ends:
             in_order = not self.spec.shuffled  # validation starts again, training continues
             if position.mode.is_over(position) or (in_order and not self._resumed):
                 position.rewind()
@@ -143,13 +144,13 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         if self.spec.settings.virtual_epoch_length is not None:
             if position.epoch_steps >= self.spec.settings.virtual_epoch_length:
                 position.epoch_steps = 0
-            self._pass += not self.spec.finite
+            self._pass += not self.spec.ends
         return _Iterator(self)
 
     def __len__(self) -> int:
         """Return the steps of a finite stream or virtual epoch, or this rank's microbatches in an epoch of the data."""
         known = self.spec.settings.conventions.listing_has_length or not self.spec.listed
-        finite = self.spec.finite and self.spec.settings.virtual_epoch_length is None and known
+        finite = self.spec.ends and self.spec.settings.virtual_epoch_length is None and known
         return self.spec.num_batches(self.config, self._position.end if finite else None)
 
     def __reduce__(self) -> NoReturn:
@@ -162,7 +163,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
     def __repr__(self) -> str:
         config, position = self.config, self._position
         done = f"{counted(position.microbatches, 'microbatch', 'microbatches')} delivered by the run"
-        lanes = "" if self.spec.finite else f", {counted(position.plan.num_lanes, 'lane')}"
+        lanes = "" if self.spec.ends else f", {counted(position.plan.num_lanes, 'lane')}"
         return described(
             f"{type(self).__name__} of rank {config.dp_rank} of {config.dp_size}, "
             f"{counted(config.num_workers, 'worker')}{lanes}, {done}",
@@ -189,7 +190,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
             self._steps += 1
             if self._ends_an_epoch():
                 self._name_losses(AT_EPOCH)
-                if not self.spec.finite and virtual is None and not self.config.dp_rank:
+                if not self.spec.ends and virtual is None and not self.config.dp_rank:
                     _say_endless()
             if item.rows or self.spec.settings.conventions.masks:
                 if self._copies is not None:
@@ -202,7 +203,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         position, virtual = self._position, self.spec.settings.virtual_epoch_length
         if virtual is not None:
             return position.epoch_steps >= virtual
-        return position.mode.is_over(position) if self.spec.finite else not self._steps % self._epoch_length
+        return position.mode.is_over(position) if self.spec.ends else not self._steps % self._epoch_length
 
     def _pull(self) -> LaneBatch:
         try:
@@ -238,7 +239,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
 
     def _copy_ahead(self) -> None:
         """Begin to copy the next microbatch if a worker has made it, while the trainer has the one before."""
-        if self.spec.finite or self._held or self._source is not self._pool:
+        if self.spec.ends or self._held or self._source is not self._pool:
             return
         # What it raises is met again, and raised, when that microbatch is due: the one before is delivered.
         with contextlib.suppress(Exception):
@@ -304,7 +305,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         """Warn of ranks and workers that the lanes of the run, or the cores of the machine, cannot keep busy."""
         if self.config.dp_rank == 0:
             _say_crowded(self.config.num_workers, available_cores())
-        if self.spec.finite:
+        if self.spec.ends:
             return
         ownership, workers = self._position.ownership, self.config.num_workers
         lanes, ranks, nearest = ownership.num_lanes, ownership.world_size, ownership.nearest_even_world_size()
@@ -339,22 +340,19 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         return Production(stream, units, self.config.prefetch_factor)
 
     def _new_pool(self) -> WorkerPool:
-        config = self.config
-        return WorkerPool(
+        config, pool = self.config, WorkerPool
+        engine: Engine = LocalProcesses(config.start_method)
+        if config.worker_engine != "process":
+            workers = load("workers", str(config.worker_engine))
+            engine, pool = workers(config, self.watchdog, finite=self.spec.ends)
+        return pool(
             self,
             config.num_workers,
-            engine=self._new_engine(),
+            engine=engine,
             max_restarts=config.max_worker_restarts,
             watchdog=self.watchdog,
             where=f"rank {config.dp_rank}",
         )
-
-    def _new_engine(self) -> Engine:
-        config = self.config
-        if config.worker_engine == "process":
-            return LocalProcesses(config.start_method)
-        engine: Engine = load("workers", str(config.worker_engine))(config, self.watchdog, finite=self.spec.finite)
-        return engine
 
     def work(self, worker: int, barred: frozenset[tuple[int, int]], careful: bool) -> Work:
         # A process group belongs to this process; what the worker needs of it, the configuration has resolved.
@@ -622,8 +620,8 @@ class _NoSamples(torch.utils.data.IterableDataset[Any]):
 def _say_endless() -> None:
     """Say once that a loop over a training stream does not end by itself."""
     logger.warning(
-        "an epoch of the data is over, and the stream goes on: repeat=False or virtual_epoch_length=… of "
-        "get_train_dataset end an iterator"
+        "an epoch of the data is over, and the stream goes on: a trainer ends at its last step (train.max_steps of a "
+        "configuration); repeat=False or virtual_epoch_length=… of get_train_dataset end an iterator"
     )
 
 

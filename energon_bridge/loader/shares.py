@@ -38,7 +38,8 @@ from energon_bridge.stream.state import LaneBatch, LaneState
 from energon_bridge.task_encoder.costs import ColumnCost
 from energon_bridge.task_encoder.hooks import Hook, hook_of
 from energon_bridge.task_encoder.packing import SAMPLES, Packer
-from energon_bridge.topology import Ownership, WorkerConfig
+from energon_bridge.topology import Ownership
+from energon_bridge.worker_config import WorkerConfig
 
 _RESOLUTION = 2.0**30
 _ONE_OF_ONE = (Hook.ENCODE, Hook.PREENCODE, Hook.PACK, Hook.BATCH, Hook.ENCODE_BATCH)

@@ -1,4 +1,4 @@
-"""What runs in one process of a loader: the units of a rank, in order, each made by a stream (`modes`).
+"""What runs in one process of a loader: the units of a rank, in order, each made by a stream.
 
 A worker talks to the training process (`pool`) by a pair of connected sockets that keep messages apart. It is sent
 `CREDIT`, for a microbatch that it may make, and `AGAIN`, to begin the next pass. It sends, pickled, the number of the
@@ -222,7 +222,6 @@ class LocalProcesses:
         'start_method="fork", which pickles nothing',
         pickle.dumps,
     )
-    hedge_seconds: float | None = None
 
     def __init__(self, method: StartMethod) -> None:
         self.name: str = method
@@ -234,7 +233,7 @@ class LocalProcesses:
         arguments = work, link, arena, board, stacks, os.getpid() if self.forks else 0
         return start_process(self._method, f"energon-worker-{work.number}", run_worker, arguments)
 
-    def settle(self, *, wait: bool = True) -> None:
+    def settle(self) -> None:
         """Nothing is waited for: a process that does not begin is noticed when it is due."""
 
     def ending(self, process: Any) -> tuple[int | None, str]:
@@ -256,9 +255,6 @@ class LocalProcesses:
             if text and text == stacks.read()[before:]:
                 return "\n".join(f"    {line}" for line in text.splitlines())
         return "  its stack is not available: it does not take signals"
-
-    def move(self, ready: Callable[[], int]) -> int | None:
-        """Return None: no place is better than another."""
 
     def metrics(self) -> dict[str, float]:
         """Nothing beside what the pool counts."""

@@ -25,6 +25,7 @@ from .metadataset import (
 from .opener import (
     DatasetOpener as DatasetOpener,
     MixIndex as MixIndex,
+    place_in_mix as place_in_mix,
 )
 from .paths import (
     resolve_path as resolve_path,

@@ -18,7 +18,7 @@ from energon_bridge.format.join import JoinedDataset, JoinPart, joined_dataset, 
 from energon_bridge.mix.paths import user_cache
 from energon_bridge.mix.tree import AuxRef, Joiner, JoinRef, LeafRef
 from energon_bridge.samples import CrudeSample, Sample, sample_type_by_name
-from energon_bridge.topology import available_cores
+from energon_bridge.worker_config import available_cores
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Joiners: `from_joined` of a sample type, or a function, that makes one sample of the samples of a row.

@@ -6,14 +6,16 @@ Invariant: the datasets of one opener share one pool of open files, so their num
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 from energon_bridge.errors import DatasetError, MetadataError, NotPreparedError
@@ -47,7 +49,8 @@ from energon_bridge.storage import READ_TIMEOUT_SECONDS, OpenFiles, Stalls, Stor
 #     {<hash>: <content of a dataset.yaml>, ...}
 #     [path of a YAML file of the mix, <hash of its bytes>]       <its content>
 #     [path, split part, dataset config, split config]
-#         [stamps, shards, counts, sizes, excluded, <hash of its config>, fingerprint, has checksums]    (one a dataset)
+#         [stamps, shards, counts, sizes, excluded, <hash of its config>, fingerprint, has checksums, doubts]
+#                                                                                                     (one a dataset)
 #
 # The *stamps* of a dataset are `[name, bytes, mtime ns, ctime ns, inode]` of its files in `.nv-meta`, of those in a
 # bucket `[name, bytes, ETag]`, `[name]` for one that is not there. The version is that of the format and that of the
@@ -65,7 +68,7 @@ from energon_bridge.storage import READ_TIMEOUT_SECONDS, OpenFiles, Stalls, Stor
 logger = logging.getLogger(__name__)
 
 FORMAT = "energon_bridge.mix_index"
-VERSION = [2, FINGERPRINT_VERSION]
+VERSION = [3, FINGERPRINT_VERSION]
 MIN_DATASETS = 32
 """Mixes of fewer datasets get no index: they open within milliseconds."""
 _SETTLED_NS = 2_000_000_000
@@ -90,6 +93,7 @@ class Entry(NamedTuple):
     config: str
     fingerprint: str
     has_checksums: bool
+    doubts: list[str]
 
 
 class MixIndex:
@@ -299,6 +303,18 @@ def _digest(pieces: Iterable[bytes]) -> str:
 
 
 _OPENING_THREADS = 32
+_log_doubt = functools.cache(partial(logger.warning, "%s"))  # once for all split parts
+
+
+@contextlib.contextmanager
+def place_in_mix(ref: LeafRef) -> Iterator[None]:
+    """Name the place of a reference in the errors of its dataset."""
+    try:
+        yield
+    except DatasetError as error:
+        if ref.where in ("", ref.path):
+            raise
+        raise type(error)(f"{ref.where}: {error}") from error
 
 
 class DatasetOpener:
@@ -308,6 +324,7 @@ class DatasetOpener:
         trust_remote_code: Allow the datasets' own code to run.
         index: The index from an earlier start; new entries are added to it.
         read_timeout_seconds: Time after which a second read is started beside the first; None: no limit.
+        warn: Called with what is doubtful in a split file.
     """
 
     def __init__(
@@ -316,7 +333,9 @@ class DatasetOpener:
         trust_remote_code: bool = False,
         index: MixIndex | None = None,
         read_timeout_seconds: float | None = READ_TIMEOUT_SECONDS,
+        warn: Callable[[str], object] = _log_doubt,
     ) -> None:
+        self._warn = warn
         self.trust_remote_code = trust_remote_code
         self._configs = DatasetConfigs(trust_remote_code=trust_remote_code)
         self._indexed_configs: dict[str, DatasetConfig] = {}
@@ -332,12 +351,8 @@ class DatasetOpener:
         place = _place(ref)
         dataset = self._opened.get(place)
         if dataset is None:
-            try:
+            with place_in_mix(ref):
                 dataset = self._opened[place] = self._open(ref, place)
-            except DatasetError as error:
-                if ref.where in ("", ref.path):
-                    raise
-                raise type(error)(f"{ref.where}: {error}") from error
         return dataset
 
     def _open(self, ref: LeafRef, place: Place) -> PreparedDataset:
@@ -385,16 +400,20 @@ class DatasetOpener:
         store = open_store(path, files=self._files)
         known = self._index.find(place)
         if known is not None:
+            for doubt in known.doubts:
+                self._warn(doubt)
             return self._from_index(store, place, known)
-        stamps = self._index.stamps_of(place)
+        stamps, doubts = self._index.stamps_of(place), list[str]()
         dataset, config = read_prepared(
             store,
             self._configs,
             split_part=split_part,
             dataset_config=dataset_config,
             split_config=split_config,
-            warn=True,
+            warn=doubts.append,
         )
+        for doubt in doubts:
+            self._warn(doubt)
         if stamps and not config.form.has_code and config.split_config is None:  # a file that has no stamp
             self._index.record(
                 place,
@@ -407,6 +426,7 @@ class DatasetOpener:
                     config=config.text,
                     fingerprint=dataset.fingerprint,
                     has_checksums=dataset.has_checksums,
+                    doubts=doubts,
                 ),
             )
         return dataset

@@ -49,7 +49,7 @@ from energon_bridge.plan.changes import LeafBans
 from energon_bridge.rng import IntArray, Permutation, below, below_at, draws_at, fold, shuffled
 
 ORDER_VERSION = 1
-"""The version of the order: raised with every change, here or in `stream/packing.py`, of which sample comes when.
+"""The version of the order: raised with every change, here or in `stream/pack_buffer.py`, of which sample comes when.
 
 1: that of 0.1.0.
 """

@@ -33,7 +33,7 @@ from energon_bridge.format.media import kind_by_name
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, read_info
 from energon_bridge.format.parallel import Task, Workers, map_shards
 from energon_bridge.format.tar import parse_sample
-from energon_bridge.prepare.lint import Problem, read_samples
+from energon_bridge.prepare.lint import LEAVE_OUT, Problem, read_samples
 from energon_bridge.prepare.media import read_image
 from energon_bridge.prepare.staging import Staging
 from energon_bridge.rows.turns import medium_by_name
@@ -504,6 +504,7 @@ def find_equal_samples(datasets: Sequence[PreparedDataset], *, num_workers: Work
                     key=key,
                     part=None,
                     message=f"has the content of {first}",
+                    remedy=f"If it is one too many, {LEAVE_OUT}.",
                 )
             else:
                 first = f"key {key!r} in {dataset.store.url(dataset.shard_names[shard])}"

@@ -29,10 +29,11 @@ from typing import Any, overload
 import numpy as np
 
 from energon_bridge.errors import ConfigurationError, SampleError, SkipSample, SourceError
-from energon_bridge.format.media import HAS_HEIF, HEAD_BYTES, MediaFilter, extension_by_head, open_heic
+from energon_bridge.format.media import HAS_HEIF, HEAD_BYTES, extension_by_head, open_heic
 from energon_bridge.format.nvmeta import INFO_JSON, META_FOLDER, has_checksums, meta_path, read_info
 from energon_bridge.format.parallel import Task, Workers, map_shards
 from energon_bridge.format.tar_index import index_name
+from energon_bridge.prepare.media import MediaFilter
 from energon_bridge.prepare.run import ShardRecord
 from energon_bridge.prepare.shards import (
     END_BYTES,

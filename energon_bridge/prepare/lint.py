@@ -53,12 +53,29 @@ class Problem:
     key: str | None
     part: str | None
     message: str
+    remedy: str = ""
 
     def __str__(self) -> str:
         key = f", key {self.key!r}" if self.key is not None else ""
         part = f", part {self.part!r}" if self.part is not None else ""
         split_part = f", {self.split_part}" if self.split_part else ""
         return f"{self.dataset}{split_part}: shard {self.shard!r}{key}{part}: {self.message}"
+
+
+LEAVE_OUT = "add it as SHARD/KEY to `exclude` of split.yaml"
+_REMEDIES = {
+    "CorruptShardError": "Restore the shard from its source, then run `energon prepare --tar-index-only`.",
+    "ShardMissingError": "Restore the file, or take its shard out of split.yaml.",
+    "FieldAccessError": f"Correct `field_map` of dataset.yaml; to leave a sample out that lacks the part, {LEAVE_OUT}.",
+    "ImportError": "Install the package that is named.",
+    "MetadataError": "",  # it says what to do
+}
+
+
+def _remedy(dataset: PreparedDataset, error: str) -> str:
+    if isinstance(dataset, (JsonlDataset, ForeignDataset)):
+        return "Correct the line or row in its file. Training leaves it out, and counts it."
+    return _REMEDIES.get(error, f"Repair the sample in its source and prepare again; to leave it out, {LEAVE_OUT}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,18 +150,19 @@ def lint_splits(path: str, *, split_config: str, dataset_config: str) -> tuple[l
 
 def lint_mix(
     path: str, *, split_parts: tuple[str, ...] = (), trust_remote_code: bool = False
-) -> tuple[list[PreparedDataset], list[Problem]]:
+) -> tuple[list[PreparedDataset], list[Problem], list[str]]:
     """Open all datasets of the splits of a metadataset file (default: all splits), and look up its joins.
 
-    Returns each split part of a dataset once, whole, without the subsets and filters of the mix, and the joins that
-    fail. Raises the errors of `open_dataset` and of metadatasets.
+    Returns each split part of a dataset once, whole, without the subsets and filters of the mix, the joins that fail,
+    and what is doubtful in split files. Raises the errors of `open_dataset` and of metadatasets.
     """
     from energon_bridge.format.join import find_rows
     from energon_bridge.mix import DatasetOpener, JoinRef, LeafRef, load_mix, metadataset_splits, resolve_path
     from energon_bridge.mix.joins import join_parts
 
     path = resolve_path(path, base=os.getcwd(), where="PATH")
-    opener = DatasetOpener(trust_remote_code=trust_remote_code)
+    doubts: dict[str, None] = {}
+    opener = DatasetOpener(trust_remote_code=trust_remote_code, warn=lambda _: None)
     datasets: dict[tuple[str, str], PreparedDataset] = {}
     problems: list[Problem] = []
 
@@ -152,7 +170,8 @@ def lint_mix(
         dataset = opener.open(ref)
         files = ref.split_config or DEFAULT_SPLIT_CONFIG, ref.dataset_config or DEFAULT_DATASET_CONFIG
         if not isinstance(dataset, (JsonlDataset, ForeignDataset)):
-            wrong, _ = lint_splits(dataset.path, split_config=files[0], dataset_config=files[1])
+            wrong, doubtful = lint_splits(dataset.path, split_config=files[0], dataset_config=files[1])
+            doubts.update(dict.fromkeys(doubtful))
             problems.extend(one for one in wrong if one not in problems)
         return datasets.setdefault((dataset.path, dataset.split_part), dataset)
 
@@ -169,10 +188,13 @@ def lint_mix(
             except EnergonError as error:
                 message = f"{type(error).__name__}: {error}"
                 where = leaf.leaf.where or "join"
+                remedy = "Correct the keys, or set `nonmatch: skip` at the dataset of the join that lacks them."
                 problems.append(
-                    Problem(dataset=path, split_part=split, shard=where, key=None, part=None, message=message)
+                    Problem(
+                        dataset=path, split_part=split, shard=where, key=None, part=None, message=message, remedy=remedy
+                    )
                 )
-    return list(datasets.values()), problems
+    return list(datasets.values()), problems, list(doubts)
 
 
 def lint_encoded(
@@ -192,7 +214,7 @@ def lint_encoded(
     from energon_bridge.datasets import get_savable_loader, get_val_dataset  # import torch
     from energon_bridge.stream.failures import read_quarantine
     from energon_bridge.stream.policy import ErrorPolicy
-    from energon_bridge.topology import WorkerConfig
+    from energon_bridge.worker_config import WorkerConfig
 
     with tempfile.TemporaryDirectory(prefix="energon-lint-") as folder:
         file = os.path.join(folder, "failed.jsonl")
@@ -218,6 +240,7 @@ def lint_encoded(
             key=one.key,
             part=None,
             message=f"{one.hook}: {one.error}: {one.message}",
+            remedy=f"Correct the hook or the data; to leave the sample out, raise SkipSample, or {LEAVE_OUT}.",
         )
         for one in failed
     ]
@@ -253,6 +276,7 @@ def _check_shard(
                 key=key,
                 part=part,
                 message=f"{type(error).__name__}: {error}",
+                remedy=_remedy(dataset, type(error).__name__),
             )
         )
 

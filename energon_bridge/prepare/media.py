@@ -22,9 +22,10 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 from energon_bridge.av import AVDecoder
 from energon_bridge.errors import (
@@ -39,18 +40,15 @@ from energon_bridge.format.key_index import copy_key_index, sqlite_uri
 from energon_bridge.format.media import (
     HAS_HEIF,
     HEAD_BYTES,
+    AVMetadata,
     ImageMetadata,
-    IndexedMedia,
-    MediaFilter,
     MediaKind,
     MediaMetadata,
-    create_media_tables,
     format_by_head,
-    metadata_row,
-    note_filter,
+    kind_by_head,
+    kind_by_name,
     open_heic,
     plain_jpeg,
-    write_media_rows,
 )
 from energon_bridge.format.nvmeta import (
     INDEX_SQLITE,
@@ -381,3 +379,117 @@ def read_image(data: bytes) -> ImageMetadata:
                 )
     except Exception as error:  # codecs raise anything
         raise DecodeError(f"not an image that Pillow can read: {type(error).__name__}: {error}") from error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The tables of `index.sqlite` (`format/media.py`), and which files are media.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexedMedia:
+    """Number of files with metadata, and the keys of those that could not be read."""
+
+    num_files: int
+    failed: tuple[str, ...]
+
+
+_TABLES = (
+    """CREATE TABLE IF NOT EXISTS media_metadata (
+        entry_key TEXT PRIMARY KEY,
+        metadata_type TEXT NOT NULL,
+        metadata_json TEXT NOT NULL
+    )""",
+    """CREATE TABLE IF NOT EXISTS media_filters (
+        filter_id INTEGER PRIMARY KEY AUTOINCREMENT,
+        strategy TEXT NOT NULL,
+        patterns TEXT,
+        created_at_utc TEXT DEFAULT CURRENT_TIMESTAMP,
+        UNIQUE(strategy, patterns)
+    )""",
+)
+
+
+_KINDS = (("image", ImageMetadata), ("av", AVMetadata))
+_NAMES = {kind: tuple(field.name for field in fields(cls)) for kind, cls in _KINDS}
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def metadata_row(metadata: MediaMetadata) -> tuple[str, str]:
+    """Return type and JSON of a row."""
+    kind = "image" if isinstance(metadata, ImageMetadata) else "av"
+    values = ((name, getattr(metadata, name)) for name in _NAMES[kind])
+    return kind, _encode({name: value for name, value in values if value is not None})
+
+
+def create_media_tables(connection: sqlite3.Connection) -> None:
+    """Create the two tables if they do not exist yet."""
+    for statement in _TABLES:
+        connection.execute(statement)
+
+
+def write_media_rows(connection: sqlite3.Connection, rows: Iterable[Sequence[str]]) -> None:
+    """Write rows of (key, type, JSON), as `metadata_row` makes them."""
+    connection.executemany("INSERT OR REPLACE INTO media_metadata VALUES (?, ?, ?)", rows)
+
+
+def note_filter(
+    connection: sqlite3.Connection, strategy: str, patterns: str, *, created_at_utc: str | None = None
+) -> None:
+    """Record a filter by which files were chosen, once, however often it was used; the default time is now."""
+    connection.execute(
+        "INSERT OR IGNORE INTO media_filters (strategy, patterns, created_at_utc) "
+        "VALUES (?, ?, COALESCE(?, CURRENT_TIMESTAMP))",
+        (strategy, patterns, created_at_utc),
+    )
+
+
+def add_media(connection: sqlite3.Connection, rows: Iterable[Sequence[str]]) -> None:
+    """Add the metadata of a new shard to a key index, as rows of (key, type, JSON).
+
+    Unlike `energon prepare-media`, this records no time, so that the same rows give the same file.
+    """
+    create_media_tables(connection)
+    note_filter(connection, "EXTENSION", "", created_at_utc="1970-01-01 00:00:00")
+    write_media_rows(connection, rows)
+
+
+Strategy = Literal["EXTENSION", "HEADER", "GLOB"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaFilter:
+    """Selects media files: by `EXTENSION`, by `HEADER`, or by `GLOB` with patterns separated by commas.
+
+    Raises ConfigurationError for another strategy, and for patterns that are missing or have no effect.
+    """
+
+    strategy: Strategy
+    patterns: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.strategy not in get_args(Strategy):
+            known = ", ".join(get_args(Strategy))
+            raise ConfigurationError(f"unknown media filter {self.strategy!r}; known: {known}")
+        if (self.strategy == "GLOB") != bool(self._patterns()):
+            raise ConfigurationError(f"the media filter {self.strategy} got the patterns {self.patterns!r}")
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether the strategy needs the first bytes of files."""
+        return self.strategy == "HEADER"
+
+    def may_pass(self, name: str) -> bool:
+        """Whether a file of this name can be media."""
+        if self.strategy == "GLOB":
+            lower = name.lower()
+            names = (lower, lower.rpartition("/")[2])
+            return any(fnmatchcase(one, pattern) for pattern in self._patterns() for one in names)
+        return self.reads_files or kind_by_name(name) is not None
+
+    def kind_of(self, name: str, head: bytes) -> MediaKind | None:
+        """Return the kind of a file that may pass; None if it is no media. `head` are its first HEAD_BYTES."""
+        by_name, by_head = kind_by_name(name), kind_by_head(head)
+        return by_head or by_name if self.reads_files else by_name or by_head
+
+    def _patterns(self) -> list[str]:
+        return [pattern.strip().lower() for pattern in (self.patterns or "").split(",") if pattern.strip()]

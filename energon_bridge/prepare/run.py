@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -41,7 +42,6 @@ from energon_bridge.format.key_index import (
     find_key_index,
     local_key_index,
 )
-from energon_bridge.format.media import IndexedMedia, MediaFilter
 from energon_bridge.format.nvmeta import (
     DEFAULT_DATASET_CONFIG,
     DEFAULT_SPLIT_CONFIG,
@@ -135,12 +135,12 @@ class ShardRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What `prepare_dataset` wrote: samples per shard, shards per split part, all part names, and media."""
+    """What `prepare_dataset` wrote: samples per shard, shards per split part, all part names, `IndexedMedia`."""
 
     shard_counts: dict[str, int]
     split_parts: dict[str, list[str]]
     part_names: tuple[str, ...]
-    media: IndexedMedia | None = None
+    media: Any = None
 
     @property
     def num_samples(self) -> int:
@@ -157,7 +157,7 @@ def prepare_dataset(
     key_index: bool = True,
     dataset_yaml: bytes | None = None,
     dataset_yaml_name: str = DEFAULT_DATASET_CONFIG,
-    media: MediaFilter | None = None,
+    media: Any = None,
     finish: bool = False,
     checksums: bool = False,
     progress: Progress | None = None,
@@ -171,9 +171,9 @@ def prepare_dataset(
     are added.
 
     `dataset_yaml` is the content of the file of that name; None keeps the existing one. `progress(done, total)` counts
-    shards. The excludes of an earlier split.yaml are kept, and so is media metadata, unless `media` selects files to
-    read again. Raises NoShardsError, UnsupportedShardError, CorruptShardError, DuplicateKeyError or StorageError, and
-    then leaves the dataset unchanged.
+    shards. The excludes of an earlier split.yaml are kept, and so is media metadata, unless `media`, a `MediaFilter`,
+    selects files to read again. Raises NoShardsError, UnsupportedShardError, CorruptShardError, DuplicateKeyError or
+    StorageError, and then leaves the dataset unchanged.
     """
     if "/" in dataset_yaml_name or not dataset_yaml_name.endswith(".yaml"):
         raise ConfigurationError(f"--dataset-yaml-name {dataset_yaml_name!r}: expected the name of a .yaml file.")
@@ -269,12 +269,12 @@ def _index(
     *,
     num_workers: Workers,
     key_index: bool,
-    media: MediaFilter | None = None,
+    media: Any = None,
     earlier: _Earlier | None = None,
     finish: bool = False,
     checksums: bool = False,
     progress: Progress | None,
-) -> tuple[dict[str, int], tuple[str, ...], IndexedMedia | None]:
+) -> tuple[dict[str, int], tuple[str, ...], Any]:
     """Stage the indexes of all shards; return samples per shard, all part names, sorted, and the media found."""
     known = {} if earlier is None else {shard: earlier.counts[shard] for shard in shards if earlier.has(store, shard)}
     if checksums:

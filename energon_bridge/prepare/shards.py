@@ -31,7 +31,7 @@ from typing import ClassVar, Literal
 from energon_bridge.errors import ConfigurationError, DecodeError, SourceError, StorageError
 from energon_bridge.format.checksums import ChecksumScan, checksums_path
 from energon_bridge.format.key_index import KeyIndexWriter
-from energon_bridge.format.media import HEAD_BYTES, MediaFilter, kind_by_name, metadata_row
+from energon_bridge.format.media import HEAD_BYTES, kind_by_name
 from energon_bridge.format.nvmeta import (
     DEFAULT_DATASET_CONFIG,
     DEFAULT_SPLIT_CONFIG,
@@ -47,6 +47,7 @@ from energon_bridge.format.nvmeta import (
 from energon_bridge.format.tar import split_member_name
 from energon_bridge.format.tar_index import encode_index, index_name
 from energon_bridge.prepare.dataset_yaml import render_dataset_yaml
+from energon_bridge.prepare.media import MediaFilter, add_media, metadata_row
 from energon_bridge.prepare.run import RECORD_SUFFIX, ShardRecord
 from energon_bridge.prepare.staging import Staging
 from energon_bridge.registry import load
@@ -296,7 +297,8 @@ def publish(
             for number, shard in enumerate(shards):
                 record = load(shard)
                 writer.add(number, record.scan)
-                writer.add_media(record.media)
+                with writer.writing():
+                    add_media(writer.connection, record.media)
                 counts[shard] = len(record.scan.keys)
                 index = encode_index(record.scan.offsets)
                 identity.update(f"{shard}\0{record.scan.keys}\0{record.scan.part_names}".encode())

@@ -328,7 +328,7 @@ def summarize_mix(path: str) -> tuple[list[DatasetSummary], dict[str, list[LeafS
 
     Raises the errors of metadatasets and of `summarize_dataset`.
     """
-    from energon_bridge.mix import JoinRef, load_mix, metadataset_splits, resolve_path
+    from energon_bridge.mix import JoinRef, load_mix, metadataset_splits, place_in_mix, resolve_path
 
     path = resolve_path(path, base=os.getcwd(), where="PATH")
     datasets: dict[str, DatasetSummary] = {}
@@ -341,12 +341,13 @@ def summarize_mix(path: str) -> tuple[list[DatasetSummary], dict[str, list[LeafS
                 mixed = f"{float(leaf.repetitions):g} times"
             refs = [entry.leaf for entry in leaf.leaf.entries] if isinstance(leaf.leaf, JoinRef) else [leaf.leaf]
             for number, ref in enumerate(refs):
-                if ref.path not in datasets:
-                    datasets[ref.path] = summarize_dataset(
-                        ref.path,
-                        split_config=ref.split_config or DEFAULT_SPLIT_CONFIG,
-                        dataset_config=ref.dataset_config or DEFAULT_DATASET_CONFIG,
-                    )
+                with place_in_mix(ref):
+                    if ref.path not in datasets:
+                        datasets[ref.path] = summarize_dataset(
+                            ref.path,
+                            split_config=ref.split_config or DEFAULT_SPLIT_CONFIG,
+                            dataset_config=ref.dataset_config or DEFAULT_DATASET_CONFIG,
+                        )
                 summary = datasets[ref.path]
                 counts = {part.name: part.num_samples for part in summary.parts}
                 splits[split].append(

@@ -27,7 +27,7 @@ from energon_bridge.stream.values import FailedSample, has_code
 from energon_bridge.task_encoder.base import DefaultTaskEncoder
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.hooks import Hook
-from energon_bridge.topology import available_cores
+from energon_bridge.worker_config import available_cores
 
 T = TypeVar("T")
 

@@ -462,8 +462,8 @@ def _check(loader: Any, balance: Balance, *, asks: bool) -> int:
             f"{type(loader).__name__}"
         )
     spec, config = loader.spec, loader.config
-    if spec.finite or spec.settings.virtual_epoch_length is not None:
-        kind = "a finite stream" if spec.finite else "a virtual epoch"
+    if spec.ends or spec.settings.virtual_epoch_length is not None:
+        kind = "a finite stream" if spec.ends else "a virtual epoch"
         raise ConfigurationError(
             f"balance needs an endless training stream, got {kind}, whose last global batch may lack microbatches: "
             "leave balance out (for validation), or train without repeat=False and virtual_epoch_length"

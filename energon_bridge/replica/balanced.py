@@ -25,7 +25,8 @@ from energon_bridge.loader.position import merged_state
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.shares import Sharing
-from energon_bridge.topology import Ownership, WorkerConfig
+from energon_bridge.topology import Ownership
+from energon_bridge.worker_config import WorkerConfig
 
 _FIGURES = ("step_before", "step", "round_before", "round", "moved")
 _NOT_COUNTED = ("_seconds", "ready", "worker_restarts")

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from energon_bridge.errors import ConfigurationError, DataParallelError
-from energon_bridge.topology import WorkerConfig, distributed
+from energon_bridge.worker_config import WorkerConfig, distributed
 
 logger = logging.getLogger(__name__)
 

@@ -223,7 +223,7 @@ class BroadcastLoader:
         spec, ownership = getattr(loader, "spec", None), getattr(loader, "ownership", None)
         has_length = hasattr(loader, "__len__")
         return {
-            "endless": not has_length if spec is None else not spec.finite,
+            "endless": not has_length if spec is None else not spec.ends,
             "length": len(loader) if has_length else None,
             "lanes": None if ownership is None else (ownership.num_lanes, ownership.world_size, ownership.start),
             **self._saved(),

@@ -14,7 +14,8 @@ from typing import Any, ClassVar, Protocol
 from energon_bridge.plan.amounts import OrderedLeaf
 from energon_bridge.plan.choose import PassDraws
 from energon_bridge.samples import Batch, Sample
-from energon_bridge.topology import Ownership, WorkerConfig
+from energon_bridge.topology import Ownership
+from energon_bridge.worker_config import WorkerConfig
 
 _GOLDEN = 0.6180339887498949
 
@@ -55,7 +56,7 @@ class Conventions:
             else it is left out.
         listing_has_length: Whether the length of a pass that is packed or grouped is that of its listing; else each
             sample counts as a row.
-        no_number: `current.NUMBER` for a draw that is not numbered.
+        no_number: `hooks.NUMBER` for a draw that is not numbered.
     """
 
     stands_for: ClassVar[str | None] = None

@@ -139,7 +139,7 @@ def place_in(sample: Any) -> SamplePlace | None:
 # A line has `dataset`, `shard`, `index` (of the sample in the dataset), `key`, `parts`, `hook`, `error` (the name of
 # the exception type) and `message`. If a pack or microbatch failed, these describe its first sample, `members` lists
 # up to eight of its samples as [dataset, shard, index, key], and `size` counts them. Lines are appended by single
-# writes; a last line cut off by a kill is ignored. A run never reads the file back by itself.
+# writes; a last line cut off by a kill is ignored. A run reads it only to add no line twice.
 
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from energon_bridge.plan.choose import PassDraws, Picks
 from energon_bridge.stream.conventions import PassOrder, attach
 from energon_bridge.stream.draws import SAMPLE, BatchRow, batch_rows, encode_rows, reencode
 from energon_bridge.stream.grouping import Groups
-from energon_bridge.stream.packing import pack_rows, post_encoded, select_packs
+from energon_bridge.stream.pack_buffer import pack_rows, post_encoded, select_packs
 from energon_bridge.stream.pipeline import PendingLoads, PickedLoad, Pipeline
 from energon_bridge.stream.state import COUNTERS, BufferedRefs, Counts, LaneBatch, SampleRef, Stage, as_members
 

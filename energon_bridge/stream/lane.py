@@ -20,7 +20,7 @@ from energon_bridge.plan.blend import BucketBlend
 from energon_bridge.plan.choose import AnyBlend
 from energon_bridge.stream.draws import BatchRow, Draws, batch_rows, reencode, rows_of
 from energon_bridge.stream.grouping import Grouping
-from energon_bridge.stream.packing import Packing
+from energon_bridge.stream.pack_buffer import Packing
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.state import BufferedRefs, Counts, LaneBatch, LaneState, Stage
 

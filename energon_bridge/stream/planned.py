@@ -24,7 +24,7 @@ from energon_bridge.rng import IntArray
 from energon_bridge.stream.conventions import Conventions
 from energon_bridge.stream.draws import BatchRow, batch_rows, encode_rows
 from energon_bridge.stream.leaf import Leaf
-from energon_bridge.stream.packing import EMPTY_SELECTIONS, PackBuffer, pack_rows
+from energon_bridge.stream.pack_buffer import EMPTY_SELECTIONS, PackBuffer, pack_rows
 from energon_bridge.stream.pipeline import PickedLoad, Pipeline
 from energon_bridge.stream.state import (
     COUNTERS,

@@ -16,7 +16,7 @@ from energon_bridge.stream.failures import FailureLog
 from energon_bridge.stream.policy import ErrorPolicy
 from energon_bridge.stream.watchdog import WatchdogSettings, Words
 from energon_bridge.task_encoder.hooks import MAX_LIMIT
-from energon_bridge.topology import WorkerConfig
+from energon_bridge.worker_config import WorkerConfig
 
 StreamKind = Literal["train", "passes", "finite"]
 """Endless training, training that ends with each pass, and validation; states have these words."""

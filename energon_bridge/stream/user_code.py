@@ -1,7 +1,7 @@
 """The hooks of a task encoder as the engine calls them: which of them are user code, and what they may return.
 
 Each runs in a step (`steps.py`). From `postencode_sample` on, user code sees no deferred images: those in fields are
-decoded first, and those from stores and caches when they are requested (`current.DELIVERING`).
+decoded first, and those from stores and caches when they are requested (`hooks.DELIVERING`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Turns the bytes of a sample into a typed sample: parses tar members, decodes parts, maps them to fields.
 
-Code that comes with a dataset is run by `dataset_code`.
+Code that comes with a dataset (its sample loader, its part filter) runs here, too.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from energon_bridge.errors import (
+    BarredSampleError,
     CorruptShardError,
     FatalSampleError,
     FieldAccessError,
-    QuarantinedSampleError,
     StorageError,
 )
 from energon_bridge.format.dataset import PreparedDataset
@@ -91,7 +91,7 @@ class Barred:
         if index not in self.indices:
             return raw
         lost = Unreadable(
-            QuarantinedSampleError("it killed or hung its worker several times in a row and is not tried again")
+            BarredSampleError("it killed or hung its worker several times in a row and is not tried again")
         )
         return tuple(part if part is None else lost for part in raw) if isinstance(raw, tuple) else lost
 

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import wraps
 from types import GenericAlias, MethodType
 from typing import Any, ClassVar, Generic, TypeVar, cast, overload
@@ -311,11 +312,13 @@ class _Inner:
 
 
 def decoder_of(encoder: Any) -> Any:
-    """Return the decoder of an encoder, with the encoder's rule for transparency."""
+    """Return the decoder of an encoder, with the encoder's rules for transparency and EXIF orientation."""
     decoder = encoder.decoder
-    return (
-        decoder.with_alpha(getattr(encoder, "image_alpha", "drop")) if isinstance(decoder, SampleDecoder) else decoder
-    )
+    if not isinstance(decoder, SampleDecoder):
+        return decoder
+    if getattr(encoder, "autorotate", False) and not decoder.autorotate:
+        decoder = replace(decoder, autorotate=True)
+    return decoder.with_alpha(getattr(encoder, "image_alpha", "drop"))
 
 
 class AugmentTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
@@ -342,6 +345,7 @@ class AugmentTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     decoder: Any = _Inner()
     pixel_settings: Any = _Inner()
     image_alpha: Any = _Inner()
+    autorotate: Any = _Inner()
     __default_failure_tolerance__: Any = _Inner()
     cook_crude_sample: Any = _Inner()
     encode_sample: Any = _Inner()

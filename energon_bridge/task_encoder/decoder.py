@@ -77,6 +77,8 @@ class SampleDecoder:
     `image_backend` says what decodes images: `auto`, the fastest for a format, with Pillow's pixels; or `torchcodec`.
     `image_target` declares that images need be no larger than a number of pixels, or `(height, width)`: JPEGs are then
     decoded at 1/2, 1/4 or 1/8 of their size where that is not smaller, which gives other pixels.
+    With `autorotate` images are turned as their EXIF says, and videos as their headers say, before anything sees their
+    sizes; torchcodec always does that.
 
     A few bytes can demand any amount of memory, so there are two limits: images of more than `max_pixels` (width times
     height in the file; 89 million by default), and parts that unpack to more than `max_part_bytes` (`.gz`, `.npz` and
@@ -99,6 +101,7 @@ class SampleDecoder:
     defer_images: bool = False
     image_target: int | tuple[int, int] | None = None
     image_backend: Literal["auto", "torchcodec"] = "auto"
+    autorotate: bool = False
     max_pixels: int | None = _images.MAX_PIXELS
     max_part_bytes: int | None = MAX_PART_BYTES
     read_pickles: bool = False
@@ -134,7 +137,11 @@ class SampleDecoder:
         form = None
         if self.image_decode is not None:
             form = _images.image_form(
-                self.image_decode, self.image_target, max_pixels=self.max_pixels, backend=self.image_backend
+                self.image_decode,
+                self.image_target,
+                max_pixels=self.max_pixels,
+                backend=self.image_backend,
+                autorotate=self.autorotate,
             )
         elif self.defer_images or self.image_target is not None or self.image_backend != "auto":
             raise ConfigurationError(
@@ -219,12 +226,14 @@ class SampleDecoder:
 
     def _av(self, data: bytes | ByteRange, part_name: str) -> Any:
         decoder = (self.av_class or load("decoder", "av"))(data, name=part_name)
+        if self.autorotate:
+            decoder.autorotate = True
         if self.av_decode == "AVDecoder":
             return decoder
         return decoder.get_frames(self.video_decode_audio) if self.av_decode == "torch" else decoder.open_container()
 
     def config(self) -> dict[str, Any]:
-        """Return the settings as plain values; `image_target` and `image_backend` are also in the state of a run."""
+        """Return the settings as plain values; those that change pixels are also in the state of a run."""
         names = (
             entry.name for entry in fields(SampleDecoder) if entry.name not in ("read_pickles", "av_class", "_form")
         )

@@ -1,6 +1,6 @@
 """The hooks: every piece of user code that runs for a sample, a pack or a microbatch, and what it can ask the engine.
 
-The table is the one place that knows their names. `stream/steps.py` runs them by it: it seeds the generators, names
+The table has their names, arguments and keys. `stream/steps.py` runs them by it: it seeds the generators, names
 what is running for the watchdog and for messages, and asks the error policy about failures.
 """
 
@@ -63,7 +63,7 @@ class Hook(Enum):
     POSTENCODE = "postencode_sample", _Facts(key=3, arguments=("sample",), is_single=True)
     SELECT = "select_samples_to_pack", _Facts(key=4, arguments=("samples",), loses=("a selection", "selections"))
     PACK = "pack_selected_samples", _Facts(key=5, arguments=("samples",), loses=("a pack", "packs"))
-    LENGTH = "sample_length", _Facts(key=8, arguments=("sample",))
+    LENGTH = "sample_length", _Facts(key=8, arguments=("sample",))  # that of sample_loader, which the order keeps
     GROUP = "batch_group_criterion", _Facts(key=6, arguments=("sample",))
     BATCH = "batch", _Facts(key=2, arguments=("samples",), loses=_A_MICROBATCH)
     ENCODE_BATCH = "encode_batch", _Facts(arguments=("batch",), loses=_A_MICROBATCH)

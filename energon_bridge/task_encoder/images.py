@@ -1,7 +1,8 @@
 """Decode images from bytes to an array, a tensor or a Pillow image.
 
 A form names the container (numpy, torch, Pillow), the mode (grey, RGB, RGBA) and, with a trailing 8, bytes instead of
-floats (the bytes divided by 255, exactly). All forms give the same pixels as Pillow; EXIF orientation is not applied.
+floats (the bytes divided by 255, exactly). All forms give the same pixels as Pillow. With `autorotate` images lie as
+viewers show them (`ImageOps.exif_transpose`), else as in their files, and a log line says once that EXIF turns some.
 Ordinary JPEGs are decoded by libjpeg-turbo through simplejpeg, three times faster; everything else, and any JPEG that
 it rejects, is left to Pillow. `fastrgb` is the cheapest form: uint8 in numpy for ordinary JPEGs, a Pillow image for
 anything else.
@@ -26,7 +27,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib.util import find_spec
 from numbers import Integral
 from typing import Any, Literal, get_args
@@ -34,7 +35,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import simplejpeg
 import torch
-from PIL import Image, ImageFile, UnidentifiedImageError
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from energon_bridge.errors import ConfigurationError, DecodeError, did_you_mean, is_whole
 from energon_bridge.format.media import (
@@ -43,8 +44,11 @@ from energon_bridge.format.media import (
     HAS_HEIF,
     HEAD_BYTES,
     IMAGE_EXTENSIONS,
+    ON_ITS_SIDE,
+    ORIENTATION,
     MediaFormat,
     format_by_head,
+    jpeg_orientation,
     open_heic,
     plain_jpeg,
 )
@@ -53,9 +57,6 @@ from energon_bridge.samples import streaming
 from energon_bridge.samples.stacking import UNALIGNED, Slab
 
 logger = logging.getLogger(__name__)
-
-_ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)
-"""The tag of EXIF that says how an image is turned, and its values with which width and height change places."""
 
 Mode = Literal["L", "RGB", "RGBA"]
 Backend = Literal["auto", "torchcodec"]
@@ -78,6 +79,7 @@ class ImageForm:
     backend: Backend = "auto"
     max_pixels: int = MAX_PIXELS
     alpha: Alpha = "drop"
+    autorotate: bool = False  # turned as EXIF says
 
 
 def _forms() -> dict[str, ImageForm]:
@@ -116,10 +118,11 @@ def image_form(
     *,
     max_pixels: int | None = MAX_PIXELS,
     backend: Backend = "auto",
+    autorotate: bool = False,
 ) -> ImageForm:
     """Return the form of a name; `target` (one number, or height and width) is a sufficient size.
 
-    Images of more than `max_pixels` raise DecodeError; None: no limit.
+    Images of more than `max_pixels` raise DecodeError; None: no limit. `autorotate`: images are turned as EXIF says.
 
     Raises ConfigurationError, naming the nearest match, if there is no such form, if the size is invalid, or if the
     backend does not exist, is not installed or cannot scale.
@@ -136,7 +139,7 @@ def image_form(
     if name in IMAGE_FORMS:
         most = sys.maxsize if max_pixels is None else max_pixels
         wanted = None if target is None else _size(target)
-        return replace(IMAGE_FORMS[name], target=wanted, max_pixels=most, backend=backend)
+        return replace(IMAGE_FORMS[name], target=wanted, max_pixels=most, backend=backend, autorotate=autorotate)
     hint = did_you_mean(name, IMAGE_FORMS)
     raise ConfigurationError(f"unknown image form {name!r}.{hint} Known forms: {', '.join(IMAGE_FORMS)}")
 
@@ -172,7 +175,7 @@ def decode_image(data: bytes | bytearray | memoryview, form: ImageForm, *, part:
             return Image.fromarray(made) if form.container == "pil" else _in_form(made, form)
         if form.container == "pil":
             return _pillow_image(data, form, part)
-        pixels = _turbo_pixels(data, form)
+        pixels = _turbo_pixels(data, form, part)
         if pixels is None and form.container == "fast":
             return _pillow_image(data, form, part)
         if pixels is None:
@@ -186,19 +189,20 @@ def decode_image(data: bytes | bytearray | memoryview, form: ImageForm, *, part:
 
 
 def image_size(data: bytes | bytearray | memoryview, form: ImageForm, *, part: str) -> tuple[int, int]:
-    """Return width and height of an image in its file, turned if the backend turns it.
+    """Return width and height of an image in its file, turned if the form or the backend turns it.
 
     Raises DecodeError for what `decode_image` refuses by its header: a format, a size.
     """
     header = plain_jpeg(bytes(data)) if form.backend == "auto" else None
     if header is not None and header.width * header.height <= _most_pixels(form):
-        return header.width, header.height
+        size = header.width, header.height
+        return size[::-1] if form.autorotate and jpeg_orientation(data) in ON_ITS_SIDE else size
     try:
         if form.backend == "torchcodec":
             _torchcodec().kind_of(data)
         with io.BytesIO(data) as stream, _opened(stream, data, form, part) as image:
-            turned = form.backend == "torchcodec" and image.getexif().get(_ORIENTATION, 1) in _ON_ITS_SIDE
-            return image.size[::-1] if turned else image.size
+            turns = form.autorotate or form.backend == "torchcodec"
+            return image.size[::-1] if turns and _orientation(image) in ON_ITS_SIDE else image.size
     except MemoryError:
         raise
     except Exception as error:
@@ -237,7 +241,9 @@ def as_alpha_says(image: Image.Image, alpha: Alpha) -> Image.Image:
     return on_white(image)
 
 
-def _turbo_header(data: bytes | bytearray | memoryview, form: ImageForm) -> tuple[dict[str, int], str] | None:
+def _turbo_header(
+    data: bytes | bytearray | memoryview, form: ImageForm, part: str
+) -> tuple[dict[str, int], str] | None:
     """Return the arguments to decode an ordinary JPEG, and its colour space; None if Pillow must decode it.
 
     The arguments ask libjpeg-turbo for a scale; they are the height and width of the result.
@@ -248,6 +254,10 @@ def _turbo_header(data: bytes | bytearray | memoryview, form: ImageForm) -> tupl
         return None
     if colorspace not in _TURBO_COLORSPACES or height * width > _most_pixels(form):
         return None
+    if (form.autorotate or _is_news("turned", part)) and jpeg_orientation(data) != 1:
+        if form.autorotate:
+            return None
+        _say("turned", part)
     return _scaled(height, width, form.target), colorspace
 
 
@@ -271,7 +281,7 @@ def decode_rows(
     turns: list[tuple[int, str, Any, dict[str, int], np.ndarray, torch.Tensor]] = []
     size, rows, misfits = None, None, 0
     for number, name, data in images:
-        header = _turbo_header(data, form)
+        header = _turbo_header(data, form, name)
         if header is None:
             continue
         if header[0] is not size:
@@ -315,9 +325,9 @@ def _scratch(size: int) -> np.ndarray:
     return memory
 
 
-def _turbo_pixels(data: bytes | bytearray | memoryview, form: ImageForm) -> np.ndarray | None:
+def _turbo_pixels(data: bytes | bytearray | memoryview, form: ImageForm, part: str) -> np.ndarray | None:
     """Decode an ordinary JPEG; return None if Pillow must decode it."""
-    header = _turbo_header(data, form)
+    header = _turbo_header(data, form, part)
     if header is None:
         return None
     size, colorspace = header
@@ -343,10 +353,22 @@ def _scaled(height: int, width: int, target: tuple[int, int] | None) -> dict[str
 
 
 def _pillow_image(data: bytes | bytearray | memoryview, form: ImageForm, part: str) -> Image.Image:
-    with io.BytesIO(data) as stream, _opened(stream, data, form, part) as image:
+    with io.BytesIO(data) as stream, _opened(stream, data, form, part) as opened:
+        image: Image.Image = opened
+        if form.autorotate or ("exif" in image.info and _is_news("turned", part)):
+            orientation = _orientation(image)
+        else:
+            orientation = 1
         if form.target is not None and image.format == "JPEG":
-            image.draft(None, form.target[::-1])
+            height, width = form.target[::-1] if form.autorotate and orientation in ON_ITS_SIDE else form.target
+            opened.draft(None, (width, height))
         image.load()  # only now does an ICNS image know whether it has alpha
+        if form.autorotate and orientation != 1:
+            image = ImageOps.exif_transpose(image)
+        elif orientation != 1:
+            _say("turned", part)
+        if image.mode[0] in "IF":
+            _say("wide", part)
         if form.mode == "RGBA" or not is_transparent(image):
             return image.convert(form.mode)
         if form.alpha != "drop":
@@ -355,7 +377,7 @@ def _pillow_image(data: bytes | bytearray | memoryview, form: ImageForm, part: s
             return made.copy() if keeps else made.convert(form.mode)
         alpha = image if "A" in image.getbands() else image.convert("RGBA")
         if alpha.getchannel("A").getextrema()[0] != 255:
-            _say_transparent(part)
+            _say("transparent", part)
         if isinstance(image.info.get("transparency"), bytes):
             # Pillow drops it too, with a warning for each image that does not name the image.
             del image.info["transparency"]
@@ -394,14 +416,33 @@ def _torchcodec() -> Any:
     return module
 
 
-@cache
-def _say_transparent(part: str) -> None:
-    """Warn once per process and part name."""
-    logger.warning(
-        "images in part %r are transparent, which is dropped: transparent pixels get the colour that lies in the file, "
-        "often black. If that matters, decode with an alpha channel, image_decode='torchrgba' or 'pilrgba'",
-        part,
-    )
+_NEWS = {
+    "transparent": "are transparent, which is dropped: transparent pixels get the colour that lies in the file, often "
+    "black. If that matters, decode with an alpha channel, image_decode='torchrgba' or 'pilrgba'",
+    "turned": "are turned by their EXIF orientation, which is not applied; viewers apply it, and so does transformers "
+    "to files that it opens itself. If the model shall see them so, set autorotate=True in SampleDecoder, ChatConfig "
+    "or MultiModalTaskEncoder (data.autorotate=true in the training script)",
+    "wide": "have values of 16 or 32 bits, which Pillow cuts to 0 to 255, so that most are white or black. Scale them "
+    "to 8 bits before you train on them; those of PNGs are scaled by image_backend='torchcodec'",
+}
+"""What is said once in a process, for images with one extension."""
+_said: set[tuple[str, str]] = set()
+
+
+def _is_news(what: str, part: str) -> bool:
+    return (what, part.rpartition(".")[2]) not in _said
+
+
+def _say(what: str, part: str) -> None:
+    if _is_news(what, part):
+        _said.add((what, part.rpartition(".")[2]))
+        logger.warning("images in part %r %s", part, _NEWS[what])
+
+
+def _orientation(image: Image.Image) -> int:
+    """Return how EXIF turns an image that is not loaded; Pillow turns TIFF itself, and pillow-heif HEIC."""
+    value: Any = 1 if image.format == "TIFF" else image.getexif().get(ORIENTATION, 1)
+    return value if value in range(2, 9) else 1
 
 
 def _in_form(pixels: np.ndarray, form: ImageForm) -> Any:

@@ -231,6 +231,9 @@ def _render_chat(
     rendering = ChatTemplate(tokenizer=tokenizer, source=chat_template, roles=template.roles)
     numbers = [number for number, turn in enumerate(turns) if turn.role == "assistant" and turn.learned]
     text, spans = rendering.answers(messages, None, numbers)
+    if chat_template not in _named:
+        _named.add(chat_template)
+        rendering.check_ends(text, spans)
     for number, span in zip(numbers if not rendering.marks else (), spans, strict=False):
         if turns[number].text.strip() not in text[slice(*span)]:
             raise UnfitSampleError(

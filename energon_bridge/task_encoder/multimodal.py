@@ -74,6 +74,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         pixels: Which values the pixels have: `torch` or `pillow`, those of transformers' torchvision-backed or
             Pillow-backed processors; `processor` calls the image processor. None: those of its class.
         pixels_dtype: Type of the pixels: `float32`, `bfloat16`, `float16`, or `uint8`, for `normalise_on_device`.
+        autorotate: Turn images as EXIF says, and videos as their headers say, as viewers do. False: as they are stored.
 
     Raises:
         ConfigurationError: No tokenizer, image tokens that alone fill `seq_length`, or an image token without an id.
@@ -95,6 +96,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         packer: Packer[MultiModalSample] | None = None,
         pixels: Profile | None = None,
         pixels_dtype: PixelDtype = "float32",
+        autorotate: bool = False,
     ) -> None:
         if tokenizer is None:
             raise ConfigurationError(
@@ -105,6 +107,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         self.tokenizer = tokenizer
         self.image_processor = image_processor
         self.pixels_dtype: PixelDtype = pixels_dtype
+        self.autorotate = autorotate
         self._path = pixel_path(image_processor, pixels, pixels_dtype)
         if self._path is not None and type(self).decoder is MultiModalTaskEncoder.decoder:
             self.decoder = SampleDecoder(image_decode="fastrgb")  # bytes for the native path, without Pillow's copies

@@ -12,6 +12,7 @@ refuses such conversations gets an empty question in front.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 
 from energon_bridge.errors import ConfigurationError, SampleError, UnfitSampleError
 
+_logger = logging.getLogger(__name__)
 PROBE = "a text"
 _SHOWN = 200
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # transformers fills the first two from any of them
@@ -104,6 +106,20 @@ class ChatTemplate:
             except SampleError:
                 pass  # the complaint about the conversation as it is says more
             raise
+
+    def check_ends(self, text: str, spans: Sequence[Span], media: Iterable[str | None] = ()) -> None:
+        """Warn if the last answer does not end with a special token; `media` has those that end nothing."""
+        names = {
+            *getattr(self.tokenizer, "all_special_tokens", ()),
+            *getattr(self.tokenizer, "added_tokens_encoder", ()),
+        }
+        special, end = tuple(names.difference(media)), spans[-1].end if spans else 0
+        if not special or text[:end].rstrip().endswith(special):
+            return
+        behind = next((token for token in special if text.startswith(token, end)), None)
+        what = "ends answers without a special token" if behind is None else f"ends what it marks before {behind!r}"
+        remedy = "write {{ eos_token }} behind them" if behind is None else "put {% endgeneration %} behind that token"
+        _logger.warning("the chat template %s, so the model does not learn to end its answers: %s", what, remedy)
 
     # Marks ------------------------------------------------------------------------------------------------------------
 

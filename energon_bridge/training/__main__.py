@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Sequence
 
 from energon_bridge.errors import ConfigurationError, DatasetNotFoundError, EnergonError
-from energon_bridge.training.config_file import PACKAGE_CONFIGS, dump_config, find_config, load_config
+from energon_bridge.training.config_file import PACKAGE_CONFIGS, dump_config, find_config, key_hint, load_config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace the run that is in the run folder")
     parser.add_argument("--dry-run", action="store_true", help="print what would run and what it lacks, and leave")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="change the configuration: section.key=value")
-    options = parser.parse_intermixed_args(arguments)
+    options, unknown = parser.parse_known_intermixed_args(arguments)
+    if unknown:
+        hint = key_hint(unknown[0].strip("-").partition("=")[0].replace("-", "_"))
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}. Settings have no dashes: section.key=value.{hint}")
     main_rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     logging.basicConfig(level=logging.INFO if main_rank else logging.WARNING, format="%(asctime)s %(message)s")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # lightning's use of torch, of no interest here

@@ -8,7 +8,9 @@ written to the run folder.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from energon_bridge.errors import ConfigurationError
@@ -55,30 +57,25 @@ class ParallelConfig:
         return world_size // replica
 
 
-def check_parallel(config: RunConfig) -> None:
-    """Check what does not depend on the number of processes.
-
-    Raises:
-        ConfigurationError: The model or its sequences cannot be split like that.
-    """
+def _wrong_parallel(config: RunConfig) -> Iterator[str]:
+    """Yield why the model or its sequences cannot be split like that, on any number of processes."""
     parallel, model, data = config.parallel, config.model, config.data
     for name in ("tp", "pp", "cp"):
         if (value := getattr(parallel, name)) < 1:
-            raise ConfigurationError(f"parallel.{name} must be at least 1, got {value}")
+            yield f"parallel.{name} must be at least 1, got {value}"
+            return
     if parallel.replica_loading not in ("every_rank", "one_rank"):
-        raise ConfigurationError(
-            f"parallel.replica_loading must be 'every_rank' or 'one_rank', got {parallel.replica_loading!r}"
-        )
+        yield (f"parallel.replica_loading must be 'every_rank' or 'one_rank', got {parallel.replica_loading!r}")
     if config.trainer != "megatron":
         if parallel != ParallelConfig():
-            raise ConfigurationError(
+            yield (
                 f"parallel.tp={parallel.tp} parallel.pp={parallel.pp} parallel.cp={parallel.cp} "
                 f"parallel.replica_loading={parallel.replica_loading} split a model over processes, which "
                 f"trainer={config.trainer} cannot do: set trainer=megatron, or leave out parallel"
             )
         return
     if model.name_or_path is not None:
-        raise ConfigurationError(
+        yield (
             f"trainer=megatron builds the presets in megatron-core and does not load model.name_or_path="
             f"{model.name_or_path}: set it to null and choose model.preset, or set trainer=lightning"
         )
@@ -89,11 +86,9 @@ def check_parallel(config: RunConfig) -> None:
         ("checkpoint.export", config.checkpoint.export),
     ):
         if value:
-            raise ConfigurationError(
-                f"trainer=megatron does not support {name}={value}: leave it out, or set trainer=lightning"
-            )
+            yield (f"trainer=megatron does not support {name}={value}: leave it out, or set trainer=lightning")
     if config.train.precision not in PRECISIONS:
-        raise ConfigurationError(
+        yield (
             f"trainer=megatron does not support train.precision={config.train.precision}; use {', '.join(PRECISIONS)}"
         )
     for total, count, words in (
@@ -102,12 +97,12 @@ def check_parallel(config: RunConfig) -> None:
         ("num_layers", parallel.pp, "pipeline stages (parallel.pp)"),
     ):
         if getattr(model, total) % count:
-            raise ConfigurationError(
+            yield (
                 f"model.{total}={getattr(model, total)} cannot be divided between {count} {words}: it must be a "
                 f"multiple of {count}"
             )
     if parallel.cp > 1 and data.seq_length % (2 * parallel.cp):
-        raise ConfigurationError(
+        yield (
             f"data.seq_length={data.seq_length} cannot be divided between parallel.cp={parallel.cp} context-parallel "
             f"ranks: each takes two pieces of every sequence, so it must be a multiple of {2 * parallel.cp}"
         )
@@ -154,6 +149,7 @@ class DataConfig:
             whether the model uses its images at all.
         chat_template: Template that renders conversations: a Jinja file, or `llava`, `chatml` or `qwen-vl`; null: the
             tokenizer's own template.
+        autorotate: Turn images as EXIF says, and videos as their headers say, as viewers do.
         system: System prompt for conversations without one of their own.
         min_pixels: Smaller images are enlarged to this area, if image tokens depend on the image; null: as the image
             processor does.
@@ -186,6 +182,7 @@ class DataConfig:
     trust_remote_code: bool = False
     shuffle_images: bool = False
     chat_template: str | None = None
+    autorotate: bool = False
     system: str | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
@@ -346,6 +343,13 @@ class FeedbackConfig:
     smoothing: float = 1e-3
 
 
+_POSITIVE = """
+    data.micro_batch_size data.global_batch_size data.seq_length data.packing_buffer_size data.packing_max_samples
+    data.packing_max_images data.max_tokens_per_microbatch data.min_pixels data.max_pixels data.max_num_images
+    data.max_num_frames data.max_video_tokens train.max_steps train.log_interval validation.max_new_tokens
+"""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """One training run.
@@ -369,145 +373,127 @@ class RunConfig:
     feedback: FeedbackConfig = field(default_factory=FeedbackConfig)
 
     def __post_init__(self) -> None:
-        positive: dict[str, int | None] = {
-            "data.micro_batch_size": self.data.micro_batch_size,
-            "data.global_batch_size": self.data.global_batch_size,
-            "data.seq_length": self.data.seq_length,
-            "data.packing_buffer_size": self.data.packing_buffer_size,
-            "data.max_tokens_per_microbatch": self.data.max_tokens_per_microbatch,
-            "data.packing_max_samples": self.data.packing_max_samples,
-            "data.packing_max_images": self.data.packing_max_images,
-            "data.min_pixels": self.data.min_pixels,
-            "data.max_pixels": self.data.max_pixels,
-            "data.max_num_images": self.data.max_num_images,
-            "data.max_num_frames": self.data.max_num_frames,
-            "data.max_video_tokens": self.data.max_video_tokens,
-            "train.max_steps": self.train.max_steps,
-            "train.log_interval": self.train.log_interval,
-            "validation.max_new_tokens": self.validation.max_new_tokens,
-        }
-        for name, value in positive.items():
-            if value is not None and value < 1:
-                raise ConfigurationError(f"{name} must be at least 1, got {value}")
+        if wrong := "\n".join(self._wrong()):
+            raise ConfigurationError(wrong)
+
+    def _wrong(self) -> Iterator[str]:
+        """Yield all that is wrong, a line for each."""
+        values = {name: attrgetter(name)(self) for name in _POSITIVE.split()}
+        wrong = [f"{name} must be at least 1, got {n}" for name, n in values.items() if n is not None and n < 1]
+        yield from wrong
         if (self.validation.limit_batches or 0) < 0:
-            raise ConfigurationError(
-                f"validation.limit_batches must be at least 0, got {self.validation.limit_batches} (null: all)"
-            )
+            yield (f"validation.limit_batches must be at least 0, got {self.validation.limit_batches} (null: all)")
         if self.train.time_microbatches < 0:
-            raise ConfigurationError(
-                f"train.time_microbatches must be at least 0, got {self.train.time_microbatches} (0: none)"
-            )
-        self._check_optimizer()
+            yield (f"train.time_microbatches must be at least 0, got {self.train.time_microbatches} (0: none)")
+        yield from self._wrong_optimizer()
+        yield from self._wrong_feedback()
+        yield from self._wrong_balance()
+        if not wrong:
+            yield from self._wrong_data()
+        if self.model.init not in ("pretrained", "random"):
+            yield f"model.init must be 'pretrained' or 'random', got {self.model.init!r}"
+        if self.trainer not in ("lightning", "megatron"):
+            yield f"trainer must be 'lightning' or 'megatron', got {self.trainer!r}"
+        yield from _wrong_parallel(self)
+
+    def _wrong_data(self) -> Iterator[str]:
         if self.data.global_batch_size % self.data.micro_batch_size:
-            raise ConfigurationError(
+            yield (
                 f"data.global_batch_size={self.data.global_batch_size} is not a multiple of "
                 f"data.micro_batch_size={self.data.micro_batch_size}"
             )
-        self._check_packing()
-        self._check_max_tokens()
-        self._check_feedback()
-        self._check_balance()
+        yield from self._wrong_packing()
+        yield from self._wrong_max_tokens()
         if (self.data.min_pixels or 0) > (self.data.max_pixels or math.inf):
-            raise ConfigurationError(
-                f"data.min_pixels={self.data.min_pixels} is more than data.max_pixels={self.data.max_pixels}"
-            )
+            yield (f"data.min_pixels={self.data.min_pixels} is more than data.max_pixels={self.data.max_pixels}")
         if self.data.shuffle_images and self.data.micro_batch_size < 2:
-            raise ConfigurationError("data.shuffle_images=true needs data.micro_batch_size of at least 2")
-        if self.model.init not in ("pretrained", "random"):
-            raise ConfigurationError(f"model.init must be 'pretrained' or 'random', got {self.model.init!r}")
-        if self.trainer not in ("lightning", "megatron"):
-            raise ConfigurationError(f"trainer must be 'lightning' or 'megatron', got {self.trainer!r}")
-        check_parallel(self)
+            yield "data.shuffle_images=true needs data.micro_batch_size of at least 2"
 
-    def _check_optimizer(self) -> None:
+    def _wrong_optimizer(self) -> Iterator[str]:
         settings = self.optimizer
         if not 0 < settings.lr < math.inf:
-            raise ConfigurationError(f"optimizer.lr must be a number above 0, got {settings.lr}")
-        if not 0 <= settings.min_lr <= settings.lr:
-            raise ConfigurationError(
-                f"optimizer.min_lr must be between 0 and optimizer.lr={settings.lr}, got {settings.min_lr}"
-            )
+            yield f"optimizer.lr must be a number above 0, got {settings.lr}"
+        elif not 0 <= settings.min_lr <= settings.lr:
+            yield (f"optimizer.min_lr must be between 0 and optimizer.lr={settings.lr}, got {settings.min_lr}")
         for name in ("warmup_steps", "weight_decay", "clip_norm"):
             if not 0 <= (value := getattr(settings, name)) < math.inf:
-                raise ConfigurationError(f"optimizer.{name} must be at least 0, got {value}")
+                yield f"optimizer.{name} must be at least 0, got {value}"
         for name in ("beta1", "beta2"):
             if not 0 <= (value := getattr(settings, name)) < 1:
-                raise ConfigurationError(f"optimizer.{name} must be at least 0 and below 1, got {value}")
+                yield f"optimizer.{name} must be at least 0 and below 1, got {value}"
 
-    def _check_balance(self) -> None:
+    def _wrong_balance(self) -> Iterator[str]:
         data = self.data
         if data.balance not in ("none", "global_batch"):
-            raise ConfigurationError(f"data.balance must be 'none' or 'global_batch', got {data.balance!r}")
+            yield f"data.balance must be 'none' or 'global_batch', got {data.balance!r}"
         for name in ("balance_attention", "balance_patches"):
             if not 0 <= ((value := getattr(data, name)) or 0.0) < math.inf:
-                raise ConfigurationError(f"data.{name} must be at least 0, got {value}")
+                yield f"data.{name} must be at least 0, got {value}"
             if value is not None and data.balance == "none":
-                raise ConfigurationError(
+                yield (
                     f"data.{name}={value} is a cost of batches, but nothing is balanced: set data.balance=global_batch"
                 )
         if data.balance_window < 1:
-            raise ConfigurationError(f"data.balance_window must be at least 1, got {data.balance_window}")
+            yield f"data.balance_window must be at least 1, got {data.balance_window}"
         for name in ("balance_column_tokens", "balance_warmup"):
             if data.balance == "none" and getattr(data, name):
-                raise ConfigurationError(f"data.{name} is set, but nothing is balanced: set data.balance=global_batch")
+                yield f"data.{name} is set, but nothing is balanced: set data.balance=global_batch"
         if data.balance_warmup < 0:
-            raise ConfigurationError(f"data.balance_warmup must be at least 0, got {data.balance_warmup}")
+            yield f"data.balance_warmup must be at least 0, got {data.balance_warmup}"
         unfit = {
             "trainer=megatron, whose schedule runs the microbatches of a step together": self.trainer == "megatron",
             "data.balance_column_tokens, by which ranks plan before anything is timed": data.balance_column_tokens,
             "data.balance_window, by whose costs global batches are cut": data.balance_window > 1,
         }
         for what, given in unfit.items():
-            if data.balance_warmup and given:
-                raise ConfigurationError(
+            if data.balance_warmup > 0 and given:
+                yield (
                     f"data.balance_warmup={data.balance_warmup} does not go with {what}: set balance_attention and "
                     "balance_patches to what `energon bench --fit-cost` prints"
                 )
         if data.balance_column_patches is not None and data.balance_column_tokens is None:
-            raise ConfigurationError(
-                "data.balance_column_patches needs data.balance_column_tokens, the column of tokens"
-            )
+            yield ("data.balance_column_patches needs data.balance_column_tokens, the column of tokens")
 
-    def _check_packing(self) -> None:
+    def _wrong_packing(self) -> Iterator[str]:
         data = self.data
         if not data.packs:
             for name in ("packing_max_samples", "packing_max_images"):
                 if (value := getattr(data, name)) is not None:
-                    raise ConfigurationError(
+                    yield (
                         f"data.{name}={value} limits packs, but nothing is packed: set data.packing_buffer_size, to "
                         "some hundred samples for example"
                     )
         elif data.shuffle_images:
-            raise ConfigurationError(
+            yield (
                 "data.shuffle_images=true cannot exchange the images of packs: run the control with "
                 "data.packing_buffer_size=null"
             )
 
-    def _check_feedback(self) -> None:
+    def _wrong_feedback(self) -> Iterator[str]:
         settings, parallel = self.feedback, self.parallel
         if settings.every < 1 or not 0 < settings.step_size < math.inf or not 0 <= settings.smoothing <= 1:
-            raise ConfigurationError(
+            yield (
                 "feedback needs every of at least 1, step_size above 0 and smoothing from 0 to 1, got "
                 f"{settings.every}, {settings.step_size} and {settings.smoothing}"
             )
         if settings.reference is not None and (parallel.pp > 1 or parallel.cp > 1):
-            raise ConfigurationError(
+            yield (
                 f"feedback.reference={settings.reference} with parallel.pp={parallel.pp}, parallel.cp={parallel.cp}: "
                 "every rank needs the losses of whole samples. Set both to 1, or leave out the reference"
             )
 
-    def _check_max_tokens(self) -> None:
+    def _wrong_max_tokens(self) -> Iterator[str]:
         data = self.data
         if (most := data.max_tokens_per_microbatch) is None:
             return
         if data.micro_batch_size != 1:
-            raise ConfigurationError(
+            yield (
                 f"data.max_tokens_per_microbatch={most} with data.micro_batch_size={data.micro_batch_size}: a "
                 "microbatch has as many samples as fit into the tokens. Set data.micro_batch_size=1, and "
                 "data.global_batch_size to the microbatches of a step"
             )
         if most < data.seq_length:
-            raise ConfigurationError(
+            yield (
                 f"data.max_tokens_per_microbatch={most} has no room for a sample of data.seq_length={data.seq_length}: "
                 "raise it"
             )

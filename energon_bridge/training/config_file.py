@@ -39,17 +39,25 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunCo
         overrides: `section.key=value` texts; later ones win.
 
     Raises:
-        ConfigurationError: The file cannot be read, or a value has the wrong type.
-        UnknownArgumentError: A key does not exist.
+        ConfigurationError: The file cannot be read, or values are wrong: all of them are named.
+        UnknownArgumentError: A key does not exist, and nothing else is wrong.
     """
-    values: dict[str, Any] = {}
-    where = "defaults"
-    if path is not None:
-        where = str(path)
-        values = _read(find_config(path))
+    values = {} if path is None else _read(find_config(path))
+    wrong: list[tuple[str, ConfigurationError]] = []
     for text in overrides:
-        _override(values, text)
-    config: RunConfig = _build(RunConfig, values, prefix="", where=where)
+        try:
+            _override(values, text)
+        except ConfigurationError as error:
+            wrong.append((text.partition("=")[0], error))
+    try:
+        config: RunConfig = _build(RunConfig, values, prefix="", where=str(path), wrong=wrong)
+    except ConfigurationError as error:  # of values that do not go together; not of the defaults for wrong ones
+        lines = [line for line in str(error).split("\n") if not any(name in line for name, _ in wrong)]
+        wrong += [("", ConfigurationError(line)) for line in lines]
+    if len(wrong) == 1:
+        raise wrong[0][1]
+    if wrong:
+        raise ConfigurationError("\n".join(str(error) for _, error in wrong))
     return config
 
 
@@ -79,7 +87,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text())
     except OSError as error:
-        raise ConfigurationError(f"cannot read the configuration {path}: {error.strerror}") from error
+        own = (file.relative_to(PACKAGE_CONFIGS.parent).as_posix() for file in PACKAGE_CONFIGS.rglob("*.yaml"))
+        hint = did_you_mean(path.as_posix(), [*own])
+        raise ConfigurationError(f"cannot read the configuration {path}: {error.strerror}.{hint}") from error
     except yaml.YAMLError as error:
         raise ConfigurationError(f"{path} is not valid YAML: {error}") from error
     if values is None:
@@ -127,37 +137,49 @@ def _fields(cls: type) -> list[str]:
     return [f.name for f in fields(cls) if f.name != "settings"]
 
 
-def _build(cls: type, values: Mapping[str, Any], *, prefix: str, where: str) -> Any:
+def _build(
+    cls: type, values: Mapping[str, Any], *, prefix: str, where: str, wrong: list[tuple[str, ConfigurationError]]
+) -> Any:
+    """Make a section of its values; those that are wrong go to `wrong`, and their defaults are taken."""
     types = typing.get_type_hints(cls)
     known = _fields(cls)
-    others = [key for key in values if key not in known]
-    passed = data_settings() if others and cls is DataConfig else {}
-    for key in others:
-        if key not in passed:
-            raise UnknownArgumentError(_unknown(f"{prefix}{key}", _all_keys(RunConfig), where))
+    passed = data_settings() if cls is DataConfig and not {*values} <= {*known} else {}
     kwargs: dict[str, Any] = {}
-    if passed:
-        kwargs["settings"] = {
-            key: _convert(values[key], passed[key].annotation, name=f"{prefix}{key}", where=where) for key in others
-        }
-        values = {key: values[key] for key in values if key in known}
+    settings: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
-        if is_dataclass(types[key]):
-            value = {} if value is None else value
-            if not isinstance(value, dict):
-                raise ConfigurationError(f"{where}: {name} is a section and needs keys below it, got {value!r}")
-            kwargs[key] = _build(types[key], value, prefix=f"{name}.", where=where)
-        else:
-            kwargs[key] = _convert(value, types[key], name=name, where=where)
-    return cls(**kwargs)
+        at = _place(name, value, where)
+        try:
+            if key in passed:
+                settings[key] = _convert(value, passed[key].annotation, name=name, where=at)
+            elif key not in known:
+                raise UnknownArgumentError(f"{at}: there is no configuration key {name!r}.{key_hint(name)}")
+            elif not is_dataclass(types[key]):
+                kwargs[key] = _convert(value, types[key], name=name, where=at)
+            elif isinstance(value, dict) or value is None:
+                kwargs[key] = _build(types[key], value or {}, prefix=f"{name}.", where=where, wrong=wrong)
+            else:
+                raise ConfigurationError(f"{at}: {name} is a section and needs keys below it, got {value!r}")
+        except ConfigurationError as error:
+            wrong.append((name if key in known or key in passed else prefix, error))
+    return cls(**kwargs, **({"settings": settings} if settings else {}))
 
 
-def _unknown(name: str, known: Sequence[str], where: str) -> str:
+def _place(name: str, value: Any, where: str) -> str:
+    """Return where a value was set: in an override, which is named, or in the file."""
+    while isinstance(value, dict) and value:
+        key, value = next(iter(value.items()))
+        name = f"{name}.{key}"
+    return f"override {name}={value}" if isinstance(value, _Text) else where
+
+
+def key_hint(name: str) -> str:
+    """Return the sentence to say about a key that does not exist: the nearest ones, or all that do."""
+    known = _all_keys(RunConfig)
     # The right key in the wrong section is as common as a typo.
     elsewhere = next((key for key in known if key.rpartition(".")[2] == name.rpartition(".")[2]), "")
     hint = did_you_mean(name, known, cutoff=0.5) or did_you_mean(elsewhere, known)
-    return f"{where}: there is no configuration key {name!r}." + (hint or f" Known keys: {', '.join(known)}")
+    return hint or f" Known keys: {', '.join(known)}"
 
 
 def _all_keys(cls: type, prefix: str = "") -> list[str]:

@@ -53,6 +53,7 @@ ENCODER_SETTINGS = (
     "packing_max_samples",
     "packing_max_images",
     "chat_template",
+    "autorotate",
     "system",
     "min_pixels",
     "max_pixels",
@@ -121,6 +122,7 @@ def training_task_encoder(config: DataConfig, bundle: ModelBundle) -> MultiModal
         config.seq_length,
         image_tokens_per_image=bundle.image_tokens,
         packer=_packer(config),
+        autorotate=config.autorotate,
     )
     encoder.cookers = COOKERS
     return encoder
@@ -154,6 +156,7 @@ def _chat_encoder(
         ChatConfig(
             seq_length=config.seq_length,
             chat_template=template,
+            autorotate=config.autorotate,
             system=config.system,
             max_num_images=config.max_num_images,
             max_num_frames=config.max_num_frames or _MOST_FRAMES,

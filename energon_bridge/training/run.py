@@ -45,7 +45,6 @@ from energon_bridge.task_encoder.base import TaskEncoder
 from energon_bridge.task_encoder.conversation import ChatSample, read_conversation
 from energon_bridge.task_encoder.costs import BatchCost, ColumnCost
 from energon_bridge.task_encoder.decoder import SampleDecoder
-from energon_bridge.topology import WorkerConfig
 from energon_bridge.training.callbacks import (
     TIMES,
     AtomicCheckpointIO,
@@ -63,6 +62,7 @@ from energon_bridge.training.encoder import COOKERS, ENCODER_SETTINGS, training_
 from energon_bridge.training.generation import exact_match, write_predictions
 from energon_bridge.training.module import VisionLanguageModule
 from energon_bridge.training.presets import ModelBundle, export_model, load_model, write_preset
+from energon_bridge.worker_config import WorkerConfig
 
 with optional_packages():
     from lightning.pytorch import Trainer
@@ -157,7 +157,8 @@ def dry_run(config: RunConfig) -> str:
         ConfigurationError: Data, model or both cannot be loaded; says what is wrong with each.
     """
     with tempfile.TemporaryDirectory() as folder:
-        bundle = _load_inputs(config, Path(folder) / "model")
+        validates = config.validation.limit_batches != 0
+        bundle = _load_inputs(config, Path(folder) / "model", validates=validates)
         data = build_data_module(config, bundle)
         try:
             batch = next(iter(data.train_dataloader()))
@@ -191,15 +192,23 @@ def opened_data(config: RunConfig) -> Iterator[DatasetSpec]:
             data.close()
 
 
-def _load_inputs(config: RunConfig, model_dir: Path) -> ModelBundle:
+def _load_inputs(config: RunConfig, model_dir: Path, *, validates: bool = False) -> ModelBundle:
     """Check the data and load the model, so that one error reports the problems of both."""
     wrong: list[str] = []
+    names = {name: one for name, one in config.data.settings.items() if name in ("dataset_config", "split_config")}
+    opened = {"batch_size": 1, "trust_remote_code": config.data.trust_remote_code, **names}
     try:
-        get_train_dataset(config.data.path, batch_size=1, trust_remote_code=config.data.trust_remote_code)
+        get_train_dataset(config.data.path, **opened)
     except EnergonError as error:
         wrong.append(f"data: {error}")
+    has_data = not wrong
     try:
-        if config.model.name_or_path is not None or not wrong:  # a preset's tokenizer is trained on the data
+        if has_data and validates:
+            get_val_dataset(config.data.path, **opened)
+    except EnergonError as error:
+        wrong.append(f"validation: {error} Without validation: validation.limit_batches=0")
+    try:
+        if config.model.name_or_path is not None or has_data:  # a preset's tokenizer is trained on the data
             write_model_of_run(config, model_dir)
             bundle = load_bundle(config, model_dir)
     except EnergonError as error:

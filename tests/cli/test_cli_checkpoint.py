@@ -16,7 +16,7 @@ from forecasts import answer, energon, opened, ranks_of, run, write_mixes
 
 from energon_bridge import EnergonMultiModalDataModule, get_savable_loader, get_val_dataset
 from energon_bridge.loader.fits import merge
-from energon_bridge.topology import WorkerConfig
+from energon_bridge.worker_config import WorkerConfig
 
 
 @pytest.fixture(scope="module")

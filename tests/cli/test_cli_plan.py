@@ -12,7 +12,7 @@ from forecasts import MIXES, OPTIONS, SIZES, answer, energon, opened, ranks_of, 
 from energon_bridge.forecast.epochs import draws_per_leaf
 from energon_bridge.forecast.run import run_of_mix
 from energon_bridge.loader.run_plan import plan_run
-from energon_bridge.topology import WorkerConfig
+from energon_bridge.worker_config import WorkerConfig
 
 
 @pytest.fixture(scope="module")

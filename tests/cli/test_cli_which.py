@@ -19,7 +19,7 @@ from energon_bridge.forecast.samples import assumption
 from energon_bridge.loader.document import read_lanes
 from energon_bridge.prepare import parse_patterns, prepare_dataset
 from energon_bridge.testing import create_captioning_test_dataset
-from energon_bridge.topology import WorkerConfig
+from energon_bridge.worker_config import WorkerConfig
 
 LANES = ("--num-lanes", 24)
 ON_RANKS = [*zip(MIXES, cycle([5, 1, 3, 4]))]

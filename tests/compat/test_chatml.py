@@ -23,7 +23,7 @@ from energon_bridge.errors import DecodeError, FatalSampleError, MetadataError, 
 from energon_bridge.prepare import parse_patterns, prepare_dataset
 from energon_bridge.task_encoder import SampleDecoder
 from energon_bridge.testing import write_shard
-from energon_bridge.topology import WorkerConfig
+from energon_bridge.worker_config import WorkerConfig
 
 BRIDGE = "__module__: megatron.bridge.data.energon.task_encoder_utils\n__class__: ChatMLWebdataset\n"
 OWN = "__module__: chatml_classes\n__class__: {}\n"

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 Program = Callable[..., Any]
 
 
+@cache
 def run_with_ours(program: str, *arguments: Any) -> Any:
-    """Run a program as `python -m energon_bridge.compat` does, in a process forked from this one."""
+    """Run a program once as `python -m energon_bridge.compat` does, in a process forked from this one."""
 
     def child() -> str:
         output = io.StringIO()
@@ -143,8 +145,8 @@ def test_an_encoder_runs_as_it_is(mode: str, data: Path) -> None:
         assert Counter(Counter(seen).values()) == {2: 20, 1: 16 - len(SKIPPED)}
 
 
-def test_a_provider_runs_as_it_is(data: Path, tmp_path: Path) -> None:
-    valid = check_provider(run_with_ours, data, tmp_path)["valid"]
+def test_a_provider_runs_as_it_is(data: Path) -> None:
+    valid = check_provider(run_with_ours, data, data / "states")["valid"]
     assert [len(keys) for keys in valid[0]] == [4, 4, 2, 4, 4, 2]
     assert valid[0][:3] == valid[0][3:]
 
@@ -155,8 +157,8 @@ def test_a_sample_loader_runs_as_it_is(data: Path) -> None:
     assert seen["val"][0][0][2] == "What is shown in val-00000?"
 
 
-def test_encoders_in_the_ways_of_public_code_run_as_they_are(data: Path, tmp_path: Path) -> None:
-    seen = run_with_ours("encoders.py", data, tmp_path)
+def test_encoders_in_the_ways_of_public_code_run_as_they_are(data: Path) -> None:
+    seen = run_with_ours("encoders.py", data, data)
     assert seen["packed"]["packs"]
     assert "__valid__" not in seen["packed"]["fields"]
     assert [[len(keys) for keys, _ in one] for one in seen["limited"]] == [[3, 3, 2, 2, 3]] * 2
@@ -174,8 +176,8 @@ def test_wrappers_run_as_they_are(data: Path, workers: int) -> None:
     assert seen["val"] == [[[f"val-{n:05d}" for n in (k, k + 1, k + 2)] for k in (0, 3, 6)]] * 2 or workers
 
 
-def test_details_are_as_programs_expect(data: Path, tmp_path: Path) -> None:
-    seen = run_with_ours("details.py", data / "captions", tmp_path / "copy")
+def test_details_are_as_programs_expect(data: Path) -> None:
+    seen = run_with_ours("details.py", data / "captions", data / "copy")
     assert seen["version"] == "7.4.1"
     assert seen["arrays"]["lengths"] == "torch.int32"
     assert seen["cookers"] == [True, True, False, False]
@@ -187,11 +189,8 @@ def test_details_are_as_programs_expect(data: Path, tmp_path: Path) -> None:
 @pytest.mark.rival
 @pytest.mark.slow
 def test_details_are_the_same(data: Path, tmp_path: Path, run_with_rival: Program) -> None:
-    ours, rival = (
-        run("details.py", data / "captions", tmp_path / name)
-        for run, name in ((run_with_ours, "ours"), (run_with_rival, "rival"))
-    )
-    assert ours == rival
+    ours = run_with_ours("details.py", data / "captions", data / "copy")
+    assert ours == run_with_rival("details.py", data / "captions", tmp_path / "copy")
 
 
 @pytest.mark.rival
@@ -205,7 +204,7 @@ def test_wrappers_see_the_same(data: Path, workers: int, run_with_rival: Program
 @pytest.mark.rival
 @pytest.mark.slow
 def test_encoders_in_the_ways_of_public_code_see_the_same(data: Path, tmp_path: Path, run_with_rival: Program) -> None:
-    assert run_with_ours("encoders.py", data, tmp_path) == run_with_rival("encoders.py", data, tmp_path)
+    assert run_with_ours("encoders.py", data, data) == run_with_rival("encoders.py", data, tmp_path)
 
 
 @pytest.mark.rival
@@ -219,9 +218,8 @@ def test_an_encoder_sees_the_same_samples(mode: str, data: Path, run_with_rival:
 @pytest.mark.rival
 @pytest.mark.slow
 def test_a_provider_sees_the_same_samples(data: Path, tmp_path: Path, run_with_rival: Program) -> None:
-    assert check_provider(run_with_ours, data, tmp_path / "ours") == check_provider(
-        run_with_rival, data, tmp_path / "rival"
-    )
+    ours = check_provider(run_with_ours, data, data / "states")
+    assert ours == check_provider(run_with_rival, data, tmp_path)
 
 
 @pytest.mark.rival

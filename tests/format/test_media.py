@@ -30,15 +30,13 @@ from energon_bridge.errors import (
 from energon_bridge.format.media import (
     AVMetadata,
     ImageMetadata,
-    MediaFilter,
     kind_by_head,
     kind_by_name,
-    metadata_row,
     plain_jpeg,
     read_metadata,
 )
 from energon_bridge.prepare import parse_ratio, prepare_dataset
-from energon_bridge.prepare.media import prepare_media
+from energon_bridge.prepare.media import MediaFilter, metadata_row, prepare_media
 from energon_bridge.stores import WebdatasetFileStore
 
 EXTENSION, HEADER = MediaFilter(strategy="EXTENSION"), MediaFilter(strategy="HEADER")

@@ -46,10 +46,12 @@ def write_video(
     size: tuple[int, int] = (WIDTH, HEIGHT),
     sound: str = "",
     pixels_as: str = "yuv420p",
+    turned: int = 0,
 ) -> Path:
     """Write a video in which every frame differs from every other.
 
-    `varying`: frames are shown for 10 to 90 ms; `first`: the tick at which the first one is shown; `sound`: a codec.
+    `varying`: frames are shown for 10 to 90 ms; `first`: the tick at which the first one is shown; `sound`: a codec;
+    `turned`: degrees by which a player turns it, against the clock.
     """
     choose = np.random.default_rng(5)
     width, height = size
@@ -58,6 +60,8 @@ def write_video(
         stream: Any = out.add_stream(codec, rate=rate, options=dict(options or {}))
         stream.width, stream.height, stream.pix_fmt = width, height, pixels_as
         stream.codec_context.time_base = base
+        if turned:
+            stream.set_display_rotation(turned)
         if codec == "libsvtav1":
             stream.codec_context.open()
             _share_the_cores()
@@ -157,6 +161,7 @@ def rewrite(
             for place, (data, pts, dts) in enumerate(packets(number, packet, bytes(packet))):
                 made: Any = av.Packet(data)
                 made.pts, made.dts, made.time_base, made.stream = pts, dts, base, out
+                made.duration = 16 * packet.duration  # without it, FFmpeg 9 ends the edit list before the last frame
                 made.is_keyframe = packet.is_keyframe and place == 0
                 new.mux(made)
     return target

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,21 @@ STORE_BYTES = 200 << 20
 
 
 @contextmanager
-def ray_cluster(*cpus: int, **system: Any) -> Iterator[Any]:
-    """Run a cluster whose nodes have so many cores, as they say; the first is the head, with settings of the system."""
+def ray_cluster(*cpus: int, own: Sequence[dict[str, Any]] = (), **system: Any) -> Iterator[Any]:
+    """Run a cluster whose nodes have so many cores, as they say; the first is the head, with settings of the system.
+
+    `own` are more settings of each node.
+    """
     pytest.importorskip("ray", reason="ray is not installed (extra ray)")
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - of 15: beside other tests, actors would hardly run
     nodes = Cluster()
     try:
-        for number in cpus:
+        lean = {"include_dashboard": False, "no_monitor": True, "include_log_monitor": False}
+        for number, more in zip_longest(cpus, own, fillvalue={}):
             head = {} if nodes.head_node else {"_system_config": system}
-            nodes.add_node(num_cpus=number, object_store_memory=STORE_BYTES, include_dashboard=False, **head)
+            nodes.add_node(num_cpus=number, object_store_memory=STORE_BYTES, **lean, **head, **more)
         yield nodes
     finally:
         for pid in descendants():

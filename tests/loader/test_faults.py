@@ -254,7 +254,7 @@ def test_a_sample_that_ends_its_worker_three_times_is_left_out(
     assert errors >= 2  # epochs are short: of each it is left out
     assert restarts <= 3 + 1 + 4 * (act is hold_the_lock)  # another worker had been started before; busy machines
     assert re.search(rf"encode_sample of {data}: .*sample 3 killed its worker 3 times in a row", caplog.text)
-    assert "QuarantinedSampleError" in caplog.text
+    assert "BarredSampleError" in caplog.text
 
 
 def test_a_sample_that_ends_its_worker_stops_the_run_by_name_if_the_policy_says_so(data: Path, tmp_path: Path) -> None:

@@ -48,8 +48,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    with ray_cluster(1, 2) as nodes:
+def caches(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return [tmp_path_factory.mktemp(name, numbered=False) for name in "xy"]
+
+
+@pytest.fixture(scope="module")
+def cluster(caches: list[Path]) -> Iterator[Any]:
+    """Run a cluster of two nodes, which have caches apart."""
+    variables = [{"ENERGON_CACHE_DIR": str(folder), "ENERGON_CACHE_BYTES": "1000000000"} for folder in caches]
+    own = [
+        {"node_name": folder.name, "env_vars": os.environ | one} for folder, one in zip(caches, variables, strict=True)
+    ]
+    with ray_cluster(1, 2, own=own) as nodes:
         yield nodes
 
 
@@ -67,7 +77,7 @@ def expected_of(data: Path, number: int, **kwargs: Any) -> list[str]:
 # The stream ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shared_memory", [False, True])
+@pytest.mark.parametrize("shared_memory", [True, False])  # the second one's relay serves the tests after it, too
 def test_actors_make_the_stream_of_processes_and_states_go_from_one_to_the_other(
     data: Path, actors: dict[str, Any], shared_memory: bool
 ) -> None:
@@ -82,16 +92,6 @@ def test_actors_make_the_stream_of_processes_and_states_go_from_one_to_the_other
             if "worker_engine" in settings:
                 assert loader.metrics()["worker_actors"] == settings["num_workers"]
     assert found == expected
-
-
-def test_a_loader_that_comes_as_the_relay_of_another_ends_gets_a_new_one(data: Path, actors: dict[str, Any]) -> None:
-    actors["ray_options"] |= {"idle_seconds": 0.5}
-    for pause in (0.6, 1.0, 1.4, 1.8):
-        with closing(loader_of(data, 1, **actors)) as loader:
-            next(iter(loader))
-            counted = loader.metrics()
-        assert (counted["worker_restarts"], counted["worker_actors"]) == (0, 1)
-        time.sleep(pause)
 
 
 def test_tasks_of_slurm_have_actors_of_their_own(data: Path, actors: dict[str, Any]) -> None:
@@ -171,62 +171,6 @@ def test_an_error_is_raised_here_with_its_traceback_there(data: Path, actors: di
 # Faults --------------------------------------------------------------------------------------------------------------
 
 
-def kill_a_worker() -> None:
-    os.kill(random.choice([pid for pids in actor_processes().values() for pid in pids]), signal.SIGKILL)
-
-
-def kill_an_actor() -> None:
-    os.kill(random.choice([*actor_processes()]), signal.SIGKILL)
-
-
-def stop_an_actor() -> None:
-    """Stop one that runs: what was stopped before may not have been ended yet."""
-    stats = {pid: Path(f"/proc/{pid}/stat").read_text() for pid in actor_processes()}
-    os.kill(random.choice([pid for pid, stat in stats.items() if ") T " not in stat]), signal.SIGSTOP)
-
-
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        (kill_a_worker, r"worker \d \(killed by signal 9 on .*\) died"),
-        (kill_an_actor, r"worker \d \(its actor was lost on .*\) died"),
-        (stop_an_actor, r"worker \d \(its actor was lost on .*: it did not answer for \d+ s\) died"),
-    ],
-)
-def test_what_dies_or_stalls_is_replaced_from_what_was_delivered(
-    data: Path, actors: dict[str, Any], fault: Callable[[], None], said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    faults = 30 if LONG else 2
-    actors["ray_options"] |= {"silence_seconds": 2.0} if fault is stop_an_actor else {}
-    with closing(loader_of(data, 2, **actors)) as loader:
-        found = [digest(next(iter(loader))) for _ in range(4)]
-        for number in range(1, faults + 1):
-            fault()
-            while loader.metrics()["worker_restarts"] < number:
-                found.append(digest(next(iter(loader))))
-            while loader.metrics()["local_workers"] or loader._pool._rivals:  # until there is an actor again
-                found.append(digest(next(iter(loader))))
-                time.sleep(0.05)
-        assert loader.metrics()["worker_restarts"] == faults
-        assert len(re.findall(said, caplog.text)) == faults
-    assert found == expected_of(data, len(found))
-
-
-@pytest.mark.parametrize(("cores", "workers"), [(1.5, 1), (1, 3)])
-def test_the_only_node_with_room_is_used_again(data: Path, actors: dict[str, Any], cores: float, workers: int) -> None:
-    """The node of an actor that was lost is avoided, but not for long if the other is too small, or full."""
-    actors["ray_options"] |= {"num_cpus": cores}
-    with closing(loader_of(data, workers, **actors)) as loader:
-        found = [digest(next(iter(loader))) for _ in range(4)]
-        kill_an_actor()
-        since = time.monotonic()
-        while not loader.metrics()["worker_restarts"] or loader.metrics()["local_workers"]:
-            found.append(digest(next(iter(loader))))
-            assert time.monotonic() - since < 50  # it is avoided for 60 s
-            time.sleep(0.05)
-    assert found == expected_of(data, len(found))
-
-
 def test_a_sample_that_ends_its_worker_is_left_out(data: Path, actors: dict[str, Any]) -> None:
     class Poisonous(TensorEncoder):
         def __init__(self, ends: bool) -> None:
@@ -261,18 +205,6 @@ class SlowOnce(TensorEncoder):
         return super().encode_sample(sample)
 
 
-def test_a_slow_worker_gets_a_rival_and_the_first_answer_wins(
-    data: Path, actors: dict[str, Any], tmp_path: Path
-) -> None:
-    actors["ray_options"] |= {"hedge_after_seconds": 1.0}
-    with closing(loader_of(data, 2, SlowOnce(tmp_path), **actors)) as loader:
-        found = [digest(batch) for batch in islice(loader, 60)]
-        assert (tmp_path / "was here").exists()
-        assert loader.metrics()["worker_hedges"] >= 1
-        assert loader.metrics()["worker_restarts"] == 0
-    assert found == expected_of(data, 60)
-
-
 def test_a_hang_is_named_and_replaced_by_the_watchdog(
     data: Path, actors: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -285,6 +217,96 @@ def test_a_hang_is_named_and_replaced_by_the_watchdog(
     assert re.search(r"rank 0, worker \d, unit \d+: a microbatch has been in the making for", caplog.text)
     assert f"encode_sample of {data}" in caplog.text
     assert "test_ray_workers.py" in caplog.text  # where its thread is
+    assert found == expected_of(data, 60)
+
+
+def test_what_cannot_be_sent_is_named(data: Path, actors: dict[str, Any]) -> None:
+    encoder = TensorEncoder()
+    encoder.lock = __import__("threading").Lock()  # type: ignore[attr-defined]
+    with pytest.raises(LoaderError, match=r"cannot start by ray, because pickle refuses task_encoder\.lock"):
+        next(iter(loader_of(data, 1, encoder, **actors)))
+
+
+def test_code_that_the_nodes_lack_is_named_with_the_remedy(
+    data: Path, actors: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "only_here.py").write_text("from engine import TensorEncoder\nclass Mine(TensorEncoder): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import only_here  # type: ignore[import-not-found]
+
+    (tmp_path / "only_here.py").unlink()
+    with pytest.raises(LoaderError, match=r"No module named 'only_here'(?s:.)*runtime_env=\{'working_dir'"):
+        next(iter(loader_of(data, 1, only_here.Mine(), **actors)))
+
+
+def kill_a_worker() -> None:
+    os.kill(random.choice([pid for pids in actor_processes().values() for pid in pids]), signal.SIGKILL)
+
+
+def kill_an_actor() -> None:
+    os.kill(random.choice([*actor_processes()]), signal.SIGKILL)
+
+
+def stop_an_actor() -> None:
+    """Stop one that runs: what was stopped before may not have been ended yet."""
+    stats = {pid: Path(f"/proc/{pid}/stat").read_text() for pid in actor_processes()}
+    os.kill(random.choice([pid for pid, stat in stats.items() if ") T " not in stat]), signal.SIGSTOP)
+
+
+FAULTS = {
+    kill_a_worker: r"worker \d \(killed by signal 9 on .*\) died",
+    kill_an_actor: r"worker \d \(its actor was lost on [^:]*: (?!it did not answer).*\) died",
+    stop_an_actor: r"worker \d \(its actor was lost on .*: it did not answer for \d+ s\) died",
+}
+
+
+def test_what_dies_or_stalls_is_replaced_from_what_was_delivered(
+    data: Path, actors: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    rounds = 30 if LONG else 1
+    actors["ray_options"] |= {"silence_seconds": 2.0}
+    with closing(loader_of(data, 2, **actors)) as loader:
+        found = [digest(next(iter(loader))) for _ in range(4)]
+        for number, fault in enumerate([*FAULTS] * rounds, 1):
+            fault()
+            while loader.metrics()["worker_restarts"] < number:
+                found.append(digest(next(iter(loader))))
+            while loader.metrics()["local_workers"] or loader._pool._rivals:  # until there is an actor again
+                found.append(digest(next(iter(loader))))
+                time.sleep(0.05)
+        assert loader.metrics()["worker_restarts"] == len(FAULTS) * rounds
+        assert {fault: len(re.findall(said, caplog.text)) for fault, said in FAULTS.items()} == dict.fromkeys(
+            FAULTS, rounds
+        )
+    assert found == expected_of(data, len(found))
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers"), [(1.5, 1), pytest.param(1, 3, marks=pytest.mark.skipif(not LONG, reason="waits 20 s"))]
+)
+def test_the_only_node_with_room_is_used_again(data: Path, actors: dict[str, Any], cores: float, workers: int) -> None:
+    """The node of an actor that was lost is avoided, but not for long if the other is too small, or full."""
+    actors["ray_options"] |= {"num_cpus": cores}
+    with closing(loader_of(data, workers, **actors)) as loader:
+        found = [digest(next(iter(loader))) for _ in range(4)]
+        kill_an_actor()
+        since = time.monotonic()
+        while not loader.metrics()["worker_restarts"] or loader.metrics()["local_workers"]:
+            found.append(digest(next(iter(loader))))
+            assert time.monotonic() - since < 50  # it is avoided for 60 s
+            time.sleep(0.05)
+    assert found == expected_of(data, len(found))
+
+
+def test_a_slow_worker_gets_a_rival_and_the_first_answer_wins(
+    data: Path, actors: dict[str, Any], tmp_path: Path
+) -> None:
+    actors["ray_options"] |= {"hedge_after_seconds": 1.0}
+    with closing(loader_of(data, 2, SlowOnce(tmp_path), **actors)) as loader:
+        found = [digest(batch) for batch in islice(loader, 60)]
+        assert (tmp_path / "was here").exists()
+        assert loader.metrics()["worker_hedges"] >= 1
+        assert loader.metrics()["worker_restarts"] == 0
     assert found == expected_of(data, 60)
 
 
@@ -373,43 +395,43 @@ def test_actors_are_shared_and_their_number_follows_the_queues(data: Path, actor
     assert found == expected_of(data, len(found))
 
 
-def test_lanes_find_what_they_read_in_the_caches_of_their_nodes(tmp_path: Path) -> None:
+def test_nothing_is_left_behind_and_who_comes_as_a_relay_ends_gets_a_new_one(
+    data: Path, actors: dict[str, Any]
+) -> None:
+    actors["ray_options"] |= {"idle_seconds": 0.5}
+    before = set(descendants())
+    for workers in (2, 1):  # the relay has still to leave Ray when its actors are gone
+        with closing(loader_of(data, workers, **actors)) as loader:
+            next(iter(loader))
+            assert actor_processes()
+            counted = loader.metrics()
+        assert (counted["worker_restarts"], counted["worker_actors"]) == (0, workers)
+        del loader
+        assert wait_until(lambda: not actor_processes(), 20)
+    relays = [line for pid, line in descendants().items() if pid not in before and "ray_relay" in line]
+    assert wait_until(lambda: not [pid for pid, line in descendants().items() if line in relays], 20)
+
+
+def test_lanes_find_what_they_read_in_the_caches_of_their_nodes(
+    tmp_path: Path, actors: dict[str, Any], caches: list[Path]
+) -> None:
     """Shards of one sample are blocks of the cache, which each node has apart."""
     text_dataset(tmp_path / "served" / "data", train=[1] * 60)
-    folders = [tmp_path / name for name in "ab"]
-    with serving(tmp_path / "served") as server, ray_cluster(0) as cluster:
-        for folder in folders:
-            variables = {"ENERGON_CACHE_DIR": str(folder), "ENERGON_CACHE_BYTES": "1000000000"}
-            cluster.add_node(
-                num_cpus=2, object_store_memory=STORE_BYTES, node_name=folder.name, env_vars=os.environ | variables
-            )
-        options = {"address": cluster.address, "num_cpus": 0.2, "strategy": "cache", "idle_seconds": 0.5}
+    actors["ray_options"] |= {"strategy": "cache", "idle_seconds": 0.5}
+    with serving(tmp_path / "served") as server:
         dataset = train_dataset(f"{server.url}/data")  # type: ignore[arg-type]
         counted = []
         for _ in range(2):
-            config = config_of(1, 4, worker_engine="ray", ray_options=options | {"placement_timeout_seconds": 200})
-            with closing(get_savable_loader(dataset, worker_config=config)) as loader:
+            assert wait_until(lambda: not actor_processes(), 30)
+            with closing(get_savable_loader(dataset, worker_config=config_of(1, 2, **actors))) as loader:
                 assert len([*islice(loader, 8)]) == 8
                 counted.append(loader.metrics())
-            assert wait_until(lambda: not actor_processes(), 30)
-        assert counted[0]["cache_misses"] >= 16
-        assert counted[1].get("cache_misses", 0) == 0
-        assert counted[1]["cache_hits"] >= 16
-        blocks = [{file.name for file in folder.rglob("*.block")} for folder in folders]
-        assert min(map(len, blocks)) > 0
-        assert len(blocks[0] & blocks[1]) < len(blocks[0] | blocks[1]) / 2  # or any place would do
-
-
-def test_nothing_is_left_behind(data: Path, actors: dict[str, Any]) -> None:
-    actors["ray_options"] |= {"idle_seconds": 0.5}
-    before = set(descendants())
-    with closing(loader_of(data, 2, **actors)) as loader:
-        next(iter(loader))
-        assert len(actor_processes()) >= 2
-    del loader
-    assert wait_until(lambda: not actor_processes(), 20)
-    relays = [line for pid, line in descendants().items() if pid not in before and "ray_relay" in line]
-    assert wait_until(lambda: not [pid for pid, line in descendants().items() if line in relays], 20)
+    assert counted[0]["cache_misses"] >= 16
+    assert counted[1].get("cache_misses", 0) == 0
+    assert counted[1]["cache_hits"] >= 16
+    blocks = [{file.name for file in folder.rglob("*.block")} for folder in caches]
+    assert min(map(len, blocks)) > 0
+    assert len(blocks[0] & blocks[1]) < len(blocks[0] | blocks[1]) / 2  # or any place would do
 
 
 def test_bench_compares_with_the_cluster(data: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,7 +469,8 @@ def test_the_environment_chooses_what_is_not_chosen(monkeypatch: pytest.MonkeyPa
 )
 def test_options_are_checked(data: Path, options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
-    monkeypatch.setenv("RAY_NUM_REDIS_GET_RETRIES", "2")  # of 20, a second each, for a cluster that is not there
+    for name in ("reconnect", "connect"):  # of ten seconds and more, for a cluster that is not there
+        monkeypatch.setenv(f"RAY_gcs_rpc_server_{name}_timeout_s", "1")
     with pytest.raises(ConfigurationError, match=said):
         next(iter(loader_of(data, 1, worker_engine="ray", ray_options=options)))
 
@@ -456,22 +479,3 @@ def test_without_ray_the_extra_is_named(data: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'energon-bridge\[ray\]'"):
         loader_of(data, 1, worker_engine="ray")
-
-
-def test_what_cannot_be_sent_is_named(data: Path, actors: dict[str, Any]) -> None:
-    encoder = TensorEncoder()
-    encoder.lock = __import__("threading").Lock()  # type: ignore[attr-defined]
-    with pytest.raises(LoaderError, match=r"cannot start by ray, because pickle refuses task_encoder\.lock"):
-        next(iter(loader_of(data, 1, encoder, **actors)))
-
-
-def test_code_that_the_nodes_lack_is_named_with_the_remedy(
-    data: Path, actors: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "only_here.py").write_text("from engine import TensorEncoder\nclass Mine(TensorEncoder): pass\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    import only_here  # type: ignore[import-not-found]
-
-    (tmp_path / "only_here.py").unlink()
-    with pytest.raises(LoaderError, match=r"No module named 'only_here'(?s:.)*runtime_env=\{'working_dir'"):
-        next(iter(loader_of(data, 1, only_here.Mine(), **actors)))

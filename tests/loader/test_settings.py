@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine import text_dataset
 
 from energon_bridge import (
     DefaultTaskEncoder,
@@ -17,7 +18,8 @@ from energon_bridge import (
     get_train_dataset,
     get_val_dataset,
 )
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.errors import ConfigurationError, StateError
+from energon_bridge.prepare.columns import add_column
 from energon_bridge.stream.settings import RunSettings
 from energon_bridge.testing import create_captioning_test_dataset
 from energon_bridge.training.config_file import data_settings, dump_config, load_config
@@ -96,3 +98,86 @@ def test_settings_are_checked_whoever_changes_them(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="batch_size must be an integer of at least 1 or None, got 0"):
         dataset.with_settings(batch_size=0)
     assert dataset.with_settings(batch_size=4) == replace(dataset, settings=replace(dataset.settings, batch_size=4))
+
+
+# What a state says of settings ---------------------------------------------------------------------------------------
+
+GROUPED = {"group_by": ("number % 3",), "microbatches": 2}
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "kind": ({}, {"repeat": False}),
+    "split_part": ({}, {"split_part": "val"}),
+    "filter": ({}, {"filter": "number < 50"}),
+    "shuffle_over_epochs_multiplier": ({}, {"shuffle_over_epochs_multiplier": 2}),
+    "shuffle_buffer_size": ({}, {"shuffle_buffer_size": 7}),
+    "max_samples_per_sequence": ({}, {"max_samples_per_sequence": 7}),
+    "parallel_shard_iters": ({}, {"parallel_shard_iters": 3}),
+    "group_by": (GROUPED, {"group_by": ("number % 4",)}),
+    "bucket_batch_size": (GROUPED, {"bucket_batch_size": {"0": 3, "1": 2, "2": 2}}),
+    "batch_size": ({}, {"batch_size": 3}),
+    "batch_drop_last": ({"builder": get_val_dataset}, {"batch_drop_last": True}),
+    "packing_buffer_size": ({"packing_buffer_size": 4}, {"packing_buffer_size": 5}),
+    "max_tokens_per_microbatch": (
+        {"max_tokens_per_microbatch": 40, "packing_buffer_size": 4, "batch_size": 1},
+        {"max_tokens_per_microbatch": 50},
+    ),
+}
+"""Settings that change which samples come: a run that has them, and the change that its state is refused for."""
+FREE = {
+    "dataset_config": "names a file that says what a sample is",
+    "split_config": "names a file, whose shards are compared",
+    "trust_remote_code": "allows code",
+    "checksums": "tells damage",
+    "virtual_epoch_length": "ends iterators, not the stream",
+    "limit": "ends a pass earlier",
+    "task_encoder": "is the program's",
+    "error_policy": "counts what it leaves out",
+    "cache_pool": "keeps files",
+    "conventions": "are recorded by themselves (compat)",
+}
+"""The others, and why a state goes on with other values of them."""
+
+
+class Lengths(DefaultTaskEncoder):
+    """Packs, or groups by length."""
+
+    def sample_length(self, sample: Any) -> int:
+        return len(sample.text)
+
+    def select_samples_to_pack(self, samples: Any) -> Any:
+        return [samples]
+
+    def pack_selected_samples(self, samples: Any) -> Any:
+        return samples[0]
+
+
+@pytest.fixture(scope="module")
+def numbered(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(text_dataset(tmp_path_factory.mktemp("settings") / "data", train=[70], val=[30]))
+    add_column(path, "number", lambda sample: int(sample.text.split()[1]), made_of="number")
+    return path
+
+
+def test_every_setting_is_compared_with_the_state_or_changes_no_order() -> None:
+    assert REFUSED.keys() | FREE.keys() == {field.name for field in fields(RunSettings)}
+    assert not REFUSED.keys() & FREE.keys()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_state_is_refused_for_another_value(numbered: str, name: str) -> None:
+    run, change = REFUSED[name]
+
+    def loader(settings: dict[str, Any]) -> Any:
+        given = {"batch_size": 2, "task_encoder": Lengths(), **settings}
+        group = given.pop("microbatches", None)
+        config = WorkerConfig(num_workers=0, seed=1, microbatches_per_global_batch=group)
+        builder = given.pop("builder", get_train_dataset)
+        return get_savable_loader(builder(numbered, worker_config=config, **given))
+
+    before = loader(run)
+    batches = iter(before)
+    for _ in range(3):
+        next(batches)
+    state = before.save_state_rank()
+    loader(run).restore_state_rank(state)
+    with pytest.raises(StateError):
+        loader({**run, **change}).restore_state_rank(state)

@@ -147,7 +147,7 @@ def test_a_worker_that_never_begins_is_gone_when_the_loader_is_closed(
         original(work, *rest)
 
     monkeypatch.setattr("energon_bridge.loader.workers.set_up_worker", set_up)
-    monkeypatch.setattr("energon_bridge.loader.pool._END_SECONDS", 0.2)
+    monkeypatch.setattr("energon_bridge.loader.pool.END_SECONDS", 0.2)
     loader = get_savable_loader(dataset, worker_config=config_of(1, 2))
     next(iter(loader))  # of worker 0
     assert len(worker_pids()) == 2

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -34,6 +34,7 @@ from workers import loader_of, worker_pids
 
 from energon_bridge import ErrorPolicy, SavableDataLoader, get_savable_loader, get_val_dataset
 from energon_bridge.errors import FatalSampleError, LoaderError, WorkerDiedError
+from energon_bridge.loader.ray_engine import MovingPool
 from energon_bridge.loader.workers import LocalProcesses
 
 SHARDS = [5, 9, 1, 14, 8]
@@ -50,24 +51,34 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Restless(LocalProcesses):
-    """Has a better place for a worker, as often as it is asked."""
+    """Has a better place for a worker, as often as it is asked, from some microbatch on."""
 
-    def __init__(self) -> None:
+    hedge_seconds = None
+
+    def __init__(self, after: int) -> None:
         super().__init__("fork")
-        self.started = 0
+        self.started, self.asked, self.after = 0, 0, after
         self.draw = random.Random(5)
+
+    def settle(self, *, wait: bool = True) -> None:
+        """All have started."""
 
     def move(self, ready: Callable[[], int]) -> int | None:
         assert ready() >= 0
-        return self.draw.randrange(2)
+        self.asked += 1
+        return self.draw.randrange(2) if self.asked > self.after else None
 
     def start(self, work: Any, *arguments: Any) -> Any:
         self.started += 1
         return super().start(work, *arguments)
 
 
-def restless(loader: SavableDataLoader) -> Restless:
-    engine = loader._pool._engine = Restless()
+def restless(loader: SavableDataLoader, after: int = 0) -> Restless:
+    engine, config = Restless(after), loader.config
+    restarts = config.max_worker_restarts
+    loader._pool = MovingPool(
+        loader, config.num_workers, engine=engine, max_restarts=restarts, watchdog=loader.watchdog, where="rank 0"
+    )
     return engine
 
 
@@ -75,20 +86,21 @@ def restless(loader: SavableDataLoader) -> Restless:
 def test_workers_go_on_elsewhere_and_do_not_change_the_stream(
     data: Path, prefetch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("energon_bridge.loader.pool._MOVE_SECONDS", 0.05)  # where the one that moves is killed
-    monkeypatch.setattr("energon_bridge.loader.pool._CATCH_UP_SECONDS", 0.1)
+    monkeypatch.setattr("energon_bridge.loader.ray_engine._MOVE_SECONDS", 0.05)  # where the one that moves is killed
+    monkeypatch.setattr("energon_bridge.loader.ray_engine._CATCH_UP_SECONDS", 0.1)
     settings = {"prefetch_factor": prefetch, "max_worker_restarts": 1000}
     with closing(loader_of(data, 2, SkippingEncoder(), **settings)) as loader:
         engine, found, kills = restless(loader), list[str](), 0
-        while loader._pool.moves < 4:
+        pool: Any = loader._pool
+        while pool.moves < 4:
             found += [digest(batch) for batch in islice(loader, 5)]
-            if loader._pool.moves > kills:
+            if pool.moves > kills:
                 os.kill(random.Random(kills).choice(worker_pids()), signal.SIGKILL)
                 kills += 1
             assert len(found) < 5000
             time.sleep(0.02)
         counted = loader.metrics()
-        assert counted["worker_moves"] == loader._pool.moves  # two may be within the last five batches
+        assert counted["worker_moves"] == pool.moves  # two may be within the last five batches
         assert engine.started >= 2 + counted["worker_moves"] + counted["worker_restarts"]
         assert len(worker_pids()) <= 3  # those that were left have ended
     assert found == deliver(loaders_of(train_dataset(data, "skipping"), 1, 0), len(found)).digests
@@ -113,10 +125,10 @@ class NotThere(TensorEncoder):
 def test_a_worker_that_fails_elsewhere_stays(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     dataset = train_dataset(data, task_encoder=NotThere(tmp_path), error_policy=ErrorPolicy(on_error="raise"))
     with closing(get_savable_loader(dataset, worker_config=config_of(1, 2))) as loader:
-        stream = iter(loader)
+        engine = restless(loader, after=10)
+        stream, pool = iter(loader), cast(Any, loader._pool)
         found = [digest(next(stream)) for _ in range(10)]
-        engine = restless(loader)
-        while not engine.started or loader._pool._rivals:
+        while engine.started < 3 or pool._rivals:
             found.append(digest(next(stream)))
             assert len(found) < 2000
         assert "worker_moves" not in loader.metrics()

@@ -90,6 +90,16 @@ def test_a_later_start_finds_the_same_and_reads_no_metadata(mix: Path, read_anew
     assert [batch.__key__ for batch in batches[0]] == [batch.__key__ for batch in batches[1]]
 
 
+def test_a_later_start_warns_as_the_first(mix: Path, read_anew: list[str], caplog: pytest.LogCaptureFixture):
+    meta("split.yaml", "split_parts: {train: [s3.tar], val: [s3.tar]}\nexclude: []\n")(mix.parent / "d003")
+    for count in (COUNT, COUNT):
+        mix_index._log_doubt.cache_clear()
+        caplog.clear()
+        opened(mix)
+        assert ["shards of `train` are in `val`, too" in message for message in caplog.messages] == [True]
+        assert len(read_anew) == count
+
+
 def meta(name: str, text: str) -> Callable[[Path], None]:
     return lambda dataset: (dataset / ".nv-meta" / name).write_text(text) and None
 

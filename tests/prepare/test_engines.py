@@ -18,6 +18,7 @@ from paths import HELPERS, REPOSITORY
 from ray_cluster import ray_cluster
 from sources import content, converted, llava
 from tar_builder import write_texts
+from test_killed import KILLS, LONG, WORK, check_kills
 
 from energon_bridge.cli.main import main
 from energon_bridge.cli.prepare_options import parse_task
@@ -230,7 +231,8 @@ def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """Return a Ray cluster of two nodes on this machine."""
-    with ray_cluster(1, 1) as nodes:
+    patient = {"health_check_timeout_ms": 600_000, "health_check_failure_threshold": 100}  # on a busy machine
+    with ray_cluster(1, 1, **patient) as nodes:
         import ray
 
         environment = {"env_vars": {"PYTHONPATH": f"{REPOSITORY}:{HELPERS}"}}
@@ -282,3 +284,10 @@ def test_a_process_that_is_killed_changes_nothing(tmp_path: Path) -> None:
     assert list(engine.map_shards(partial(square, tmp_path), range(6))) == [0, 1, 4, 9, 16, 25]
     with pytest.raises(CorruptShardError, match="seven"):
         list(engine.map_shards(partial(square, tmp_path), range(6, 9)))
+
+
+# All commands are shared out in the same way: one of them in the gate, where each start imports Ray.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("command", WORK if LONG else ["prepare"])
+def test_killed_at_random_moments(command: str, tmp_path: Path, cluster: Any) -> None:
+    check_kills(command, "ray", tmp_path, KILLS if LONG else 1, cluster.address)

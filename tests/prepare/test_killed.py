@@ -1,4 +1,4 @@
-"""kill -9 at random moments of `convert`, `prepare` and `columns`, by processes, tasks and a Ray cluster.
+"""kill -9 at random moments of `convert`, `prepare` and `columns`, by processes and tasks (`test_engines`: by Ray).
 
 The command is started again until it ends, and all of it is done again until there were enough kills. Each end has the
 bytes of a run that was left alone, and nobody who opens the dataset in between gets half of one.
@@ -21,7 +21,6 @@ from typing import IO, Any
 import pytest
 from forked import Program
 from paths import REPOSITORY
-from ray_cluster import ray_cluster
 from sources import content, llava
 from tar_builder import read_all, write_texts
 
@@ -116,21 +115,13 @@ def columns_work(folder: Path) -> Work:
 WORK = {"convert": convert_work, "prepare": prepare_work, "columns": columns_work}
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
-    """Start a Ray cluster of two nodes on this machine, each with processes of its own; return its address."""
-    patient = {"health_check_timeout_ms": 600_000, "health_check_failure_threshold": 100}  # on a busy machine
-    with ray_cluster(1, 1, **patient) as nodes:
-        yield nodes.address
-
-
-def stages_of(work: Work, engine: str, request: pytest.FixtureRequest) -> list[list[list[str]]]:
+def stages_of(work: Work, engine: str, address: str) -> list[list[list[str]]]:
     """Return the command lines, stage by stage; those of a stage run at the same time."""
     if engine == "tasks":
         shares = [[*work.task_line, "--task", f"{number}/{TASKS}", "--num-workers", "1"] for number in range(TASKS)]
         return [shares, [[*work.line, "--finish"]]]
     if engine == "ray":
-        return [[[*work.line, "--engine", "ray", "--address", request.getfixturevalue("cluster")]]]
+        return [[[*work.line, "--engine", "ray", "--address", address]]]
     return [[[*work.line, "--num-workers", "2"]]]
 
 
@@ -204,22 +195,19 @@ def run(
     return again, killed
 
 
-# On a cluster all commands are shared out in the same way: one of them in the gate.
-CASES = [
-    (command, engine)
-    for command in WORK
-    for engine in ("processes", "tasks", "ray")
-    if LONG or engine != "ray" or command == "prepare"
-]
+@pytest.mark.parametrize("engine", ["processes", "tasks"])
+@pytest.mark.parametrize("command", WORK)
+def test_killed_at_random_moments(command: str, engine: str, tmp_path: Path) -> None:
+    check_kills(command, engine, tmp_path, KILLS)
 
 
-@pytest.mark.parametrize(("command", "engine"), CASES)
-def test_killed_at_random_moments(command: str, engine: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def check_kills(command: str, engine: str, tmp_path: Path, kills: int, address: str = "") -> None:
+    """Kill a command until there were enough kills, and look at what it leaves and makes."""
     seed = random.randrange(1 << 30) if SEED == "random" else int(SEED)
     print(f"ENERGON_TEST_SEED={seed}")  # noqa: T201
     rng = random.Random(f"{seed} {command} {engine}")
     work = WORK[command](tmp_path)
-    stages = stages_of(work, engine, request)
+    stages = stages_of(work, engine, address)
     durations = []
     for lines in stages:
         began = time.monotonic()
@@ -233,12 +221,12 @@ def test_killed_at_random_moments(command: str, engine: str, tmp_path: Path, req
         seen.add(work.look())
 
     killed, ends = 0, 0
-    while killed < KILLS:
+    while killed < kills:
         work.clear()
         for lines, seconds in zip(stages, durations, strict=True):
             left = lines
             while left:
-                after = rng.uniform(0, seconds) if killed < KILLS else None
+                after = rng.uniform(0, seconds) if killed < kills else None
                 left, was_killed = run(left, after, rng, look, after_a_kill=killed > 0)
                 killed += was_killed
         assert work.result() == expected

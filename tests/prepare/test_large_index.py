@@ -31,7 +31,6 @@ from energon_bridge.format import key_index
 from energon_bridge.format.dataset import open_dataset
 from energon_bridge.format.join import JoinPart, find_rows
 from energon_bridge.format.key_index import find_keys, keys_at, keys_of_shard, local_key_index
-from energon_bridge.format.media import MediaFilter
 from energon_bridge.format.nvmeta import read_info
 from energon_bridge.loader.bans import samples_by_key
 from energon_bridge.prepare import (
@@ -42,7 +41,7 @@ from energon_bridge.prepare import (
     run as preparing,
     summarize_dataset,
 )
-from energon_bridge.prepare.media import prepare_media
+from energon_bridge.prepare.media import MediaFilter, prepare_media
 from energon_bridge.prepare.staging import STAGING_FOLDER, Staging
 from energon_bridge.storage import open_store
 from energon_bridge.stores import WebdatasetFileStore

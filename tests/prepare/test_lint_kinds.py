@@ -24,8 +24,8 @@ from energon_bridge import (
     get_train_dataset,
 )
 from energon_bridge.cli.main import main
-from energon_bridge.format.media import MediaFilter
 from energon_bridge.prepare import parse_patterns, parse_ratio, prepare_dataset, rebuild_index, render_dataset_yaml
+from energon_bridge.prepare.media import MediaFilter
 
 
 def energon(*arguments: object) -> Result:
@@ -89,6 +89,9 @@ def test_every_split_and_its_json(data: Path) -> None:
         "txt",
     )
     assert lint(data, "--split-parts", "train")[0] == 0
+    remedy = "Repair the sample in its source and prepare again; to leave it out, add it as SHARD/KEY to `exclude`"
+    assert remedy in problem["remedy"]
+    assert f"1 problem: {remedy} of split.yaml.\nFailed: 1 problem in 12 samples.\n" in energon("lint", data).output
 
 
 def test_tasks_share_the_shards_out(tmp_path: Path) -> None:
@@ -234,7 +237,9 @@ def test_an_exclude_that_leaves_nothing_out_is_an_error_of_info_and_lint_and_log
     assert [expected in message for message in caplog.messages] == [True] * bool(expected)
 
 
-def test_shards_in_two_parts_or_none_are_warned_of(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_shards_in_two_parts_or_none_are_warned_of(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert lint(data)[1]["warnings"] == []
     split = "split_parts: {train: [train/shard_000.tar, val/shard_000.tar], val: [val/shard_000.tar], old: []}"
     (data / ".nv-meta/split.yaml").write_text(split)
@@ -246,6 +251,9 @@ def test_shards_in_two_parts_or_none_are_warned_of(data: Path, caplog: pytest.Lo
         assert "1 of 3 shards are in no split part, so nothing reads them; the first is 'train/shard_001" in warnings[1]
     assert "WARNING: " in energon("info", data).output
     caplog.clear()
+    write_mix(tmp_path / "mix.yaml", train={"path": str(data)})
+    assert lint(tmp_path / "mix.yaml")[1]["warnings"] == report["warnings"]
+    assert caplog.messages == []  # they are findings
     get_train_dataset(data, batch_size=1, worker_config=WorkerConfig(num_workers=0))
     assert caplog.messages == report["warnings"]
 
@@ -256,7 +264,8 @@ def test_empty_texts_are_counted(tmp_path: Path) -> None:
         prepare_dataset(tmp_path / "data", split=parse_ratio("1,0,0"), dataset_yaml=render_dataset_yaml(kind, fields))
         code, report = lint(tar.parent)
         assert code == 0
-        assert report["warnings"] == [f"{tar.parent}, train: 2 samples with an empty text; the first is s.tar/b"]
+        (warning,) = report["warnings"]
+        assert warning.startswith(f"{tar.parent}, train: 2 samples with an empty text; the first is s.tar/b. To leave")
 
 
 # --- info ---------------------------------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ from energon_bridge.format.media import (
     HAS_HEIF,
     HEAD_BYTES,
     IMAGE_EXTENSIONS,
-    MediaFilter,
     extension_by_head,
     format_by_head,
     kind_by_head,
@@ -32,7 +31,7 @@ from energon_bridge.format.media import (
 )
 from energon_bridge.format.nvmeta import read_info
 from energon_bridge.prepare.columns import image_size
-from energon_bridge.prepare.media import prepare_media
+from energon_bridge.prepare.media import MediaFilter, prepare_media
 from energon_bridge.storage import open_store
 
 HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(40)

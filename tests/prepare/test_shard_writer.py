@@ -26,11 +26,10 @@ from energon_bridge import (
     get_val_dataset,
 )
 from energon_bridge.errors import ConfigurationError, DuplicateKeyError, NotPreparedError, SourceError
-from energon_bridge.format.media import MediaFilter
 from energon_bridge.format.nvmeta import read_info
 from energon_bridge.format.tar_index import scan_tar
 from energon_bridge.prepare import prepare_dataset, rebuild_index
-from energon_bridge.prepare.media import prepare_media
+from energon_bridge.prepare.media import MediaFilter, prepare_media
 from energon_bridge.prepare.split import parse_patterns
 from energon_bridge.storage import open_store
 

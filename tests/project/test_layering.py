@@ -26,6 +26,7 @@ LAYERS = (
     "registry",
     "rng",
     "topology",
+    "worker_config",
     "samples",
     "transforms",
     "storage",
@@ -79,13 +80,13 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 27_180,
-    "models": 11_130,
+    "core": 27_040,
+    "models": 11_240,
     "trainers": 7_450,
-    "cloud": 4_560,
-    "tools": 16_050,
+    "cloud": 4_720,
+    "tools": 16_210,
     "drop-in": 4_050,
-    "training": 4_680,
+    "training": 4_710,
 }
 MAX_LINES = 1000  # of one file: the budgets keep rooms small, this keeps a file one idea
 RUN_AS_COMMAND = 'if __name__ == "__main__":\n    sys.exit(main())\n'

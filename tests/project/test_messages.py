@@ -489,7 +489,7 @@ def test_arguments_of_a_dataloader_are_told_our_word(texts: Path, name: str):
         with pytest.raises(UnknownArgumentError, match=f"takes no argument '{name}'. {words}"):
             call(**{name: True})
     for make in (get_loader, get_savable_loader):
-        with pytest.raises(UnknownArgumentError, match=f"takes no argument '{name}'. {words}"):
+        with pytest.raises(UnknownArgumentError, match=f"^{make.__name__} takes no argument '{name}'. {words}"):
             make(dataset, **{name: True})
     with pytest.raises(UnknownArgumentError, match=f"has no argument '{name}'. {words}"):
         EnergonMultiModalDataModule(texts, None, None, micro_batch_size=2, **{name: True})

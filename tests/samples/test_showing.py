@@ -426,13 +426,13 @@ def transparent_png() -> bytes:
 def said_anew() -> Iterator[None]:
     """Forget what was said before, and afterwards."""
     from energon_bridge.loader.savable import _say_crowded
-    from energon_bridge.task_encoder.images import _say_transparent
+    from energon_bridge.task_encoder.images import _said
 
-    for once in (_say_crowded, _say_transparent):
-        once.cache_clear()
+    for forget in (_say_crowded.cache_clear, _said.clear):
+        forget()
     yield
-    for once in (_say_crowded, _say_transparent):
-        once.cache_clear()
+    for forget in (_say_crowded.cache_clear, _said.clear):
+        forget()
 
 
 @pytest.mark.usefixtures("said_anew")

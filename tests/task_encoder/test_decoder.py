@@ -227,6 +227,7 @@ def test_config_is_plain():
         "defer_images": False,
         "image_target": None,
         "image_backend": "auto",
+        "autorotate": False,
         "max_pixels": 89_478_485,
         "max_part_bytes": 2 << 30,
     }

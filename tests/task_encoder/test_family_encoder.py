@@ -30,7 +30,7 @@ pytest.importorskip("transformers")
 
 from energon_bridge import CaptioningSample, SampleDecoder, VidQASample, VQASample, get_train_dataset
 from energon_bridge.errors import ConfigurationError, SampleError
-from energon_bridge.samples import CrudeSample, InterleavedSample
+from energon_bridge.samples import CrudeSample, InterleavedSample, TextSample
 from energon_bridge.task_encoder import DeferredImage
 from energon_bridge.task_encoder.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder, VideoFrames, registry
 from energon_bridge.task_encoder.packing import Packer
@@ -102,6 +102,25 @@ def test_conversations_of_all_shapes_are_the_same(shape: str) -> None:
 def test_samples_of_other_types_are_encoded(sample: Any, whole: str) -> None:
     encoder = encoder_of("qwen2_vl")
     assert short(encoder, encoder.encode(sample)) == whole
+
+
+@pytest.mark.parametrize("text", ["red\n", "  red how \n\n", "\n", "two\r\nlines\r\n"])
+@pytest.mark.parametrize("kind", ["caption", "text", "between images"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "llava"])
+def test_white_space_of_plain_texts_is_learned_up_to_their_end(family: str, kind: str, text: str) -> None:
+    encoder = encoder_of(family)
+    samples: dict[str, Any] = {
+        "caption": CaptioningSample(__key__="q", image=TWO[0], caption=text),  # type: ignore[arg-type]
+        "text": TextSample(__key__="q", text=text),
+        "between images": InterleavedSample(__key__="q", sequence=[TWO[0], text, TWO[1], text]),  # type: ignore[list-item]
+    }
+    sample = encoder.encode(samples[kind])
+    tokenizer = encoder.tokenizer
+    said = tokenizer.encode(text, add_special_tokens=False)
+    wanted = [*said * (2 if kind == "between images" else 1), tokenizer.eos_token_id]
+    if kind == "text":  # nothing stands in front of the first token
+        wanted.pop(0)
+    assert sample.labels[sample.loss_mask > 0].tolist() == wanted
 
 
 def test_a_placeholder_is_text_where_all_images_have_places() -> None:

@@ -11,19 +11,21 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from PIL import Image, ImageFile, features
+from PIL import Image, ImageFile, ImageOps, features
 from webdataset.autodecode import imagehandler
 
 from energon_bridge import SampleDecoder
 from energon_bridge.errors import ConfigurationError, DecodeError
-from energon_bridge.format.media import IMAGE_EXTENSIONS
+from energon_bridge.format.media import IMAGE_EXTENSIONS, jpeg_orientation
 from energon_bridge.samples import streaming
 from energon_bridge.samples.stacking import Slab, SlabPool
+from energon_bridge.task_encoder import images as images_module
 from energon_bridge.task_encoder.images import (
     IMAGE_FORMS,
     decode_image,
     guess_image_extension,
     image_form,
+    image_size,
 )
 
 FORMS = "l8 rgb8 rgba8 l rgb rgba torchl8 torchrgb8 torchrgba8 torch torchl torchrgb torchrgba pil pill pilrgb pilrgba"
@@ -145,12 +147,55 @@ def test_unusual_jpegs_have_the_pixels_of_pillow(options):
         np.testing.assert_array_equal(decode(data, form), pillow(data, form[:-1].upper()), strict=True)
 
 
-def test_orientation_is_left_to_the_user():
+def test_orientation_is_left_to_the_user(caplog):
     exif = Image.Exif()
     exif[0x0112] = 6
     data = encoded(picture(20, 10), exif=exif)
+    images_module._said.clear()
     assert decode(data, "torchrgb8").shape == (3, 10, 20)
     assert decode(data, "pil").getexif()[0x0112] == 6
+    assert ["autorotate=True" in message for message in caplog.messages] == [True]
+    images_module._said.clear()
+
+
+@pytest.mark.parametrize(("kind", "file_format"), [(np.uint16, "PNG"), (np.int32, "TIFF"), (np.float32, "TIFF")])
+def test_values_that_pillow_cuts_are_said_once(kind, file_format, caplog):
+    images_module._said.clear()
+    data = encoded(Image.fromarray(np.arange(64).reshape(8, 8).astype(kind) * kind(1000)), file_format)
+    for _ in range(2):
+        np.testing.assert_array_equal(decode(data, "rgb8"), pillow(data, "RGB"))
+    assert ["have values of 16 or 32 bits" in message for message in caplog.messages] == [True]
+    images_module._said.clear()
+
+
+def turned(orientation: int, file_format: str) -> bytes:
+    """Return a file whose EXIF, or for "XMP" whose XMP, turns it; "late": behind other segments of a JPEG."""
+    exif = Image.Exif()
+    exif[0x010F], exif[0x0112] = "a maker", orientation
+    if file_format == "XMP":
+        xmp = f'<x xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="{orientation}"/>'
+        return encoded(picture(40, 26), xmp=xmp.encode())
+    if file_format == "late":
+        return encoded(picture(40, 26), exif=exif, icc_profile=bytes(70_000), comment="hello")
+    return encoded(picture(40, 26), file_format, exif=exif)
+
+
+@pytest.mark.parametrize("file_format", ["JPEG", "late", "XMP", "PNG", "WEBP", "TIFF", "AVIF"])
+@pytest.mark.parametrize("orientation", range(10))
+def test_upright_images_lie_as_pillow_turns_them(file_format, orientation):
+    if file_format == "AVIF" and not features.check("avif"):
+        pytest.skip("Pillow without AVIF")
+    data = turned(orientation, file_format)
+    for form in ("rgb8", "torchrgb8", "pilrgb", "fastrgb", "rgba8"):
+        got = decode_image(data, image_form(form, autorotate=True), part="x")
+        with Image.open(io.BytesIO(data)) as image:
+            expected = np.array(ImageOps.exif_transpose(image).convert("RGBA" if form == "rgba8" else "RGB"))
+        pixels = got.permute(1, 2, 0).numpy() if form.startswith("torch") else np.array(got)
+        np.testing.assert_array_equal(pixels, expected)
+        assert image_size(data, image_form(form, autorotate=True), part="x") == expected.shape[1::-1]
+        assert "p" not in form or got.getexif().get(0x0112) not in range(2, 9)
+    assert jpeg_orientation(data) in (orientation, 1)
+    assert decode_image(data, image_form("rgb8", (4, 13), autorotate=True), part="x").shape[0] in (13, 20, 26, 40)
 
 
 def test_stray_bytes_between_markers_are_forgiven_as_pillow_forgives_them():

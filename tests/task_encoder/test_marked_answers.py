@@ -16,8 +16,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from energon_bridge.errors import UnfitSampleError
 from energon_bridge.samples import VQASample
+from energon_bridge.task_encoder import layout
 from energon_bridge.task_encoder.conversation import Conversation, Turn
-from energon_bridge.task_encoder.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder
+from energon_bridge.task_encoder.families import QWEN_VL_TEMPLATE, ChatConfig, ChatSample, ChatTemplateTaskEncoder
 from energon_bridge.task_encoder.layout import ConversationTemplateConfig, ImageToken, MultiModalSampleConfig
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
 
@@ -171,15 +172,36 @@ def test_images_in_the_turns_move_what_is_learned(template: str) -> None:
     assert ours(sample) == theirs({name: list(out[name][0]) for name in ("input_ids", "assistant_masks")})
 
 
-def test_a_template_that_leaves_the_end_of_answers_out_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    cases = [("the end is not marked", 1), ("the end and its line break", 0)]
-    for template, times in [*cases, ("the end is marked, a special token follows", 0)]:
+def unended(template: str) -> str:
+    return "".join(template.split("<|im_end|>"))
+
+
+@pytest.mark.parametrize(
+    ("template", "complaint"),
+    [
+        (TEMPLATES["the end is not marked"], "before '<|im_end|>'"),
+        (TEMPLATES["the end and its line break"], None),
+        (TEMPLATES["the end is marked, a special token follows"], None),
+        (TEMPLATES["a blank behind the answer"], "without a special token"),
+        (unended(TEMPLATES["the end and its line break"]), "without a special token"),
+        (QWEN_VL_TEMPLATE, None),
+        (unended(QWEN_VL_TEMPLATE), "without a special token"),
+    ],
+)
+def test_a_template_that_leaves_the_end_of_answers_out_is_named_once(
+    template: str, complaint: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    chat = encoder_with(template)
+    talk = ConversationTemplateConfig(chat_template=template)
+    plain = MultiModalTaskEncoder(chat.tokenizer, None, MultiModalSampleConfig(conversation_template_config=talk))
+    layout._named.clear()
+    for encode in (chat.encode, plain.encode_sample):
         caplog.clear()
-        encoder = encoder_with(TEMPLATES[template])
         with caplog.at_level(logging.WARNING):
             for _ in range(3):
-                encoder.encode(ChatSample(__key__="q", messages=CONVERSATIONS["two questions"][:3]))
-        assert caplog.text.count("does not learn to end its answers") == times
+                encode(ChatSample(__key__="q", messages=CONVERSATIONS["two questions"]))
+        assert caplog.text.count("does not learn to end its answers") == (complaint is not None)
+        assert (complaint or "") in caplog.text
 
 
 def flagged(talk: str, *flags: int, **more: Any) -> list[dict[str, Any]]:

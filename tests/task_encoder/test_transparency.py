@@ -15,7 +15,7 @@ import torch
 from engine import config_of
 from families import FAMILIES, encoder_of, image_processor_of, tokenizer_of
 from pictures import KINDS, TRANSPARENT, encoded
-from PIL import Image
+from PIL import Image, ImageOps
 
 pytest.importorskip("transformers")
 
@@ -48,9 +48,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def of_processor(processor: Any, file: bytes) -> dict[str, torch.Tensor]:
+def of_processor(processor: Any, file: bytes, *, autorotate: bool = False) -> dict[str, torch.Tensor]:
     with Image.open(io.BytesIO(file)) as image:
-        return dict(processor(images=[image], return_tensors="pt"))
+        return dict(processor(images=[ImageOps.exif_transpose(image) if autorotate else image], return_tensors="pt"))
 
 
 def delivered(data: Path, encoder: Any, **options: Any) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
@@ -64,28 +64,32 @@ def delivered(data: Path, encoder: Any, **options: Any) -> Iterator[tuple[str, d
 
 @pytest.fixture(autouse=True)
 def said_anew() -> Iterator[None]:
-    decoding._say_transparent.cache_clear()
+    decoding._said.clear()
     yield
-    decoding._say_transparent.cache_clear()
+    decoding._said.clear()
 
 
-@pytest.mark.parametrize("form", [None, "pilrgba", "pilrgb", "torchrgb", "rgba"])
+@pytest.mark.parametrize(
+    ("form", "autorotate"),
+    [(None, False), (None, True), ("pilrgba", True), ("pilrgb", False), ("torchrgb", True), ("rgba", False)],
+)
 @pytest.mark.parametrize("pixels", [None, "processor"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_gets_what_its_processor_makes_of_the_file(
-    data: Path, family: str, pixels: Any, form: str | None, caplog: pytest.LogCaptureFixture
+    data: Path, family: str, pixels: Any, form: str | None, autorotate: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    encoder = encoder_of(family, ChatConfig(pixels=pixels, seq_length=4096))
+    encoder = encoder_of(family, ChatConfig(pixels=pixels, seq_length=4096, autorotate=autorotate))
     options = {} if form is None else {"image_decode": form}
     seen = set()
     for key, visual in delivered(data, encoder, **options):
-        expected = of_processor(encoder.family.image_processor, FILES[key])  # type: ignore[union-attr]
+        expected = of_processor(encoder.family.image_processor, FILES[key], autorotate=autorotate)  # type: ignore[union-attr]
         assert {name for name in visual if name in expected} == expected.keys()
         for name, value in expected.items():
             assert torch.equal(visual[name], value), (key, name)
         seen.add(key)
     assert seen == FILES.keys()
     assert not [message for message in caplog.messages if "transparent" in message]
+    assert sum("turned by their EXIF" in message for message in caplog.messages) == (not autorotate)
 
 
 class Outer(AugmentTaskEncoder):
@@ -94,11 +98,13 @@ class Outer(AugmentTaskEncoder):
 
 @pytest.mark.parametrize("pixels", [None, "processor"])
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_plain_encoder_gets_it_too(data: Path, wrapped: bool, pixels: Any) -> None:
+@pytest.mark.parametrize("autorotate", [False, True])
+def test_a_plain_encoder_gets_it_too(data: Path, wrapped: bool, pixels: Any, autorotate: bool) -> None:
     processor = image_processor_of("llava")
-    encoder: Any = MultiModalTaskEncoder(tokenizer_of("llava"), processor, pixels=pixels)
+    encoder: Any = MultiModalTaskEncoder(tokenizer_of("llava"), processor, pixels=pixels, autorotate=autorotate)
     for key, visual in delivered(data, Outer(encoder) if wrapped else encoder):
-        assert torch.equal(visual["pixel_values"], of_processor(processor, FILES[key])["pixel_values"]), key
+        expected = of_processor(processor, FILES[key], autorotate=autorotate)
+        assert torch.equal(visual["pixel_values"], expected["pixel_values"]), key
 
 
 class Grey(CLIPImageProcessorPil):

@@ -35,10 +35,10 @@ from energon_bridge.prepare import parse_patterns, prepare_dataset, render_datas
 from energon_bridge.prepare.columns import add_column
 from energon_bridge.replica.warmup import CostWarmup
 from energon_bridge.testing import create_captioning_test_dataset, write_shard
-from energon_bridge.topology import WorkerConfig
 from energon_bridge.training import run as training
 from energon_bridge.training.encoder import training_task_encoder
 from energon_bridge.training.module import VisionLanguageModule
+from energon_bridge.worker_config import WorkerConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
 

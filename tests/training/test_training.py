@@ -301,6 +301,14 @@ def test_a_dry_run_describes_and_leaves_nothing(smoke: RunConfig) -> None:
     assert not Path(smoke.run_dir).exists()
 
 
+def test_a_dry_run_looks_for_what_is_validated(dataset: Path, tmp_path: Path) -> None:
+    splits = (dataset / ".nv-meta/split.yaml").read_text()
+    (dataset / ".nv-meta/train_only.yaml").write_text(splits.replace("val:", "held_out:"))
+    config = configuration(dataset, tmp_path / "run", "data.split_config=train_only.yaml")
+    with pytest.raises(ConfigurationError, match=r"^validation: .*no split part 'val'.*validation\.limit_batches=0$"):
+        training.dry_run(config)
+
+
 def test_a_dry_run_says_what_is_missing_and_how_it_is_made(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,6 +319,9 @@ def test_a_dry_run_says_what_is_missing_and_how_it_is_made(
     assert main(["--config", str(CONFIGS / "llava15_pretrain.yaml"), *arguments]) == 2
     out, error = capsys.readouterr()
     assert "path: /nowhere/data" in out
+    with pytest.raises(SystemExit):
+        main(["--config", str(CONFIGS / "llava15_pretrain.yaml"), "--run-dir", "x"])
+    assert "--run-dir. Settings have no dashes: section.key=value. Did you mean 'run_dir'?" in capsys.readouterr().err
     assert "data: /nowhere/data: no such folder" in error
     assert "model: model.name_or_path='/nowhere/model': no such folder" in error
     assert "#   energon convert blip_laion_cc_sbu_558k.json" in error

@@ -124,6 +124,22 @@ def test_wrong_values_are_refused(override: str, complaint: str) -> None:
         load_config(None, ["data.path=x", override])
 
 
+def test_all_that_is_wrong_is_named_at_once_with_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("data: {path: x, micro_batch_size: some, seq_lenght: 4}\noptimizer: {lr: 0}\n")
+    with pytest.raises(ConfigurationError) as caught:
+        load_config(path, ["train.max_steps=0", "model.freeze=lm", "seed", "data.num_lanse=3"])
+    assert str(caught.value).split("\n") == [
+        "override 'seed' must have the form section.key=value",
+        f"{path}: data.micro_batch_size must be int, got 'some' (str)",
+        f"{path}: there is no configuration key 'data.seq_lenght'. Did you mean 'data.seq_length'?",
+        "override data.num_lanse=3: there is no configuration key 'data.num_lanse'. Did you mean 'data.num_lanes'?",
+        "override model.freeze=lm: model.freeze must be a list of strings, got 'lm' (str)",
+        "train.max_steps must be at least 1, got 0",
+        "optimizer.lr must be a number above 0, got 0.0",
+    ]
+
+
 def test_shuffled_images_need_other_images() -> None:
     with pytest.raises(ConfigurationError, match="micro_batch_size of at least 2"):
         load_config(None, ["data.shuffle_images=true", "data.micro_batch_size=1"])

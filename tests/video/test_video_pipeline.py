@@ -34,9 +34,9 @@ from energon_bridge import (
 )
 from energon_bridge.av import AVData, AVDecoder, get_single_frames_uniform
 from energon_bridge.errors import DecodeError
-from energon_bridge.format.media import AVMetadata, MediaFilter
+from energon_bridge.format.media import AVMetadata
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
-from energon_bridge.prepare.media import prepare_media
+from energon_bridge.prepare.media import MediaFilter, prepare_media
 from energon_bridge.stores import WebdatasetFileStore
 from energon_bridge.testing import write_shard
 

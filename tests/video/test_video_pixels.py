@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -19,7 +20,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("av")
 
 import av
-from clips import write_video
+from clips import all_frames, write_video
 from crude import prepared
 from families import encoder_of
 
@@ -30,7 +31,7 @@ from energon_bridge import (
     get_savable_loader,
     get_train_dataset,
 )
-from energon_bridge.av import AVDecoder
+from energon_bridge.av import AVDecoder, streams
 from energon_bridge.av.streams import VideoReader
 from energon_bridge.errors import DecodeError, SampleError
 from energon_bridge.samples import stacking
@@ -314,3 +315,42 @@ def test_of_a_long_clip_only_what_is_shown_is_decoded_and_held(tmp_path: Path, m
     given = VideoFrames(frames=torch.stack(frames), fps=video.video.fps)
     expected = task_encoder.family.process([], [given], [task_encoder.family.plan_video(given)])
     assert torch.equal(pixels.visual["pixel_values_videos"], expected["pixel_values_videos"])
+
+
+@pytest.mark.parametrize("codec", ["libx264", "mpeg4"])  # mpeg4 is decoded from its beginning
+@pytest.mark.parametrize("degrees", [0, 90, 180, -90])
+def test_a_turned_video_is_as_players_show_it(
+    tmp_path: Path, codec: str, degrees: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    streams._said_turned.clear()
+    file = write_video(tmp_path / "a.mp4", codec=codec, frames=FRAMES, rate=10, size=(64, 48), turned=degrees)
+    stored = np.stack([frame.pixels for frame in all_frames(file)])
+    expected = np.rot90(stored, degrees // 90, axes=(1, 2))
+    decoder = pickle.loads(pickle.dumps(AVDecoder(file.read_bytes(), autorotate=True)))
+    metadata = decoder.get_metadata()
+    assert (metadata.video_height, metadata.video_width) == expected.shape[1:3]
+    (clip,), _ = decoder.get_video_clips([(3, 5)], video_unit="frames")
+    np.testing.assert_array_equal(clip.permute(0, 2, 3, 1).numpy(), expected[3:6])
+    (small,), _ = decoder.get_video_clips([(3, 3)], video_unit="frames", video_out_frame_size=(24, 20))
+    assert small.shape == (1, 3, 20, 24)
+    assert not caplog.messages
+    for _ in range(2):
+        (clip,), _ = AVDecoder(file.read_bytes()).get_video_clips([(3, 5)], video_unit="frames")
+    np.testing.assert_array_equal(clip.permute(0, 2, 3, 1).numpy(), stored[3:6])
+    assert ["autorotate=True" in message for message in caplog.messages] == [True] * bool(degrees)
+    streams._said_turned.clear()
+
+
+def test_a_model_gets_turned_videos_as_players_show_them(tmp_path: Path) -> None:
+    file = write_video(tmp_path / "a.mp4", frames=FRAMES, rate=10, size=(112, 56), turned=90)
+    data = prepared(tmp_path / "data", {key: {"mp4": file.read_bytes(), "json": b"0"} for key in "ab"})
+    made: Any = encoder(Videos, None)
+    (batch,) = batches(data, Videos(made.tokenizer, made.family, replace(made.config, autorotate=True)), number=1)
+    chosen = video_of(AVDecoder(file.read_bytes()), fps=2.0, least=4, most=768)
+    frames = [np.rot90(frame.permute(1, 2, 0).numpy()).copy() for frame in chosen.frames.get()]
+    turns = [{"role": "user", "content": "<video>"}, {"role": "assistant", "content": "0"}]
+    shown = replace(chosen, frames=[torch.from_numpy(frame).permute(2, 0, 1) for frame in frames])
+    expected = made.encode(ChatSample(__key__="a", messages=turns, videos=[shown]))
+    assert torch.equal(batch.tokens[0], expected.tokens)
+    pixels = expected.visual["pixel_values_videos"]
+    assert torch.equal(batch.visual_inputs["pixel_values_videos"], torch.cat([pixels, pixels]))

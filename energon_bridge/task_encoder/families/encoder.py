@@ -103,6 +103,7 @@ class ChatConfig:
             or Pillow; `processor` calls the image processor. None: the family's choice.
         pixels_dtype: Type of the pixels: `float32`, `bfloat16`, `float16`, or `uint8`, which `normalise_on_device`
             turns into floats. None: the family's choice.
+        autorotate: Turn images as EXIF says, and videos as their headers say, as viewers do. False: as they are stored.
 
     Raises:
         ConfigurationError: A number is not positive, or a choice is unknown.
@@ -131,6 +132,7 @@ class ChatConfig:
     ignore_index: int = -100
     pixels: Profile | None = None
     pixels_dtype: PixelDtype | None = None
+    autorotate: bool = False
 
     def __post_init__(self) -> None:
         numbers = ("seq_length", "max_num_images", "max_visual_tokens", "min_num_frames", "max_num_frames")
@@ -342,6 +344,10 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
     @property
     def image_alpha(self) -> Alpha:
         return alpha_for(getattr(self.family, "image_processor", None), _path_of(self.family))
+
+    @property
+    def autorotate(self) -> bool:
+        return self.config.autorotate
 
     def padded_length(self, sample: PreparedSample | MultiModalSample) -> int:
         """Return the number of tokens that a sample takes in a pack."""

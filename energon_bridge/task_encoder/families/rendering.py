@@ -12,7 +12,6 @@ The result is a list of segments: prompts, learned text, and the placeholder of 
 
 from __future__ import annotations
 
-import logging
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -45,7 +44,6 @@ from energon_bridge.task_encoder.families.vision import (
 from energon_bridge.task_encoder.templates import BEFORE_ALL, PROBE, ChatTemplate, Span, only_written, template_source
 from energon_bridge.task_encoder.texts import is_fast, tokenize, tokens_with_places
 
-_logger = logging.getLogger(__name__)
 _MOST_OUTLINES = 4096
 _ODD = " \t{}. Of <b> \"an\" 'É' & \\n </think> {{{{ odd }}}} %s TEXT\n "
 _UNUSED = (
@@ -133,9 +131,11 @@ class ChatRenderer:
             check_keys(content, unused, self.named, _UNUSED)
         if template.marks:
             text, spans = template.answers(self._messages(content.turns, template), content.tools, answers)
-            self._check_ends(text, spans)
         else:
             text, spans = self._compared(content, answers, template)
+        if "ends" not in self.named:
+            self.named.add("ends")
+            template.check_ends(text, spans, placeholder_tokens(self.family).values())
         return split_at(text, spans, self.family, marked=template.marks)
 
     def _answers(self, content: Conversation) -> list[int]:
@@ -148,22 +148,6 @@ class ChatRenderer:
             flagged = ": keys of its turns (weight, loss, train, …) leave out what would be learned" if said else ""
             raise SampleError(f"the conversation has no answer to learn{flagged}")
         return answers
-
-    def _check_ends(self, text: str, spans: Sequence[Span]) -> None:
-        """Warn, at the first sample, if the template does not mark the token that ends an answer."""
-        if "ends" in self.named:
-            return
-        self.named.add("ends")
-        own = (None, *placeholder_tokens(self.family).values())
-        special = tuple(token for token in getattr(self.plain.tokenizer, "all_special_tokens", ()) if token not in own)
-        end = spans[-1].end if spans else 0
-        behind = next((token for token in special if text.startswith(token, end)), None)
-        if behind is not None and not text[:end].rstrip().endswith(special):
-            _logger.warning(
-                "the chat template ends what it marks before %r, so the model does not learn to end its answers: put "
-                "{%% endgeneration %%} behind that token",
-                behind,
-            )
 
     def _compared(
         self, content: Conversation, answers: Sequence[int], template: ChatTemplate
@@ -309,6 +293,8 @@ def placeholder_tokens(family: PlanningFamily | None) -> dict[Kind, str | None]:
 def document_segments(document: Document, family: PlanningFamily | None, *, eos: str) -> list[Segment]:
     """Return the text of a document unchanged, with `<image>` for images in prompts, and its end learned.
 
+    White space is learned like any other text: without a line break before its end, the end would not be reached.
+
     Raises:
         SampleError: There is nothing to learn.
     """
@@ -317,7 +303,7 @@ def document_segments(document: Document, family: PlanningFamily | None, *, eos:
     segments: list[Segment] = []
     for piece in document.pieces:
         if piece.learned:
-            segments.append(Segment(piece.text, learned=True))
+            segments.append(Segment(piece.text, learned=True, marked=True))
             continue
         for part in split_places(piece.text):
             kind = part.kind
