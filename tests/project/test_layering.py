@@ -80,7 +80,7 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 27_040,
+    "core": 27_050,
     "models": 11_240,
     "trainers": 7_450,
     "cloud": 4_720,
