@@ -43,8 +43,7 @@ PACKET_BYTES = 1 << 16
 _LOOK_SECONDS = 0.2
 _AT_ONCE_BYTES = 1 << 20
 _CONNECT_SECONDS = 10.0
-_AVOIDED_SECONDS, _BARRED_SECONDS = 60.0, 20.0
-"""How long a node is avoided that lost an actor, and how long one may be waited for that has no place elsewhere."""
+_AVOIDED_SECONDS, _BARRED_SECONDS = 60.0, 20.0  # of a node that lost an actor; of an actor with no place elsewhere
 _ASK_SECONDS = 5.0
 _MOST_LINES = 256
 _DEPTH_SECONDS, _LOW, _HIGH, _SLOWER = 3.0, 0.25, 0.75, 6
@@ -317,14 +316,10 @@ class Relay:
 
     def _nodes(self) -> list[dict[str, Any]]:
         """Return the nodes that are up and large enough for an actor, without those that lost one."""
-        options = self._options
+        now, options = time.monotonic(), self._options
         asked = {"CPU": options["num_cpus"] or 0, "memory": options["memory"] or 0} | (options["resources"] or {})
-        alive = [
-            node
-            for node in self._ray.nodes()
-            if node["Alive"] and all(node["Resources"].get(name, 0) >= amount for name, amount in asked.items())
-        ]
-        return [node for node in alive if self._bad.get(node["NodeID"], 0.0) < time.monotonic()]
+        alive = [node for node in self._ray.nodes() if node["Alive"] and self._bad.get(node["NodeID"], 0.0) < now]
+        return [node for node in alive if all(node["Resources"].get(name, 0) >= asked[name] for name in asked)]
 
     def _avoided(self) -> list[str]:
         """Return the nodes on which an actor was lost a moment ago, if there are others: Ray may not know it yet."""
