@@ -120,9 +120,7 @@ def command(
     for problem in failed:
         problems.add(problem)
     for part in empty if not as_json else ():
-        click.echo(
-            f"The split part {part!r} is empty: prepare again with a larger share (--split-ratio), or remove it."
-        )
+        click.echo(f"The split part {part!r} is empty.")
     workers = choose_engine(engine, address, parallel)
     if deep and (bare := [dataset for dataset in datasets if not dataset.has_checksums]):
         raise ConfigurationError(

@@ -248,8 +248,8 @@ def _samples(source: tuple[str, ...], limit: int, options: dict[str, Any]) -> _S
         if missing is not None:
             raise ConfigurationError(f"{missing}: no such file or folder. Check the path.")
         raise ConfigurationError(
-            f"{' '.join(source)}: not a dataset or mix. For a saved state, add --step S to see what its run delivers "
-            "then"
+            f"{' '.join(source)}: not a dataset or mix. For a tar, give the folder that `energon prepare` was run on; "
+            "convert other files (energon convert); for a saved state, add --step S to see what its run delivers then"
         )
     names = ("dataset_config", "split_config", "trust_remote_code")
     spec = get_train_dataset(

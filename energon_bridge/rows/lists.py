@@ -189,12 +189,17 @@ def open_table(path: Path, media: Path | None) -> TableSource | CocoSource:
     try:
         content = json.loads(path.read_bytes(), object_pairs_hook=_object)
     except ValueError as error:
-        raise SourceError(
-            f"{path}: not valid JSON: {error}. If it has one object per line, rename it to .jsonl."
-        ) from error
+        remedy = "Fix it there, or download it again if it is cut off."
+        if isinstance(error, UnicodeDecodeError):
+            remedy = "Write it as UTF-8 (iconv -t UTF-8)."
+        elif "Extra data" in str(error):
+            remedy = "If it has one object per line, rename it to .jsonl."
+        raise SourceError(f"{path}: not valid JSON: {error}. {remedy}") from error
     if isinstance(content, Mapping):
         if isinstance(content.get("images"), list) and isinstance(content.get("annotations"), list):
             return CocoSource(path, content, media)
+        if "annotations" in content and "images" not in content:
+            raise SourceError(f"{path}: `annotations` without `images`: COCO's list of them names the files. Add it.")
         lists = [name for name, value in content.items() if isinstance(value, list) and value]
         if len(lists) != 1:
             raise SourceError(
@@ -284,9 +289,11 @@ class CocoSource:
             listed = [(image["id"], image["file_name"]) for image in content["images"]]
             self._images = list(dict.fromkeys(listed))  # one that is listed again is the same image
         except (KeyError, TypeError) as error:
+            remedy = "Use captions_*.json; instances_*.json contains boxes."
+            if error.args == ("file_name",):
+                remedy = "Download the images, and write the name of its file to each."
             raise SourceError(
-                f"{path}: not COCO captions: {error} is missing in `images` or `annotations`. "
-                "Use captions_*.json; instances_*.json contains boxes."
+                f"{path}: not COCO captions: {error} is missing in `images` or `annotations`. {remedy}"
             ) from error
         self._captions = captions
         self._taken = Counter(_stem_key(name) for _, name in self._images)
@@ -340,6 +347,9 @@ _ANSWERS = ("answers", "answer", "response", "output")
 _LABELS = ("label", "labels", "class", "category", "target", "label_name", "class_name")
 
 
+_BASE64 = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")  # how JPEG, PNG, GIF and WebP begin
+
+
 def check_media_meant(rows: Sequence[Row], without: str) -> None:
     """Raise SourceError if rows without files seem to be meant with some: by URLs, or in a column called `image`.
 
@@ -349,7 +359,9 @@ def check_media_meant(rows: Sequence[Row], without: str) -> None:
         return
     for row in rows:
         for name, value in row.values.items():
-            if isinstance(value, str) and "://" in value[:10] and is_media_path(value.partition("?")[0]):
+            if isinstance(value, str) and value.startswith(_BASE64):
+                what, remedy = "contains base64", "Write data URIs, data:image/jpeg;base64,… for a JPEG"
+            elif isinstance(value, str) and "://" in value[:10] and is_media_path(value.partition("?")[0]):
                 what, remedy = "contains URLs", "Download them first (img2dataset does)"
             elif is_media_column(name) and value not in (None, "", []):
                 what, remedy = "has no files", "Write the paths of files, with their extensions"

@@ -153,9 +153,10 @@ class LocalStore(Rooted):
 
     def check_root(self) -> None:
         if not os.path.isdir(self.root):
-            missing = "no such file" if self.root.endswith(_FILES) else "no such folder"
-            mistake = "is a file, not a folder" if os.path.exists(self.root) else missing
-            raise DatasetNotFoundError(f"{self.root}: {mistake}. Check the path.")
+            mistake = f"no such {'file' if self.root.endswith(_FILES) else 'folder'}. Check the path."
+            if os.path.exists(self.root):
+                mistake = "is a file, not a folder. Give one that `energon prepare` or `energon convert` made."
+            raise DatasetNotFoundError(f"{self.root}: {mistake}")
 
     def size(self, rel: str) -> int:
         try:

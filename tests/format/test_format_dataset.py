@@ -104,7 +104,7 @@ def test_excludes_remove_shards_and_name_samples(dataset: Path):
 
 DEFECTS = {
     "missing folder": (None, None, DatasetNotFoundError, "nowhere: no such folder"),
-    "file": (None, None, DatasetNotFoundError, "is a file, not a folder"),
+    "file": (None, None, DatasetNotFoundError, "is a file, not a folder. Give one that `energon prep"),
     "not prepared": (".info.json", None, NotPreparedError, "energon prepare"),
     "no split file": ("split.yaml", None, MetadataError, r"split\.yaml: no such split file"),
     "no dataset.yaml": ("dataset.yaml", None, MetadataError, r"dataset\.yaml: no such file"),

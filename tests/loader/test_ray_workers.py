@@ -28,6 +28,7 @@ from workers import loader_of, wait_until
 from energon_bridge import ErrorPolicy, WorkerConfig, get_savable_loader, get_val_dataset
 from energon_bridge.cli.main import main
 from energon_bridge.errors import ConfigurationError, LoaderError
+from energon_bridge.loader import ray_engine
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 
@@ -396,20 +397,28 @@ def test_actors_are_shared_and_their_number_follows_the_queues(data: Path, actor
 
 
 def test_nothing_is_left_behind_and_who_comes_as_a_relay_ends_gets_a_new_one(
-    data: Path, actors: dict[str, Any]
+    data: Path, actors: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The first relay leaves Ray, once it has killed its actors, only when the second loader has its batch."""
     actors["ray_options"] |= {"idle_seconds": 0.5}
+    late = f"any(os.path.exists({str(tmp_path / 'go')!r}) or time.sleep(0.1) for _ in range(300))"
+    slow = f"import os, ray, time; end = ray.shutdown; ray.shutdown = lambda: ({late}, end()); "
+    monkeypatch.setattr(ray_engine, "_SERVE", ray_engine._SERVE.replace("main(int", f"{slow}main(int"))
     before = set(descendants())
-    for workers in (2, 1):  # the relay has still to leave Ray when its actors are gone
+
+    def running(name: str) -> bool:
+        return any(name in line for pid, line in descendants().items() if pid not in before)
+
+    for workers in (2, 1):
         with closing(loader_of(data, workers, **actors)) as loader:
             next(iter(loader))
-            assert actor_processes()
+            assert running("WorkerActor")
             counted = loader.metrics()
         assert (counted["worker_restarts"], counted["worker_actors"]) == (0, workers)
         del loader
-        assert wait_until(lambda: not actor_processes(), 20)
-    relays = [line for pid, line in descendants().items() if pid not in before and "ray_relay" in line]
-    assert wait_until(lambda: not [pid for pid, line in descendants().items() if line in relays], 20)
+        assert wait_until(lambda: not running("WorkerActor"), 20)
+    (tmp_path / "go").touch()
+    assert wait_until(lambda: not running("ray_relay"), 20)
 
 
 def test_lanes_find_what_they_read_in_the_caches_of_their_nodes(
@@ -417,7 +426,7 @@ def test_lanes_find_what_they_read_in_the_caches_of_their_nodes(
 ) -> None:
     """Shards of one sample are blocks of the cache, which each node has apart."""
     text_dataset(tmp_path / "served" / "data", train=[1] * 60)
-    actors["ray_options"] |= {"strategy": "cache", "idle_seconds": 0.5}
+    actors["ray_options"] |= {"strategy": "cache", "idle_seconds": 0.5, "num_cpus": 0.2}
     with serving(tmp_path / "served") as server:
         dataset = train_dataset(f"{server.url}/data")  # type: ignore[arg-type]
         counted = []

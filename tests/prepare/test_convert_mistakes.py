@@ -184,7 +184,13 @@ def test_wrong_flags(tmp_path, flags, message):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("x.json", "[{", "x.json: not valid JSON: "),
+        ("x.json", '[{"a": 1}, {', "(char 12). Fix it there, or download it again if it is cut off."),
+        (
+            "x.json",
+            '{"a": 1}\n{"a": 2}',
+            "Extra data: line 2 column 1 (char 9). If it has one object per line, rename it",
+        ),
+        ("x.json", "\udce9", "Write it as UTF-8 (iconv -t UTF-8)."),
         (
             "x.json",
             '{"a": 1}',
@@ -198,12 +204,23 @@ def test_wrong_flags(tmp_path, flags, message):
         ("x.csv", "image,caption\n../../secret.png,x\n", "row 2: the path '../../secret.png' leads out of"),
         ("x.xls", "", "cannot convert a .xls. Supported are .json, .jsonl"),
         ("x.json", '{"images": [], "annotations": [{"image_id": 1, "bbox": []}]}', "not COCO captions"),
+        ("x.json", '{"annotations": [{"image_id": 1, "caption": "a"}]}', "`annotations` without `images`"),
+        (
+            "x.json",
+            '{"images": [{"id": 1}], "annotations": []}',
+            "'file_name' is missing in `images` or `annotations`. D",
+        ),
+        (
+            "x.json",
+            '[{"image": "/9j/4AAQSkZJRg", "caption": "a"}]',
+            "`image` contains base64 (/9j/4AAQSkZJRg), and no ",
+        ),
         ("x.json", '[{"conversations": "hi"}]', "entry 0: `conversations`: expected a list of turns, found 'hi'."),
     ],
 )
 def test_wrong_files(tmp_path, name, text, message):
     (tmp_path / "in").mkdir()
-    (tmp_path / "in" / name).write_text(text)
+    (tmp_path / "in" / name).write_bytes(os.fsencode(text))
     assert message in refused(tmp_path / "in" / name, tmp_path / "out")
 
 

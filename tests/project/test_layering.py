@@ -84,7 +84,7 @@ BUDGETS = {
     "models": 11_240,
     "trainers": 7_450,
     "cloud": 4_720,
-    "tools": 16_210,
+    "tools": 16_220,
     "drop-in": 4_050,
     "training": 4_710,
 }
