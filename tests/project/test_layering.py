@@ -81,7 +81,7 @@ ROOMS = {
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
     "core": 27_050,
-    "models": 11_250,
+    "models": 11_280,
     "trainers": 7_450,
     "cloud": 4_720,
     "tools": 16_220,
