@@ -23,7 +23,7 @@ from energon_bridge.samples import VidQASample
 from energon_bridge.task_encoder.base import TaskEncoder, decoder_of, default_hook
 from energon_bridge.task_encoder.conversation import Conversation, Document, in_parts, warn_once
 from energon_bridge.task_encoder.decoder import SampleDecoder
-from energon_bridge.task_encoder.deferred import Deferred, DeferredImage
+from energon_bridge.task_encoder.deferred import Deferred
 from energon_bridge.task_encoder.families.llava import FixedTokenFamily, TiledFamily
 from energon_bridge.task_encoder.families.processor import ProcessorFamily
 from energon_bridge.task_encoder.families.qwen import QwenFamily
@@ -41,7 +41,7 @@ from energon_bridge.task_encoder.families.sound import DeferredSound, Sound, sou
 from energon_bridge.task_encoder.families.video import decoded, frames_shape, thinned, video_of
 from energon_bridge.task_encoder.families.vision import Family, Plan, PreparedSample, VideoFrames, positions_of
 from energon_bridge.task_encoder.hooks import count_over_long
-from energon_bridge.task_encoder.images import Alpha
+from energon_bridge.task_encoder.images import Alpha, DeferredImage
 from energon_bridge.task_encoder.layout import ImageToken, MultiModalSampleConfig
 from energon_bridge.task_encoder.packed_sequences import MultiModalPack, batch_packs, pack_sequences
 from energon_bridge.task_encoder.packing import OverLong, Packer

@@ -21,8 +21,8 @@ from torch import Tensor
 from energon_bridge.av import AVDecoder
 from energon_bridge.errors import SampleError
 from energon_bridge.storage import ByteRange
-from energon_bridge.task_encoder.deferred import DeferredImage
 from energon_bridge.task_encoder.families.vision import VideoFrames
+from energon_bridge.task_encoder.images import DeferredImage
 from energon_bridge.task_encoder.visual import size_of
 
 
