@@ -28,6 +28,7 @@ from workers import loader_of, wait_until
 from energon_bridge import ErrorPolicy, WorkerConfig, get_savable_loader, get_val_dataset
 from energon_bridge.cli.main import main
 from energon_bridge.errors import ConfigurationError, LoaderError
+from energon_bridge.loader import ray_engine
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 
@@ -92,6 +93,20 @@ def test_actors_make_the_stream_of_processes_and_states_go_from_one_to_the_other
             if "worker_engine" in settings:
                 assert loader.metrics()["worker_actors"] == settings["num_workers"]
     assert found == expected
+
+
+def test_tasks_of_slurm_have_actors_of_their_own(data: Path, actors: dict[str, Any]) -> None:
+    ranks = pytest.importorskip("energon_bridge.training.megatron.ranks", reason="megatron-core is not installed")
+    with contextlib.ExitStack() as stack:
+        loaders = []
+        for task in range(2):
+            rank, world_size = ranks.launched_rank({"SLURM_PROCID": f"{task}", "SLURM_NTASKS": "2"})
+            config = config_of(world_size, 1, rank, **actors)
+            loader = get_savable_loader(train_dataset(data), worker_config=config)
+            loaders.append(stack.enter_context(closing(loader)))
+        found = [digest(next(iter(loader))) for _ in range(15) for loader in loaders]
+        assert [loader.metrics()["worker_actors"] for loader in loaders] == [1, 1]
+    assert found == expected_of(data, 30)
 
 
 def test_passes_begin_again_on_the_same_actors(data: Path, actors: dict[str, Any]) -> None:
@@ -267,6 +282,23 @@ def test_what_dies_or_stalls_is_replaced_from_what_was_delivered(
     assert found == expected_of(data, len(found))
 
 
+@pytest.mark.parametrize(
+    ("cores", "workers"), [(1.5, 1), pytest.param(1, 3, marks=pytest.mark.skipif(not LONG, reason="waits 20 s"))]
+)
+def test_the_only_node_with_room_is_used_again(data: Path, actors: dict[str, Any], cores: float, workers: int) -> None:
+    """The node of an actor that was lost is avoided, but not for long if the other is too small, or full."""
+    actors["ray_options"] |= {"num_cpus": cores}
+    with closing(loader_of(data, workers, **actors)) as loader:
+        found = [digest(next(iter(loader))) for _ in range(4)]
+        kill_an_actor()
+        since = time.monotonic()
+        while not loader.metrics()["worker_restarts"] or loader.metrics()["local_workers"]:
+            found.append(digest(next(iter(loader))))
+            assert time.monotonic() - since < 50  # it is avoided for 60 s
+            time.sleep(0.05)
+    assert found == expected_of(data, len(found))
+
+
 def test_a_slow_worker_gets_a_rival_and_the_first_answer_wins(
     data: Path, actors: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -365,20 +397,28 @@ def test_actors_are_shared_and_their_number_follows_the_queues(data: Path, actor
 
 
 def test_nothing_is_left_behind_and_who_comes_as_a_relay_ends_gets_a_new_one(
-    data: Path, actors: dict[str, Any]
+    data: Path, actors: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The first relay leaves Ray, once it has killed its actors, only when the second loader has its batch."""
     actors["ray_options"] |= {"idle_seconds": 0.5}
+    late = f"any(os.path.exists({str(tmp_path / 'go')!r}) or time.sleep(0.1) for _ in range(300))"
+    slow = f"import os, ray, time; end = ray.shutdown; ray.shutdown = lambda: ({late}, end()); "
+    monkeypatch.setattr(ray_engine, "_SERVE", ray_engine._SERVE.replace("main(int", f"{slow}main(int"))
     before = set(descendants())
-    for workers in (2, 1):  # the relay has still to leave Ray when its actors are gone
+
+    def running(name: str) -> bool:
+        return any(name in line for pid, line in descendants().items() if pid not in before)
+
+    for workers in (2, 1):
         with closing(loader_of(data, workers, **actors)) as loader:
             next(iter(loader))
-            assert actor_processes()
+            assert running("WorkerActor")
             counted = loader.metrics()
         assert (counted["worker_restarts"], counted["worker_actors"]) == (0, workers)
         del loader
-        assert wait_until(lambda: not actor_processes(), 20)
-    relays = [line for pid, line in descendants().items() if pid not in before and "ray_relay" in line]
-    assert wait_until(lambda: not [pid for pid, line in descendants().items() if line in relays], 20)
+        assert wait_until(lambda: not running("WorkerActor"), 20)
+    (tmp_path / "go").touch()
+    assert wait_until(lambda: not running("ray_relay"), 20)
 
 
 def test_lanes_find_what_they_read_in_the_caches_of_their_nodes(
@@ -386,7 +426,7 @@ def test_lanes_find_what_they_read_in_the_caches_of_their_nodes(
 ) -> None:
     """Shards of one sample are blocks of the cache, which each node has apart."""
     text_dataset(tmp_path / "served" / "data", train=[1] * 60)
-    actors["ray_options"] |= {"strategy": "cache", "idle_seconds": 0.5}
+    actors["ray_options"] |= {"strategy": "cache", "idle_seconds": 0.5, "num_cpus": 0.2}
     with serving(tmp_path / "served") as server:
         dataset = train_dataset(f"{server.url}/data")  # type: ignore[arg-type]
         counted = []

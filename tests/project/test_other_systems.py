@@ -6,9 +6,7 @@ What a Mac lacks is taken away before the package is imported: calls and constan
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
+from forked import run_program
 from paths import REPOSITORY
 
 LINUX_ONLY = {
@@ -22,6 +20,9 @@ LINUX_ONLY = {
 }
 ELSEWHERE = """
 import ctypes, errno, importlib, os, sys
+
+for name in [name for name in sys.modules if name.partition(".")[0] == "energon_bridge"]:
+    del sys.modules[name]  # of the process that this is a fork of
 
 import numpy, torch, torch.distributed  # their own business
 
@@ -101,9 +102,9 @@ else:
 
 
 def run(program, folder):
-    code = ELSEWHERE.format(missing=LINUX_ONLY) + program
-    environment = {"PYTHONPATH": str(REPOSITORY), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"}
-    result = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
+    result = run_program(
+        ["-c", ELSEWHERE.format(missing=LINUX_ONLY) + program], folder, {"PYTHONPATH": str(REPOSITORY)}
+    )
     assert result.returncode == 0, result.stdout + result.stderr
 
 

@@ -42,8 +42,7 @@ def streams(mix: Path) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-@pytest.mark.parametrize("limit", [1, 5, 1000])
-@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (2, 2)])
+@pytest.mark.parametrize(("limit", "ranks", "workers"), [(1, 2, 2), (5, 1, 0), (1000, 2, 2)])
 def test_the_stream_does_not_depend_on_the_pool(
     name: str, limit: int, ranks: int, workers: int, mix: Path, streams: dict[str, list[str]], tmp_path: Path
 ) -> None:
