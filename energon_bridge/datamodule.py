@@ -283,32 +283,37 @@ class EnergonMultiModalDataModule(_Base):
         Raises:
             ConfigurationError: `micro_batch_size` was changed after the first step.
         """
-        if self.train_dataloader_object is not None and self._size_changed("train"):
-            if not self._between_trials():
-                self._refuse_other_size()
-            self._forget("train")
-        if self.train_dataloader_object is None:
-            loader = open_loader(lambda: self._load("train", self.num_workers), self.replica, self._balancing())
-            if self._restored is not None:
-                loader.load_state_dict(self._restored)  # it may bring another num_lanes
-            self.train_dataloader_object = EnergonDataloader(
-                loader, length=self._epoch_length(loader), masked_microbatches=self.masked_microbatches
-            )
-            self._opened_sizes["train"] = self.micro_batch_size
-        self.train_dataloader_object.repeat_epoch = bool(getattr(self._lightning(), "overfit_batches", 0))
-        return self.train_dataloader_object
+        if self.train_dataloader_object is not None and self._size_changed("train") and not self._between_trials():
+            self._refuse_other_size()
+        dataloader: EnergonDataloader = self._opened("train", self._training)
+        dataloader.repeat_epoch = bool(getattr(self._lightning(), "overfit_batches", 0))
+        return dataloader
+
+    def _training(self) -> EnergonDataloader:
+        loader = open_loader(lambda: self._load("train", self.num_workers), self.replica, self._balancing())
+        if self._restored is not None:
+            loader.load_state_dict(self._restored)  # it may bring another num_lanes
+        return EnergonDataloader(
+            loader, length=self._epoch_length(loader), masked_microbatches=self.masked_microbatches
+        )
+
+    def _opened(self, split: str, open_split: Callable[[], Any]) -> Any:
+        """Return the iterators of a split: the same ones, until `micro_batch_size` is changed."""
+        name = f"{split}_dataloader_object"
+        if getattr(self, name) is not None and self._size_changed(split):
+            self._forget(split)
+        if getattr(self, name) is None:
+            setattr(self, name, open_split())
+            self._opened_sizes[split] = self.micro_batch_size
+        return getattr(self, name)
 
     def val_dataloader(self) -> Any:
         """Return the validation iterator, or the list of them: the same objects on every call.
 
         Without a Lightning trainer, `iter()` of them starts over at its end; `one_pass()` does not.
         """
-        if self.val_dataloader_object is not None and self._size_changed("val"):
-            self._forget("val")
-        if self.val_dataloader_object is None:
-            self.val_dataloader_object = self.val_dataloaders() if self.validate_each_dataset else self._finite("val")
-            self._opened_sizes["val"] = self.micro_batch_size
-        loaders = self.val_dataloader_object
+        one_or_each = self.val_dataloaders if self.validate_each_dataset else lambda: self._finite("val")
+        loaders = self._opened("val", one_or_each)
         for dataloader in loaders if isinstance(loaders, list) else [loaders]:
             dataloader.cycle = self._lightning() is None
         return loaders
@@ -345,12 +350,8 @@ class EnergonMultiModalDataModule(_Base):
         """
         if self._lightning() is None:
             return None
-        if self.test_dataloader_object is not None and self._size_changed("test"):
-            self._forget("test")
-        if self.test_dataloader_object is None:
-            self.test_dataloader_object = self._finite("test")
-            self._opened_sizes["test"] = self.micro_batch_size
-        return self.test_dataloader_object
+        dataloader: EnergonDataloader = self._opened("test", lambda: self._finite("test"))
+        return dataloader
 
     def predict_dataloader(self) -> EnergonDataloader | None:
         """Return the same for Lightning's `predict`."""

@@ -21,8 +21,9 @@ from energon_bridge.loader.position import OnMismatch
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.mix import DatasetOpener, MixSource, index_of_datasets, load_mix, open_mix_index
-from energon_bridge.mix.leaves import OpenLeaf, cut_into_buckets, open_leaves, with_shares
+from energon_bridge.mix.leaves import OpenLeaf, open_leaves, with_shares
 from energon_bridge.plan.leaf import DEFAULT_PARALLEL_SHARD_ITERS
+from energon_bridge.registry import load
 from energon_bridge.stores import CachePool
 from energon_bridge.stream.policy import ErrorPolicy, Handler
 from energon_bridge.stream.settings import RunSettings
@@ -342,6 +343,7 @@ def _open(source: MixSource, settings: RunSettings, worker_config: WorkerConfig 
                 f"samples, but here is {mixed if settings.kind == 'train' else 'repeat=False'}"
             )
         own, batch_size = with_shares(mix, leaves), settings.batch_size or 1
+        cut_into_buckets = load("columns", "expressions").cut_into_buckets
         leaves, buckets = cut_into_buckets(own, settings.group_by, batch_size, settings.bucket_batch_size)
         settings = dataclasses.replace(settings, batch_size=max(buckets.rows))
     return DatasetSpec(leaves=leaves, buckets=buckets, mix=mix, settings=settings, worker_config=config)

@@ -33,7 +33,7 @@ from energon_bridge.mix import parse_weight
 from energon_bridge.plan.blend import BucketBlend
 from energon_bridge.plan.changes import Ban, GivenWeights, new_keys, with_ban
 from energon_bridge.plan.choose import standing
-from energon_bridge.stream.finite import DrawnRows, FiniteStream, ListedRows, Listing, listing_of_pass
+from energon_bridge.stream.finite import FiniteStream, Listing, drawn_rows, listed_rows, listing_of_pass
 from energon_bridge.stream.lane import LaneStreams, Stream
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.settings import WorkerFacts
@@ -544,7 +544,7 @@ class PassMode(Mode):
         listing, order = at.listing, at.plan.order_of_pass
         draws = at.plan.draws_of_pass(at.epoch) if order is None else order.draws
         number_of = None if order is None else order.sample_number
-        rows = DrawnRows(pipeline, draws, number_of) if listing is None else ListedRows(pipeline, listing)
+        rows = drawn_rows(pipeline, draws, number_of) if listing is None else listed_rows(pipeline, listing)
         return FiniteStream(pipeline, rows, drop_last=at.plan.data.settings.batch_drop_last, order=order)
 
     def is_over(self, at: Position) -> bool:

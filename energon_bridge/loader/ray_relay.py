@@ -43,7 +43,7 @@ PACKET_BYTES = 1 << 16
 _LOOK_SECONDS = 0.2
 _AT_ONCE_BYTES = 1 << 20
 _CONNECT_SECONDS = 10.0
-_AVOIDED_SECONDS = 60.0
+_AVOIDED_SECONDS, _BARRED_SECONDS = 60.0, 20.0  # of a node that lost an actor; of an actor with no place elsewhere
 _ASK_SECONDS = 5.0
 _MOST_LINES = 256
 _DEPTH_SECONDS, _LOW, _HIGH, _SLOWER = 3.0, 0.25, 0.75, 6
@@ -315,10 +315,11 @@ class Relay:
         return seat
 
     def _nodes(self) -> list[dict[str, Any]]:
-        """Return the nodes that are up and have what an actor asks for beside cores, without those that lost one."""
-        asked = set(self._options["resources"] or ())
-        alive = [node for node in self._ray.nodes() if node["Alive"] and asked <= set(node["Resources"])]
-        return [node for node in alive if self._bad.get(node["NodeID"], 0.0) < time.monotonic()]
+        """Return the nodes that are up and large enough for an actor, without those that lost one."""
+        now, options = time.monotonic(), self._options
+        asked = {"CPU": options["num_cpus"] or 0, "memory": options["memory"] or 0} | (options["resources"] or {})
+        alive = [node for node in self._ray.nodes() if node["Alive"] and self._bad.get(node["NodeID"], 0.0) < now]
+        return [node for node in alive if all(node["Resources"].get(name, 0) >= asked[name] for name in asked)]
 
     def _avoided(self) -> list[str]:
         """Return the nodes on which an actor was lost a moment ago, if there are others: Ray may not know it yet."""
@@ -459,7 +460,7 @@ class Relay:
                 self._refuse(line, seat, text)
             elif line.work:  # before it had begun
                 line.since = line.watched = 0.0
-                line.deadline = time.monotonic() + line.patience
+                line.deadline = min(line.deadline, time.monotonic() + line.patience)
                 self._sit(line)
             else:
                 self._end(line, None, f"its actor was lost on {seat.node}: {text}")
@@ -541,10 +542,12 @@ class Relay:
         shared = self._wanted is not None and bool(self._lines)
         kept = empty if shared else empty[: len(self._waiting)]
         for seat in empty:
-            barred = seat.avoids and seat.versions is None and now - seat.since > _AVOIDED_SECONDS
-            idle = seat not in kept and now - seat.since > self._options["idle_seconds"]
-            if seat.leaving or barred or idle:
+            if seat.leaving or (seat not in kept and now - seat.since > self._options["idle_seconds"]):
                 self._give_up(seat)
+        for seat in [*self._seats]:
+            if seat.avoids and seat.versions is None and now - seat.since > _BARRED_SECONDS:
+                self._bad.clear()  # by now Ray itself knows which of them are gone
+                self._lose(seat, TimeoutError("no other node has a place for it"))
         seats = [seat for seat in self._seats if not seat.leaving and (shared or not seat.lines)]
         missing = (self._wanted if shared else len(self._waiting)) - len(seats)
         if missing > 0 and now > self._ask_again:

@@ -22,7 +22,7 @@ from energon_bridge.preview.notebook import as_image
 from energon_bridge.rows.turns import own_payload, part_kind
 from energon_bridge.samples.showing import value_text
 from energon_bridge.storage import ByteRange
-from energon_bridge.task_encoder.deferred import DeferredImage
+from energon_bridge.task_encoder.images import DeferredImage
 
 SIDE = 320
 """Pixels of a picture's longer side."""

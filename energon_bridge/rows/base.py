@@ -401,7 +401,7 @@ _FITTED = ("list[str]", "int")
 def _fitted(value: Any, declared: str) -> Any:
     """Turn a single text into a list, digits into a number, and a number into text, if the field is declared so."""
     if isinstance(value, int | float) and not isinstance(value, bool) and declared.startswith("str"):
-        return str(value)
+        return str(value) if value == value else None  # NaN: how floats say null
     if isinstance(value, str):
         if declared.startswith(_FITTED[0]):
             return [value]

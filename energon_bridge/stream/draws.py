@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -19,15 +19,15 @@ from energon_bridge.errors import EmptyDatasetError
 from energon_bridge.plan.choose import AnyBlend, Chooser, Picks
 from energon_bridge.samples.stacking import Slab
 from energon_bridge.stream.failures import MAX_MEMBERS, SamplePlace, named
-from energon_bridge.stream.pipeline import LoadedDraws, PendingLoads, PickedLoad, Pipeline
+from energon_bridge.stream.pipeline import PendingLoads, PickedLoad, Pipeline, SampleColumns
 from energon_bridge.stream.reader import DrawSpan
 from energon_bridge.stream.state import COLUMNS, Counts, LaneState, SampleRef, as_members
 from energon_bridge.stream.user_code import BegunDraw
 from energon_bridge.stream.values import FailedSample, RestoreKey
-from energon_bridge.task_encoder.deferred import DeferredImage, field_items
+from energon_bridge.task_encoder.deferred import Deferred, field_items
 from energon_bridge.task_encoder.hooks import NUMBER, Hook
 
-_NOTHING = LoadedDraws([], [], [], [])
+_NOTHING = SampleColumns([], [], [], [])
 _BYTES, _ENCODED_AGAIN = COLUMNS.index("bytes"), COLUMNS.index("encoded_again")
 _BARREN = 1000
 """Draws without a result that are always tolerated before the stream counts as barren."""
@@ -39,16 +39,6 @@ class _Draw(NamedTuple):
     key: RestoreKey
     sample: Any
     begun: BegunDraw | None = None
-
-
-@dataclass(slots=True)
-class EncodedSamples:
-    """Encoded samples with their restore keys, their leaves and about their bytes."""
-
-    samples: list[Any] = field(default_factory=list)
-    keys: list[RestoreKey] = field(default_factory=list)
-    leaves: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
 
 
 class Draws:
@@ -102,9 +92,9 @@ class Draws:
         """Start loading the next draws."""
         self._schedule_up_to(self.draw + draws)
 
-    def collect(self, wanted: int, counts: Counts) -> EncodedSamples:
+    def collect(self, wanted: int, counts: Counts) -> SampleColumns:
         """Return the next encoded samples; count the draws that give none."""
-        out = EncodedSamples()
+        out = SampleColumns([], [], [], [])
         since = self.draw
         while len(out.samples) < wanted:
             if self._outputs:
@@ -201,7 +191,7 @@ class Draws:
         self.draw, self.taken = self.draw + 1, 0
         self.leaf_draws[leaf] += 1
 
-    def _take(self, wanted: int, out: EncodedSamples, counts: Counts) -> None:
+    def _take(self, wanted: int, out: SampleColumns, counts: Counts) -> None:
         """Take up to `wanted` draws as they are, since no user code sees single samples."""
         loaded, low = self._loaded, self._at
         high = min(low + wanted, len(loaded.keys))
@@ -219,10 +209,10 @@ class Draws:
             keys, samples, leaves, sizes = (list(compress(part, good)) for part in (keys, samples, leaves, sizes))
         else:
             self._pipeline.steps.worked(self._pipeline.own.first, leaves)
-        out.keys += keys
-        out.samples += samples
-        out.leaves += leaves
-        out.sizes += sizes
+        out.keys.extend(keys)
+        out.samples.extend(samples)
+        out.leaves.extend(leaves)
+        out.sizes.extend(sizes)
 
     # Scheduling ------------------------------------------------------------------------------------------------------
 
@@ -327,7 +317,7 @@ def batch_rows(pipeline: Pipeline, rows: Sequence[BatchRow], lane: int, number: 
     return pipeline.batches(samples, keys, leaves, lane, number, counts)
 
 
-def rows_of(encoded: EncodedSamples) -> list[BatchRow]:
+def rows_of(encoded: SampleColumns) -> list[BatchRow]:
     """Return encoded samples as rows."""
     columns = zip(encoded.samples, encoded.keys, encoded.leaves, encoded.sizes, strict=True)
     return [
@@ -356,7 +346,7 @@ def _bytes_in(value: Any) -> int:
         if value and isinstance(value[0], (int, float)):
             return _NUMBER * len(value)
         return sum(map(_bytes_in, value))
-    if isinstance(value, DeferredImage):
+    if isinstance(value, Deferred) and hasattr(value, "data"):  # an image
         return len(value.data)
     if isinstance(value, Image.Image):
         return value.width * value.height * len(value.getbands())

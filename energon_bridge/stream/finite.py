@@ -56,18 +56,27 @@ def num_microbatches(num_rows: int, batch_size: int, *, drop_last: bool) -> int:
 class PassRows:
     """The rows of a pass, in the order of delivery.
 
+    Args:
+        picks: Returns the samples of rows [start, stop).
+        make: Makes these rows of their loads, without those that hooks leave out, which it counts.
+
     Attributes:
         count: How many there are.
         what: What they are, for people.
         ends: The row at which each microbatch ends; None: each has `batch_size` rows, the last one perhaps fewer.
     """
 
-    count: int
-    what = "samples"
-    ends: Sequence[int] | None = None
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        count: int,
+        picks: Callable[[int, int], Picks],
+        make: Callable[[int, int, PendingLoads, Counts], list[BatchRow]],
+        what: str = "samples",
+        ends: Sequence[int] | None = None,
+    ) -> None:
+        self._pipeline, self._picks, self._make = pipeline, picks, make
+        self.count, self.what, self.ends = count, what, ends
         self._ahead: dict[int, PendingLoads] = {}
 
     def prepare(self, start: int, stop: int) -> None:
@@ -78,56 +87,40 @@ class PassRows:
     def take(self, start: int, stop: int, counts: Counts) -> list[BatchRow]:
         """Return rows [start, stop) without those that hooks leave out, which are counted."""
         self.prepare(start, stop)
-        return self._made(start, stop, self._ahead.pop(start), counts)
-
-    def _picks(self, start: int, stop: int) -> Picks:
-        raise NotImplementedError
-
-    def _made(self, start: int, stop: int, loads: PendingLoads, counts: Counts) -> list[BatchRow]:
-        raise NotImplementedError
+        return self._make(start, stop, self._ahead.pop(start), counts)
 
 
-class DrawnRows(PassRows):
-    """Rows that are the samples of a pass, encoded."""
+def drawn_rows(pipeline: Pipeline, draws: PassDraws, number_of: Callable[[int], int] | None = None) -> PassRows:
+    """Return rows that are the samples of a pass, encoded."""
 
-    def __init__(self, pipeline: Pipeline, draws: PassDraws, number_of: Callable[[int], int] | None = None) -> None:
-        super().__init__(pipeline)
-        self._picks = draws.picks  # type: ignore[method-assign]
-        self._number_of = number_of
-        self.count = draws.num_draws
+    def make(start: int, stop: int, loads: PendingLoads, counts: Counts) -> list[BatchRow]:
+        numbers = None if number_of is None else map(number_of, range(start, stop))
+        return list(chain.from_iterable(encode_rows(pipeline, loads, counts, numbers)))
 
-    def _made(self, start: int, stop: int, loads: PendingLoads, counts: Counts) -> list[BatchRow]:
-        numbers = None if self._number_of is None else map(self._number_of, range(start, stop))
-        return list(chain.from_iterable(encode_rows(self._pipeline, loads, counts, numbers)))
+    return PassRows(pipeline, draws.num_draws, draws.picks, make)
 
 
-class ListedRows(PassRows):
-    """Rows that a listing names, made when they are needed."""
+def listed_rows(pipeline: Pipeline, listing: Listing) -> PassRows:
+    """Return the rows of a listing; of a pack listed as a whole, all outputs of the encoder."""
 
-    what = "rows"
+    def picks(start: int, stop: int) -> Picks:
+        return Picks(as_members([ref for refs, _ in listing.rows[start:stop] for ref in refs]))
 
-    def __init__(self, pipeline: Pipeline, listing: Listing) -> None:
-        super().__init__(pipeline)
-        self._rows, self.ends, self.count = listing.rows, listing.ends, len(listing.rows)
-
-    def _picks(self, start: int, stop: int) -> Picks:
-        return Picks(as_members([ref for refs, _ in self._rows[start:stop] for ref in refs]))
-
-    def _made(self, start: int, stop: int, loads: PendingLoads, counts: Counts) -> list[BatchRow]:
-        """Of a pack listed as a whole, these are all outputs of the encoder."""
-        listed = [([BatchRow((ref,)) for ref in refs], output) for refs, output in self._rows[start:stop]]
-        members = [row for rows, _ in listed for row in rows]
-        reencode(self._pipeline, members, counts, loads)
+    def make(start: int, stop: int, loads: PendingLoads, counts: Counts) -> list[BatchRow]:
+        listed = [([BatchRow((ref,)) for ref in refs], output) for refs, output in listing.rows[start:stop]]
+        reencode(pipeline, [row for rows, _ in listed for row in rows], counts, loads)
         out = []
         for rows, output in listed:
             whole = [row for row in rows if row.content is not None]
             if output == SAMPLE:
-                out += post_encoded(self._pipeline, whole, counts) if self._pipeline.own.by_length else whole
+                out += post_encoded(pipeline, whole, counts) if pipeline.own.by_length else whole
             elif output == WHOLE_PACK:
-                out += pack_rows(self._pipeline, whole, counts)
+                out += pack_rows(pipeline, whole, counts)
             else:  # what its hooks leave out was counted when the pass was listed
-                out += pack_rows(self._pipeline, whole, Counts())[output : output + 1]
+                out += pack_rows(pipeline, whole, Counts())[output : output + 1]
         return out
+
+    return PassRows(pipeline, len(listing.rows), picks, make, "rows", listing.ends)
 
 
 class FiniteStream:
@@ -263,7 +256,7 @@ def listing_of_pass(pipeline: Pipeline, draws: PassDraws) -> tuple[Listing, Coun
             listing = _list_packs(pipeline, draws, run.packing_buffer_size, most, counts)
         if groups:
             packs = run.packing_buffer_size is not None
-            rows = ListedRows(pipeline, listing) if packs else DrawnRows(pipeline, draws)
+            rows = listed_rows(pipeline, listing) if packs else drawn_rows(pipeline, draws)
             listing = _list_groups(pipeline, rows, enough, counts)
     finally:
         pipeline.flush_reports()
@@ -297,7 +290,7 @@ def _packs_of(pipeline: Pipeline, draws: PassDraws, start: int, stop: int, count
     """Return the packs, or microbatches, of draws [start, stop); what is never selected is counted as skipped."""
     packs: list[list[SampleRef]] = []
     with pipeline.user_code():
-        rows = DrawnRows(pipeline, draws).take(start, stop, counts)
+        rows = drawn_rows(pipeline, draws).take(start, stop, counts)
         while rows:
             selected = select_packs(pipeline, rows, counts, last=True)
             if selected is None:

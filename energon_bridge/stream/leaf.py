@@ -37,7 +37,6 @@ from energon_bridge.stream.settings import StreamSettings
 from energon_bridge.stream.steps import Attempt, Begin, PendingSample
 from energon_bridge.stream.values import (
     EXCLUDED,
-    Barred,
     FailedSample,
     Parser,
     RawDraws,
@@ -207,7 +206,8 @@ class LeafSource:
             self.reader = LeafReader(dataset, tolerant=tolerant, unread_from=unread_from, checksums=checksums)
             self.values = sample_parser(leaf.identity, dataset, decoder, activities)
         barred = () if settings.worker is None else settings.worker.barred
-        self.values.barred = Barred(self.user_key, frozenset(index for key, index in barred if key == self.user_key))
+        self.values.leaf_key = self.user_key
+        self.values.barred = frozenset(index for key, index in barred if key == self.user_key)
 
     def where(self, index: int) -> str:
         """Name a sample for people."""

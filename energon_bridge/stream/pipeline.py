@@ -43,8 +43,8 @@ _TOGETHER = 8
 _SAMPLES, _SKIPPED, _EXCLUDED, _BANNED = map(COUNTERS.index, ("samples", "skipped", "excluded", "banned"))
 
 
-class LoadedDraws(NamedTuple):
-    """Consecutive draws of a lane: the restore key, sample (or `FailedSample`), bytes and leaf of each."""
+class SampleColumns(NamedTuple):
+    """Samples in order, loaded (or `FailedSample`) or encoded: the restore key, sample, bytes and leaf of each."""
 
     keys: list[RestoreKey]
     samples: list[Any]
@@ -145,7 +145,7 @@ class Pipeline:
         """Whether draws are loaded on threads of their own."""
         return self._pool is not None
 
-    def load(self, spans: Sequence[DrawSpan], *, ahead: bool, into: tuple[Slab, int] | None = None) -> LoadedDraws:
+    def load(self, spans: Sequence[DrawSpan], *, ahead: bool, into: tuple[Slab, int] | None = None) -> SampleColumns:
         """Load some draws; with `ahead`, also read the rest of their rounds.
 
         `into` is the slab for their images and the row of the first one.
@@ -153,10 +153,10 @@ class Pipeline:
         if len(spans) == 1:
             (one,) = spans
             keys, samples, sizes = self._columns(one, ahead, into)
-            return LoadedDraws(keys, samples, sizes, [one.leaf] * len(keys))
+            return SampleColumns(keys, samples, sizes, [one.leaf] * len(keys))
         self._read_together(spans, ahead)
         total = sum(span.high - span.low for span in spans)
-        loaded = LoadedDraws([("", 0, 0, 0)] * total, [None] * total, [0] * total, [0] * total)
+        loaded = SampleColumns([("", 0, 0, 0)] * total, [None] * total, [0] * total, [0] * total)
         for span in spans:
             columns = self._columns(span, ahead, into)
             for place, key, sample, size in zip(span.places, *columns, strict=True):
@@ -192,7 +192,7 @@ class Pipeline:
 
     def submit(
         self, spans: Sequence[DrawSpan], *, ahead: bool, into: tuple[Slab, int] | None
-    ) -> Future[LoadedDraws] | LoadedDraws:
+    ) -> Future[SampleColumns] | SampleColumns:
         """Load some draws on the loading threads, or right now if there are none."""
         if self._pool is not None:
             return self._pool.submit(self.load, spans, ahead=ahead, into=into)
@@ -444,16 +444,16 @@ class PendingLoads:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-        self._loads: deque[Future[LoadedDraws] | LoadedDraws] = deque()
+        self._loads: deque[Future[SampleColumns] | SampleColumns] = deque()
 
     def schedule(self, spans: Sequence[DrawSpan], *, ahead: bool, into: tuple[Slab, int] | None = None) -> None:
         """Start loading some draws; `into` is the slab for their images and the row of the first one."""
         self._loads.append(self._pipeline.submit(spans, ahead=ahead, into=into))
 
-    def take(self) -> LoadedDraws:
+    def take(self) -> SampleColumns:
         """Return the oldest load."""
         load = self._loads.popleft()
-        if isinstance(load, LoadedDraws):
+        if isinstance(load, SampleColumns):
             return load
         start = time.perf_counter()
         loaded = load.result()

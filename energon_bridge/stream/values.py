@@ -74,26 +74,10 @@ BANNED = FailedSample(None, Hook.READ, SamplePlace("", "", -1))
 """A draw whose sample is banned; it is not read."""
 
 
-@dataclass(slots=True, eq=False)
-class Barred:
-    """The samples of a leaf that must not be tried again, because they killed their worker several times.
-
-    Attributes:
-        leaf_key: The leaf's number for the training process (`user_key_of`).
-        indices: The samples.
-    """
-
-    leaf_key: int = 0
-    indices: frozenset[int] = frozenset()
-
-    def instead_of(self, raw: Any, index: int) -> Any:
-        """Return the bytes of a sample (of a join: of each dataset's), or a value that fails for a barred sample."""
-        if index not in self.indices:
-            return raw
-        lost = Unreadable(
-            BarredSampleError("it killed or hung its worker several times in a row and is not tried again")
-        )
-        return tuple(part if part is None else lost for part in raw) if isinstance(raw, tuple) else lost
+def _lost(raw: Any) -> Any:
+    """Return what stands for the bytes of a barred sample (of a join: of each dataset's): it fails."""
+    lost = Unreadable(BarredSampleError("it killed or hung its worker several times in a row and is not tried again"))
+    return tuple(part if part is None else lost for part in raw) if isinstance(raw, tuple) else lost
 
 
 class Parser:
@@ -102,13 +86,17 @@ class Parser:
     Args:
         identity: Identity of the leaf, the first entry of every restore key.
         activities: Where threads record what they are doing.
+
+    Attributes:
+        leaf_key: The leaf's number for the training process (`user_key_of`).
+        barred: Samples that must not be tried again, because they killed their worker several times.
     """
 
     def __init__(self, identity: str, dataset: Any, activities: Activities) -> None:
         self._activities = activities
         self._identity = identity
         self._dataset = dataset
-        self.barred = Barred()
+        self.leaf_key, self.barred = 0, frozenset[int]()
 
     def load(self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool, into: Rows | None = None) -> Columns:
         """Return for each draw [low, high) of a round its key, and what `make` makes of it."""
@@ -117,9 +105,9 @@ class Parser:
         now = self._activities.mine()
         now.dataset, now.index, now.hook = self._dataset, indices[0], Hook.READ
         raws: list[Any] = buffer.fetch(low, high, ahead=ahead)
-        if self.barred.indices:
-            raws = [self.barred.instead_of(raw, index) for raw, index in zip(raws, indices, strict=True)]
-        now.at(self.barred.leaf_key, indices[0])
+        if self.barred:
+            raws = [_lost(raw) if index in self.barred else raw for raw, index in zip(raws, indices, strict=True)]
+        now.at(self.leaf_key, indices[0])
         epochs = buffer.epochs[low:high].tolist()
         identity = self._identity
         keys = [(identity, index, epoch, 0) for index, epoch in zip(indices, epochs, strict=True)]

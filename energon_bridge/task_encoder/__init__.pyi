@@ -40,11 +40,11 @@ from .costs import (
 from .decoder import (
     SampleDecoder as SampleDecoder,
 )
-from .deferred import (
-    DeferredImage as DeferredImage,
-)
 from .grouping import (
     LengthGrouper as LengthGrouper,
+)
+from .images import (
+    DeferredImage as DeferredImage,
 )
 from .inputs import (
     check_packing as check_packing,

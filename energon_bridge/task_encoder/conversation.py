@@ -314,7 +314,7 @@ def _is_learned(role: str, keys: Mapping[str, Any]) -> bool:
     """Return whether the keys of a turn leave it to be learned. Raises SampleError for what cannot be honoured."""
     learned = is_learned(role, keys)
     if role != "assistant" and (name := next((one for one in WEIGHTS if keys.get(one)), None)):  # it asks for nothing
-        _warn_once(name, _named, f"turns of {role!r} have {name}={keys[name]!r}; only answers are learned")
+        warn_once(name, _named, f"turns of {role!r} have {name}={keys[name]!r}; only answers are learned")
     return learned
 
 
@@ -327,7 +327,7 @@ def _with_system(turns: Sequence[Any], system: Any) -> list[Any]:
     if own is None:
         return [{"role": "system", "content": system}, *turns]
     if own != system:
-        _warn_once(
+        warn_once(
             "system",
             _named,
             "a sample has a turn with a system prompt and another `system` beside its turns: the turn is used, and so "
@@ -349,7 +349,7 @@ def check_keys(content: Conversation, unused: Sequence[str], named: set[str], wh
         SampleError: An answer has no text but such keys: it would be learned as an empty one.
     """
     for name in unused:
-        _warn_once(name, named, f"`{name}` of the samples is not seen by the model: {why}")
+        warn_once(name, named, f"`{name}` of the samples is not seen by the model: {why}")
     for turn in content.turns:
         saying = [name for name in _SAYING if turn.keys.get(name)]
         is_empty = turn.role == "assistant" and turn.learned and not turn.text
@@ -357,10 +357,19 @@ def check_keys(content: Conversation, unused: Sequence[str], named: set[str], wh
             raise SampleError(f"an answer has no text but {' and '.join(saying)}, not seen by the model: {why}")
 
 
+def name_empty_answers(content: Conversation) -> None:
+    """Warn, once, of an answer that says nothing: the model learns to end where it should speak."""
+    empty = [one for one in content.turns if one.role == "assistant" and one.learned and not one.text.strip()]
+    if any(not any(map(one.keys.get, _SAYING)) for one in empty):
+        why = "so the model learns to say nothing there; leave such samples out, or give the turns weight=0"
+        warn_once("empty", _named, f"a sample has an empty answer, {why}")
+
+
 _named: set[str] = set()
 
 
-def _warn_once(name: str, named: set[str], message: str) -> None:
+def warn_once(name: str, named: set[str], message: str) -> None:
+    """Log a warning, once for a name."""
     if name not in named:
         named.add(name)
         _logger.warning(message)

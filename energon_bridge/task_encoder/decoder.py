@@ -47,7 +47,6 @@ from energon_bridge.format.media import AV_EXTENSIONS, HEAD_BYTES, IMAGE_EXTENSI
 from energon_bridge.registry import load
 from energon_bridge.samples.stacking import Slab
 from energon_bridge.storage import ByteRange
-from energon_bridge.task_encoder.deferred import DeferredImage
 from energon_bridge.task_encoder.hooks import DELIVERING
 
 logger = logging.getLogger(__name__)
@@ -187,7 +186,7 @@ class SampleDecoder:
             if self._form is None:
                 return bytes(raw)
             if self.defer_images and not DELIVERING.get():
-                return DeferredImage(bytes(raw), self._form, part_name)
+                return _images.DeferredImage(bytes(raw), self._form, part_name)
             return _images.decode_image(raw, self._form, part=part_name)
         if kind.is_av or (self.guess_content and kind_by_head(bytes(raw[:HEAD_BYTES])) == "av"):
             return self._av(bytes(raw), part_name)

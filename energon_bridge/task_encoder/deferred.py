@@ -12,18 +12,15 @@ model (`num_bytes`). Those of a microbatch share one piece of memory, and `decod
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import is_dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from energon_bridge.registry import load
 from energon_bridge.samples.base import field_names
-from energon_bridge.task_encoder.hooks import DELIVERING
 
-_images: Any = load("decoder", "image")
 _SHARED_FROM = 1 << 16
 """Bytes of pixels from which memory in one piece costs less than joining them."""
 
@@ -41,50 +38,6 @@ class Deferred:
     def decoded(self, memory: np.ndarray | None = None) -> Any:
         """Return what takes its place before `postencode_sample`, in memory of `num_bytes` if some is given."""
         raise NotImplementedError
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class DeferredImage(Deferred):
-    """An image that has not been decoded.
-
-    Attributes:
-        data: The encoded bytes.
-        form: The form of the decoded image.
-        part: Name of the part, for errors.
-    """
-
-    data: bytes
-    form: Any
-    part: str
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Width and height in pixels, read from the header.
-
-        Raises:
-            DecodeError: The header cannot be read, or has a format or size that `get` refuses.
-        """
-        width, height = _images.image_size(self.data, self.form, part=self.part)
-        return width, height
-
-    def get(self) -> Any:
-        """Decode and return the pixels; each call decodes again. Raises DecodeError."""
-        return _images.decode_image(self.data, self.form, part=self.part)
-
-    def decoded(self, memory: np.ndarray | None = None) -> Any:
-        """Return the pixels, which take the image's place before `postencode_sample`."""
-        return self.get()
-
-    def with_data(self, data: bytes) -> DeferredImage:
-        """Return an image of other bytes with the same form and name."""
-        return replace(self, data=data)
-
-    def when_got(self) -> Any:
-        """Return what `Lazy.get` hands out: the pixels if samples will be delivered next. Raises DecodeError."""
-        return self.get() if DELIVERING.get() else self
-
-    def __repr__(self) -> str:
-        return f"DeferredImage({self.part!r}, {len(self.data)} bytes)"
 
 
 def deferred_in(sample: Any) -> list[tuple[Callable[[Any], None], Deferred]]:

@@ -55,6 +55,8 @@ from energon_bridge.format.media import (
 from energon_bridge.registry import load
 from energon_bridge.samples import streaming
 from energon_bridge.samples.stacking import UNALIGNED, Slab
+from energon_bridge.task_encoder.deferred import Deferred
+from energon_bridge.task_encoder.hooks import DELIVERING
 
 logger = logging.getLogger(__name__)
 
@@ -455,3 +457,46 @@ def _in_form(pixels: np.ndarray, form: ImageForm) -> Any:
         return pixels
     tensor = torch.from_numpy(pixels)
     return tensor.permute(2, 0, 1) if tensor.ndim == 3 else tensor
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class DeferredImage(Deferred):
+    """An image that has not been decoded.
+
+    Attributes:
+        data: The encoded bytes.
+        form: The form of the decoded image.
+        part: Name of the part, for errors.
+    """
+
+    data: bytes
+    form: ImageForm
+    part: str
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels, read from the header.
+
+        Raises:
+            DecodeError: The header cannot be read, or has a format or size that `get` refuses.
+        """
+        return image_size(self.data, self.form, part=self.part)
+
+    def get(self) -> Any:
+        """Decode and return the pixels; each call decodes again. Raises DecodeError."""
+        return decode_image(self.data, self.form, part=self.part)
+
+    def decoded(self, memory: np.ndarray | None = None) -> Any:
+        """Return the pixels, which take the image's place before `postencode_sample`."""
+        return self.get()
+
+    def with_data(self, data: bytes) -> DeferredImage:
+        """Return an image of other bytes with the same form and name."""
+        return replace(self, data=data)
+
+    def when_got(self) -> Any:
+        """Return what `Lazy.get` hands out: the pixels if samples will be delivered next. Raises DecodeError."""
+        return self.get() if DELIVERING.get() else self
+
+    def __repr__(self) -> str:
+        return f"DeferredImage({self.part!r}, {len(self.data)} bytes)"

@@ -153,8 +153,6 @@ def render(content: Conversation | Document, config: MultiModalSampleConfig, tok
     template = config.conversation_template_config
     if isinstance(content, Document):
         pieces = list(content.pieces)
-        if not any(piece.learned for piece in pieces):
-            raise SampleError("the sample has no text to learn")
         last = pieces.pop().text if pieces[-1].learned else ""
         return Rendered([*pieces, _ended(last, template, has_special_tokens=False)], False)
     turns = _said(content, config.image_token.token_str)

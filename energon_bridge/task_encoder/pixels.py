@@ -40,8 +40,7 @@ from energon_bridge.samples.pixels import (
     resample_as_torch,
     values_in,
 )
-from energon_bridge.task_encoder.deferred import DeferredImage
-from energon_bridge.task_encoder.images import Alpha
+from energon_bridge.task_encoder.images import Alpha, DeferredImage
 from energon_bridge.task_encoder.resize import best_resolution, fitted, smart_resize
 from energon_bridge.task_encoder.visual import as_pil, as_rgb
 

@@ -43,6 +43,7 @@ from energon_bridge.task_encoder.conversation import (
     Turn,
     has_turns,
     list_images,
+    name_empty_answers,
     read_conversation,
 )
 from energon_bridge.task_encoder.layout import MultiModalSampleConfig, place_images
@@ -77,6 +78,10 @@ def read_sample(
         content = _with_turns(content, encoders, place_images)
     if not takes_sound and _has_sound(content):
         raise SampleError("the sample has sound, but the model of this task encoder takes none")
+    if isinstance(content, Document) and not any(piece.learned and piece.text.strip() for piece in content.pieces):
+        raise SampleError("the sample has no text to learn")
+    if isinstance(content, Conversation):
+        name_empty_answers(content)
     return content
 
 

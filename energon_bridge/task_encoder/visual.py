@@ -18,8 +18,7 @@ from torch import Tensor
 
 from energon_bridge.errors import SampleError
 from energon_bridge.samples.stacking import concat_pad
-from energon_bridge.task_encoder.deferred import DeferredImage
-from energon_bridge.task_encoder.images import Alpha, as_alpha_says
+from energon_bridge.task_encoder.images import Alpha, DeferredImage, as_alpha_says
 
 
 def as_pil(image: Any, alpha: Alpha = "white") -> Image.Image:

@@ -96,6 +96,20 @@ def test_actors_make_the_stream_of_processes_and_states_go_from_one_to_the_other
     assert found == expected
 
 
+def test_tasks_of_slurm_have_actors_of_their_own(data: Path, actors: dict[str, Any]) -> None:
+    ranks = pytest.importorskip("energon_bridge.training.megatron.ranks", reason="megatron-core is not installed")
+    with contextlib.ExitStack() as stack:
+        loaders = []
+        for task in range(2):
+            rank, world_size = ranks.launched_rank({"SLURM_PROCID": f"{task}", "SLURM_NTASKS": "2"})
+            config = config_of(world_size, 1, rank, **actors)
+            loader = get_savable_loader(train_dataset(data), worker_config=config)
+            loaders.append(stack.enter_context(closing(loader)))
+        found = [digest(next(iter(loader))) for _ in range(15) for loader in loaders]
+        assert [loader.metrics()["worker_actors"] for loader in loaders] == [1, 1]
+    assert found == expected_of(data, 30)
+
+
 def test_passes_begin_again_on_the_same_actors(data: Path, actors: dict[str, Any]) -> None:
     dataset = get_val_dataset(data, batch_size=2, task_encoder=TensorEncoder())
     expected = [digest(batch) for batch in get_savable_loader(dataset, worker_config=config_of(1, 0))]
@@ -266,6 +280,23 @@ def test_what_dies_or_stalls_is_replaced_from_what_was_delivered(
         assert {fault: len(re.findall(said, caplog.text)) for fault, said in FAULTS.items()} == dict.fromkeys(
             FAULTS, rounds
         )
+    assert found == expected_of(data, len(found))
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers"), [(1.5, 1), pytest.param(1, 3, marks=pytest.mark.skipif(not LONG, reason="waits 20 s"))]
+)
+def test_the_only_node_with_room_is_used_again(data: Path, actors: dict[str, Any], cores: float, workers: int) -> None:
+    """The node of an actor that was lost is avoided, but not for long if the other is too small, or full."""
+    actors["ray_options"] |= {"num_cpus": cores}
+    with closing(loader_of(data, workers, **actors)) as loader:
+        found = [digest(next(iter(loader))) for _ in range(4)]
+        kill_an_actor()
+        since = time.monotonic()
+        while not loader.metrics()["worker_restarts"] or loader.metrics()["local_workers"]:
+            found.append(digest(next(iter(loader))))
+            assert time.monotonic() - since < 50  # it is avoided for 60 s
+            time.sleep(0.05)
     assert found == expected_of(data, len(found))
 
 

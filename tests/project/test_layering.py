@@ -80,11 +80,11 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 27_050,
-    "models": 11_240,
+    "core": 26_870,
+    "models": 11_300,
     "trainers": 7_450,
     "cloud": 4_720,
-    "tools": 16_220,
+    "tools": 16_330,
     "drop-in": 4_050,
     "training": 4_710,
 }

@@ -326,6 +326,17 @@ def test_rows_that_are_no_samples_are_skipped_and_counted(tmp_path: Path) -> Non
         validated(tmp_path / "x.parquet", error_policy=ErrorPolicy(on_error="raise"))
 
 
+@pytest.mark.parametrize("missing", [None, float("nan")])
+def test_a_number_that_is_missing_is_no_text(missing: float | None, tmp_path: Path) -> None:
+    images = [{"bytes": picture(n), "path": None} for n in range(3)]
+    labels = arrow.array([1.5, missing, 3.0], from_pandas=False)
+    assert labels.null_count == (missing is None)
+    parquet.write_table(arrow.table({"image": images, "label": labels}), tmp_path / "x.parquet")
+    dataset = get_val_dataset(tmp_path, split_part="train", batch_size=3, worker_config=WorkerConfig(num_workers=0))
+    (batch,) = get_loader(dataset)
+    assert batch.label_name == ["1.5", None, "3.0"]
+
+
 def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "data")
     file = path / "train-00000-of-00002.parquet"

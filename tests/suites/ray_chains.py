@@ -2,7 +2,7 @@
 
 Each stop has other ranks, workers and engines, and goes on from the states of the one before. Between batches workers
 and actors are killed or stopped, and nodes are killed, added, or cut off for a while. Every microbatch must be that of
-an undisturbed run without workers.
+an undisturbed run without workers. Some chains in a row have the same options, and so their relay and actors.
 
     python tests/suites/ray_chains.py --chains 1000 --seed 7
     python tests/suites/ray_chains.py --seed 7 --first 123 --chains 1
@@ -41,6 +41,10 @@ ENGINES = ("ray", "ray", "process", "thread")
 MOST = 400
 """Microbatches of a chain."""
 MOST_NODES = 3
+GROUP = 25
+"""Chains with the same options: a relay and the first actors take as long as two of them."""
+HEALTH = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 500, "health_check_timeout_ms": 2000}
+"""Of Ray, which else waits 15 s before it gives up a node that is cut off."""
 
 
 @cache
@@ -116,11 +120,11 @@ def run_chain(data: Path, cluster: Any, seed: int, number: int, counts: Counter[
     draw = random.Random(f"{seed} {number}")
     disturbances = Disturbances(cluster, draw)
     encoder, states, found = draw.choice(ENCODERS), None, list[str]()
-    options = {"address": cluster.address, "num_cpus": 0.2, "silence_seconds": 3.0, "idle_seconds": 30.0}
-    options |= {"placement_timeout_seconds": 120, "hedge_after_seconds": 2.0 if number % 2 else None}
-    options |= {"shared_memory": number % 3 == 0}
-    options |= {"min_actors": 1, "max_actors": 3, "scale_seconds": 0.3} if number % 4 == 2 else {}
-    with_nodes = number % 8 == 0
+    group, with_nodes = number // GROUP, number % 8 == 0
+    options = {"address": cluster.address, "num_cpus": 0.2, "silence_seconds": 2.0, "idle_seconds": 60.0}
+    options |= {"placement_timeout_seconds": 120, "hedge_after_seconds": 2.0 if group % 2 else None}
+    options |= {"shared_memory": group % 3 == 0}
+    options |= {"min_actors": 1, "max_actors": 3, "scale_seconds": 0.3} if group % 4 == 2 else {}
     for _ in range(draw.randint(2, 5)):
         ranks, steps = draw.choice((1, 1, 2, 3)), draw.randint(4, 30)
         loaders: list[SavableDataLoader] = []
@@ -133,7 +137,7 @@ def run_chain(data: Path, cluster: Any, seed: int, number: int, counts: Counter[
             )
             loaders.append(
                 get_savable_loader(
-                    train_dataset(data, encoder), worker_config=config, watchdog_timeout_seconds=3, on_hang="replace"
+                    train_dataset(data, encoder), worker_config=config, watchdog_timeout_seconds=2, on_hang="replace"
                 )
             )
             counts[f"{engine} loaders"] += 1
@@ -172,7 +176,7 @@ def main() -> int:
     logging.getLogger("energon_bridge").setLevel(logging.WARNING if arguments.verbose else logging.CRITICAL)
     logging.basicConfig(format="%(asctime)s %(message)s")
     counts, failed, began = Counter[str](), 0, time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, ray_cluster(0, 2, 2) as cluster:
+    with tempfile.TemporaryDirectory() as folder, ray_cluster(0, 2, 2, **HEALTH) as cluster:
         data = text_dataset(Path(folder), train=[5, 9, 1, 14, 80])
         for number in range(arguments.first, arguments.first + arguments.chains):
             if time.monotonic() - began > 60 * arguments.minutes:

@@ -268,10 +268,34 @@ def test_positions_are_those_of_the_model(family: str) -> None:
     assert torch.equal(batch.mrope_position_ids, expected)
 
 
-def test_frames_beyond_the_limit_are_cut_off() -> None:
-    encoder = encoder_of("qwen2_vl", ChatConfig(max_num_frames=4))
-    sample = encoder.encode(chat("<video>", "a", videos=[frames_of(9)]))
-    assert sample.visual["video_grid_thw"][0, 0] == 2
+@pytest.mark.parametrize("form", ["tensor", "list", "with times"])
+def test_of_too_many_frames_those_are_taken_that_a_decoder_would_give(form: str) -> None:
+    encoder = encoder_of("qwen3_vl", ChatConfig(max_num_frames=4))
+    frames = frames_of(9)
+    given: Any = {
+        "tensor": VideoFrames(frames=frames, fps=3.0),
+        "list": VideoFrames(frames=list(frames), fps=3.0),
+        "with times": VideoFrames(frames=frames, timestamps=tuple(number / 3 for number in range(9))),
+    }[form]
+    sample = encoder.encode(chat("<video>", "a", videos=[given]))
+    expected = encoder.encode(chat("<video>", "a", videos=[Decoder(frames, 3.0)]))
+    assert torch.equal(sample.tokens, expected.tokens)
+    assert torch.equal(sample.visual["pixel_values_videos"], expected.visual["pixel_values_videos"])
+
+
+@pytest.mark.parametrize(("family", "times"), [("qwen2_vl", 0), ("qwen2_5_vl", 1), ("qwen3_vl", 1)])
+def test_a_rate_that_is_taken_for_granted_is_said_once(
+    family: str, times: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    encoder = encoder_of(family)
+    known = [VideoFrames(frames=frames_of(4), fps=2.0), VideoFrames(frames=frames_of(2), timestamps=(0.0, 1.5))]
+    for video in (*known, VideoFrames(frames=frames_of(1)), Decoder(frames_of(4), 2.0)):
+        encoder.encode(chat("<video>", "a", videos=[video]))
+    assert not caplog.records
+    unknown = [encoder.encode(chat("<video>", "a", videos=[frames_of(4)])) for _ in range(2)]
+    assert caplog.text.count("24 a second") == times
+    told = encoder.encode(chat("<video>", "a", videos=[VideoFrames(frames=frames_of(4), fps=24.0)]))
+    assert all(torch.equal(one.tokens, told.tokens) for one in unknown)
 
 
 @pytest.mark.parametrize("frames", [torch.zeros(3, 4, 4), [], ["a"]])

@@ -31,7 +31,7 @@ pytest.importorskip("transformers")
 from energon_bridge import CaptioningSample, SampleDecoder, VidQASample, VQASample, get_train_dataset
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.samples import CrudeSample, InterleavedSample, TextSample
-from energon_bridge.task_encoder import DeferredImage
+from energon_bridge.task_encoder import DeferredImage, MultiModalTaskEncoder, conversation
 from energon_bridge.task_encoder.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder, VideoFrames, registry
 from energon_bridge.task_encoder.packing import Packer
 
@@ -104,7 +104,7 @@ def test_samples_of_other_types_are_encoded(sample: Any, whole: str) -> None:
     assert short(encoder, encoder.encode(sample)) == whole
 
 
-@pytest.mark.parametrize("text", ["red\n", "  red how \n\n", "\n", "two\r\nlines\r\n"])
+@pytest.mark.parametrize("text", ["red\n", "  red how \n\n", "two\r\nlines\r\n"])
 @pytest.mark.parametrize("kind", ["caption", "text", "between images"])
 @pytest.mark.parametrize("family", ["qwen2_vl", "llava"])
 def test_white_space_of_plain_texts_is_learned_up_to_their_end(family: str, kind: str, text: str) -> None:
@@ -121,6 +121,27 @@ def test_white_space_of_plain_texts_is_learned_up_to_their_end(family: str, kind
     if kind == "text":  # nothing stands in front of the first token
         wanted.pop(0)
     assert sample.labels[sample.loss_mask > 0].tolist() == wanted
+
+
+@pytest.mark.parametrize("kind", ["chat", "plain"])
+def test_what_says_nothing_is_refused_or_named_once(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    chat_encoder = encoder_of("qwen2_vl")
+    plain = MultiModalTaskEncoder(chat_encoder.tokenizer, image_processor_of("qwen2_vl"))
+    encode: Any = chat_encoder.encode if kind == "chat" else plain.encode_sample
+    for text in ("", " \n"):
+        for sample in (CaptioningSample(__key__="q", image=TWO[0], caption=text), TextSample(__key__="q", text=text)):  # type: ignore[arg-type]
+            with pytest.raises(SampleError, match="no text to learn"):
+                encode(sample)
+    conversation._named.clear()
+    calls = [{"type": "function", "function": {"name": "look", "arguments": {}}}]
+    for answer in ({"content": "b"}, {"content": "", "tool_calls": calls}, {"content": "", "weight": 0}):
+        if kind == "chat" or "tool_calls" not in answer:
+            turns = [{"role": "user", "content": "a"}, {"role": "assistant", **answer}]
+            encode(ChatSample(__key__="q", messages=[*turns, *SAID[1:]]))
+    assert "empty answer" not in caplog.text
+    for _ in range(2):
+        encode(VQASample(__key__="q", image=TWO[0], context="a", answers=[" "]))  # type: ignore[arg-type]
+    assert caplog.text.count("empty answer") == 1
 
 
 def test_a_placeholder_is_text_where_all_images_have_places() -> None:

@@ -14,8 +14,7 @@ from PIL import Image
 from energon_bridge import SampleDecoder
 from energon_bridge.errors import ConfigurationError, DecodeError
 from energon_bridge.task_encoder import images, torchcodec_images
-from energon_bridge.task_encoder.deferred import DeferredImage
-from energon_bridge.task_encoder.images import IMAGE_FORMS
+from energon_bridge.task_encoder.images import IMAGE_FORMS, DeferredImage
 
 
 def loads(module: str) -> bool:

@@ -32,8 +32,8 @@ from energon_bridge.cli.main import main as energon
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.columns import read_columns, read_numbers
 from energon_bridge.storage import open_store
-from energon_bridge.task_encoder.deferred import DeferredImage
 from energon_bridge.task_encoder.families import ChatConfig, ChatTemplateTaskEncoder
+from energon_bridge.task_encoder.images import DeferredImage
 from energon_bridge.training import run as training
 from energon_bridge.training.config import ModelConfig, RunConfig
 from energon_bridge.training.config_file import load_config

@@ -21,9 +21,9 @@ from torch import Tensor
 from energon_bridge.errors import ConfigurationError, OverLongSampleError, SampleError, SkipSample, check_number
 from energon_bridge.samples import VidQASample
 from energon_bridge.task_encoder.base import TaskEncoder, decoder_of, default_hook
-from energon_bridge.task_encoder.conversation import Conversation, Document, in_parts
+from energon_bridge.task_encoder.conversation import Conversation, Document, in_parts, warn_once
 from energon_bridge.task_encoder.decoder import SampleDecoder
-from energon_bridge.task_encoder.deferred import Deferred, DeferredImage
+from energon_bridge.task_encoder.deferred import Deferred
 from energon_bridge.task_encoder.families.llava import FixedTokenFamily, TiledFamily
 from energon_bridge.task_encoder.families.processor import ProcessorFamily
 from energon_bridge.task_encoder.families.qwen import QwenFamily
@@ -41,7 +41,7 @@ from energon_bridge.task_encoder.families.sound import DeferredSound, Sound, sou
 from energon_bridge.task_encoder.families.video import decoded, frames_shape, thinned, video_of
 from energon_bridge.task_encoder.families.vision import Family, Plan, PreparedSample, VideoFrames, positions_of
 from energon_bridge.task_encoder.hooks import count_over_long
-from energon_bridge.task_encoder.images import Alpha
+from energon_bridge.task_encoder.images import Alpha, DeferredImage
 from energon_bridge.task_encoder.layout import ImageToken, MultiModalSampleConfig
 from energon_bridge.task_encoder.packed_sequences import MultiModalPack, batch_packs, pack_sequences
 from energon_bridge.task_encoder.packing import OverLong, Packer
@@ -84,7 +84,7 @@ class ChatConfig:
         max_visual_tokens: Most image and video tokens of a sample.
         video_fps: Frames per second to take from a video given as a decoder (`AVDecoder`).
         min_num_frames: Fewest frames to take from such a video, if it has that many.
-        max_num_frames: Most frames of a video; further frames of a list are cut off.
+        max_num_frames: Most frames of a video, evenly spaced, with the first and the last.
         max_video_tokens: Most tokens of all videos of a sample: they get fewer frames, evenly spaced, until they fit.
         max_video_pixels: Most pixels of all frames of a sample, as they are stored, by fewer frames likewise: what a
             processor holds of them at a time.
@@ -443,6 +443,10 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         config = self.config
         least, most = config.min_num_frames, config.max_num_frames
         videos = [video_of(value, fps=config.video_fps, least=least, most=most) for value in values]
+        timed = getattr(self.family, "video_timestamps", True) or getattr(self.family, "tokens_per_second", True)
+        if timed and any(video.rate is None and frames_shape(video.frames)[0] > 1 for video in videos):
+            what = "frames of a video have no times, and are taken as 24 a second, as in transformers"
+            warn_once("rate", self._renderer.named, f"{what}: give VideoFrames with fps or timestamps")
         videos = [self._with_sound(video, value) for video, value in zip(videos, values, strict=True)]
         if config.max_video_pixels is not None:
             videos = thinned(videos, lambda video: math.prod(frames_shape(video.frames)), config.max_video_pixels)

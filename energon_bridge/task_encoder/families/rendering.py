@@ -294,12 +294,7 @@ def document_segments(document: Document, family: PlanningFamily | None, *, eos:
     """Return the text of a document unchanged, with `<image>` for images in prompts, and its end learned.
 
     White space is learned like any other text: without a line break before its end, the end would not be reached.
-
-    Raises:
-        SampleError: There is nothing to learn.
     """
-    if not any(piece.learned for piece in document.pieces):
-        raise SampleError("the sample has no text to learn")
     segments: list[Segment] = []
     for piece in document.pieces:
         if piece.learned:

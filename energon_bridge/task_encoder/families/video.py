@@ -21,8 +21,8 @@ from torch import Tensor
 from energon_bridge.av import AVDecoder
 from energon_bridge.errors import SampleError
 from energon_bridge.storage import ByteRange
-from energon_bridge.task_encoder.deferred import DeferredImage
 from energon_bridge.task_encoder.families.vision import VideoFrames
+from energon_bridge.task_encoder.images import DeferredImage
 from energon_bridge.task_encoder.visual import size_of
 
 
@@ -72,7 +72,7 @@ def video_of(value: Any, *, fps: float, least: int, most: int | None) -> VideoFr
         value: A VideoFrames, frames alone, or a decoder.
         fps: Frames per second to take from a decoder.
         least: The fewest to take, if there are that many.
-        most: The most to take; further frames of a list are cut off.
+        most: The most to take, evenly spaced, of a list too.
 
     Raises:
         SampleError: A decoder has no video, or its number of frames is unknown.
@@ -82,7 +82,7 @@ def video_of(value: Any, *, fps: float, least: int, most: int | None) -> VideoFr
     video = value if isinstance(value, VideoFrames) else VideoFrames(frames=value)
     if most is None or isinstance(video.frames, FramesToDecode) or len(video.frames) <= most:
         return video
-    return replace(video, frames=video.frames[:most], timestamps=video.timestamps and video.timestamps[:most])
+    return _with_frames(video, most)
 
 
 def thinned(videos: Sequence[VideoFrames], cost: Callable[[VideoFrames], int], most: int) -> list[VideoFrames]:
