@@ -316,12 +316,11 @@ def _evaluated(
         known = added = read_columns(dataset.store)
         columns = {name: column_of(dataset, name, added)[start:stop] for name in names if name in added}
         hint = "" if added else f" Add one: energon columns add {dataset.path} --help"
-    missing = [name for name in names if name not in known]
-    if counts and missing:
-        how_to_add = _REMEDIES.get(missing[0], f"{missing[0]} --of MODULE:FUNCTION")
-        hint = (
-            f" The weights of its blend are shares of `{text}`. Add it: energon columns add {dataset.path} {how_to_add}"
-        )
+    missing = next((name for name in names if name not in known), None)
+    if missing is not None and (counts or (missing in _REMEDIES and not isinstance(dataset, ForeignDataset))):
+        of_blend = f" The weights of its blend are shares of `{text}`." if counts else ""
+        how_to_add = _REMEDIES.get(missing, f"{missing} --of MODULE:FUNCTION")
+        hint = f"{of_blend} Add it: energon columns add {dataset.path} {how_to_add}"
     if len(columns) < len(known):  # for the error, which lists them
         columns |= {name: np.empty(0) for name in known.keys() - columns.keys()}
     try:

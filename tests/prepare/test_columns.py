@@ -337,6 +337,7 @@ def test_a_join_is_not_filtered(data: Path) -> None:
     ("text", "error", "message"),
     [
         ("numbr > 3", ConfigurationError, r"no column 'numbr'. Did you mean 'number'\?"),
+        ("width > 3", ConfigurationError, r"no column 'width'. Columns: .* energon columns add .* --image-size$"),
         ("number >", ConfigurationError, "cannot be parsed"),
         ("number", ConfigurationError, "gives a number, expected true or false"),
         ("__import__('os')", ConfigurationError, "is not allowed"),
