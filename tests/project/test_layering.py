@@ -84,7 +84,7 @@ BUDGETS = {
     "models": 11_320,
     "trainers": 7_450,
     "cloud": 4_720,
-    "tools": 16_330,
+    "tools": 16_340,
     "drop-in": 4_050,
     "training": 4_710,
 }
