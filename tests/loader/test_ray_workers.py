@@ -62,6 +62,7 @@ def cluster(caches: list[Path]) -> Iterator[Any]:
     ]
     with ray_cluster(1, 2, own=own) as nodes:
         yield nodes
+        ray_engine._end_relays()
 
 
 @pytest.fixture
