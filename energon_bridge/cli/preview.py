@@ -198,6 +198,11 @@ def _opened(source: tuple[str, ...], pages: bool, samples: int | None, options: 
             raise ConfigurationError(f"--config needs pip install 'energon-bridge[lightning,hf]': {error}") from error
         files = [name for name in source if "=" not in name or Path(name).exists()]
         config = load_config(options["config"], [name for name in source if name not in files])
+        if steps is not None and steps.stop > (end := config.train.max_steps):
+            raise ConfigurationError(
+                f"the run has the steps 0 to {end - 1:,} (train.max_steps={end}); there is no step {steps.stop - 1:,}. "
+                "For a longer run, add train.max_steps=N"
+            )
         with opened_data(config) as spec:
             yield _batches(files, spec, steps, options, options["config"], per_step=config.accumulate)
     elif not alone:

@@ -75,7 +75,9 @@ _REMEDIES = {
 def _remedy(dataset: PreparedDataset, error: str) -> str:
     if isinstance(dataset, (JsonlDataset, ForeignDataset)):
         return "Correct the line or row in its file. Training leaves it out, and counts it."
-    return _REMEDIES.get(error, f"Repair the sample in its source and prepare again; to leave it out, {LEAVE_OUT}.")
+    return _REMEDIES.get(
+        error, f"Repair the sample in its source, and convert or prepare again; to leave it out, {LEAVE_OUT}."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

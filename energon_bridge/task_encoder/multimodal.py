@@ -39,7 +39,7 @@ from energon_bridge.task_encoder.sequences import (
     mrope_positions,
     with_norm,
 )
-from energon_bridge.task_encoder.texts import tokenize
+from energon_bridge.task_encoder.texts import is_fast, tokenize
 from energon_bridge.task_encoder.visual import concat_visual
 
 __all__ = ["ImageTokenCount", "MultiModalBatch", "MultiModalSample", "MultiModalTaskEncoder"]
@@ -237,7 +237,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         token = self.config.image_token
         visual: list[dict[str, Tensor]] = []
         texts = [piece.text.split(token.token_str) for piece in rendered.pieces]
-        tokens = iter(tokenize(self.tokenizer, [text for part in texts for text in part]))
+        tokens = iter(self._tokenized(rendered.pieces, texts))
         for piece, part in zip(rendered.pieces, texts, strict=True):
             for number in range(len(part)):
                 if sequence.full:
@@ -270,8 +270,29 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         sequence.cut = len(sequence.tokens) > sequence.longest + 1
         return visual
 
+    def _tokenized(self, pieces: Sequence[Piece], texts: Sequence[Sequence[str]]) -> list[list[int]]:
+        """Return the tokens of each text, as they are in the whole: behind what stands in front of it."""
+        flat = [text for part in texts for text in part]
+        *_, whole, line_break, letter = self._around_image
+        if whole == line_break + letter:
+            return tokenize(self.tokenizer, flat)
+        special = self.tokenizer.all_special_tokens  # it puts a blank before a text, as those of Llama do
+        image, before, fronts = self.config.image_token.token_str, "", []
+        for piece, part in zip(pieces, texts, strict=True):
+            for number, text in enumerate(part):
+                before = before if not number else image if image in special else ""
+                fronts.append(next((token for token in special if before.endswith(token)), "\n" if before else ""))
+                before = text or before
+            before = (self.tokenizer.eos_token or before) if piece.ends else before
+        heads = dict(zip(fronts, tokenize(self.tokenizer, fronts), strict=True))
+        both = tokenize(self.tokenizer, [front + text for front, text in zip(fronts, flat, strict=True)])
+        return [
+            tokens[len(head) :] if tokens[: len(head := heads[front])] == head else tokenize(self.tokenizer, [text])[0]
+            for front, text, tokens in zip(fronts, flat, both, strict=True)
+        ]
+
     def _image_tokens(self, visual: Mapping[str, Tensor]) -> list[int]:
-        before, after = self._around_image
+        before, after, *_ = self._around_image
         return [*before, *[self._image_token_id] * self._count_image_tokens(visual), *after]
 
     def _count_image_tokens(self, visual: Mapping[str, Tensor]) -> int:
@@ -315,8 +336,9 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
 
     @cached_property
     def _around_image(self) -> list[list[int]]:
-        token = self.config.image_token
-        return tokenize(self.tokenizer, [token.before, token.after])
+        """The tokens before and after an image; and of a text, and its parts, by which `_tokenized` knows blanks."""
+        token, probe = self.config.image_token, ("\na", "\n", "a") if is_fast(self.tokenizer) else ("", "", "")
+        return tokenize(self.tokenizer, [token.before, token.after, *probe])
 
 
 def _image_token_id(tokenizer: Any, config: MultiModalSampleConfig) -> int:

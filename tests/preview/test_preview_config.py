@@ -64,6 +64,10 @@ def test_a_step_of_a_run_is_what_its_model_was_given(
         assert answer("preview", run, "--step", step)["batches"] == explicit["batches"]
     early = energon("preview", checkpoint, "--config", tmp_path / "run" / "config.yaml", "--step", 3)
     assert "step 3 is before the state, which is at step 4" in early.output
+    late = energon("preview", tmp_path / "run", "--step", 7)
+    assert "the run has the steps 0 to 6 (train.max_steps=7); there is no step 7. For a longer run" in late.output
+    longer = energon("preview", tmp_path / "run", "train.max_steps=8", "--step", 7)
+    assert longer.exit_code == 0, longer.output
 
 
 def test_batches_are_shown_before_anything_was_trained(conversations: Path, tmp_path: Path) -> None:

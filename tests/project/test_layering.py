@@ -81,10 +81,10 @@ ROOMS = {
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
     "core": 26_880,
-    "models": 11_300,
+    "models": 11_320,
     "trainers": 7_450,
     "cloud": 4_720,
-    "tools": 16_330,
+    "tools": 16_340,
     "drop-in": 4_050,
     "training": 4_710,
 }

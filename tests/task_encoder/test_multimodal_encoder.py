@@ -22,11 +22,13 @@ from multimodal import (
     WordTokenizer,
     caption,
     encoder,
+    picture,
     question,
     trained_text,
 )
 from PIL import Image
-from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.samples import CaptioningSample, InterleavedSample, VidQASample, VQASample
@@ -36,6 +38,8 @@ from energon_bridge.task_encoder.layout import (
     ConversationTemplateConfig,
     ImageToken,
     MultiModalSampleConfig,
+    chatml_template,
+    llava_template,
     place_images,
     render,
 )
@@ -407,3 +411,49 @@ def test_tokens_are_those_of_transformers_whatever_the_tokenizer_did_before() ->
     assert split == expected()
     assert split[:2] == whole[:2]
     assert split[2] != whole[2]
+
+
+def llama_tokenizer(puts_blanks: str) -> Any:
+    """Return a tokenizer that puts a blank before a text as those of Llama do, each version in its way."""
+    special = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<image>"]
+    engine = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    engine.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=["\n", "<", ">"], show_progress=False
+    )
+    engine.train_from_iterator(["USER: color? ASSISTANT: red user assistant system be kind"] * 3, trainer)
+    if puts_blanks == "each text":
+        engine.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        engine.pre_tokenizer = None
+    else:
+        engine.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=puts_blanks, split=False)  # type: ignore[arg-type]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=engine,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="</s>",
+        additional_special_tokens=special[3:],
+    )
+
+
+WHOLE = {
+    "llava": "be kind USER: <image>color? ASSISTANT: red</s>USER: user? ASSISTANT: red red</s>",
+    "chatml": "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\n<image>color?<|im_end|>\n"
+    "<|im_start|>assistant\nred<|im_end|>\n<|im_start|>user\nuser?<|im_end|>\n<|im_start|>assistant\nred red<|im_end|>",
+}
+
+
+@pytest.mark.parametrize("template", WHOLE)
+@pytest.mark.parametrize("puts_blanks", ["each text", "always", "first", "never"])
+def test_pieces_have_the_tokens_of_the_whole_text(puts_blanks: str, template: str) -> None:
+    tokenizer = llama_tokenizer(puts_blanks)
+    layout = {"llava": llava_template, "chatml": chatml_template}[template]("be kind")
+    config = MultiModalSampleConfig(image_token=ImageToken(token_id=None), conversation_template_config=layout)
+    task_encoder = MultiModalTaskEncoder(tokenizer, PixelProcessor(), config, image_tokens_per_image=1)
+    said = ["<image>color?", "red", "user?", "red red"]
+    turns = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(said)]
+    sample = task_encoder.encode_sample({"__key__": "q", "messages": turns, "images": [picture()]})
+    whole = tokenizer.encode(WHOLE[template], add_special_tokens=False)
+    begin = [tokenizer.bos_token_id] if template == "llava" else []
+    assert [*sample.tokens.tolist(), int(sample.labels[-1])] == begin + whole
