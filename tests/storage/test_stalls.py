@@ -124,7 +124,7 @@ def test_a_stream_over_stalled_reads_is_the_same_stream(
     assert (expected[1], stalled > 0) == (0, True)
     if not workers:
         assert calls.calls > 20
-        assert len(caplog.messages) == 4
+        assert sum("reading has taken longer" in message for message in caplog.messages) == 4
 
 
 def test_a_hanging_disk_stops_the_run_by_name(tmp_path: Path, hang: Any) -> None:
