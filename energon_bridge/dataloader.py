@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from energon_bridge.errors import ConfigurationError, EmptyDatasetError, MaskedMicrobatchesError, WrongUseError
 from energon_bridge.loader.document import FORMAT
-from energon_bridge.loader.run_plan import NotForDataLoader
+from energon_bridge.loader.run_plan import DatasetSpec, NotForDataLoader
 from energon_bridge.loader.savable import LOADER_IS_NO_DATASET
 from energon_bridge.registry import load
 from energon_bridge.samples.showing import counted, described
@@ -140,6 +140,10 @@ class EnergonDataloader(NotForDataLoader):
             raise ConfigurationError(
                 "EnergonDataloader(None): for a split without data, use None itself, since trainers take any "
                 "EnergonDataloader for data"
+            )
+        if isinstance(loader, DatasetSpec):
+            raise WrongUseError(
+                "EnergonDataloader takes a loader, not a dataset: EnergonDataloader(get_loader(dataset))"
             )
         if length is not None and length < 1:
             raise ConfigurationError(f"EnergonDataloader: length must be at least 1, got {length}")

@@ -99,6 +99,8 @@ class EnergonTrainer(Trainer):
         train = None if train_dataset is None else self.described(train_dataset)
         super().__init__(*args, train_dataset=train, eval_dataset=described, **kwargs)
         self.args.ignore_data_skip = True
+        if train is not None:  # for its figures of samples
+            self.args.per_device_train_batch_size = self._train_batch_size = train.spec.settings.rows
         self._set_loss()
         self.add_callback(_SaveData(self))
 

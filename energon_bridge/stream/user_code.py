@@ -67,7 +67,10 @@ class OwnHooks:
             )
         for hook in (Hook.SELECT, Hook.PACK) if packs else ():
             if not is_overridden(encoder, hook):
-                raise ConfigurationError(f"packing_buffer_size is set, but {name} does not override {hook.title}")
+                raise ConfigurationError(
+                    f"packing_buffer_size is set, but {name} does not override {hook.title}: override it, or take an "
+                    "encoder that packs, such as MultiModalTaskEncoder"
+                )
         self.first = Hook.ENCODE if encodes else Hook.PREENCODE
         self.pre = encodes or pre
         self.posts_alone = self.posts and not selects

@@ -86,7 +86,10 @@ def losses(history: list[dict[str, float]]) -> dict[str, float]:
 @pytest.fixture(scope="module")
 def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     """Return the losses of a run that is not stopped; an epoch of 20 samples has 5 steps of 2 x 2."""
-    found = losses(train(data, tmp_path_factory.mktemp("whole"), STEPS))
+    history = train(data, tmp_path_factory.mktemp("whole"), STEPS)
+    of_run = history[-1]
+    assert of_run["train_samples_per_second"] == pytest.approx(4 * of_run["train_steps_per_second"], rel=0.1)
+    found = losses(history)
     assert set(found) >= {"loss 1", "loss 6", "eval_loss 3", "eval_loss 6"}
     assert found["epoch 5"] == 1
     assert found["loss 6"] < found["loss 1"]

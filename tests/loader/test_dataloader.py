@@ -21,7 +21,7 @@ class CountingLoader:
     """Delivers 0, 1, 2, … and knows how far it got; a finite one starts again at every `iter()`."""
 
     def __init__(self, size: int | None = None) -> None:
-        self.spec = SimpleNamespace(finite=size is not None)
+        self.spec = SimpleNamespace(ends=size is not None)
         self.size = size
         self.position = 0
         self.closed = False
@@ -114,7 +114,10 @@ def test_a_state_can_be_restored_in_the_middle_of_a_stream() -> None:
     assert next(dataloader) == 0
 
 
-def test_no_loader_is_no_dataloader() -> None:
+def test_no_loader_is_no_dataloader(tmp_path: Path) -> None:
+    dataset = get_train_dataset(text_dataset(tmp_path, train=[3]), batch_size=2)
+    with pytest.raises(WrongUseError, match=r"not a dataset: EnergonDataloader\(get_loader\(dataset\)\)"):
+        EnergonDataloader(dataset)
     with pytest.raises(ConfigurationError, match="for a split without data, use None itself"):
         EnergonDataloader(None)
 
