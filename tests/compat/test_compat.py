@@ -277,6 +277,8 @@ def test_wrong_arguments_say_what_is_right(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_states_of_megatron_energon_are_refused_by_name(workers: int, path: Path) -> None:
+    if workers:
+        pytest.importorskip("numpy._core", reason="numpy 2 pickled this state: numpy 1.26.0 cannot read it")
     file = TESTS / "fixtures" / f"energon-7.4.1-state-{workers}-workers.pt"
 
     def attempts() -> list[str]:

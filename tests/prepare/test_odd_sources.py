@@ -60,7 +60,7 @@ def test_columns_of_images_are_no_texts(tmp_path: Path, image: object) -> None:
     ("line", "message"),
     [
         ('{"image": "a.png", "caption": "\\ud800"}', "half of a surrogate pair"),
-        ('{"image": "a.png", "caption": "x"}\n{"image": "\\u0000.png", "caption": "x"}', "embedded null byte"),
+        ('{"image": "a.png", "caption": "x"}\n{"image": "\\u0000.png", "caption": "x"}', "embedded null"),
         ('{"image": "a.png", "label": "--5"}', "`label` is '--5', but the field `label` is int"),
         ('{"image": "a.png", "label": "\u00b2"}', "but the field `label` is int"),
         ('{"image": "a.png", "caption": null}', "`caption` is null, but the field `caption` is str"),
