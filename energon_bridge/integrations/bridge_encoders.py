@@ -192,7 +192,7 @@ class QwenVLEnergonTaskEncoderConfig:
         min_pixels: Fewest pixels of an image.
         max_pixels: Most pixels of an image.
         max_num_images: A sample with more images or videos is left out.
-        max_num_frames: Frames of a video beyond it are cut off.
+        max_num_frames: Most frames of a video, evenly spaced.
         max_visual_tokens: A sample with more image and video tokens is left out.
         trust_remote_code: Of no use: nothing that is loaded runs code.
     """

@@ -137,7 +137,7 @@ def run_chain(data: Path, cluster: Any, seed: int, number: int, counts: Counter[
             )
             loaders.append(
                 get_savable_loader(
-                    train_dataset(data, encoder), worker_config=config, watchdog_timeout_seconds=2, on_hang="replace"
+                    train_dataset(data, encoder), worker_config=config, watchdog_timeout_seconds=3, on_hang="replace"
                 )
             )
             counts[f"{engine} loaders"] += 1
