@@ -326,7 +326,10 @@ def import_class(module: str, name: str, *, root: str, where: str, trust: bool) 
         raise MetadataError(f"{where}: cannot import {module}.{name}: {error}") from error
 
 
-TRUST = "trust_remote_code=True (commands: --trust-remote-code; a configuration: data.trust_remote_code=true)"
+TRUST = (
+    "trust_remote_code=True (commands and python -m energon_bridge.compat: --trust-remote-code; a configuration: "
+    "data.trust_remote_code=true)"
+)
 
 
 def untrusted(root: str, what: str, hint: str = "") -> UntrustedCodeError:
