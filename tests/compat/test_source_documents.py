@@ -380,8 +380,8 @@ def test_the_documented_signature_of_the_data_module(path: str) -> None:
     assert data.task_encoder is data.validation_task_encoder is encoder
     worker_config = worker_config_of(data)
     assert data.datasets_provider(worker_config, "train").settings.parallel_shard_iters == 4
-    assert not data.datasets_provider(worker_config, "train").finite
-    assert data.datasets_provider(worker_config).finite
+    assert not data.datasets_provider(worker_config, "train").ends
+    assert data.datasets_provider(worker_config).ends
     assert data.init_global_step == 0
     train, val = data.build()
     assert (train, val) == (data.train_dataloader_object, data.val_dataloader_object)
