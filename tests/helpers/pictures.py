@@ -10,9 +10,12 @@ from itertools import zip_longest
 from typing import Any
 
 import numpy as np
+import PIL
 from PIL import Image, ImageCms
 
-OPAQUE = ("jpeg", "grey", "cmyk", "16 bit", "turned", "progressive", "webp", "bits", "floats", "ycc", "lab", "32 bit")
+OPAQUE = ("jpeg", "grey", "cmyk", "16 bit", "turned", "progressive", "webp", "bits", "floats", "lab", "32 bit")
+if int(PIL.__version__.partition(".")[0]) >= 12:  # before, Pillow does not read the YCbCr that it writes
+    OPAQUE += ("ycc",)
 TRANSPARENT = (
     *("palette", "rgba", "grey alpha", "palette of alphas", "key", "grey key", "16 bit key", "webp alpha", "gif"),
     *("moving gif", "moving webp", "moving png", "tiff alpha", "avif alpha", "jp2 alpha", "16 bit alpha", "profile"),

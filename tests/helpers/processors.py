@@ -10,11 +10,15 @@ import inspect
 import itertools
 import random
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
+from packaging.version import Version
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -22,7 +26,23 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, pr
 from transformers.processing_utils import ProcessorMixin
 from transformers.utils import is_torchvision_available
 
+from energon_bridge.errors import ConfigurationError
 from energon_bridge.task_encoder.families import ChatSample, VideoFrames
+
+HAS_ALL_TEXTS = Version(transformers.__version__) >= Version("5.23")
+"""Whether all processors write the text of one image, video or sound; those that do not are refused by name."""
+
+
+@contextmanager
+def planned() -> Iterator[None]:
+    """Skip what needs a processor that an older transformers cannot ask for the text of one medium."""
+    try:
+        yield
+    except ConfigurationError as error:
+        if HAS_ALL_TEXTS or "could not take a blank one" not in str(error):
+            raise
+        pytest.skip(str(error))
+
 
 TEXTS = (
     "A question about the picture and what can be seen or heard in it.",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from clips import write_video
-from processors import called, place, template_of, tiny_model, tiny_model_config, tiny_processor
+from processors import called, place, planned, template_of, tiny_model, tiny_model_config, tiny_processor
 
 from energon_bridge.av import AVDecoder
 from energon_bridge.errors import ConfigurationError, SampleError
@@ -40,7 +40,8 @@ def made(model_type: str, **config: Any) -> tuple[Any, Any, ChatTemplateTaskEnco
         pytest.skip(str(error))
     model = tiny_model(tiny_model_config(model_type, processor))
     chat = ChatConfig(chat_template=template_of(processor), seq_length=60_000, over_long="raise", **config)
-    return processor, model, ChatTemplateTaskEncoder.for_processor(processor, chat, model_config=model.config)
+    with planned():
+        return processor, model, ChatTemplateTaskEncoder.for_processor(processor, chat, model_config=model.config)
 
 
 def noise(rng: np.random.Generator, seconds: float) -> tuple[np.ndarray, int]:

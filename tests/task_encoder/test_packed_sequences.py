@@ -191,7 +191,7 @@ def test_the_parameters_of_megatron_core(multiple: int) -> None:
 def test_without_megatron_core_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron.core.packed_seq_params", None)
     batch = batch_packs([pack_sequences([sample(3, 1)], FILLING)], FILLING)
-    with pytest.raises(ConfigurationError, match="energon-bridge.megatron"):
+    with pytest.raises(ConfigurationError, match=r"energon-bridge.megatron"):
         packed_seq_params(batch)
 
 

@@ -22,6 +22,7 @@ from processors import (
     called,
     conversation,
     expands,
+    planned,
     processor_classes,
     template_of,
     tiny_model_config,
@@ -289,7 +290,8 @@ def test_what_is_planned_is_not_tokenised_again_and_anything_else_is_refused(
 
 def test_a_size_that_is_known_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     processor = tiny_processor("Idefics3Processor")
-    encoder = ChatTemplateTaskEncoder.for_processor(processor, ChatConfig(chat_template=template_of(processor)))
+    with planned():
+        encoder = ChatTemplateTaskEncoder.for_processor(processor, ChatConfig(chat_template=template_of(processor)))
     plan = encoder.family.plan_image(501, 333)
     made = processor(text=["<image>"], images=[[Image.new("RGB", (501, 333))]])["input_ids"][0]
     assert plan.tokens == made.count(processor.image_token_id)

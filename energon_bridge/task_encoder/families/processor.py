@@ -143,7 +143,7 @@ class ProcessorFamily:
             raise ConfigurationError(f"{name} has no tokenizer, so it writes no text for media")
         if _of_base("replace_image_token") is None:
             raise ConfigurationError(
-                f"{name}: encoders of any processor need transformers 5.10 or newer, whose processors write the text "
+                f"{name}: encoders of any processor need transformers 5.22 or newer, whose processors write the text "
                 "of one image or video"
             )
         if reason := _REFUSED.get(name):
