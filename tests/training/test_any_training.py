@@ -22,7 +22,7 @@ from PIL import Image
 pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
 
-from processors import template_of, tiny_model, tiny_model_config, tiny_processor
+from processors import HAS_ALL_TEXTS, planned, template_of, tiny_model, tiny_model_config, tiny_processor
 from run_outputs import read_losses
 from sources import convert, converted
 
@@ -151,7 +151,8 @@ def test_the_command_that_convert_shows_trains_a_twin_whatever_stops_it(
     own = [f"train.max_steps={STEPS}", "train.log_interval=1", "checkpoint.interval=2", "checkpoint.export=false"]
     twin = words[4].replace(shown, name)
     runs = (load_config(twin, [*words[5:], *own, f"run_dir={tmp_path / name}"]) for name in ("whole", "killed"))
-    check_killed_and_resumed(*runs)
+    with planned():
+        check_killed_and_resumed(*runs)
     assert "skipped" not in caplog.text  # each sample was learned from
 
 
@@ -199,6 +200,8 @@ def test_columns_count_sounds_and_videos_and_decode_nothing(
 ) -> None:
     if "omni" in preset:
         pytest.importorskip("torchvision")
+        if not HAS_ALL_TEXTS:
+            pytest.skip("transformers before 5.23")
     data = converted(conversations(tmp_path, fields, 9), tmp_path / "data", "--split-ratio", "1,0,0")
     model = tmp_path / "model"
     sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "image_size": 32}

@@ -15,6 +15,8 @@ from PIL import Image
 
 pytest.importorskip("transformers")
 
+from processors import planned
+
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.task_encoder.families import ProcessorFamily
 from energon_bridge.training.config import ModelConfig
@@ -61,7 +63,8 @@ def own(folders: dict[str, Path], request: pytest.FixtureRequest) -> Path:
 
 
 def load(folder: Path, **options: Any) -> ModelBundle:
-    return load_model(str(folder), **{"init": "random", **options})
+    with planned():
+        return load_model(str(folder), **{"init": "random", **options})
 
 
 @pytest.mark.parametrize("preset", MODEL_TYPES)
