@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from processors import called, conversation, planned, template_of, tiny_model, tiny_model_config, tiny_processor
+from processors import (
+    HAS_ALL_TEXTS,
+    called,
+    conversation,
+    planned,
+    template_of,
+    tiny_model,
+    tiny_model_config,
+    tiny_processor,
+)
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.task_encoder import check_packing, model_inputs
@@ -36,10 +45,11 @@ MODELS = {
 }
 
 REFUSED_PACKS = {
-    "gemma3": "does not keep the samples of a pack apart",  # its sliding mask reads types of images at other places
     "mllama": "sees images through cross-attention",
     "qwen3_5": "does not keep the samples of a pack apart",  # linear attention
 }
+if HAS_ALL_TEXTS:  # from transformers 5.23 on, its sliding mask reads types of images at other places
+    REFUSED_PACKS["gemma3"] = "does not keep the samples of a pack apart"
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
 SHORT = ("ernie4_5_vl_moe", "gemma3", "mllama", "paddleocr_vl", "qwen2_audio", "qwen3_vl")

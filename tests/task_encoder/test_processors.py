@@ -239,7 +239,8 @@ def test_an_encoder_travels_to_its_workers(model_type: str) -> None:
 def test_a_sound_that_its_processor_cuts_off_is_refused(name: str, most: float | None) -> None:
     processor = tiny_processor(name)
     chat = ChatConfig(chat_template=template_of(processor), seq_length=60_000, over_long="raise")
-    encoder = ChatTemplateTaskEncoder.for_processor(processor, chat)
+    with planned():
+        encoder = ChatTemplateTaskEncoder.for_processor(processor, chat)
     rate = encoder.family.sampling_rate
     noise = np.random.default_rng(3).standard_normal(45 * rate).astype(np.float32) / 10
     turns = [{"role": "user", "content": "<audio> what?"}, {"role": "assistant", "content": "A thing."}]
