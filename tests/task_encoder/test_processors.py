@@ -97,7 +97,7 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
 def test_an_old_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in REPLACING:
         monkeypatch.delattr(ProcessorMixin, name)
-    with pytest.raises(ConfigurationError, match=r"LlavaProcessor: .* need transformers 5\.10 or newer"):
+    with pytest.raises(ConfigurationError, match=r"LlavaProcessor: .* need transformers 5\.22 or newer"):
         ChatTemplateTaskEncoder.for_processor(tiny_processor("LlavaProcessor"))
 
 
