@@ -9,12 +9,14 @@ import wave
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from clips import write_video
+from packaging.version import Version
 from PIL import Image
 
 from energon_bridge import Cooker, SkipSample
@@ -41,7 +43,10 @@ _CLIPS = 4
 
 def missing(media: str | None) -> str | None:
     """Return a package that chains with some media need and that is not here."""
-    return next((name for name in NEEDED.get(media or "", ()) if find_spec(name) is None), None)
+    package = next((name for name in NEEDED.get(media or "", ()) if find_spec(name) is None), None)
+    if media and package is None and Version(version("transformers")) < Version("5.23"):
+        return "transformers 5.23"
+    return package
 
 
 def write_talks(folder: Path) -> None:
