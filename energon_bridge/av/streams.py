@@ -434,7 +434,7 @@ def quarters(frame: Any) -> int:
 
 
 _said_turned: list[str] = []
-"""The name of the file of which this process has said so."""
+"""The first file with a turned video in this process, for which a warning was logged."""
 
 
 def _say_turned(name: str) -> None:

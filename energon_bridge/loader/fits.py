@@ -58,8 +58,8 @@ def check_fits(saved: SavedRun, kind: str, settings: State, leaves: list[State],
     if saved.kind != kind:
         raise StateFormatError(
             f"the state belongs to a {saved.kind} stream, but this loader delivers a {kind} one: restore it into a "
-            "loader of the kind that saved it (train: get_train_dataset, finite: with repeat=False, passes: "
-            "get_val_dataset)"
+            "loader of the kind that saved it (train: get_train_dataset, passes: the same with "
+            "repeat=False, finite: get_val_dataset)"
         )
     saved_leaves = [leaf for leaf in saved.leaves if not leaf["parked"]]
     if not adapt and [leaf["split_part"] for leaf in saved_leaves] != [leaf["split_part"] for leaf in leaves]:

@@ -424,8 +424,8 @@ _NEWS = {
     "turned": "are turned by their EXIF orientation, which is not applied; viewers apply it, and so does transformers "
     "to files that it opens itself. If the model shall see them so, set autorotate=True in SampleDecoder, ChatConfig "
     "or MultiModalTaskEncoder (data.autorotate=true in the training script)",
-    "wide": "have values of 16 or 32 bits, which Pillow cuts to 0 to 255, so that most are white or black. Scale them "
-    "to 8 bits before you train on them; those of PNGs are scaled by image_backend='torchcodec'",
+    "wide": "have values of 16 or 32 bits, which Pillow clips to 0 to 255, so most pixels become white or black. Scale "
+    "them to 8 bits before training, or, for PNGs, decode with image_backend='torchcodec', which scales them",
 }
 """What is said once in a process, for images with one extension."""
 _said: set[tuple[str, str]] = set()
