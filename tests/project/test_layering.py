@@ -71,7 +71,8 @@ ROOMS = {
         storage.remote stores.file_cache
     """,
     "tools": """
-        rows forecast preview verify cli testing format.columns mix.expression loader.summary prepare.columns
+        rows forecast preview verify cli testing format.columns mix.expression plan.amounts plan.buckets loader.summary
+        prepare.columns
         prepare.convert prepare.dataset_yaml prepare.duplicates prepare.engines prepare.hub prepare.joins
         prepare.left_out prepare.lint prepare.media prepare.shard_writer prepare.shards prepare.sources prepare.summary
     """,
@@ -80,11 +81,11 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 26_880,
+    "core": 26_450,
     "models": 11_320,
     "trainers": 7_450,
     "cloud": 4_720,
-    "tools": 16_340,
+    "tools": 16_840,
     "drop-in": 4_050,
     "training": 4_710,
 }
