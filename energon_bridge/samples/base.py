@@ -21,7 +21,6 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar, dataclass_transform
 
 from energon_bridge.errors import ConfigurationError, UnfitSampleError, did_you_mean
 from energon_bridge.registry import load
-from energon_bridge.samples.showing import text_of
 
 T = TypeVar("T")
 
@@ -162,10 +161,10 @@ def _names_of(cls: type) -> tuple[str, ...]:
     return names
 
 
-def _html(record: Any, names: Iterable[str]) -> str:
-    """Return a table of a sample or batch, for notebooks."""
-    markup: str = load("view", "notebook")(record, names)
-    return markup
+def _shown(record: Any, names: Iterable[str], view: str = "text") -> str:
+    """Return the text of a sample or batch, or its table for notebooks."""
+    shown: str = load("view", view)(record, names)
+    return shown
 
 
 class _Record:
@@ -182,10 +181,10 @@ class _Record:
             cls.__repr__ = _Record.__repr__  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
-        return text_of(self, field_names(type(self)))
+        return _shown(self, field_names(type(self)))
 
     def _repr_html_(self) -> str:
-        return _html(self, field_names(type(self)))
+        return _shown(self, field_names(type(self)), "notebook")
 
     def __getitem__(self, name: str) -> Any:
         names = field_names(type(self))
@@ -289,10 +288,10 @@ class CrudeSample(dict[str, Any]):
     """
 
     def __repr__(self) -> str:
-        return text_of(self, self)
+        return _shown(self, self)
 
     def _repr_html_(self) -> str:
-        return _html(self, self)
+        return _shown(self, self, "notebook")
 
     @classmethod
     def from_joined(cls, *samples: CrudeSample | None, **named: Any) -> Self:

@@ -58,7 +58,7 @@ LAYERS = (
 # longest name counts.
 ROOMS = {
     "models": """
-        transforms av samples.devices samples.pixels task_encoder.families task_encoder.conversation
+        transforms av format.jpeg samples.devices samples.pixels task_encoder.families task_encoder.conversation
         task_encoder.grouping task_encoder.images task_encoder.inputs task_encoder.joining task_encoder.layout
         task_encoder.multimodal task_encoder.packed_sequences task_encoder.packing task_encoder.pickled
         task_encoder.pixels task_encoder.resize task_encoder.sample_encoders task_encoder.sequences
@@ -81,11 +81,11 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 26_450,
-    "models": 11_320,
+    "core": 26_270,
+    "models": 11_400,
     "trainers": 7_450,
     "cloud": 4_720,
-    "tools": 16_840,
+    "tools": 16_930,
     "drop-in": 4_050,
     "training": 4_710,
 }
