@@ -39,7 +39,7 @@ from energon_bridge.storage.helpers import at_rest
 from energon_bridge.stream.watchdog import HOOK, INDEX, LEAF, WORDS
 from energon_bridge.task_encoder.hooks import Hook
 
-_BEGUN, SINCE, _MADE, SENT, _SAID, ENDED = range(6)
+BEGUN, SINCE, _MADE, SENT, _SAID, ENDED = range(6)
 _FACTS = 6
 _THREADS = 32
 """Loading threads whose work a worker reports to the watchdog; further ones are left out."""
@@ -138,7 +138,7 @@ class Board:
 
     def begin(self) -> None:
         """Say that the worker runs."""
-        self.words[_BEGUN] = 1
+        self.words[BEGUN] = 1
 
     def start_pass(self) -> None:
         """Begin to count again."""
@@ -174,7 +174,7 @@ class Board:
     @property
     def has_begun(self) -> bool:
         """Whether the worker runs."""
-        return bool(self.words[_BEGUN])
+        return bool(self.words[BEGUN])
 
     @property
     def making_since(self) -> float | None:

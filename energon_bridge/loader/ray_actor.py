@@ -34,7 +34,7 @@ import torch
 
 from energon_bridge import __version__
 from energon_bridge.loader.pool import Worker
-from energon_bridge.loader.processes import ENDED, SENT, SINCE, Board, SharedMemory, StackFile
+from energon_bridge.loader.processes import BEGUN, ENDED, SENT, SINCE, Board, SharedMemory, StackFile
 from energon_bridge.loader.transport import HEADER, Arena, BatchMessage, MemoryFile, Outbox, Place, opened
 from energon_bridge.loader.workers import LocalProcesses, Work
 
@@ -261,12 +261,12 @@ def said_by(board: Board) -> Said:
 
 
 def show(board: Board, said: Said) -> None:
-    """Say what another board said, but how many were sent and whether it has ended, which is known here."""
+    """Say what another board said, but how many were sent and whether it has begun or ended: that is known here."""
     content, now = said
     words, later = board.words, time.monotonic_ns() - now
-    sent, ended = words[SENT], words[ENDED]
+    known = [words[at] for at in (BEGUN, SENT, ENDED)]
     board.memory[:] = content
-    words[SENT], words[ENDED] = sent, ended
+    words[BEGUN], words[SENT], words[ENDED] = known
     if words[SINCE]:
         words[SINCE] = max(1, words[SINCE] + later)
 

@@ -81,11 +81,11 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 26_210,
+    "core": 26_150,
     "models": 11_400,
     "trainers": 7_450,
-    "cloud": 4_810,
-    "tools": 16_930,
+    "cloud": 4_820,
+    "tools": 17_010,
     "drop-in": 4_050,
     "training": 4_710,
 }
