@@ -58,11 +58,12 @@ LAYERS = (
 # longest name counts.
 ROOMS = {
     "models": """
-        transforms av format.jpeg samples.devices samples.pixels task_encoder.families task_encoder.conversation
-        task_encoder.grouping task_encoder.images task_encoder.inputs task_encoder.joining task_encoder.layout
-        task_encoder.multimodal task_encoder.packed_sequences task_encoder.packing task_encoder.pickled
-        task_encoder.pixels task_encoder.resize task_encoder.sample_encoders task_encoder.sequences
-        task_encoder.templates task_encoder.texts task_encoder.torchcodec_images task_encoder.visual
+        transforms av format.jpeg samples.devices samples.pixels task_encoder.families task_encoder.arrays
+        task_encoder.conversation task_encoder.grouping task_encoder.images task_encoder.inputs task_encoder.joining
+        task_encoder.layout task_encoder.multimodal task_encoder.packed_sequences task_encoder.packing
+        task_encoder.pickled task_encoder.pixels task_encoder.resize task_encoder.sample_encoders
+        task_encoder.sequences task_encoder.templates task_encoder.texts task_encoder.torchcodec_images
+        task_encoder.visual
     """,
     "trainers": "integrations replica plan.balance stream.planned loader.shares task_encoder.costs",
     "cloud": """
@@ -81,8 +82,8 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 26_150,
-    "models": 11_400,
+    "core": 26_030,
+    "models": 11_550,
     "trainers": 7_450,
     "cloud": 4_820,
     "tools": 17_010,
