@@ -13,7 +13,7 @@ import struct
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, cached_property
 from types import GenericAlias
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
@@ -431,11 +431,10 @@ class JsonlFileStore(FileStore):
 
     def __init__(self, jsonl_path: str | os.PathLike[str]) -> None:
         self._path = os.fspath(jsonl_path)
-        self._dataset: JsonlDataset | None = None
 
     def read(self, key: str) -> tuple[bytes, SourceInfo]:
         """Return the line `<number>.json` as bytes, without the line's end; raises FileNotInStoreError."""
-        dataset = self._opened()
+        dataset = self._dataset
         number, _, part = key.partition(".")
         if part != PART or not (number.isascii() and number.isdigit()) or int(number) >= dataset.num_samples:
             raise FileNotInStoreError(
@@ -447,12 +446,11 @@ class JsonlFileStore(FileStore):
         return data, SourceInfo(dataset.path, key, name, (key,))
 
     def get_path(self) -> str:
-        return self._opened().path
+        return self._dataset.path
 
-    def _opened(self) -> JsonlDataset:
-        if self._dataset is None:
-            self._dataset = open_jsonl(self._path)
-        return self._dataset
+    @cached_property
+    def _dataset(self) -> JsonlDataset:
+        return open_jsonl(self._path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

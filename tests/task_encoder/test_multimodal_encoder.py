@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerFast
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.samples import CaptioningSample, InterleavedSample, VidQASample, VQASample
 from energon_bridge.task_encoder.conversation import Conversation, Turn
-from energon_bridge.task_encoder.hooks import tallying
+from energon_bridge.task_encoder.hooks import TALLY, Setting
 from energon_bridge.task_encoder.layout import (
     ConversationTemplateConfig,
     ImageToken,
@@ -140,7 +140,7 @@ def test_a_chat_template_that_does_not_continue_its_prompt_is_refused() -> None:
 
 @pytest.mark.parametrize(("seq_length", "learned"), [(5, 2), (4, 1)])
 def test_the_shortest_sequences_still_learn_something(seq_length: int, learned: int) -> None:
-    with tallying(tally := Counter()):
+    with Setting(TALLY, tally := Counter()):
         sample = encoder(seq_length, image_tokens_per_image=3).encode_sample(caption())
     whole = encoder(image_tokens_per_image=3).encode_sample(caption())
     assert tally["truncated"] == (len(sample.tokens) < len(whole.tokens))
