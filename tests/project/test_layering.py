@@ -81,7 +81,7 @@ ROOMS = {
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
     "core": 26_880,
-    "models": 11_320,
+    "models": 11_400,
     "trainers": 7_450,
     "cloud": 4_720,
     "tools": 16_340,
