@@ -185,11 +185,11 @@ class Board:
         return self._memory[:], time.monotonic_ns()
 
     def show(self, copied: tuple[bytes, int]) -> None:
-        """Say what another board said, but how many were sent and whether it has ended, which is known here."""
+        """Say what another board said, but how many were sent and whether it has begun or ended: that is known here."""
         words, now = copied
-        sent, ended, later = self._words[_SENT], self._words[_ENDED], time.monotonic_ns() - now
+        known, later = [self._words[at] for at in (_BEGUN, _SENT, _ENDED)], time.monotonic_ns() - now
         self._memory[:] = words
-        self._words[_SENT], self._words[_ENDED] = sent, ended
+        self._words[_BEGUN], self._words[_SENT], self._words[_ENDED] = known
         if self._words[_SINCE]:
             self._words[_SINCE] = max(1, self._words[_SINCE] + later)
 

@@ -364,7 +364,10 @@ class Relay:
         self._when(call, started, lambda error: self._lose(seat, error))
 
     def _connect(self, line: Line, seat: Seat, port: int) -> None:
-        """Connect to a worker, or hand it the line, if it is on this machine."""
+        """Connect to a worker, or hand it the line, if it is on this machine.
+
+        From here on it counts as begun: its actor has imported all, and what the worker takes is for the watchdog.
+        """
         host, token, where = seat.address
         if self._options["shared_memory"] and where == self._machine:
             line.direct, line.tcp = True, socket.socket(socket.AF_UNIX)
@@ -374,6 +377,7 @@ class Relay:
             line.link.close()
             line.arena, line.since = None, 0.0
             line.outbox.close()
+            line.board.begin()
             return
         line.tcp = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
         line.tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
