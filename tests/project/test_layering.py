@@ -83,7 +83,7 @@ BUDGETS = {
     "core": 26_880,
     "models": 11_400,
     "trainers": 7_450,
-    "cloud": 4_720,
+    "cloud": 4_730,
     "tools": 16_340,
     "drop-in": 4_050,
     "training": 4_710,
