@@ -80,7 +80,7 @@ class _Shown:
 @click.argument("source", nargs=-1, metavar="[SOURCE]...", type=click.Path())
 @click.option("--html", type=click.Path(path_type=Path), help="Write pages to this folder: open its index.html.")
 @click.option("--samples", type=_Count(), help="Samples to show.  [default: 4; on pages 1,000]")
-@click.option("--key", "keys", multiple=True, help="Show the samples of this key. Repeatable.")
+@click.option("--key", "keys", multiple=True, help="Samples of this key; repeatable.")
 @click.option("--step", type=click.IntRange(min=0), help="Show what a run delivers in this step.")
 @click.option("--steps", type=_Steps(), help="Show what it delivers in steps A to B, B not among them.")
 @click.option(
@@ -134,7 +134,7 @@ def command(
     energon preview runs/shapes --step 160                  the same of a run, by its folder
 
     SOURCE is a dataset (a folder, a .jsonl file, or a URL of one), a metadataset's YAML file, or saved states and
-    checkpoints of a run. With --config it may also be section.key=value, as for the script. A step is one of the
+    checkpoints of a run. With --config also section.key=value, as for the script. A step is one of the
     optimizer: as --config says, else by --global-batch-size, else one microbatch on every rank.
     """
     with _opened(source, serve or html is not None, samples, options) as shown:
