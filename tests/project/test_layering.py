@@ -81,12 +81,12 @@ ROOMS = {
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
     "core": 26_880,
-    "models": 11_400,
+    "models": 11_430,
     "trainers": 7_450,
     "cloud": 4_730,
-    "tools": 16_340,
+    "tools": 16_390,
     "drop-in": 4_050,
-    "training": 4_710,
+    "training": 4_770,
 }
 MAX_LINES = 1000  # of one file: the budgets keep rooms small, this keeps a file one idea
 RUN_AS_COMMAND = 'if __name__ == "__main__":\n    sys.exit(main())\n'
