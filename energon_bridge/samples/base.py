@@ -344,9 +344,8 @@ class Batch(_Record):
             raise ConfigurationError(f"{cls.__name__}.from_samples got no samples; it needs at least one")
         collated = dict(values)
         for name in init_field_names(cls):
-            if name in values or not all(_has(sample, name) for sample in samples):
+            if name in values or (column := _column(samples, name)) is None:
                 continue
-            column = [_read(sample, name) for sample in samples]
             if name in META_FIELDS:
                 collated[name] = batch_meta(name, column)
             else:
@@ -388,12 +387,20 @@ _META_COLLATORS: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
-def _has(sample: Any, name: str) -> bool:
-    return name in sample if isinstance(sample, _Record | dict) else hasattr(sample, name)
-
-
-def _read(sample: Any, name: str) -> Any:
-    return sample[name] if isinstance(sample, _Record | dict) else getattr(sample, name)
+def _column(samples: Sequence[Any], name: str) -> list[Any] | None:
+    """Return a field of all samples; None if one has no such field."""
+    one_type = type(samples[0])
+    if issubclass(one_type, _Record) and all(type(sample) is one_type for sample in samples):
+        names = field_names(one_type)
+        name = name if name in names else one_type.__aliases__.get(name, name)
+        return [getattr(sample, name) for sample in samples] if name in names else None
+    column = []
+    for sample in samples:
+        by_name = isinstance(sample, _Record | dict)
+        if not (name in sample if by_name else hasattr(sample, name)):
+            return None
+        column.append(sample[name] if by_name else getattr(sample, name))
+    return column
 
 
 def over_tensors(value: Any, change: Callable[[Any], Any], method: str) -> Any:
