@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from energon_bridge.errors import ConfigurationError, UnknownArgumentError, did_you_mean
+from energon_bridge.errors import ConfigurationError, UnknownArgumentError, check_choice, did_you_mean
 from energon_bridge.format.checksums import Checksums
 from energon_bridge.loader.position import OnMismatch
 from energon_bridge.loader.run_plan import DatasetSpec
@@ -267,8 +267,7 @@ def get_savable_loader(
         config = dataclasses.replace(config, prefetch_factor=prefetch_factor)
     if cache_pool is not None:
         dataset = dataset.with_settings(cache_pool=cache_pool)
-    if on_hang not in ("wait", "replace"):
-        raise ConfigurationError(f"on_hang must be 'wait' or 'replace', got {on_hang!r}")
+    check_choice("on_hang", on_hang, ("wait", "replace"))
     watchdog = None
     if watchdog_timeout_seconds is not None:
         watchdog = WatchdogSettings(

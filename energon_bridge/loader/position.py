@@ -15,7 +15,7 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 
-from energon_bridge.errors import ConfigurationError, LoaderError, check_number
+from energon_bridge.errors import ConfigurationError, LoaderError, check_choice, check_number
 from energon_bridge.loader import document as doc
 from energon_bridge.loader.bans import (
     banned_of,
@@ -320,8 +320,7 @@ class Position:
         Raises:
             StateError: One of its subclasses: what does not fit.
         """
-        if on_mismatch not in get_args(OnMismatch):
-            raise ConfigurationError(f'on_mismatch must be "refuse" or "adapt", got {on_mismatch!r}')
+        check_choice("on_mismatch", on_mismatch, get_args(OnMismatch))
         config, data = self.plan.config, self.plan.data
         num_lanes = self.plan.num_lanes if data.ends else saved.num_lanes  # a pass is the same on any ranks
         changes = saved.changes

@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Protocol
 
-from energon_bridge.errors import ConfigurationError, LoaderError, did_you_mean, is_whole
+from energon_bridge.errors import ConfigurationError, LoaderError, check_choice, did_you_mean, is_whole
 from energon_bridge.loader.pool import END_SECONDS, Engine, Worker, WorkerPool
 from energon_bridge.loader.processes import Board, StackFile
 from energon_bridge.loader.ray_actor import dumped, ending_of, note_end, versions
@@ -72,8 +72,8 @@ def options_of(given: dict[str, Any] | None) -> dict[str, Any]:
     for name, value in (given or {}).items():
         if name not in DEFAULTS:
             raise ConfigurationError(f"ray_options: there is no option {name!r}{did_you_mean(name, DEFAULTS)}")
-        if name in _CHOICES and value not in _CHOICES[name]:
-            raise ConfigurationError(f"ray_options: {name} must be one of {', '.join(_CHOICES[name])}, got {value!r}")
+        if name in _CHOICES:
+            check_choice(f"ray_options: {name}", value, _CHOICES[name])
         if name.endswith("_actors") and value is not None and not (is_whole(value) and value > 0):
             raise ConfigurationError(f"ray_options: {name} must be an integer above 0, got {value!r}")
         if name.endswith("_seconds") and value is not None and not (isinstance(value, int | float) and value > 0):

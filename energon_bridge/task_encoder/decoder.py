@@ -33,7 +33,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple, Self
 
-from energon_bridge.errors import ConfigurationError, DecodeError, check_number
+from energon_bridge.errors import ConfigurationError, DecodeError, check_choice, check_number
 from energon_bridge.format.documents import BOM
 from energon_bridge.format.media import AV_EXTENSIONS, HEAD_BYTES, IMAGE_EXTENSIONS, kind_by_head
 from energon_bridge.registry import load
@@ -142,8 +142,7 @@ class SampleDecoder:
             )
         object.__setattr__(self, "_form", form)
         object.__setattr__(self, "image_target", None if form is None else form.target)
-        if self.av_decode not in AV_FORMS:
-            raise ConfigurationError(f"av_decode must be one of {', '.join(AV_FORMS)}, got {self.av_decode!r}")
+        check_choice("av_decode", self.av_decode, AV_FORMS)
 
     def __call__(self, parts: Mapping[str, Any]) -> dict[str, Any]:
         """Decode all parts; meta fields (`__key__`, …) and values that are no longer bytes pass through."""
