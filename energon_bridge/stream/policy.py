@@ -23,6 +23,7 @@ from energon_bridge.errors import (
     SampleError,
     SkipSample,
     StoppedByPolicyError,
+    check_choice,
     check_number,
 )
 from energon_bridge.samples import Batch, Sample
@@ -100,10 +101,7 @@ class ErrorPolicy:
             raise ConfigurationError(
                 f"ErrorPolicy: on_error must be 'skip', 'raise' or a function of an exception, got {self.on_error!r}"
             )
-        if self.damaged_shards not in ("raise", "skip"):
-            raise ConfigurationError(
-                f"ErrorPolicy: damaged_shards must be 'raise' or 'skip', got {self.damaged_shards!r}"
-            )
+        check_choice("ErrorPolicy: damaged_shards", self.damaged_shards, ("raise", "skip"))
         rate = self.max_error_rate
         if rate is not None and not 0 <= rate <= 1:
             raise ConfigurationError(f"ErrorPolicy: max_error_rate must be between 0 and 1, got {rate!r}")

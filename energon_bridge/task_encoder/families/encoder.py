@@ -355,7 +355,8 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
 
     def padded_length(self, sample: PreparedSample | MultiModalSample) -> int:
         """Return the number of tokens that a sample takes in a pack."""
-        return len(sample.tokens) + -len(sample.tokens) % self.config.pad_to_multiple_of
+        length = sample.tokens.shape[0]  # `len` of a tensor takes ten times as long
+        return length + -length % self.config.pad_to_multiple_of
 
     @default_hook
     def sample_length(self, sample: Any) -> int:
