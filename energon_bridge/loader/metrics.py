@@ -173,7 +173,7 @@ def name_losses(position: Position, failure_log: FailureLog, *, least: int) -> N
 _LOSSES = {
     "errors": (
         "{} failed (different samples: {found})",
-        "ErrorPolicy(quarantine=FILE) lists what fails; max_error_rate=… stops a run that loses more.",
+        "In error_policy, quarantine=FILE lists what fails; max_error_rate=… stops a run that loses more.",
     ),
     "skipped": ("{} were skipped by hooks{long}", "To keep them, check which hook raises SkipSample."),
     "excluded": ("{} are listed in `exclude`", "To keep them, remove them from `exclude` in split.yaml."),

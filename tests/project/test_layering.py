@@ -83,12 +83,12 @@ ROOMS = {
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
     "core": 25_960,
-    "models": 11_590,
+    "models": 11_680,
     "trainers": 7_450,
     "cloud": 4_820,
-    "tools": 17_010,
+    "tools": 17_050,
     "drop-in": 4_050,
-    "training": 4_710,
+    "training": 4_770,
 }
 MAX_LINES = 1000  # of one file: the budgets keep rooms small, this keeps a file one idea
 RUN_AS_COMMAND = 'if __name__ == "__main__":\n    sys.exit(main())\n'

@@ -20,7 +20,8 @@ from test_family_masks import BARE, FORGETFUL, QWEN, STRINGS, learned_of
 from energon_bridge import WorkerConfig, get_loader, get_train_dataset
 from energon_bridge.cli.main import main
 from energon_bridge.errors import SampleError
-from energon_bridge.samples import VQASample
+from energon_bridge.samples import TextSample, VQASample
+from energon_bridge.task_encoder import conversation
 from energon_bridge.task_encoder.conversation import Conversation, Turn
 from energon_bridge.task_encoder.families import (
     LLAVA_TEMPLATE,
@@ -468,6 +469,35 @@ def test_plain_sequences_keep_to_flags_and_begin_with_answers(template: Any, end
     expected = [f"{turn.text}{end}" for turn in turns if turn.role == "assistant" and turn.learned]
     assert learned.replace(" ", "") == "".join(expected)
     assert sample.answer == next(turn.text for turn in turns if turn.role == "assistant" and turn.learned)
+
+
+@pytest.mark.parametrize(("family", "token"), [("llava", "</s>"), ("qwen2_vl", "<|im_end|>"), ("qwen2_vl", "<pad>")])
+def test_control_tokens_in_texts_are_named_with_their_sample(
+    family: str, token: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model gets them as from transformers, which writes the conversation and takes it apart in one step."""
+    chats = encoder_of(family)
+    tokenizer = chats.tokenizer
+    plain = MultiModalTaskEncoder(tokenizer, None)
+    for encode in (chats.encode, plain.encode_sample):
+        conversation._counts.clear()
+        caplog.clear()
+        sample: Any = encode(chat("a", "b", "c", f"red {token} blue", key="odd"))
+        theirs = tokenizer.apply_chat_template(
+            chat("a", "b", "c", f"red {token} blue").messages, tokenize=True, return_dict=False
+        )
+        number = tokenizer.convert_tokens_to_ids(token)
+        tokens = [*sample.tokens.tolist(), int(sample.labels[-1])]
+        assert tokens.count(number) == theirs.count(number)
+        assert f"message 4 (assistant) of sample 'odd' has {token!r} in its text" in caplog.text
+        for _ in range(9):
+            encode(chat("a", f"red {token}"))
+        encode(chat("a", f"{token[:-1]} > and <|vision|>"))
+        assert [line.rsplit(": ", 1)[1] for line in caplog.text.splitlines() if token in line] == ["1)", "10)"]
+    conversation._counts.clear()
+    caplog.clear()
+    plain.encode_sample(TextSample(__key__="text", text=f"one{token}two"))
+    assert f"text 1 of sample 'text' has {token!r} in its text" in caplog.text
 
 
 # From the list to the tokens ------------------------------------------------------------------------------------------

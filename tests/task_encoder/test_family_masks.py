@@ -18,6 +18,7 @@ from energon_bridge.errors import ConfigurationError, OverLongSampleError, Sampl
 from energon_bridge.task_encoder.conversation import read_conversation
 from energon_bridge.task_encoder.families import (
     CHATML_TEMPLATE,
+    LLAVA_TEMPLATE,
     ChatConfig,
     ChatTemplateTaskEncoder,
     FixedTokenFamily,
@@ -435,6 +436,10 @@ def test_a_tokenizer_without_a_template_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="has no chat template"):
         ChatTemplateTaskEncoder(tokenizer, None)
     family = FixedTokenFamily(image_processor=None, image_tokens=2)
+    assert ChatTemplateTaskEncoder(tokenizer, family, ChatConfig(chat_template=LLAVA_TEMPLATE)).family is family
+    with pytest.raises(ConfigurationError, match="letter by letter"):
+        ChatTemplateTaskEncoder(tokenizer, family, ChatConfig(chat_template=CHATML_TEMPLATE))
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
     assert ChatTemplateTaskEncoder(tokenizer, family, ChatConfig(chat_template=CHATML_TEMPLATE)).family is family
 
 

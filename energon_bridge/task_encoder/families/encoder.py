@@ -35,6 +35,7 @@ from energon_bridge.task_encoder.families.rendering import (
     document_segments,
     make_renderer,
     placeholder_ids,
+    placeholder_tokens,
     tokenize_segments,
 )
 from energon_bridge.task_encoder.families.sound import DeferredSound, Sound, sound_of, track_of
@@ -61,6 +62,7 @@ from energon_bridge.task_encoder.sequences import (
     batch_sequences,
     with_norm,
 )
+from energon_bridge.task_encoder.templates import control_tokens
 from energon_bridge.task_encoder.visual import size_of
 
 
@@ -203,6 +205,8 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             options=self.config.template_kwargs,
         )
         self._placeholders = placeholder_ids(tokenizer, family)
+        media = placeholder_tokens(family).values()
+        self._control_tokens = control_tokens(tokenizer, self._renderer.template, media)
         if self.config.video_sound and not getattr(family, "hears_videos", False):
             raise ConfigurationError(
                 "video_sound of the ChatConfig needs a model that hears videos (Qwen2.5-Omni, Qwen3-Omni), its "
@@ -394,6 +398,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             self._sample_config,
             place_images=self.config.place_images,
             takes_sound=isinstance(self.family, ProcessorFamily) and self.family.audio_token is not None,
+            control_tokens=self._control_tokens,
         )
         segments = self._rendered(content)
         videos = self._videos(content.videos) if isinstance(content, Conversation) else []
