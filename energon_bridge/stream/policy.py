@@ -226,13 +226,13 @@ class FailureTracker:
             raise FatalSampleError(
                 f"{name}: {failures} {several} failed in a row, the last one {_ended(where + at)} Fix the data or the "
                 "hook, or allow more with __default_failure_tolerance__ of the encoder, "
-                "@stateless(failure_tolerance=…) on the hook, or ErrorPolicy(tolerance=…)"
+                "@stateless(failure_tolerance=…) on the hook, or tolerance=… in error_policy"
             ) from error
         if not is_chosen and (always := self._fails_always(error, hook, leaves or {}, several)):
             raise FatalSampleError(
                 f"{name}: {always}. All failed with the same error, so it is probably a mistake in the program or its "
                 f"configuration: {_ended(f'{kind}: {text_of(error)}{at}')} The last one: {names}. If the data is to "
-                "blame, raise SkipSample for bad samples, or allow failures with ErrorPolicy(tolerance=100)"
+                "blame, raise SkipSample for bad samples, or allow failures with tolerance=100 in error_policy"
             ) from error
         first = places[0].dataset, hook, type(error)
         self._kinds[first] += 1

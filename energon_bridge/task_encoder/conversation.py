@@ -386,6 +386,12 @@ _counts: Counter[str] = Counter()
 _named: set[str] = set()
 
 
+def name_missing_end() -> None:
+    """Warn, once, of a tokenizer without an end-of-sequence token."""
+    remedy = "set tokenizer.eos_token, or a template that writes an end of its own (stop_string)"
+    warn_once("end", _named, f"the tokenizer has no eos_token, so the model does not learn to end: {remedy}")
+
+
 def warn_once(name: str, named: set[str], message: str) -> None:
     """Log a warning, once for a name."""
     if name not in named:

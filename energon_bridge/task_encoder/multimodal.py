@@ -21,7 +21,7 @@ from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.task_encoder.base import TaskEncoder, decoder_of, default_hook
-from energon_bridge.task_encoder.conversation import Piece
+from energon_bridge.task_encoder.conversation import Piece, name_missing_end
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.hooks import count_over_long
 from energon_bridge.task_encoder.images import Alpha
@@ -271,6 +271,8 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
                 sequence.add(text, learned=piece.learned)
             if piece.ends and eos is not None:
                 sequence.add([eos], learned=piece.learned)
+            elif piece.ends:
+                name_missing_end()
         sequence.cut = len(sequence.tokens) > sequence.longest + 1
         return visual
 

@@ -82,8 +82,8 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 25_960,
-    "models": 11_680,
+    "core": 25_990,
+    "models": 11_690,
     "trainers": 7_450,
     "cloud": 4_820,
     "tools": 17_050,

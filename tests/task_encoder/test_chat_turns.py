@@ -500,6 +500,26 @@ def test_control_tokens_in_texts_are_named_with_their_sample(
     assert f"text 1 of sample 'text' has {token!r} in its text" in caplog.text
 
 
+@pytest.mark.parametrize("kind", ["chat", "plain"])
+def test_a_tokenizer_without_an_end_is_named_once(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = encoder_of("llava").tokenizer
+
+    def learned(text: str) -> list[int]:
+        chats = ChatTemplateTaskEncoder(tokenizer, None)
+        encode = chats.encode if kind == "chat" else MultiModalTaskEncoder(tokenizer, None).encode_sample
+        sample: Any = encode(TextSample(__key__="t", text=text))
+        return [int(one) for one in sample.labels[sample.loss_mask.bool()]][-2:]
+
+    conversation._named.discard("end")
+    tokens = tokenizer.encode("red color", add_special_tokens=False)
+    assert learned("red color") == [tokens[-1], tokenizer.eos_token_id]
+    assert not caplog.text
+    tokenizer.eos_token = None
+    for _ in range(2):
+        assert learned("red color") == tokens[-2:]
+    assert caplog.text.count("the tokenizer has no eos_token, so the model does not learn to end") == 1
+
+
 # From the list to the tokens ------------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from energon_bridge.errors import ConfigurationError, OverLongSampleError, SampleError, SkipSample, check_number
 from energon_bridge.samples import VidQASample
 from energon_bridge.task_encoder.base import TaskEncoder, decoder_of, default_hook
-from energon_bridge.task_encoder.conversation import Conversation, Document, in_parts, warn_once
+from energon_bridge.task_encoder.conversation import Conversation, Document, in_parts, name_missing_end, warn_once
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.deferred import Deferred
 from energon_bridge.task_encoder.families.llava import FixedTokenFamily, TiledFamily
@@ -442,6 +442,8 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
     def _rendered(self, content: Conversation | Document) -> list[Segment]:
         """Return the text of a sample."""
         if isinstance(content, Document):
+            if not self.tokenizer.eos_token:
+                name_missing_end()
             return document_segments(content, self.family, eos=self.tokenizer.eos_token or "")
         return self._renderer.segments(in_parts(content).with_system(self.config.system))
 
