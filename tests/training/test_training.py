@@ -24,8 +24,8 @@ pytest.importorskip("transformers")
 from forked import become_rank, free_port, run_forked, run_program
 from run_outputs import read_losses, read_predictions
 
+from energon_bridge import read_quarantine
 from energon_bridge.errors import BatchSizeMismatchError, ConfigurationError, DatasetNotFoundError
-from energon_bridge.stream.failures import read_quarantine
 from energon_bridge.testing import create_captioning_test_dataset
 from energon_bridge.training import run as training
 from energon_bridge.training.callbacks import AtomicCheckpointIO, Checkpointer, append_metrics, list_checkpoints
