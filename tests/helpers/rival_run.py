@@ -7,6 +7,7 @@ A process ends without the interpreter's own end, where that package (7.4.1) may
 for a lock of the watchdog, whose thread is gone by then.
 """
 
+import gc
 import json
 import multiprocessing
 import os
@@ -40,6 +41,7 @@ def serve():
     import torch.utils.data._utils
 
     torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.1  # its workers do not end by themselves: five seconds each
+    gc.freeze()  # it collects garbage every few samples: not among all that was imported
     for line in sys.stdin:
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
             process = os.fork()
