@@ -15,9 +15,8 @@ from fractions import Fraction
 import numpy as np
 
 from energon_bridge import AspectTiers
-from energon_bridge.plan.amounts import Standing
-from energon_bridge.plan.blend import BucketBlend
-from energon_bridge.plan.choose import Chooser, plain_cursors
+from energon_bridge.plan.buckets import BucketBlend
+from energon_bridge.plan.choose import Chooser, Standing, plain_cursors
 from energon_bridge.plan.leaf import LeafOrder, Round, slice_length
 from energon_bridge.stream.leaf import Leaf
 

@@ -20,11 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from energon_bridge.mix.leaves import Amounts
-from energon_bridge.plan.amounts import AmountBlend, Standing
+from energon_bridge.plan.amounts import AmountBlend, Amounts
 from energon_bridge.plan.blend import WeightedBlend
 from energon_bridge.plan.changes import LeafBans
-from energon_bridge.plan.choose import AnyBlend, Chooser, plain_cursors
+from energon_bridge.plan.choose import AnyBlend, Chooser, Standing, plain_cursors
 from energon_bridge.plan.leaf import LeafOrder, slice_length
 from energon_bridge.stream.planned import PlannedLane, PlanRules, SampleTable
 from energon_bridge.stream.state import LaneState

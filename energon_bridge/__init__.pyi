@@ -17,6 +17,7 @@ from .errors import (
     SkipSample as SkipSample,
 )
 from .loader.bans import load_keys as load_keys
+from .loader.quarantine import quarantine_excludes as quarantine_excludes, read_quarantine as read_quarantine
 from .loader.savable import SavableDataLoader as SavableDataLoader
 from .mix import (
     AspectTiers as AspectTiers,
@@ -58,10 +59,6 @@ from .stores import (
     SystemFileStore as SystemFileStore,
 )
 from .stores.file_cache import FileStoreCachePool as FileStoreCachePool
-from .stream.failures import (
-    quarantine_excludes as quarantine_excludes,
-    read_quarantine as read_quarantine,
-)
 from .stream.policy import ErrorPolicy as ErrorPolicy
 from .task_encoder import (
     AugmentTaskEncoder as AugmentTaskEncoder,

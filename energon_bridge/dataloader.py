@@ -25,9 +25,15 @@ import json
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
-from energon_bridge.errors import ConfigurationError, EmptyDatasetError, MaskedMicrobatchesError, WrongUseError
+from energon_bridge.errors import (
+    ConfigurationError,
+    EmptyDatasetError,
+    MaskedMicrobatchesError,
+    WrongUseError,
+    check_choice,
+)
 from energon_bridge.loader.document import FORMAT
 from energon_bridge.loader.run_plan import DatasetSpec, NotForDataLoader
 from energon_bridge.loader.savable import LOADER_IS_NO_DATASET
@@ -147,10 +153,7 @@ class EnergonDataloader(NotForDataLoader):
             )
         if length is not None and length < 1:
             raise ConfigurationError(f"EnergonDataloader: length must be at least 1, got {length}")
-        if masked_microbatches not in ("refuse", "allow"):
-            raise ConfigurationError(
-                f"EnergonDataloader: masked_microbatches must be 'refuse' or 'allow', got {masked_microbatches!r}"
-            )
+        check_choice("EnergonDataloader: masked_microbatches", masked_microbatches, get_args(MaskedMicrobatches))
         self.loader = open_loader(loader, replica, balance)
         self._is_broadcast = getattr(self.loader, "is_broadcast", False)
         self.on_delivery = on_delivery

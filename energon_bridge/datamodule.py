@@ -25,7 +25,7 @@ from energon_bridge.datasets import (
     get_val_dataset,
     get_val_datasets,
 )
-from energon_bridge.errors import ConfigurationError, UnknownArgumentError, check_number, did_you_mean
+from energon_bridge.errors import ConfigurationError, UnknownArgumentError, check_choice, check_number, did_you_mean
 from energon_bridge.loader.metrics import dataset_names
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
@@ -151,10 +151,8 @@ class EnergonMultiModalDataModule(_Base):
         _check_image_processor(image_processor)
         numbers = {"shuffle_buffer_size": shuffle_buffer_size, "max_samples_per_sequence": max_samples_per_sequence}
         check_numbers(self.dataset_kwargs | numbers | {"packing_buffer_size": packing_buffer_size})
-        chosen: dict[str, Any] = {"replica_loading": replica_loading, "balance": balance}
-        for name, kinds in {"replica_loading": get_args(ReplicaLoading), "balance": get_args(BalanceMode)}.items():
-            if chosen[name] not in kinds:
-                raise ConfigurationError(f"{name} must be one of {', '.join(kinds)}, got {chosen[name]!r}")
+        check_choice("replica_loading", replica_loading, get_args(ReplicaLoading))
+        check_choice("balance", balance, get_args(BalanceMode))
         if balance_cost is not None and not callable(balance_cost):
             raise ConfigurationError(
                 f"balance_cost must be a function of a batch, such as BatchCost(), got {type(balance_cost).__name__}"

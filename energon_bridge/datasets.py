@@ -15,13 +15,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from energon_bridge.errors import ConfigurationError, UnknownArgumentError, did_you_mean
+from energon_bridge.errors import ConfigurationError, UnknownArgumentError, check_choice, did_you_mean
 from energon_bridge.format.checksums import Checksums
 from energon_bridge.loader.position import OnMismatch
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.mix import DatasetOpener, MixSource, index_of_datasets, load_mix, open_mix_index
-from energon_bridge.mix.leaves import OpenLeaf, open_leaves, with_shares
+from energon_bridge.mix.leaves import OpenLeaf, open_leaves
 from energon_bridge.plan.leaf import DEFAULT_PARALLEL_SHARD_ITERS
 from energon_bridge.registry import load
 from energon_bridge.stores import CachePool
@@ -267,8 +267,7 @@ def get_savable_loader(
         config = dataclasses.replace(config, prefetch_factor=prefetch_factor)
     if cache_pool is not None:
         dataset = dataset.with_settings(cache_pool=cache_pool)
-    if on_hang not in ("wait", "replace"):
-        raise ConfigurationError(f"on_hang must be 'wait' or 'replace', got {on_hang!r}")
+    check_choice("on_hang", on_hang, ("wait", "replace"))
     watchdog = None
     if watchdog_timeout_seconds is not None:
         watchdog = WatchdogSettings(
@@ -336,15 +335,9 @@ def _open(source: MixSource, settings: RunSettings, worker_config: WorkerConfig 
     config = worker_config or WorkerConfig.default_worker_config()
     buckets = None
     if settings.group_by:
-        if mix.unit or mix.is_scheduled or mix.mode not in ("single", "weights") or settings.kind != "train":
-            mixed = "schedules" if mix.is_scheduled else f"`unit: {mix.unit}`" if mix.unit else f"mode {mix.mode!r}"
-            raise ConfigurationError(
-                "group_by is for endless training on one dataset, or on a blend whose weights are constant shares of "
-                f"samples, but here is {mixed if settings.kind == 'train' else 'repeat=False'}"
-            )
-        own, batch_size = with_shares(mix, leaves), settings.batch_size or 1
-        cut_into_buckets = load("columns", "expressions").cut_into_buckets
-        leaves, buckets = cut_into_buckets(own, settings.group_by, batch_size, settings.bucket_batch_size)
+        cut, rows = load("columns", "buckets").cut_into_buckets, settings.batch_size or 1
+        sizes, endless = settings.bucket_batch_size, settings.kind == "train"
+        leaves, buckets = cut(mix, leaves, settings.group_by, rows, sizes, endless=endless)
         settings = dataclasses.replace(settings, batch_size=max(buckets.rows))
     return DatasetSpec(leaves=leaves, buckets=buckets, mix=mix, settings=settings, worker_config=config)
 

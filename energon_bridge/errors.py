@@ -24,7 +24,7 @@ What each means stands at its class::
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral
 from typing import Any, TypeGuard
@@ -315,6 +315,13 @@ def check_number(name: str, value: object, least: int | None, *, optional: bool 
         kind = f"an integer{'' if least is None else f' of at least {least}'}{' or None' if optional else ''}"
         raise ConfigurationError(f"{name} must be {kind}, got {value!r}")
     return int(value)
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise ConfigurationError unless a setting is one of some words."""
+    if value not in choices:
+        words = " or ".join(map(repr, choices)) if len(choices) == 2 else f"one of {', '.join(choices)}"
+        raise ConfigurationError(f"{name} must be {words}, got {value!r}")
 
 
 _EXTRAS = {"lightning": "lightning,hf", "transformers": "hf", "tokenizers": "hf", "megatron": "megatron"}

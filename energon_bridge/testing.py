@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.errors import check_choice
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
 from energon_bridge.rng import fold, key_of
 
@@ -51,8 +51,7 @@ def create_captioning_test_dataset(
     Returns:
         The folder.
     """
-    if image_format not in ("png", "jpg"):
-        raise ConfigurationError(f"image_format must be 'png' or 'jpg', got {image_format!r}")
+    check_choice("image_format", image_format, ("png", "jpg"))
     folder = Path(path)
     counts = {"train": num_train, "val": num_val} | ({"test": num_test} if num_test else {})
     for part, count in counts.items():

@@ -28,7 +28,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from energon_bridge.errors import ConfigurationError, SampleError, is_whole
+from energon_bridge.errors import ConfigurationError, SampleError, check_choice, is_whole
 from energon_bridge.samples.pixels import Layout, bits_of, look_up, resample_as_torch, values_in
 from energon_bridge.samples.stacking import lent
 from energon_bridge.samples.streaming import LARGE
@@ -69,10 +69,7 @@ def resize(
         ConfigurationError: Arguments that do not fit together.
         SampleError: The value is not an image.
     """
-    if interpolation not in (*_SMOOTH, "nearest", "nearest-exact"):
-        raise ConfigurationError(
-            f"interpolation must be one of bilinear, bicubic, nearest, nearest-exact, got {interpolation!r}"
-        )
+    check_choice("interpolation", interpolation, ("bilinear", "bicubic", "nearest", "nearest-exact"))
     sides = _sides_of("size", size)
     if max_size is not None and (len(sides) == 2 or max_size <= sides[0]):
         raise ConfigurationError(

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from energon_bridge.errors import ConfigurationError, check_number
+from energon_bridge.errors import ConfigurationError, check_choice, check_number
 from energon_bridge.registry import load, registered
 
 
@@ -80,14 +80,10 @@ class WorkerConfig:
         for name, least in (minima | optional).items():
             number = check_number(f"WorkerConfig: {name}", getattr(self, name), least, optional=name in optional)
             object.__setattr__(self, name, number)
-        if self.start_method not in ("fork", "forkserver", "spawn"):
-            raise ConfigurationError(
-                f"WorkerConfig: start_method must be 'fork', 'forkserver' or 'spawn', got {self.start_method!r}"
-            )
+        check_choice("WorkerConfig: start_method", self.start_method, ("fork", "forkserver", "spawn"))
         named = self.worker_engine or os.environ.get("ENERGON_WORKER_ENGINE") or "process"
-        if named not in ("process", "ray"):
-            where = "worker_engine" if self.worker_engine else "the environment variable ENERGON_WORKER_ENGINE"
-            raise ConfigurationError(f"WorkerConfig: {where} must be 'process' or 'ray', got {named!r}")
+        where = "worker_engine" if self.worker_engine else "the environment variable ENERGON_WORKER_ENGINE"
+        check_choice(f"WorkerConfig: {where}", named, ("process", "ray"))
         object.__setattr__(self, "worker_engine", named)
 
     @classmethod

@@ -43,7 +43,7 @@ API = {
     "media": ("Video, sound and metadata of media", ("av", "format.media")),
     "stores": ("Stores and caches", ("stores", "stores.file_cache", "storage.node_cache")),
     "preparing": ("Writing datasets", ("prepare.shard_writer",)),
-    "errors": ("Errors and policies", ("stream.policy", "stream.failures", "errors")),
+    "errors": ("Errors and policies", ("stream.policy", "loader.quarantine", "errors")),
 }
 # Public names that are imported from their layer, `from energon_bridge.av import AVDecoder`.
 IN_LAYERS = {
@@ -57,7 +57,7 @@ IN_LAYERS = {
     "replica": ("Balance", "Replica", "StageKeys"),
     "samples": ("Segment", "VQAOCRSample", "segments_of"),
     "stores": ("JsonlFileStore", "WebdatasetFileStore"),
-    "stream.failures": ("QuarantinedSample",),
+    "loader.quarantine": ("QuarantinedSample",),
     "task_encoder": (
         "Conversation",
         "DeferredImage",

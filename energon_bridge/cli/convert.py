@@ -325,12 +325,16 @@ def _report(out: Path, done: Converted, options: ConvertOptions) -> None:
         click.echo(f"Left out {count_of(done.num_rejected, 'rejected answer')} of samples with a preferred one.")
     if done.num_reused:
         click.echo(f"Unchanged: {count_of(done.num_reused, 'shard')}.")
-    if done.skipped:
-        click.echo(f"Skipped {count_of(len(done.skipped), 'sample')}:")
-        for message in done.skipped[:5]:
-            click.echo(f"  {message}")
-        if len(done.skipped) > 5:
-            click.echo(f"  … and {len(done.skipped) - 5:,} more, all in {out}/{SKIPPED}")
+    empty = f"{count_of(len(done.empty), 'sample')} with an empty answer, from which a model learns to say nothing"
+    remedy = 'to leave one out, give its turn "weight": 0, or take it out of the list'
+    for many, title, rest in (
+        (done.skipped, f"Skipped {count_of(len(done.skipped), 'sample')}", f"all in {out}/{SKIPPED}"),
+        (done.empty, f"{empty} ({remedy})", "which --json lists"),
+    ):
+        for message in [f"{title}:", *(f"  {one}" for one in many[:5])] if many else ():
+            click.echo(message)
+        if len(many) > 5:
+            click.echo(f"  … and {len(many) - 5:,} more, {rest}")
     if done.num_unread:
         others = done.num_unread - done.num_unread_images
         each = (done.num_unread_images, "image"), (others, "video or sound file")

@@ -80,6 +80,7 @@ class _Shown:
 @click.argument("source", nargs=-1, metavar="[SOURCE]...", type=click.Path())
 @click.option("--html", type=click.Path(path_type=Path), help="Write pages to this folder: open its index.html.")
 @click.option("--samples", type=_Count(), help="Samples to show.  [default: 4; on pages 1,000]")
+@click.option("--key", "keys", multiple=True, help="Samples of this key; repeatable.")
 @click.option("--step", type=click.IntRange(min=0), help="Show what a run delivers in this step.")
 @click.option("--steps", type=_Steps(), help="Show what it delivers in steps A to B, B not among them.")
 @click.option(
@@ -121,6 +122,7 @@ def command(
 
     \b
     energon preview /data/captions                          the first samples, in the terminal
+    energon preview mix.yaml --key 000123                   a sample by its key
     energon preview mix.yaml --html look --samples all      all samples, as pages: open look/index.html
     energon preview loader.pt --step 5000 --world-size 8    the samples of a step of a run
     energon preview mix.yaml --html look --over 10000 --batch-size 8 --world-size 64
@@ -130,11 +132,9 @@ def command(
     energon preview data/chats --processor google/gemma-3-4b-it --batch-size 2
                                                             as that model gets them
     energon preview runs/shapes --step 160                  the same of a run, by its folder
-    energon preview run/step-0000150.ckpt --config run/config.yaml --step 160
-                                                            the same of a later step, packed or grouped too
 
     SOURCE is a dataset (a folder, a .jsonl file, or a URL of one), a metadataset's YAML file, or saved states and
-    checkpoints of a run. With --config it may also be section.key=value, as for the script. A step is one of the
+    checkpoints of a run. With --config also section.key=value, as for the script. A step is one of the
     optimizer: as --config says, else by --global-batch-size, else one microbatch on every rank.
     """
     with _opened(source, serve or html is not None, samples, options) as shown:
@@ -187,6 +187,8 @@ def _opened(source: tuple[str, ...], pages: bool, samples: int | None, options: 
             "--over is for pages of a mix (--html or --serve, without --step, --config and --encoder). "
             "`energon plan MIX --steps N` prints the same"
         )
+    if options["keys"] and not (alone and samples is None and steps is None and options["step"] is None):
+        raise ConfigurationError("--key is for samples of a dataset or mix, without --samples, --step or a model")
     if options["step"] is not None:
         steps = range(options["step"], options["step"] + 1)
     if options["config"] is not None:
@@ -272,7 +274,10 @@ def _samples(source: tuple[str, ...], limit: int, options: dict[str, Any]) -> _S
         planned = replace(forecast(run, over), schedule=share_curve(run, over))
     there = spec.num_samples
     note = count_of(there, "sample") if limit >= there else f"the first {limit:,} of {count_of(there, 'sample')}"
-    drawn = samples.in_order(limit)
+    drawn: Iterable[Drawn] = samples.in_order(limit)
+    if options["keys"]:
+        drawn = list(samples.by_key(options["keys"]))
+        note = f"{count_of(len(drawn), 'sample')} by key, of {count_of(there, 'sample')}"
     return _Shown(title=source[0], source=samples, drawn=drawn, batches=[], notes=[note], forecast=planned)
 
 

@@ -11,7 +11,7 @@ import click
 
 from energon_bridge.cli.main import SuggestingGroup
 from energon_bridge.cli.output import number, print_json, print_table
-from energon_bridge.stream.failures import QuarantinedSample, quarantine_excludes, read_quarantine
+from energon_bridge.loader.quarantine import QuarantinedSample, quarantine_excludes, read_quarantine
 
 
 @click.group("quarantine", cls=SuggestingGroup)

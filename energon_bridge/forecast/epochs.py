@@ -18,8 +18,8 @@ from energon_bridge.forecast.run import Run
 from energon_bridge.mix import Node
 from energon_bridge.mix.schedule import plain_number
 from energon_bridge.mix.tree import Blend, EpochizedBlend, JoinRef, LeafRef
-from energon_bridge.plan.amounts import AmountBlend, OrderedLeaf
-from energon_bridge.plan.choose import Cursor, standing
+from energon_bridge.plan.amounts import AmountBlend
+from energon_bridge.plan.choose import Cursor, OrderedLeaf, standing
 from energon_bridge.plan.leaf import LeafOrder
 from energon_bridge.rng import FloatArray, IntArray
 from energon_bridge.topology import Ownership, first_microbatch, microbatches_before, step_of

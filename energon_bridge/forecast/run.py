@@ -22,10 +22,11 @@ from energon_bridge.loader.fits import WINDOWS, check_fits
 from energon_bridge.loader.run_plan import DatasetSpec, RunPlan, plan_run
 from energon_bridge.loader.shares import Sharing, check_windows, sharing_of, why_unplanned
 from energon_bridge.mix import Blend, Concat, DatasetOpener, LeafRef, Mix, MixSource, Node, WeightSchedule
-from energon_bridge.mix.expression import counting, kept_samples
+from energon_bridge.mix.expression import kept_samples
 from energon_bridge.mix.flatten import flatten
 from energon_bridge.mix.leaves import OpenLeaf
 from energon_bridge.mix.tree import EpochizedBlend as MixedEpochs
+from energon_bridge.plan.amounts import counting
 from energon_bridge.stream.settings import RunSettings, StreamKind
 from energon_bridge.stream.state import LaneState
 from energon_bridge.task_encoder.base import DefaultTaskEncoder

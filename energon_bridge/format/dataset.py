@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -130,51 +130,41 @@ def read_prepared(
     sizes = _sizes(store, shards, where=splits.where, split_part=split_part)
     excluded = splits.excluded_samples(shards)
     fingerprint = _fingerprint(shards, counts, sizes, excluded, config.canonical)
-    dataset = prepared(
-        store,
-        config,
-        split_part=split_part,
-        shards=shards,
-        counts=counts,
-        sizes=sizes,
-        excluded=excluded,
-        fingerprint=fingerprint,
-        has_checksums=info.has_checksums,
-        config_name=dataset_config,
-    )
-    return dataset, config
+    facts = SplitFacts(shards, counts, sizes, excluded, fingerprint, info.has_checksums)
+    return prepared(store, config, facts, split_part=split_part, config_name=dataset_config), config
+
+
+class SplitFacts(NamedTuple):
+    """What opening finds out of a split part; `counts` and `sizes` have an entry per shard."""
+
+    shards: Sequence[str]
+    counts: Sequence[int]
+    sizes: Sequence[int]
+    excluded: frozenset[tuple[str, str]]
+    fingerprint: str
+    has_checksums: bool
 
 
 def prepared(
-    store: Store,
-    config: DatasetConfig,
-    *,
-    split_part: str,
-    shards: Sequence[str],
-    counts: Sequence[int],
-    sizes: Sequence[int],
-    excluded: frozenset[tuple[str, str]],
-    fingerprint: str,
-    has_checksums: bool = False,
-    config_name: str = DEFAULT_DATASET_CONFIG,
+    store: Store, config: DatasetConfig, facts: SplitFacts, *, split_part: str, config_name: str
 ) -> PreparedDataset:
-    """Build a dataset from its parts; `counts` and `sizes` have an entry per shard."""
+    """Build a dataset from its parts."""
     return PreparedDataset(
         path=store.root,
         store=store,
         split_part=split_part,
-        shard_names=tuple(shards),
-        shard_counts=np.array(counts, dtype=np.int64),
-        shard_sizes=np.array(sizes, dtype=np.int64),
-        excluded=excluded,
+        shard_names=tuple(facts.shards),
+        shard_counts=np.array(facts.counts, dtype=np.int64),
+        shard_sizes=np.array(facts.sizes, dtype=np.int64),
+        excluded=facts.excluded,
         sample_type=config.form.sample_type,
         field_map=config.form.field_map,
         sample_loader=config.form.sample_loader,
         part_filter=config.form.part_filter,
         subflavors=config.subflavors,
-        fingerprint=fingerprint,
-        num_samples=sum(counts),
-        has_checksums=has_checksums,
+        fingerprint=facts.fingerprint,
+        num_samples=sum(facts.counts),
+        has_checksums=facts.has_checksums,
         config_name=config_name,
     )
 

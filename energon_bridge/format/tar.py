@@ -14,7 +14,7 @@ and CorruptShardError is raised.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from energon_bridge.errors import CorruptShardError
@@ -69,6 +69,7 @@ _LONG_NAME, _LONG_TARGET = _LONG_NAMES = b"LK"
 _PAX_EXTENDED = (120, 88)  # "x", and "X" of old Solaris
 _SPARSE = 83  # "S"
 _NAME_ERRORS = "surrogateescape"
+_PLACES = "header", "content", "end"  # of a member, as offsets
 
 
 class Member(NamedTuple):
@@ -113,27 +114,8 @@ def parse_sample(
     view = memoryview(data)
     if _tar is not None and (plain := _tar.split(view, parts)) is not None:
         return plain
-    length = len(view)
-    contents: dict[str, memoryview] = {}
-    key = ""
-    position = 0
-    while position + BLOCK <= length:
-        member = next_member(view, position, where=where, verify=False)
-        if member is None:
-            break
-        position = member.end
-        names = member.names()
-        if names is None:
-            continue
-        if member.regular and member.content + member.size > length:
-            raise _truncated(where, member.header, member.name, member.content + member.size, length)
-        if not key:
-            key = names[0]
-        elif names[0] != key:
-            raise CorruptShardError(
-                f"{where}: the range of sample {key!r} also contains {member.name!r}: the index does not fit the tar. "
-                f"Rebuild it with `energon prepare --tar-index-only`."
-            )
+    names, contents = ("", ""), dict[str, memoryview]()
+    for names, member in _members(len(view), lambda at: next_member(view, at, where=where, verify=False), where):
         if parts is None or names[1] in parts:
             if member.regular:
                 content = view[member.content : member.content + member.size]
@@ -141,12 +123,33 @@ def parse_sample(
                 content = memoryview(_linked(member, follow, where).read())
             if contents.setdefault(names[1], content) != content:
                 raise part_twice(where, member.name)
+    return names[0], contents
+
+
+def _members(
+    size: int, member_at: Callable[[int], Member | None], where: str
+) -> Iterator[tuple[tuple[str, str], Member]]:
+    """Yield the members in the range of a sample, with key and part of each; `member_at` reads the one at a position.
+
+    Raises CorruptShardError if they are not those of one sample.
+    """
+    rebuild = "the index does not fit the tar. Rebuild it with `energon prepare --tar-index-only`."
+    key, position = "", 0
+    while position + BLOCK <= size and (member := member_at(position)) is not None:
+        position, names = member.end, member.names()
+        if names is None:
+            continue
+        if member.regular and (end := member.content + member.size) > size:
+            raise CorruptShardError(
+                f"{where}: member {member.name!r} at byte {member.header} of the range ends at byte {end}, the range "
+                f"has {size} bytes: {rebuild}"
+            )
+        key = key or names[0]
+        if names[0] != key:
+            raise CorruptShardError(f"{where}: the range of sample {key!r} also contains {member.name!r}: {rebuild}")
+        yield names, member
     if not key:
-        raise CorruptShardError(
-            f"{where}: no member of a sample in a range of {length} bytes: the index does not fit the tar. "
-            f"Rebuild it with `energon prepare --tar-index-only`."
-        )
-    return key, contents
+        raise CorruptShardError(f"{where}: no member of a sample in a range of {size} bytes: {rebuild}")
 
 
 def _linked(member: Member, follow: Follow | None, where: str) -> ByteRange:
@@ -274,13 +277,6 @@ def check_header(header: bytes, *, where: str, offset: int) -> None:
             )
 
 
-def _truncated(where: str, offset: int, name: str, expected: int, got: int) -> CorruptShardError:
-    return CorruptShardError(
-        f"{where}: member {name!r} at byte {offset} of the range ends at byte {expected}, the range has {got} bytes. "
-        f"Rebuild the index with `energon prepare --tar-index-only`."
-    )
-
-
 def _text(field: bytes) -> str:
     return field.partition(b"\0")[0].decode("utf-8", _NAME_ERRORS)
 
@@ -335,36 +331,19 @@ def open_sample(
     `parts` limits what is returned to these part names, `follow` finds hard links. Raises what `parse_sample` raises,
     and StorageError.
     """
-    contents: dict[str, bytes | ByteRange] = {}
-    key: str | None = None
-    position = 0
-    while position + BLOCK <= sample.size:
-        member = _member_at(sample, position)
-        if member is None:
-            break
-        content, position = position + member.content, position + member.end
-        names = member.names()
-        if names is None:
-            continue
-        key = names[0] if key is None else key
-        if names[0] != key or (member.regular and content + member.size > sample.size):
-            raise CorruptShardError(
-                f"{sample.url}: the range of sample {key!r} at byte {sample.offset} has {sample.size} bytes and does "
-                f"not fit its member {member.name!r}. Rebuild the index with `energon prepare --tar-index-only`."
-            )
-        if parts is None or names[1] in parts:
-            part = ByteRange(store=sample.store, rel=sample.rel, offset=sample.offset + content, size=member.size)
+    where = f"{sample.url}, at byte {sample.offset}"
+    names, contents = ("", ""), dict[str, bytes | ByteRange]()
+    for names, member in _members(sample.size, lambda at: _member_at(sample, at), where):
+        name = names[1]
+        if parts is None or name in parts:
+            place = sample.offset + member.content
+            part = ByteRange(store=sample.store, rel=sample.rel, offset=place, size=member.size)
             if not member.regular:
                 part = _linked(member, follow, sample.url)
-            if names[1] in contents and part.read() != _read(contents[names[1]]):
+            if name in contents and part.read() != _read(contents[name]):
                 raise part_twice(sample.url, member.name)
-            contents[names[1]] = part if keep(names[1]) else part.read()
-    if key is None:
-        raise CorruptShardError(
-            f"{sample.url}: no member of a sample in the {sample.size} bytes from {sample.offset}: the index does not "
-            f"fit the tar. Rebuild it with `energon prepare --tar-index-only`."
-        )
-    return key, contents
+            contents[name] = part if keep(name) else part.read()
+    return names[0], contents
 
 
 def _read(part: bytes | ByteRange) -> bytes:
@@ -372,13 +351,15 @@ def _read(part: bytes | ByteRange) -> bytes:
 
 
 def _member_at(sample: ByteRange, position: int) -> Member | None:
-    """Return the member whose headers begin at a position, with offsets relative to it; None at a zero block."""
+    """Return the member whose headers begin at a position of the sample; None at a zero block."""
     length = BLOCK
     while True:
         length = min(length, sample.size - position)
         head = memoryview(sample.store.read_range(sample.rel, sample.offset + position, length))
         try:
-            return next_member(head, 0, where=sample.url, base=sample.offset + position)
+            member = next_member(head, 0, where=sample.url, base=sample.offset + position)
+            places = {} if member is None else {name: position + getattr(member, name) for name in _PLACES}
+            return member and member._replace(**places)
         except NeedMoreBytes as more:
             if more.needed > sample.size - position:
                 raise

@@ -35,6 +35,7 @@ from energon_bridge.errors import (
     StateError,
     StateFormatError,
     StepMismatchError,
+    check_choice,
 )
 from energon_bridge.loader.document import State, read_lanes
 from energon_bridge.loader.summary import read_states
@@ -292,14 +293,9 @@ def train_valid_test_dataloaders_provider(
         ConfigurationError: The options do not fit together; when called, also arguments that are not those of the data.
         StateError: When called: the state of the data does not fit.
     """
-    if loader_ranks not in get_args(LoaderRanks):
-        raise ConfigurationError(
-            f"loader_ranks must be one of {', '.join(get_args(LoaderRanks))}, got {loader_ranks!r}"
-        )
-    if validation_sets not in ("one", "each"):
-        raise ConfigurationError(f"validation_sets must be 'one' or 'each', got {validation_sets!r}")
-    if resume not in get_args(Resume):
-        raise ConfigurationError(f"resume must be 'files' or 'seek', got {resume!r}")
+    check_choice("loader_ranks", loader_ranks, get_args(LoaderRanks))
+    check_choice("validation_sets", validation_sets, ("one", "each"))
+    check_choice("resume", resume, get_args(Resume))
     run = _Run(make_data, loader_ranks, validation_sets == "each", resume, arguments or _megatron_arguments)
 
     def provider(

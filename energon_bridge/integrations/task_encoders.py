@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from energon_bridge.errors import ConfigurationError, optional_packages
 from energon_bridge.task_encoder.families import ChatConfig, ChatTemplateTaskEncoder
+from energon_bridge.task_encoder.families.registry import model_place
 from energon_bridge.task_encoder.layout import MultiModalSampleConfig
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
 
@@ -136,6 +137,7 @@ def load_processors(
         from transformers import AutoImageProcessor, AutoTokenizer
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
+        path = model_place(path) if revision is None else path
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(path, **options)
         # Pillow's and torchvision's processors give different pixels; Pillow is available everywhere.
@@ -160,7 +162,7 @@ def load_processor(path: str, *, trust_remote_code: bool = False) -> Any:
     with optional_packages():
         from transformers import AutoProcessor
     try:
-        return AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return AutoProcessor.from_pretrained(model_place(path), trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"hf_processor_path={path!r}: cannot load a processor of transformers from there: {error}"

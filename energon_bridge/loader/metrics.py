@@ -140,7 +140,7 @@ def check_rates(position: Position, item: LaneBatch, policy: ErrorPolicy, failur
             raise ErrorRateError(
                 f"{path}: {failed} of {drawn} samples failed ({100 * failed / drawn:.2f} %), and max_error_rate allows "
                 f"{100 * policy.max_error_rate:g} % (different samples: {known or 'none since the run was resumed'}). "
-                "Fix or exclude them, or allow more with ErrorPolicy(max_error_rate=…)"
+                "Fix or exclude them, or allow more with max_error_rate=… in error_policy"
             )
 
 
@@ -173,7 +173,7 @@ def name_losses(position: Position, failure_log: FailureLog, *, least: int) -> N
 _LOSSES = {
     "errors": (
         "{} failed (different samples: {found})",
-        "ErrorPolicy(quarantine=FILE) lists what fails; max_error_rate=… stops a run that loses more.",
+        "In error_policy, quarantine=FILE lists what fails; max_error_rate=… stops a run that loses more.",
     ),
     "skipped": ("{} were skipped by hooks{long}", "To keep them, check which hook raises SkipSample."),
     "excluded": ("{} are listed in `exclude`", "To keep them, remove them from `exclude` in split.yaml."),

@@ -11,11 +11,11 @@ import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 
-from energon_bridge.errors import ConfigurationError, LoaderError, check_number
+from energon_bridge.errors import ConfigurationError, LoaderError, check_choice, check_number
 from energon_bridge.loader import document as doc
 from energon_bridge.loader.bans import (
     banned_of,
@@ -30,9 +30,8 @@ from energon_bridge.loader.bans import (
 from energon_bridge.loader.fits import check_fits, check_lanes, merge
 from energon_bridge.loader.run_plan import RunPlan, open_pipeline
 from energon_bridge.mix import parse_weight
-from energon_bridge.plan.blend import BucketBlend
 from energon_bridge.plan.changes import Ban, GivenWeights, new_keys, with_ban
-from energon_bridge.plan.choose import standing
+from energon_bridge.plan.choose import BucketBlend, standing
 from energon_bridge.stream.finite import FiniteStream, Listing, drawn_rows, listed_rows, listing_of_pass
 from energon_bridge.stream.lane import LaneStreams, Stream
 from energon_bridge.stream.pipeline import Pipeline
@@ -321,8 +320,7 @@ class Position:
         Raises:
             StateError: One of its subclasses: what does not fit.
         """
-        if on_mismatch not in get_args(OnMismatch):
-            raise ConfigurationError(f'on_mismatch must be "refuse" or "adapt", got {on_mismatch!r}')
+        check_choice("on_mismatch", on_mismatch, get_args(OnMismatch))
         config, data = self.plan.config, self.plan.data
         num_lanes = self.plan.num_lanes if data.ends else saved.num_lanes  # a pass is the same on any ranks
         changes = saved.changes
@@ -488,8 +486,8 @@ class Mode:
         at.lanes = {}
         for lane in self.needed_lanes(at.ownership, at.plan.config.dp_rank):
             microbatches = microbatches_before(lane, begin, lanes)
-            if isinstance(at.plan.blend, BucketBlend):
-                draws = at.plan.blend.leaf_draws(lane, microbatches)
+            if at.plan.data.buckets is not None:
+                draws = cast(BucketBlend, at.plan.blend).leaf_draws(lane, microbatches)
                 at.lanes[lane] = LaneState(microbatches, sum(draws), 0, tuple(draws))
                 continue
             there = standing(at.plan.leaves, at.plan.blend, lane, microbatches * at.plan.data.rows)

@@ -39,7 +39,7 @@ from energon_bridge.storage.helpers import at_rest
 from energon_bridge.stream.watchdog import HOOK, INDEX, LEAF, WORDS
 from energon_bridge.task_encoder.hooks import Hook
 
-_BEGUN, _SINCE, _MADE, _SENT, _SAID, _ENDED = range(6)
+BEGUN, SINCE, _MADE, SENT, _SAID, ENDED = range(6)
 _FACTS = 6
 _THREADS = 32
 """Loading threads whose work a worker reports to the watchdog; further ones are left out."""
@@ -107,10 +107,6 @@ class StackFile:
         """Return its descriptor."""
         return self.number
 
-    def write(self, text: str) -> None:
-        """Add a text."""
-        os.pwrite(self.number, text.encode(), os.fstat(self.number).st_size)
-
     def close(self) -> None:
         """Close the file in this process."""
         number, self.number = self.number, -1
@@ -125,111 +121,81 @@ def _stack_file_of(descriptor: Any) -> StackFile:
 
 
 class Board:
-    """The words of one worker."""
+    """The words of one worker, in memory that others may map."""
 
     def __init__(self, *, sendable: bool = False, memory: SharedMemory | None = None) -> None:
-        self._memory = memory or SharedMemory(8 * (_FACTS + WORDS * (1 + _THREADS)), sendable=sendable)
-        self._words = memoryview(self._memory).cast("Q")
+        self.memory = memory or SharedMemory(8 * (_FACTS + WORDS * (1 + _THREADS)), sendable=sendable)
+        self.words = memoryview(self.memory).cast("Q")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(Board, memory=self._memory), ()
+        return functools.partial(Board, memory=self.memory), ()
 
     def fileno(self) -> int:
         """Return the descriptor by which another process maps it."""
-        return self._memory.fileno()
-
-    @classmethod
-    def at(cls, file: int) -> Board:
-        """Return the board that a descriptor is of."""
-        return cls(memory=SharedMemory(os.fstat(file).st_size, file=file))
+        return self.memory.fileno()
 
     # Written by the worker --------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Say that the worker runs."""
-        self._words[_BEGUN] = 1
+        self.words[BEGUN] = 1
 
     def start_pass(self) -> None:
         """Begin to count again."""
-        self._words[_MADE] = self._words[_SENT] = self._words[_SINCE] = 0
+        self.words[_MADE] = self.words[SENT] = self.words[SINCE] = 0
 
     def start_item(self) -> None:
         """Say that a microbatch is being made from now on."""
-        words = self._words
+        words = self.words
         words[_SAID] = 0
-        words[_SINCE] = time.monotonic_ns()
+        words[SINCE] = time.monotonic_ns()
 
     def end_item(self) -> None:
         """Say that the microbatch has been made."""
-        words = self._words
-        words[_SINCE] = 0
+        words = self.words
+        words[SINCE] = 0
         words[_MADE] += 1
 
     def sent(self) -> None:
         """Say that the microbatch has been sent."""
-        self._words[_SENT] += 1
+        self.words[SENT] += 1
 
     def said(self) -> None:
         """Record that the worker's own watchdog has reported its activity."""
-        self._words[_SAID] += 1
+        self.words[_SAID] += 1
 
     def activities(self) -> Sequence[memoryview]:
         """Return the memory where the hook thread and each loading thread write their activity."""
-        starts = range(_FACTS, len(self._words), WORDS)
-        return [self._words[start : start + WORDS] for start in starts]
-
-    # Written for a worker on another machine --------------------------------------------------------------------------
-
-    def copied(self) -> tuple[bytes, int]:
-        """Return what the board says, and the time on the clock that it is written by."""
-        return self._memory[:], time.monotonic_ns()
-
-    def show(self, copied: tuple[bytes, int]) -> None:
-        """Say what another board said, but how many were sent and whether it has ended, which is known here."""
-        words, now = copied
-        sent, ended, later = self._words[_SENT], self._words[_ENDED], time.monotonic_ns() - now
-        self._memory[:] = words
-        self._words[_SENT], self._words[_ENDED] = sent, ended
-        if self._words[_SINCE]:
-            self._words[_SINCE] = max(1, self._words[_SINCE] + later)
-
-    def end(self, code: int | None) -> None:
-        """Say that the worker has ended."""
-        self._words[_ENDED] = 1 if code is None else 1000 + code
+        starts = range(_FACTS, len(self.words), WORDS)
+        return [self.words[start : start + WORDS] for start in starts]
 
     # Read by the training process -------------------------------------------------------------------------------------
 
     @property
-    def ending(self) -> tuple[bool, int | None]:
-        """Whether the worker has ended, as far as is written here, and its exit code if that is known."""
-        word = self._words[_ENDED]
-        return bool(word), None if word <= 1 else word - 1000
-
-    @property
     def has_begun(self) -> bool:
         """Whether the worker runs."""
-        return bool(self._words[_BEGUN])
+        return bool(self.words[BEGUN])
 
     @property
     def making_since(self) -> float | None:
         """When the worker started its current microbatch, by `time.monotonic`; None: it is idle."""
-        since = self._words[_SINCE]
+        since = self.words[SINCE]
         return since / 1e9 if since else None
 
     @property
     def num_made(self) -> int:
         """Microbatches that it has made in this pass."""
-        return self._words[_MADE]
+        return self.words[_MADE]
 
     @property
     def num_sent(self) -> int:
         """Microbatches that it has sent in this pass."""
-        return self._words[_SENT]
+        return self.words[SENT]
 
     @property
     def has_said(self) -> bool:
         """Whether the worker's own watchdog has reported its activity."""
-        return bool(self._words[_SAID])
+        return bool(self.words[_SAID])
 
     def running(self) -> list[tuple[Hook, int, int]]:
         """Return the running hooks, each with user key and index of its sample; key 0 if it has more than one."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import mmap
 import os
 import pickle
 import platform
@@ -24,16 +25,17 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from energon_bridge import __version__
 from energon_bridge.loader.pool import Worker
-from energon_bridge.loader.processes import Board, StackFile
-from energon_bridge.loader.transport import Arena, BatchMessage, lifted
+from energon_bridge.loader.processes import BEGUN, ENDED, SENT, SINCE, Board, SharedMemory, StackFile
+from energon_bridge.loader.transport import HEADER, Arena, BatchMessage, MemoryFile, Outbox, Place, opened
 from energon_bridge.loader.workers import LocalProcesses, Work
 
 _LOOK_SECONDS = 0.05
@@ -42,7 +44,9 @@ _END_SECONDS = 2.0
 _CONNECT_SECONDS = 60.0
 FRAME, LINE = struct.Struct("<QQ"), struct.Struct("<Q")
 
-Ending = tuple[int | None, str, tuple[bytes, int]]
+Said = tuple[bytes, int]
+"""What a board says, and when that was read."""
+Ending = tuple[int | None, str, Said]
 """Exit code of a worker, what is said of its end, and what its board said."""
 
 
@@ -51,8 +55,8 @@ class TrainersWorker(Worker):
 
     def __init__(self, work: Work, link: int, board: int, stacks: int, arena: int = -1) -> None:
         self.number, self._engine = work.number, LocalProcesses("fork")
-        self.board, self._stacks = Board.at(board), StackFile(stacks)
-        self.arena = None if arena < 0 else Arena.at(arena)
+        self.board, self._stacks = board_at(board), StackFile(stacks)
+        self.arena = None if arena < 0 else arena_at(arena)
         with socket.socket(fileno=link) as theirs:
             self._process = self._engine.start(work, theirs, self.arena, self.board, self._stacks)
         self.sentinel: int = self._process.sentinel
@@ -122,7 +126,7 @@ class WorkerActor:
         ended &= self._workers.pop(line, None) is not None
         if not ended:
             worker.kill()
-        said = worker.board.copied()
+        said = said_by(worker.board)
         code, how = worker.end(_END_SECONDS)
         worker.close()
         return (code, f"{how} on {socket.gethostname()}", said) if ended else None
@@ -147,10 +151,10 @@ class WorkerActor:
 
     # At any time -----------------------------------------------------------------------------------------------------
 
-    def status(self, line: int) -> tuple[bytes, int] | None:
+    def status(self, line: int) -> Said | None:
         """Return what the worker's board says."""
         worker = self._workers.get(line)
-        return None if worker is None else worker.board.copied()
+        return None if worker is None else said_by(worker.board)
 
     def state(self, line: int) -> str:
         """Return the stacks of the worker."""
@@ -240,3 +244,72 @@ def dumped(value: Any) -> bytes:
 
     data: bytes = cloudpickle.dumps(value)
     return data
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The memory of a worker, as relays and actors have it that did not make it.
+
+
+def board_at(file: int) -> Board:
+    """Return the board that a descriptor is of."""
+    return Board(memory=SharedMemory(os.fstat(file).st_size, file=file))
+
+
+def said_by(board: Board) -> Said:
+    """Return what a board says, and the time on the clock that it is written by."""
+    return board.memory[:], time.monotonic_ns()
+
+
+def show(board: Board, said: Said) -> None:
+    """Say what another board said, but how many were sent and whether it has begun or ended: that is known here."""
+    content, now = said
+    words, later = board.words, time.monotonic_ns() - now
+    known = [words[at] for at in (BEGUN, SENT, ENDED)]
+    board.memory[:] = content
+    words[BEGUN], words[SENT], words[ENDED] = known
+    if words[SINCE]:
+        words[SINCE] = max(1, words[SINCE] + later)
+
+
+def note_end(board: Board, code: int | None) -> None:
+    """Say that the worker has ended."""
+    board.words[ENDED] = 1 if code is None else 1000 + code
+
+
+def ending_of(board: Board) -> tuple[bool, int | None]:
+    """Return whether the worker has ended, as far as its board says, and its exit code if that is known."""
+    word = board.words[ENDED]
+    return bool(word), None if word <= 1 else word - 1000
+
+
+def arena_at(file: int) -> Arena:
+    """Return the arena that a descriptor is of."""
+    size = os.fstat(file).st_size
+    return Arena(size - HEADER, memory=SharedMemory(size, file=file))
+
+
+class RelayOutbox(Outbox):
+    """The outbox of a worker elsewhere: the bytes of its messages are still to come."""
+
+    def reserve(self, lengths: Sequence[int]) -> list[tuple[Place, memoryview]]:
+        """Return places for the bytes of a message, and where to write them."""
+        self._files.append([])
+        places = [self._reserved(length) for length in lengths]
+        if len(self._files) > self._kept:
+            self._close_oldest()
+        return places
+
+    def _reserved(self, length: int) -> tuple[Place, memoryview]:
+        if self._arena is not None and (found := self._arena.reserve(length)) is not None:
+            return found
+        file = self._new_file(length)
+        return MemoryFile(os.getpid(), file, length), memoryview(mmap.mmap(file, length))
+
+
+def lifted(message: BatchMessage, arena: Arena | None) -> BatchMessage:
+    """Return a message with the bytes of each place (arrays, which free it when they go) instead of the place."""
+    if isinstance(message.place, bytes):
+        return message
+    places = (message.place, *(place for _, place in message.elsewhere))
+    first, *others = (np.frombuffer(opened(place, arena), np.uint8) for place in places)
+    return BatchMessage(first, tuple(zip((number for number, _ in message.elsewhere), others, strict=True)))  # type: ignore[arg-type]

@@ -25,10 +25,10 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Protocol
 
-from energon_bridge.errors import ConfigurationError, LoaderError, did_you_mean, is_whole
+from energon_bridge.errors import ConfigurationError, LoaderError, check_choice, did_you_mean, is_whole
 from energon_bridge.loader.pool import END_SECONDS, Engine, Worker, WorkerPool
 from energon_bridge.loader.processes import Board, StackFile
-from energon_bridge.loader.ray_actor import dumped, versions
+from energon_bridge.loader.ray_actor import dumped, ending_of, note_end, versions
 from energon_bridge.loader.ray_relay import PACKET_BYTES
 from energon_bridge.loader.transport import Arena
 from energon_bridge.loader.workers import LocalProcesses, Work
@@ -72,8 +72,8 @@ def options_of(given: dict[str, Any] | None) -> dict[str, Any]:
     for name, value in (given or {}).items():
         if name not in DEFAULTS:
             raise ConfigurationError(f"ray_options: there is no option {name!r}{did_you_mean(name, DEFAULTS)}")
-        if name in _CHOICES and value not in _CHOICES[name]:
-            raise ConfigurationError(f"ray_options: {name} must be one of {', '.join(_CHOICES[name])}, got {value!r}")
+        if name in _CHOICES:
+            check_choice(f"ray_options: {name}", value, _CHOICES[name])
         if name.endswith("_actors") and value is not None and not (is_whole(value) and value > 0):
             raise ConfigurationError(f"ray_options: {name} must be an integer above 0, got {value!r}")
         if name.endswith("_seconds") and value is not None and not (isinstance(value, int | float) and value > 0):
@@ -212,7 +212,7 @@ class ActorProcess:
         """Whether it runs, as far as is known here."""
         if self.local is not None:
             return bool(self.local.is_alive())
-        return not self.board.ending[0] and self.relay is not None and self.relay.is_alive
+        return not ending_of(self.board)[0] and self.relay is not None and self.relay.is_alive
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for its end, some seconds at most."""
@@ -401,7 +401,7 @@ class RayEngine:
                 if reason:
                     logger.warning(_REFUSED.format(number=process.worker, reason=reason))
                     process.kill()
-                    process.board.end(None)
+                    note_end(process.board, None)
                 else:
                     process.node = answer[1][0]
         if unplaced:
@@ -440,7 +440,7 @@ class RayEngine:
         """Return the exit code of a worker, as far as it is known, and how it ended."""
         if process.local is not None:
             return self._local.ending(process.local)
-        ended, code = process.board.ending
+        ended, code = ending_of(process.board)
         return code, process.stacks.read() if ended else "its relay ended"
 
     def state(self, process: ActorProcess, stacks: StackFile) -> str:

@@ -34,8 +34,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from energon_bridge.loader.processes import Board, StackFile
-from energon_bridge.loader.ray_actor import FRAME, LINE, Ending, WorkerActor, machine, name_here
-from energon_bridge.loader.transport import Arena, BatchMessage, Outbox
+from energon_bridge.loader.ray_actor import (
+    FRAME,
+    LINE,
+    Ending,
+    RelayOutbox,
+    WorkerActor,
+    arena_at,
+    board_at,
+    machine,
+    name_here,
+    note_end,
+    show,
+)
+from energon_bridge.loader.transport import Arena, BatchMessage
 from energon_bridge.loader.workers import AGAIN
 from energon_bridge.rng import key_of
 
@@ -86,7 +98,7 @@ class Line:
     name: str
     lanes: Sequence[Any]
     link: socket.socket
-    outbox: Outbox
+    outbox: RelayOutbox
     arena: Arena | None
     board: Board
     stacks: StackFile
@@ -208,13 +220,13 @@ class Relay:
         with os.fdopen(work, "rb") as file:
             file.seek(0)
             blob = file.read()
-        mapped = None if arena < 0 else Arena.at(arena)
+        mapped = None if arena < 0 else arena_at(arena)
         line = self._lines[number] = Line(
             number=number,
             link=socket.socket(fileno=link),
-            outbox=Outbox(mapped, kept=2 + 2 * facts["ahead"]),
+            outbox=RelayOutbox(mapped, kept=2 + 2 * facts["ahead"]),
             arena=mapped,
-            board=Board.at(board),
+            board=board_at(board),
             stacks=StackFile(stacks),
             work=blob,
             owed=facts["ahead"],
@@ -356,7 +368,7 @@ class Relay:
                 code, how, said = ending
                 if not line.direct:
                     self._read(line)  # what it had sent before
-                    line.board.show(said)
+                    show(line.board, said)
                 self._end(line, code, how)
 
         call = seat.actor.start.remote(line.number, line.work)
@@ -364,7 +376,10 @@ class Relay:
         self._when(call, started, lambda error: self._lose(seat, error))
 
     def _connect(self, line: Line, seat: Seat, port: int) -> None:
-        """Connect to a worker, or hand it the line, if it is on this machine."""
+        """Connect to a worker, or hand it the line, if it is on this machine.
+
+        From here on it counts as begun: its actor has imported all, and what the worker takes is for the watchdog.
+        """
         host, token, where = seat.address
         if self._options["shared_memory"] and where == self._machine:
             line.direct, line.tcp = True, socket.socket(socket.AF_UNIX)
@@ -374,6 +389,7 @@ class Relay:
             line.link.close()
             line.arena, line.since = None, 0.0
             line.outbox.close()
+            line.board.begin()
             return
         line.tcp = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
         line.tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -480,8 +496,8 @@ class Relay:
 
     def _end(self, line: Line, code: int | None, how: str, *, keep: bool = True) -> None:
         """Let the trainer see that a worker has ended; keep its actor for another one, or not."""
-        line.stacks.write(how)
-        line.board.end(code)
+        os.pwrite(line.stacks.number, how.encode(), os.fstat(line.stacks.number).st_size)
+        note_end(line.board, code)
         seat = line.seat
         self._forget(line)
         if seat is None or seat not in self._seats:
@@ -593,7 +609,7 @@ class Relay:
         def answered(said: tuple[bytes, int] | None) -> None:
             line.watched, line.since = 0.0, time.monotonic()
             if said is not None and self._lines.get(line.number) is line:
-                line.board.show(said)
+                show(line.board, said)
 
         call = seat.actor.status.options(concurrency_group="watch").remote(line.number)
         self._when(call, answered, lambda error: self._lose(seat, error))

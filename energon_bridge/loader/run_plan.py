@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from types import GenericAlias
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self, cast
 
 import numpy as np
 
@@ -22,12 +22,12 @@ from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import JsonlDataset
 from energon_bridge.format.media import IMAGE_EXTENSIONS
 from energon_bridge.mix import Mix
-from energon_bridge.mix.leaves import Buckets, OpenLeaf
-from energon_bridge.plan.amounts import AmountBlend
-from energon_bridge.plan.blend import BucketBlend, EpochizedBlend, InTurns, WeightedBlend
+from energon_bridge.mix.leaves import OpenLeaf
+from energon_bridge.plan.blend import EpochizedBlend, InTurns, WeightedBlend
 from energon_bridge.plan.changes import ChangedWeights, LeafBans, LeafWeights, MixWeights
-from energon_bridge.plan.choose import AnyBlend, PassDraws
+from energon_bridge.plan.choose import AnyBlend, BucketBlend, PassDraws
 from energon_bridge.plan.leaf import LeafOrder, slice_length
+from energon_bridge.registry import load
 from energon_bridge.rng import key_of
 from energon_bridge.samples import CrudeSample, field_names
 from energon_bridge.samples.showing import counted, described
@@ -91,7 +91,7 @@ class DatasetSpec(NotForDataLoader):
         mix: How they are combined.
         settings: How they are ordered and made into microbatches.
         worker_config: Who loads what, unless a loader is given another.
-        buckets: The buckets of its leaves, if microbatches come from buckets.
+        buckets: The buckets of its leaves, if microbatches come from buckets (`plan/buckets.py`).
     """
 
     __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)  # annotations of energon users give it type arguments
@@ -100,7 +100,7 @@ class DatasetSpec(NotForDataLoader):
     mix: Mix
     settings: RunSettings
     worker_config: WorkerConfig
-    buckets: Buckets | None = None
+    buckets: Any = None
 
     def __post_init__(self) -> None:
         if self.grouped and self.buckets is not None:  # asking raises if hooks exclude each other
@@ -194,8 +194,7 @@ class DatasetSpec(NotForDataLoader):
     def epoch_length(self, world_size: int) -> int:
         """Return the microbatches of one rank in an epoch of an endless stream; at least 1."""
         if self.buckets is not None:
-            batches = sum(Fraction(n, rows) for n, rows in zip(self.buckets.samples, self.buckets.rows, strict=True))
-            return max(1, int(batches / world_size))
+            return max(1, int(self.buckets.batches / world_size))
         samples = self.settings.conventions.epoch_samples(self.epoch_samples)
         return max(1, int(samples // (self.rows * world_size)))
 
@@ -340,10 +339,11 @@ class RunPlan:
         if not banned and not self.banned:
             return self
         leaves, blend = tuple(replace(leaf, bans=banned.get(leaf.identity)) for leaf in self.leaves), self.blend
-        if blend is None or isinstance(blend, BucketBlend):
+        if blend is None or self.data.buckets is not None:
             leaves = tuple(replace(leaf, order=leaf.order.without(leaf.bans)) for leaf in leaves)
-        if isinstance(blend, BucketBlend):
-            blend = replace(blend, gone=frozenset(n for n, leaf in enumerate(leaves) if leaf.all_banned))
+        if self.data.buckets is not None:
+            gone = frozenset(number for number, leaf in enumerate(leaves) if leaf.all_banned)
+            blend = cast(BucketBlend, blend).without(gone)
         return replace(self, leaves=leaves, blend=blend)
 
     def recut(self, num_lanes: int, changes: ChangedWeights, blocks: Mapping[str, int] | None = None) -> RunPlan:
@@ -410,7 +410,7 @@ def plan_run(
     if data.ends:  # a pass has no lanes, so any number of ranks can share it
         lanes = max(lanes or ranks, ranks)
     if data.buckets is not None:
-        lanes = _lanes_of_buckets(config, lanes)
+        lanes = data.buckets.num_lanes(config, lanes)
     lanes = lanes or default_num_lanes(ranks, config.microbatches_per_global_batch)
     settings: dict[str, Any] = {"seed": seed, "batch_size": data.settings.batch_size}
     if data.ends:
@@ -432,8 +432,7 @@ def plan_run(
             "mode": data.mode,
         }
         if data.buckets is not None:
-            sizes = zip(data.buckets.names, data.buckets.rows, strict=True)
-            settings |= {"buckets": [f"{name}: {rows}" for name, rows in sizes]}
+            settings |= {"buckets": data.buckets.recorded()}
         if data.mode == "weights" and data.mix.is_scheduled:
             settings["schedule"] = data.weights.fingerprint()
         if data.unit is not None:
@@ -463,23 +462,11 @@ def plan_run(
     )
 
 
-def _lanes_of_buckets(config: WorkerConfig, lanes: int | None) -> int:
-    """Return L of a run with buckets: a lap over the lanes is a global batch, or several of one bucket."""
-    group = config.microbatches_per_global_batch
-    lanes = lanes or group or config.dp_size
-    if group is not None and lanes % group:
-        raise ConfigurationError(
-            f"group_by: {lanes} lanes are no multiple of the {group} microbatches of a global batch, so some global "
-            f"batches would have two buckets: keep the global batch that the run began with, or leave out num_lanes"
-        )
-    return lanes
-
-
 def _leaf(data: DatasetSpec, leaf: OpenLeaf, lanes: int, seed: int, *, block: int) -> Leaf:
     shuffle = leaf.shuffle_epochs is not None
     # A pass has one lane, but slices as long as a run's.
     cut = default_num_lanes(1) if data.ends else lanes
-    rows = data.rows if data.buckets is None else data.buckets.rows[data.buckets.of_leaf[leaf.identity]]
+    rows = data.rows if data.buckets is None else data.buckets.rows_of(leaf)
     block = rows if block and data.buckets is not None else block
     length = slice_length(leaf.num_samples, cut, rows, data.settings.max_samples_per_sequence)
     iters = data.settings.parallel_shard_iters
@@ -506,25 +493,17 @@ def _blend(
     data: DatasetSpec, leaves: Sequence[Leaf], lanes: int, seed: int, changes: ChangedWeights
 ) -> AnyBlend | None:
     if data.buckets is not None:
-        total = sum(leaf.share for leaf in data.ordered)
-        return BucketBlend(
-            names=data.buckets.names,
-            rows=data.buckets.rows,
-            of_leaf=tuple(data.buckets.of_leaf[leaf.identity] for leaf in data.ordered),
-            weights=tuple(leaf.share / total for leaf in data.ordered),
-            num_lanes=lanes,
-            key=key_of("run", seed),
-        )
+        of_buckets: BucketBlend = data.buckets.blend(data.ordered, lanes, key_of("run", seed))
+        return of_buckets
     if len(leaves) == 1 and (data.kind == "finite" or data.mode == "single"):
         return None
     if data.kind == "finite":
         return InTurns(sizes=np.array([[leaf.num_samples for leaf in data.ordered]], dtype=np.int64))
     if data.mode == "weights":
         parts: list[tuple[int, LeafWeights]] = [(0, data.weights), *changes]
-        key = key_of("run", seed)
-        if data.unit is not None:
-            return AmountBlend(parts=tuple(parts), num_lanes=lanes, key=key)
-        return WeightedBlend(parts=tuple(parts), num_lanes=lanes, key=key)
+        kind: Any = WeightedBlend if data.unit is None else load("columns", "amounts").AmountBlend
+        blend: AnyBlend = kind(parts=tuple(parts), num_lanes=lanes, key=key_of("run", seed))
+        return blend
     rank = {leaf.identity: number for number, leaf in enumerate(data.ordered)}
     sequence = tuple(rank[leaf.identity] for leaf in data.leaves) if data.mode == "concat" else None
     return EpochizedBlend(

@@ -39,7 +39,7 @@ _SMALL = 1024
 _INLINE = 1 << 15
 """Bytes of a pickle without buffers up to which it is sent in the message: a block costs more than copying those."""
 _SLOTS = 256
-_HEADER = _SLOTS
+HEADER = _SLOTS
 """Bytes in front of an arena: one flag per slot, not 0 while its block is in use."""
 
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
@@ -78,8 +78,8 @@ class Arena:
         self, size: int = DEFAULT_ARENA_BYTES, *, sendable: bool = False, memory: SharedMemory | None = None
     ) -> None:
         self.size = size
-        self._map = SharedMemory(_HEADER + size, sendable=sendable) if memory is None else memory
-        self._address = _address(np.frombuffer(self._map, np.uint8, 1, _HEADER))
+        self._map = SharedMemory(HEADER + size, sendable=sendable) if memory is None else memory
+        self._address = _address(np.frombuffer(self._map, np.uint8, 1, HEADER))
         # Of the worker, whose threads may all decode:
         self._lock = threading.Lock()
         self._used: dict[int, tuple[int, int]] = {}  # slot -> (offset, end)
@@ -94,12 +94,6 @@ class Arena:
     def fileno(self) -> int:
         """Return the descriptor by which another process maps it."""
         return self._map.fileno()
-
-    @classmethod
-    def at(cls, file: int) -> Arena:
-        """Return the arena that a descriptor is of."""
-        size = os.fstat(file).st_size
-        return cls(size - _HEADER, memory=SharedMemory(size, file=file))
 
     def write(self, chunks: Sequence[memoryview | bytes], total: int) -> tuple[int, int, int] | None:
         """Copy chunks into a free block and return its (slot, offset, length), or None if there is no room."""
@@ -117,7 +111,7 @@ class Arena:
         if found is None:
             return None
         slot, offset = found
-        return (slot, offset, total), memoryview(self._map)[_HEADER + offset : _HEADER + offset + total]
+        return (slot, offset, total), memoryview(self._map)[HEADER + offset : HEADER + offset + total]
 
     def lend(self, size: int) -> Block | None:
         """Return a block for the worker to write into, given back when nothing refers to it; None: there is no room."""
@@ -126,7 +120,7 @@ class Arena:
             if place is None:
                 return None
             slot, offset = place
-            block = block_over(np.frombuffer(self._map, np.uint8, size, _HEADER + offset))
+            block = block_over(np.frombuffer(self._map, np.uint8, size, HEADER + offset))
             self._lent[slot] = _Lent(offset, offset + size, weakref.ref(block))
         return block
 
@@ -162,7 +156,7 @@ class Arena:
     def take_back(self, slot: int, offset: int, length: int) -> memoryview:
         """Return the bytes of a block that is not sent after all, and is free when the worker lets go of it."""
         self._map[slot] = _LENT
-        return memoryview(self._map)[_HEADER + offset : _HEADER + offset + length]
+        return memoryview(self._map)[HEADER + offset : HEADER + offset + length]
 
     def _claim(self, size: int, state: int) -> tuple[int, int] | None:
         """Return slot and offset of a free block of that size, first fit, which is now in use."""
@@ -192,7 +186,7 @@ class Arena:
 
     def open(self, slot: int, offset: int, length: int) -> Block:
         """Return the bytes of a block, which is given back when nothing refers to them any more."""
-        block = block_over(np.frombuffer(self._map, np.uint8, length, _HEADER + offset))
+        block = block_over(np.frombuffer(self._map, np.uint8, length, HEADER + offset))
         self._map[slot] = _OPENED
         self._open[slot] = weakref.ref(block, lambda _: self._free(slot))
         return block
@@ -270,20 +264,6 @@ class Outbox:
         data = self._arena.take_back(*place)
         return number, self._placed(data)
 
-    def reserve(self, lengths: Sequence[int]) -> list[tuple[Place, memoryview]]:
-        """Return places for the bytes of a message that are still to come, and where to write them."""
-        self._files.append([])
-        places = [self._reserved(length) for length in lengths]
-        if len(self._files) > self._kept:
-            self._close_oldest()
-        return places
-
-    def _reserved(self, length: int) -> tuple[Place, memoryview]:
-        if self._arena is not None and (found := self._arena.reserve(length)) is not None:
-            return found
-        file = self._new_file(length)
-        return MemoryFile(os.getpid(), file, length), memoryview(mmap.mmap(file, length))
-
     def _placed(self, data: memoryview) -> Place:
         return (self._arena and self._arena.write([data], len(data))) or self._file([data], len(data))
 
@@ -340,7 +320,7 @@ def unpack(message: BatchMessage, arena: Arena | None) -> Any:
     """Return the item in a message of an outbox; its tensors are views of shared memory."""
     if isinstance(message.place, bytes):
         return pickle.loads(message.place)
-    view = _opened(message.place, arena)
+    view = opened(message.place, arena)
     (count,) = struct.unpack_from("<Q", view, 0)
     lengths = struct.unpack_from(f"<{count}Q", view, 8)
     offset = _aligned(8 * (1 + count))
@@ -349,20 +329,12 @@ def unpack(message: BatchMessage, arena: Arena | None) -> Any:
         parts.append(view[offset : offset + length])
         offset += _aligned(length)
     for number, place in message.elsewhere:
-        parts[number] = _opened(place, arena)
+        parts[number] = opened(place, arena)
     return pickle.loads(parts[0], buffers=[pickle.PickleBuffer(part) for part in parts[1:]])
 
 
-def lifted(message: BatchMessage, arena: Arena | None) -> BatchMessage:
-    """Return a message with the bytes of each place (arrays, which free it when they go) instead of the place."""
-    if isinstance(message.place, bytes):
-        return message
-    places = (message.place, *(place for _, place in message.elsewhere))
-    first, *others = (np.frombuffer(_opened(place, arena), np.uint8) for place in places)
-    return BatchMessage(first, tuple(zip((number for number, _ in message.elsewhere), others, strict=True)))  # type: ignore[arg-type]
-
-
-def _opened(place: Place, arena: Arena | None) -> memoryview:
+def opened(place: Place, arena: Arena | None) -> memoryview:
+    """Return the bytes at a place, which is free when nothing refers to them any more."""
     if isinstance(place, MemoryFile):
         block = place.open()
     else:

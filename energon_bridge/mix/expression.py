@@ -10,9 +10,7 @@ executed: the syntax tree is walked, so an expression from a file is data. NaN c
 from __future__ import annotations
 
 import ast
-import dataclasses
 import functools
-import hashlib
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +26,6 @@ from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.foreign import ForeignDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import JsonlDataset
-from energon_bridge.mix.leaves import PARTS, Amounts, Buckets, OpenLeaf, number_leaves
 
 _MOST_CHARACTERS = 4000
 _LARGEST = 2.0**62
@@ -236,11 +233,6 @@ def _kind(value: np.ndarray) -> str:
 # Expressions over the columns of datasets filter, weigh and group samples: what the core asks for by the registry.
 
 
-_MOST_AMOUNT = 2.0**50
-"""The largest sum of the amounts of a leaf; so no run reaches 2^63 parts."""
-_MOST_BUCKETS = 1000
-
-
 _REMEDIES = {
     "tokens": "--processor MODEL (or --encoder MODULE:ENCODER)",
     "bytes": "--bytes",
@@ -327,103 +319,6 @@ def _evaluated(
         return how(text, columns, num_samples=stop - start)
     except ConfigurationError as error:
         raise ConfigurationError(f"{dataset.path}: {error}{hint}") from error
-
-
-def counting(leaf: OpenLeaf, unit: str, *, where: str) -> OpenLeaf:
-    """Return a leaf with the amounts of its samples, by an expression of columns.
-
-    Raises ConfigurationError for a wrong expression or column, MetadataError for a dataset that can have none.
-    """
-    path = leaf.dataset.path
-    found = numbers_of_samples(leaf.dataset, unit, where=where, use="counted by them", counts=True)
-    whole = np.rint(found * PARTS)
-    own = whole[leaf.start : leaf.stop] if leaf.kept is None else whole[leaf.kept]
-    total = float(own.sum())
-    if not 0 < total <= _MOST_AMOUNT * PARTS:
-        raise ConfigurationError(
-            f"{path}: its {leaf.num_samples} samples have {total / PARTS:g} `{unit}` together, and the weights of the "
-            f"blend are shares of it: expected more than 0, and at most {_MOST_AMOUNT:g}"
-        )
-    small = np.int32 if float(whole.max()) <= np.iinfo(np.int32).max else np.int64
-    own, whole = own.astype(np.int64), whole.astype(small)
-    digest = hashlib.blake2b(own.tobytes(), digest_size=8).hexdigest()
-    amounts = Amounts(of_samples=whole, total=int(own.sum()), fingerprint=digest)
-    return dataclasses.replace(leaf, amounts=amounts)
-
-
-def cut_into_buckets(
-    leaves: Sequence[OpenLeaf], group_by: Sequence[str], batch_size: int, sizes: str | Mapping[str, int] | None
-) -> tuple[tuple[OpenLeaf, ...], Buckets]:
-    """Return a leaf for each bucket of each leaf, and the buckets.
-
-    Args:
-        group_by: Expressions of columns; samples for which all give the same are a bucket.
-        batch_size: Samples in a microbatch, where `sizes` does not say it.
-        sizes: Samples in a microbatch of each bucket: by its name, or an expression of columns, of whose values in the
-            bucket the least counts.
-
-    Raises:
-        ConfigurationError, MetadataError: An expression is wrong, or there are too many buckets.
-    """
-    found: dict[str, list[tuple[OpenLeaf, np.ndarray]]] = {}
-    rows: dict[str, int] = {}
-    for leaf in leaves:
-        own = np.arange(leaf.start, leaf.stop) if leaf.kept is None else leaf.kept
-        number, names = np.zeros(own.size, dtype=np.int64), [""]
-        for text in group_by:
-            values, places = np.unique(values_of_samples(leaf.dataset, text)[own], return_inverse=True)
-            number, names = (
-                number * values.size + places,
-                [f"{name}x{value}".removeprefix("x") for name in names for value in map(_name, values.tolist())],
-            )
-        if isinstance(sizes, str):
-            wanted = np.floor(values_of_samples(leaf.dataset, sizes)[own].astype(np.float64))
-        else:
-            wanted = np.full(own.size, batch_size)
-        for one in np.unique(number).tolist():
-            here, name = number == one, names[one]
-            found.setdefault(name, []).append((leaf, own[here]))
-            rows[name] = min(rows.get(name, 1 << 30), int(wanted[here].min()))
-        if len(found) > _MOST_BUCKETS:
-            raise ConfigurationError(
-                f"group_by={[*group_by]} gives more than {_MOST_BUCKETS} buckets ({', '.join([*found][:3])}, …): round "
-                "the values, as in `width // 64` or `aspect_width(width, height, 1048576, 64)`"
-            )
-    if isinstance(sizes, Mapping):
-        if unknown := sorted(sizes.keys() - found.keys()):
-            raise ConfigurationError(
-                f"bucket_batch_size names no bucket with {', '.join(unknown[:5])}. Buckets: {', '.join(sorted(found))}"
-            )
-        rows |= sizes
-    order = sorted(found, key=lambda name: [(len(part), part) for part in name.split("x")])
-    for name in order:
-        if type(rows[name]) is not int or not 1 <= rows[name] < 1 << 30:
-            raise ConfigurationError(f"bucket {name}: a microbatch has {rows[name]!r} samples, expected at least 1")
-    parts = [(bucket, leaf, numbers) for bucket, name in enumerate(order) for leaf, numbers in found[name]]
-    # Parts of two leaves may have the same samples.
-    cut = number_leaves([_part(leaf, numbers, order[bucket]) for bucket, leaf, numbers in parts])
-    return cut, Buckets(
-        group_by=tuple(group_by),
-        names=tuple(order),
-        rows=tuple(rows[name] for name in order),
-        samples=tuple(sum(numbers.size for _, numbers in found[name]) for name in order),
-        of_leaf={leaf.identity: bucket for leaf, (bucket, _, _) in zip(cut, parts, strict=True)},
-    )
-
-
-def _part(leaf: OpenLeaf, numbers: np.ndarray, name: str) -> OpenLeaf:
-    small = np.int32 if leaf.stop <= np.iinfo(np.int32).max else np.int64
-    return dataclasses.replace(
-        leaf,
-        occurrence=0,
-        filter=f"{leaf.filter}, bucket {name}".removeprefix(", "),
-        kept=numbers.astype(small),
-        share=leaf.share * Fraction(numbers.size, leaf.num_samples),
-    )
-
-
-def _name(value: object) -> str:
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Opens the leaves of a mix, each with its dataset, its samples and its identity; and cuts them into buckets."""
+"""Opens the leaves of a mix, each with its dataset, its samples and its identity."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,30 +27,7 @@ from energon_bridge.mix.tree import AuxRef, JoinRef, LeafRef, combine_multiplier
 from energon_bridge.registry import load
 from energon_bridge.rng import IntArray
 from energon_bridge.samples import CrudeSample
-from energon_bridge.samples.showing import counted
 from energon_bridge.storage import as_far, open_store
-
-PARTS = 1024
-"""Amounts are whole numbers of such parts of one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Amounts:
-    """How much each sample of a leaf counts in a blend by amounts.
-
-    Attributes:
-        of_samples: By number in the dataset, in parts of 1/1024, shape (dataset.num_samples,).
-        total: The sum over the samples of the leaf.
-        fingerprint: A hash of the amounts of these samples.
-    """
-
-    of_samples: np.ndarray
-    total: int
-    fingerprint: str
-
-    def mean(self, num_samples: int) -> float:
-        """Return the mean amount of the samples of a leaf that has so many."""
-        return self.total / PARTS / num_samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +44,7 @@ class OpenLeaf:
         aux_fingerprint: A hash of the contents of `aux`; empty if there is none.
         filter: The expression that its samples fulfil; empty if there is none.
         kept: With a filter: the numbers of these samples, ascending, shape (num_samples,).
-        amounts: In a blend by amounts: those of its samples.
+        amounts: In a blend by amounts: those of its samples (`plan/amounts.py`).
 
     Attributes:
         identity: A hash of the leaf's content, independent of its location: 16 hex digits.
@@ -83,7 +61,7 @@ class OpenLeaf:
     aux_fingerprint: str = ""
     filter: str = ""
     kept: np.ndarray | None = field(default=None, repr=False, compare=False)
-    amounts: Amounts | None = field(default=None, repr=False, compare=False)
+    amounts: Any = field(default=None, repr=False, compare=False)
     identity: str = field(init=False)
     part: str = field(init=False)
 
@@ -186,7 +164,7 @@ def open_leaves(
             filter=text,
             kept=kept,
         )
-        leaves.append(leaf if unit is None else load("columns", "expressions").counting(leaf, unit, where=ref.where))
+        leaves.append(leaf if unit is None else load("columns", "amounts").counting(leaf, unit, where=ref.where))
     return number_leaves(leaves)
 
 
@@ -231,47 +209,3 @@ def _content_of_store(ref: AuxRef) -> list[object]:
     info = read_info(store)
     key_index_version(store)  # raises if no key can be looked up
     return ["dataset", list(info.shard_counts.items())]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Buckets: leaves cut by the values that expressions of columns give for their samples.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Buckets:
-    """The buckets of a run.
-
-    Attributes:
-        group_by: The expressions of columns whose values are the names.
-        names: Of each bucket, such as `1152x896`.
-        rows: Samples in a microbatch of each.
-        samples: Samples of each.
-        of_leaf: The bucket of each leaf, by identity.
-    """
-
-    group_by: tuple[str, ...]
-    names: tuple[str, ...]
-    rows: tuple[int, ...]
-    samples: tuple[int, ...]
-    of_leaf: Mapping[str, int]
-
-    def smaller(self, microbatches: int) -> tuple[str, ...]:
-        """Return what to say of the buckets that have fewer samples than so many microbatches."""
-        buckets = zip(self.names, self.rows, self.samples, strict=True)
-        return tuple(
-            f"bucket {name} has {counted(samples, 'sample')}, fewer than the {rows * microbatches:,} of a global batch"
-            for name, rows, samples in buckets
-            if samples < rows * microbatches
-        )
-
-
-def with_shares(mix: Mix, leaves: Sequence[OpenLeaf]) -> list[OpenLeaf]:
-    """Return leaves with their own weights: those of a group divided by numbers of samples."""
-    groups = Counter[int | None]()
-    for entry, leaf in zip(mix.leaves, leaves, strict=True):
-        groups[entry.size_group] += leaf.num_samples
-    parts = [
-        Fraction(1) if entry.size_group is None else Fraction(leaf.num_samples, groups[entry.size_group])
-        for entry, leaf in zip(mix.leaves, leaves, strict=True)
-    ]
-    return [dataclasses.replace(leaf, share=leaf.share * part) for leaf, part in zip(leaves, parts, strict=True)]

@@ -102,24 +102,21 @@ def _read(source: Any, *, base: str, direct: LeafRef, index: MixIndex, where: st
     if isinstance(source, Blender):
         if depth > _MAX_DEPTH:
             raise ConfigurationError(f"blenders are nested more than {_MAX_DEPTH} deep")
-        return _read_blender(source, base=base, direct=direct, index=index, where=where or "Blender", depth=depth)
+        where = where or "Blender"
+        children = tuple(
+            _read(child, base=base, direct=direct, index=index, where=f"{where}[{position}]", depth=depth + 1)
+            for position, (child, _) in enumerate(source.items)
+        )
+        weights = tuple(schedule for _, schedule in source.items if schedule is not None)
+        if not weights:
+            return Concat(children=children, where=where)
+        return Blend(children=children, weights=weights, unit=source.unit, where=where)
     if isinstance(source, (list, tuple)):
         return _read(blender_from_sequence(source), base=base, direct=direct, index=index, where=where, depth=depth)
     raise ConfigurationError(
         f"expected a path, a dict, a Blender or a list of (path, weight) pairs, got {source!r} "
         f"({type(source).__name__})"
     )
-
-
-def _read_blender(blender: Blender, *, base: str, direct: LeafRef, index: MixIndex, where: str, depth: int) -> Node:
-    children = tuple(
-        _read(child, base=base, direct=direct, index=index, where=f"{where}[{position}]", depth=depth + 1)
-        for position, (child, _) in enumerate(blender.items)
-    )
-    weights = tuple(schedule for _, schedule in blender.items if schedule is not None)
-    if not weights:
-        return Concat(children=children, where=where)
-    return Blend(children=children, weights=weights, unit=blender.unit, where=where)
 
 
 def _refuse_configs(direct: LeafRef, what: str) -> None:

@@ -309,22 +309,15 @@ def _read_item(item: Value, *, scope: Scope, extra: str | None = None) -> Node:
     subset = parse_subset(item.get("subset"), allow_absolute=False)
     inner = replace(_within(scope, subset), filters=_filters(item, scope=scope))
     listed = item.get(structure)
-    children: list[Node] = []
-    if structure == "concat":
-        for child in _items(listed):
-            children.append(_read_item(child, scope=inner))
-        return Concat(children=tuple(children), where=listed.at)
+    own = {"blend": "weight", "blend_epochized": "repetitions"}.get(structure)
+    items = list(_items(listed))
+    children = tuple([_read_item(child, scope=inner, extra=own) for child in items])
     if structure == "blend":
-        weights = []
-        for child in _items(listed):
-            children.append(_read_item(child, scope=inner, extra="weight"))
-            weights.append(_read_weight(child))
-        return Blend(children=tuple(children), weights=tuple(weights), unit=_expression(item, "unit"), where=listed.at)
-    repetitions = []
-    for child in _items(listed):
-        children.append(_read_item(child, scope=inner, extra="repetitions"))
-        repetitions.append(_read_repetitions(child))
-    return EpochizedBlend(children=tuple(children), repetitions=tuple(repetitions), where=listed.at)
+        weights = tuple(map(_read_weight, items))
+        return Blend(children=children, weights=weights, unit=_expression(item, "unit"), where=listed.at)
+    if structure == "blend_epochized":
+        return EpochizedBlend(children=children, repetitions=tuple(map(_read_repetitions, items)), where=listed.at)
+    return Concat(children=children, where=listed.at)
 
 
 def _items(value: Value) -> Iterator[Value]:

@@ -19,7 +19,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from energon_bridge.errors import DatasetError, MetadataError, NotPreparedError
-from energon_bridge.format.dataset import FINGERPRINT_VERSION, PreparedDataset, check_counts, prepared, read_prepared
+from energon_bridge.format.dataset import (
+    FINGERPRINT_VERSION,
+    PreparedDataset,
+    SplitFacts,
+    check_counts,
+    prepared,
+    read_prepared,
+)
 from energon_bridge.format.dataset_config import DatasetConfig, DatasetConfigs
 from energon_bridge.format.documents import Value, parse_document
 from energon_bridge.format.foreign import ForeignFormat, format_at, format_named
@@ -215,11 +222,9 @@ class MixIndex:
     def _is_current(self, path: str, known: Entry) -> bool:
         if "://" in path and path not in self._is_listed:
             return False
-        for stamp in known.stamps:
-            if self._stamp(path, stamp[0]) != stamp:
-                return False
         sizes = zip(known.shards, known.sizes, strict=True)
-        return all(self._size(f"{path}/{shard}") == size for shard, size in sizes)
+        as_before = all(self._stamp(path, stamp[0]) == stamp for stamp in known.stamps)
+        return as_before and all(self._size(f"{path}/{shard}") == size for shard, size in sizes)
 
     def _size(self, file: str) -> int:
         if "://" in file:
@@ -437,18 +442,9 @@ class DatasetOpener:
             where = store.url(meta_path(place[2]))
             config = self._configs.build(Value(json.loads(known.config), where), store=store)
             self._indexed_configs[known.config] = config
-        return prepared(
-            store,
-            config,
-            split_part=place[1],
-            shards=known.shards,
-            counts=known.counts,
-            sizes=known.sizes,
-            excluded=frozenset((shard, key) for shard, key in known.excluded) if known.excluded else NOTHING,
-            fingerprint=known.fingerprint,
-            has_checksums=known.has_checksums,
-            config_name=place[2],
-        )
+        excluded = frozenset((shard, key) for shard, key in known.excluded) if known.excluded else NOTHING
+        facts = SplitFacts(known.shards, known.counts, known.sizes, excluded, known.fingerprint, known.has_checksums)
+        return prepared(store, config, facts, split_part=place[1], config_name=place[2])
 
 
 def _place(ref: LeafRef) -> Place:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, Self, get_args
 
-from energon_bridge.errors import ConfigurationError, MetadataError
+from energon_bridge.errors import ConfigurationError, MetadataError, check_choice
 from energon_bridge.format.documents import Value
 
 ScheduleKind = Literal["constant", "steps", "linear", "cosine"]
@@ -63,8 +63,7 @@ class WeightSchedule:
     points: tuple[tuple[int, Fraction], ...]
 
     def __post_init__(self) -> None:
-        if self.kind not in _KINDS:
-            raise ConfigurationError(f"a schedule must be one of {', '.join(_KINDS)}, got {self.kind!r}")
+        check_choice("a schedule", self.kind, _KINDS)
         if not self.points:
             raise ConfigurationError(f"a {self.kind} schedule needs at least one point [draw, weight], got none")
         if self.kind == "constant" and len(self.points) > 1:

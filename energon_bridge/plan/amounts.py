@@ -18,19 +18,25 @@ IEEE 754 rounds alike everywhere. So neither the machine nor how many draws are 
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
-from energon_bridge.mix.leaves import Amounts
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.mix.expression import numbers_of_samples
+from energon_bridge.mix.leaves import OpenLeaf
 from energon_bridge.plan.blend import lane_step
-from energon_bridge.plan.changes import LeafBans, WeightParts
-from energon_bridge.plan.leaf import LeafOrder, Memo
+from energon_bridge.plan.changes import WeightParts
+from energon_bridge.plan.choose import OrderedLeaf, Standing
+from energon_bridge.plan.leaf import Memo
 from energon_bridge.rng import MASK64, IntArray, fold
 
 _PHASE = 7
@@ -38,21 +44,61 @@ _FEWEST, _MOST = 32, 512
 """Draws chosen at a time: of a lane few at first, since there are many."""
 _LOOKED_UP = 32
 """Draws of a leaf looked up at once, at least."""
+_MOST_AMOUNT = 2.0**50
+"""The largest sum of the amounts of a leaf; so no run reaches 2^63 parts."""
 
 
-class OrderedLeaf(Protocol):
-    """What choosing needs of a leaf: its order, its banned samples, and their amounts if the weights count them."""
+PARTS = 1024
+"""Amounts are whole numbers of such parts of one."""
 
-    @property
-    def order(self) -> LeafOrder: ...
-    @property
-    def bans(self) -> LeafBans | None: ...
-    @property
-    def amounts(self) -> Amounts | None: ...
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amounts:
+    """How much each sample of a leaf counts in a blend by amounts.
+
+    Attributes:
+        of_samples: By number in the dataset, in parts of 1/1024, shape (dataset.num_samples,).
+        total: The sum over the samples of the leaf.
+        fingerprint: A hash of the amounts of these samples.
+    """
+
+    of_samples: np.ndarray
+    total: int
+    fingerprint: str
+
+    def mean(self, num_samples: int) -> float:
+        """Return the mean amount of the samples of a leaf that has so many."""
+        return self.total / PARTS / num_samples
+
+
+def counting(leaf: OpenLeaf, unit: str, *, where: str) -> OpenLeaf:
+    """Return a leaf with the amounts of its samples, by an expression of columns.
+
+    Raises ConfigurationError for a wrong expression or column, MetadataError for a dataset that can have none.
+    """
+    path = leaf.dataset.path
+    found = numbers_of_samples(leaf.dataset, unit, where=where, use="counted by them", counts=True)
+    whole = np.rint(found * PARTS)
+    own = whole[leaf.start : leaf.stop] if leaf.kept is None else whole[leaf.kept]
+    total = float(own.sum())
+    if not 0 < total <= _MOST_AMOUNT * PARTS:
+        raise ConfigurationError(
+            f"{path}: its {leaf.num_samples} samples have {total / PARTS:g} `{unit}` together, and the weights of the "
+            f"blend are shares of it: expected more than 0, and at most {_MOST_AMOUNT:g}"
+        )
+    small = np.int32 if float(whole.max()) <= np.iinfo(np.int32).max else np.int64
+    own, whole = own.astype(np.int64), whole.astype(small)
+    digest = hashlib.blake2b(own.tobytes(), digest_size=8).hexdigest()
+    amounts = Amounts(of_samples=whole, total=int(own.sum()), fingerprint=digest)
+    return dataclasses.replace(leaf, amounts=amounts)
 
 
 class AmountBlend(WeightParts):
     """The weights of a mix by amounts."""
+
+    def draws(self, leaves: Sequence[OrderedLeaf], lane: int, at: Standing) -> AmountDraws:
+        """Return the draws of a lane, from a position on."""
+        return AmountDraws(self, leaves, lane, at)
 
     @cached_property
     def shares(self) -> Memo[int, list[Fraction]]:
@@ -66,25 +112,8 @@ class AmountBlend(WeightParts):
 
     def first_sum(self, lane: int, leaf: OrderedLeaf) -> int:
         """Return the sum of a leaf with which a lane begins."""
-        assert leaf.amounts is not None
         phase = (fold(self.key, _PHASE, leaf.order.key) + lane * lane_step(self.num_lanes)) & MASK64
         return phase * leaf.amounts.total // leaf.order.num_samples >> 64
-
-
-class Standing(NamedTuple):
-    """Where a lane is in its blend.
-
-    Attributes:
-        draw: The next draw.
-        leaf_draws: Draws made before in each leaf.
-        sums: The sums of the leaves, in a blend by amounts; none where it begins.
-        origin: Draw at which the lane began with this blend.
-    """
-
-    draw: int
-    leaf_draws: Sequence[int]
-    sums: Sequence[int] = ()
-    origin: int = 0
 
 
 class _Chosen(NamedTuple):
@@ -206,7 +235,6 @@ class AmountDraws:
         rates = []
         for leaf, weight in zip(active, weights, strict=True):
             amounts = self._leaves[leaf].amounts
-            assert amounts is not None
             rates.append(weight * self._leaves[leaf].order.num_samples / amounts.total)
         total = sum(rates)
         return [int(count * rate / total * 1.1) + 4 for rate in rates]
@@ -229,7 +257,6 @@ class AmountDraws:
     def _look_up(self, number: int, count: int) -> None:
         """Look up the amounts of further draws of a leaf."""
         leaf, ahead = self._leaves[number], self._ahead[number]
-        assert leaf.amounts is not None
         first = self._leaf_draws[number] + ahead.size
         rounds = leaf.order.rounds_at(self._lane, first, max(count, _LOOKED_UP))
         samples = rounds.indices[first - rounds.first :]
@@ -241,7 +268,6 @@ class AmountDraws:
 
 def _left(leaf: OrderedLeaf, lane: int, start: int) -> int:
     """Return the amount of a leaf that a lane comes to and that is not banned at a global draw."""
-    assert leaf.amounts is not None
     assert leaf.bans is not None
     banned = leaf.bans.samples[leaf.bans.starts <= start]
     total = leaf.amounts.total

@@ -26,7 +26,7 @@ import functools
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -34,8 +34,7 @@ from typing import Protocol
 
 import numpy as np
 
-from energon_bridge.mix import WeightSchedule
-from energon_bridge.plan.changes import GivenWeights, LeafWeights, WeightParts
+from energon_bridge.plan.changes import WeightParts
 from energon_bridge.plan.leaf import Memo
 from energon_bridge.rng import MASK64, IntArray, UIntArray, below, fold
 
@@ -370,137 +369,3 @@ def _place_of(quotas: IntArray, phases: IntArray, number: int) -> int:
         else:
             low = middle
     return low
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Buckets: a run whose global batches each come from one group of samples, such as images of one size.
-#
-# Every leaf of the mix is cut into one leaf for each bucket that it has samples of (`mix/leaves.py`). Microbatch m of
-# *every* lane comes from the same bucket, a function of m alone; a global batch is a lap over the lanes, or part of
-# one, so all ranks of all its steps have one bucket, on any number of ranks. Of a lap, a bucket of N samples in
-# microbatches of r gets `N / r` divided by the sum over all buckets, in the order of a weighted mix of one lane. So
-# buckets are mixed all along in proportion to their samples, and each stays within a few global batches of its share.
-#
-# Within a bucket a lane draws as in a run that has only this bucket: its draws there are counted by themselves, from
-# leaf to leaf and from epoch to epoch. So nothing is dropped at the end of an epoch: the microbatch goes on with the
-# next one.
-#
-# A bucket is *spent* when all its samples that have a weight are banned. The laps that fall to spent buckets go to the
-# others, in proportion to theirs: the k-th of them to the bucket that has lap k of a mix of the others alone. No other
-# lap moves. Which buckets are spent follows from the bans, which with buckets hold for the whole run, so it is still a
-# function of m. Where all are spent, nothing is left to go to, and the rule does not apply.
-
-
-_BUCKETS, _LEAVES, _SPENT = 8, 9, 10
-_TURNS = 4096
-"""Microbatches whose buckets are looked up at once: counting those before is slow where there are many buckets."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BucketBlend:
-    """Says which bucket a microbatch comes from, and of a bucket which leaf a draw comes from.
-
-    Args:
-        names: Of the buckets.
-        rows: Samples in a microbatch of each bucket.
-        of_leaf: The bucket of each leaf.
-        weights: The weight of each leaf among all, as a share of samples; they add up to 1.
-        num_lanes: L.
-        key: Key of the run.
-        gone: The leaves of which every sample is banned.
-    """
-
-    names: tuple[str, ...]
-    rows: tuple[int, ...]
-    of_leaf: tuple[int, ...]
-    weights: tuple[Fraction, ...]
-    num_lanes: int
-    key: int
-    gone: frozenset[int] = frozenset()
-
-    def bucket(self, microbatch: int) -> int:
-        """Return the bucket of a lane's microbatch, for any lane."""
-        return self._turns[microbatch // _TURNS][microbatch % _TURNS]
-
-    @cached_property
-    def _turns(self) -> Memo[int, list[int]]:
-        """The buckets of microbatches, `_TURNS` of them at once."""
-        return Memo(self._next_turns, 4)
-
-    def _next_turns(self, number: int) -> list[int]:
-        buckets = self._laps.leaves(0, number * _TURNS, _TURNS)
-        if self._instead is not None:
-            is_spent = np.zeros(len(self.rows), dtype=np.bool_)
-            is_spent[self._spent] = True
-            moved = is_spent[buckets]
-            before = int(self._laps.counts(0, number * _TURNS)[self._spent].sum())
-            buckets[moved] = self._instead.leaves(0, before, int(moved.sum()))
-        return buckets.tolist()
-
-    def microbatches(self, microbatch: int) -> IntArray:
-        """Return how many of a lane's microbatches before one come from each bucket, shape (buckets,)."""
-        counts = self._laps.counts(0, microbatch)
-        if self._instead is not None:
-            before = int(counts[self._spent].sum())
-            counts[self._spent] = 0
-            counts += self._instead.counts(0, before)
-        return counts
-
-    def draws(self, bucket: int, leaf_draws: Sequence[int]) -> int:
-        """Return a lane's draws in a bucket, from those in all leaves."""
-        return sum(count for count, of in zip(leaf_draws, self.of_leaf, strict=True) if of == bucket)
-
-    def leaf_draws(self, lane: int, microbatch: int) -> list[int]:
-        """Return a lane's draws of each leaf before a microbatch."""
-        draws = (self.microbatches(microbatch) * np.array(self.rows)).tolist()
-        total = np.zeros(len(self.of_leaf), dtype=np.int64)
-        for blend, draw in zip(self.blends, draws, strict=True):
-            total += blend.counts(lane, draw) if draw else 0
-        return total.tolist()
-
-    @cached_property
-    def blends(self) -> tuple[WeightedBlend, ...]:
-        """For each bucket: which leaf, of all leaves, a draw in it comes from."""
-        found, schedules = [], [WeightSchedule.constant(weight) for weight in self.weights]
-        for bucket in range(len(self.rows)):
-            own = [one if of == bucket else _NEVER for one, of in zip(schedules, self.of_leaf, strict=True)]
-            key = fold(self.key, _LEAVES, bucket)
-            found.append(WeightedBlend(parts=_constant(own), num_lanes=self.num_lanes, key=key))
-        return tuple(found)
-
-    @cached_property
-    def _shares(self) -> list[Fraction]:
-        """The shares of the buckets in the laps."""
-        shares = [Fraction(0)] * len(self.rows)
-        for weight, bucket in zip(self.weights, self.of_leaf, strict=True):
-            shares[bucket] += weight / self.rows[bucket]
-        return shares
-
-    @cached_property
-    def _laps(self) -> WeightedBlend:
-        return self._mix(self._shares, _BUCKETS)
-
-    @cached_property
-    def _spent(self) -> list[int]:
-        """The buckets of which all samples that have a weight are banned."""
-        leaves = enumerate(zip(self.weights, self.of_leaf, strict=True))
-        left = {bucket for leaf, (weight, bucket) in leaves if weight and leaf not in self.gone}
-        return [bucket for bucket, share in enumerate(self._shares) if share and bucket not in left]
-
-    @cached_property
-    def _instead(self) -> WeightedBlend | None:
-        """The buckets of the laps that fall to spent ones; None: no bucket is spent, or all are."""
-        left = [Fraction(0) if bucket in self._spent else share for bucket, share in enumerate(self._shares)]
-        return self._mix(left, _SPENT) if self._spent and any(left) else None
-
-    def _mix(self, shares: Sequence[Fraction], domain: int) -> WeightedBlend:
-        parts = _constant(map(WeightSchedule.constant, shares))
-        return WeightedBlend(parts=parts, num_lanes=1, key=fold(self.key, domain))
-
-
-_NEVER = WeightSchedule.constant(Fraction(0))
-"""Of the leaves in other buckets: one for all, since there are as many of them as buckets times leaves."""
-
-
-def _constant(schedules: Iterable[WeightSchedule]) -> tuple[tuple[int, LeafWeights]]:
-    return ((0, GivenWeights(schedules=tuple(schedules))),)

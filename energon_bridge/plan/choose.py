@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeGuard, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from energon_bridge.plan.amounts import AmountBlend, AmountDraws, OrderedLeaf, Standing
-from energon_bridge.plan.blend import Blend, BucketBlend
+from energon_bridge.plan.blend import Blend
+from energon_bridge.plan.changes import LeafBans
 from energon_bridge.plan.leaf import LeafOrder, Round
 from energon_bridge.rng import IntArray
 
@@ -28,7 +28,73 @@ _TOGETHER = 256
 """Draws of a pass looked up at a time."""
 
 
-AnyBlend: TypeAlias = Blend | AmountBlend | BucketBlend
+class OrderedLeaf(Protocol):
+    """What choosing needs of a leaf: its order, its banned samples, and their amounts if the weights count them."""
+
+    @property
+    def order(self) -> LeafOrder: ...
+    @property
+    def bans(self) -> LeafBans | None: ...
+    @property
+    def amounts(self) -> Any: ...
+
+
+class Standing(NamedTuple):
+    """Where a lane is in its blend.
+
+    Attributes:
+        draw: The next draw.
+        leaf_draws: Draws made before in each leaf.
+        sums: The sums of the leaves, in a blend by amounts; none where it begins.
+        origin: Draw at which the lane began with this blend.
+    """
+
+    draw: int
+    leaf_draws: Sequence[int]
+    sums: Sequence[int] = ()
+    origin: int = 0
+
+
+class LeafDraws(Protocol):
+    """The leaves of the draws of one lane, from a position on."""
+
+    def take(self, count: int) -> IntArray:
+        """Return the leaves of the next draws, shape (count,)."""
+
+    def sums(self, draw: int) -> tuple[int, ...]:
+        """Return the sums of the leaves before a draw, not before one asked about earlier."""
+
+
+class SummingBlend(Protocol):
+    """A blend in which the next leaf of a lane depends on what it drew before: on a sum of each leaf."""
+
+    def draws(self, leaves: Sequence[OrderedLeaf], lane: int, at: Standing) -> LeafDraws:
+        """Return the draws of a lane, from a position on."""
+
+
+class BucketBlend(Protocol):
+    """Says which bucket a microbatch comes from, and for each bucket the blend of its leaves, by its number."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+    @property
+    def rows(self) -> Sequence[int]: ...
+    @property
+    def of_leaf(self) -> Sequence[int]: ...
+    @property
+    def blends(self) -> Sequence[Blend]: ...
+    def without(self, gone: frozenset[int]) -> BucketBlend: ...
+    def bucket(self, microbatch: int) -> int: ...
+    def draws_in(self, bucket: int, leaf_draws: Sequence[int]) -> int: ...
+    def leaf_draws(self, lane: int, microbatch: int) -> list[int]: ...
+
+
+def has_sums(blend: object) -> TypeGuard[SummingBlend]:
+    """Whether a blend is a `SummingBlend`: asked of each lane, and `isinstance` of a protocol costs 10 us."""
+    return hasattr(blend, "draws")
+
+
+AnyBlend: TypeAlias = Blend | SummingBlend | BucketBlend
 """Says which leaf each draw of a lane comes from: by its number alone, by what was drawn before, or by its bucket."""
 
 
@@ -183,25 +249,24 @@ class Chooser(Generic[R]):
 
     def __init__(self, cursors: Cursors[R], blend: AnyBlend | None, lane: int, at: Standing) -> None:
         self._cursors, self._lane, self._origin = cursors, lane, at.origin
-        self._amounts: AmountDraws | None = None
+        self._summed: LeafDraws | None = None
         self._blend: Blend | None = None
-        if isinstance(blend, AmountBlend):
-            self._amounts = AmountDraws(blend, cursors.leaves, lane, at)
+        if has_sums(blend):
+            self._summed = blend.draws(cursors.leaves, lane, at)
         else:
-            assert not isinstance(blend, BucketBlend)  # each of its buckets has a chooser of its own
-            self._blend = blend
+            self._blend = cast("Blend | None", blend)  # of buckets, each has a chooser of its own
         self.draw, self.leaf_draws = at.draw, list(at.leaf_draws)
 
     def sums(self, draw: int) -> tuple[int, ...]:
         """Return the sums of the leaves before a draw, not before one asked about earlier; none without amounts."""
-        return () if self._amounts is None else self._amounts.sums(draw)
+        return () if self._summed is None else self._summed.sums(draw)
 
     def spans(self, count: int) -> list[Span[R]]:
         """Choose the next `count` draws."""
         first, lane = self.draw, self._lane
         of_leaves: list[tuple[int, Sequence[int]]] = [(0, range(count))]
-        if self._amounts is not None:
-            of_leaves = by_leaf(self._amounts.take(count))
+        if self._summed is not None:
+            of_leaves = by_leaf(self._summed.take(count))
         elif self._blend is not None:
             of_leaves = by_leaf(self._leaves(count))
         spans: list[Span[R]] = []
@@ -285,11 +350,10 @@ def standing(leaves: Sequence[OrderedLeaf], blend: AnyBlend | None, lane: int, d
     """
     if blend is None:
         return Standing(draw, [draw])
-    assert not isinstance(blend, BucketBlend)
-    if not isinstance(blend, AmountBlend):
-        return Standing(draw, blend.counts(lane, draw).tolist())
+    if not has_sums(blend):
+        return Standing(draw, cast(Blend, blend).counts(lane, draw).tolist())
     counts = np.zeros(len(leaves), dtype=np.int64)
-    draws = AmountDraws(blend, leaves, lane, Standing(0, counts.tolist()))
+    draws = blend.draws(leaves, lane, Standing(0, counts.tolist()))
     for first in range(0, draw, _STRETCH):
         size = min(_STRETCH, draw - first)
         counts += np.bincount(draws.take(size), minlength=counts.size)

@@ -26,7 +26,7 @@ import numpy as np
 from energon_bridge.av import AVDecoder
 from energon_bridge.errors import ConfigurationError, EnergonError, MetadataError, SampleError
 from energon_bridge.format.columns import COLUMNS_INDEX, Column, column_path, encode_columns, read_columns, read_numbers
-from energon_bridge.format.dataset import PreparedDataset, prepared, read_index
+from energon_bridge.format.dataset import PreparedDataset, SplitFacts, prepared, read_index
 from energon_bridge.format.dataset_config import DatasetConfigs, fields_of
 from energon_bridge.format.jsonl import JsonlDataset
 from energon_bridge.format.media import kind_by_name
@@ -316,16 +316,10 @@ def _whole(path: str | os.PathLike[str], dataset_config: str, *, trust_remote_co
     store = open_store(path)
     store.check_root()
     counts = read_info(store).shard_counts
-    return prepared(
-        store,
-        DatasetConfigs(trust_remote_code=trust_remote_code).read(store, dataset_config),
-        split_part="",
-        shards=list(counts),
-        counts=list(counts.values()),
-        sizes=[store.size(shard) for shard in counts],
-        excluded=frozenset(),
-        fingerprint="",
-    )
+    config = DatasetConfigs(trust_remote_code=trust_remote_code).read(store, dataset_config)
+    sizes = [store.size(shard) for shard in counts]
+    facts = SplitFacts(list(counts), list(counts.values()), sizes, frozenset(), "", has_checksums=False)
+    return prepared(store, config, facts, split_part="", config_name=dataset_config)
 
 
 _Shard = tuple[str, int, int]

@@ -48,6 +48,7 @@ from energon_bridge.prepare.shards import (
 from energon_bridge.prepare.split import SplitRule
 from energon_bridge.rng import Permutation, draws, key_of
 from energon_bridge.rows.base import Layout, Source, SourceSample, check_layout, contents_of, first_rows
+from energon_bridge.rows.turns import has_empty_answer
 from energon_bridge.storage import open_store
 
 Progress = Callable[[int, int], None]
@@ -93,7 +94,7 @@ class Converted:
 
     `left_out` counts the files of a folder that were not taken, with the reason.
     `num_unread` media files could not be opened, `num_unread_images` of them images. `num_rejected` answers were left
-    out of samples that also have a preferred one.
+    out of samples that also have a preferred one. `empty` has the places of samples with an empty answer.
     """
 
     shard_counts: dict[str, int]
@@ -104,6 +105,7 @@ class Converted:
     num_unread_images: int
     left_out: tuple[str, ...] = ()
     num_rejected: int = 0
+    empty: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,6 +392,8 @@ def _make_shard(root: Path, options: ConvertOptions, find_only: bool, job: _Job)
                 shard.record.num_failed += not isinstance(error, SkipSample)
                 continue
             shard.record.num_rejected += sample.num_rejected
+            if options.layout.is_crude and _says_nothing(dict(content).get("json", b"")):
+                shard.record.empty.append(sample.where)
             for name, access in fields.items():
                 used = shard.record.fields.setdefault(name, [])
                 if access not in used:
@@ -398,6 +402,20 @@ def _make_shard(root: Path, options: ConvertOptions, find_only: bool, job: _Job)
         shard.abort()
         raise
     return False, shard.close(made_of=made_of).skipped
+
+
+def _says_nothing(data: bytes) -> bool:
+    """Return whether an answer of a conversation, as JSON, is empty."""
+    if _BLANK.search(data) is None:
+        return False
+    try:
+        entry = json.loads(data)
+        return isinstance(entry, dict) and has_empty_answer(entry)
+    except (ValueError, SampleError):  # for training to say
+        return False
+
+
+_BLANK = re.compile(rb'"(?:\\[nrt]|\s)*"|: *null')
 
 
 def stopped(message: object) -> SourceError:
@@ -500,6 +518,7 @@ def _finish(
         num_unread=unread.total(),
         num_unread_images=unread["image"],
         num_rejected=sum(load(shard).num_rejected for shard in shards),
+        empty=tuple(sorted((place for shard in shards for place in load(shard).empty), key=_by_number)),
     )
 
 

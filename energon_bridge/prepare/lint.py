@@ -214,7 +214,7 @@ def lint_encoded(
     Raises the errors of `get_val_dataset`.
     """
     from energon_bridge.datasets import get_savable_loader, get_val_dataset  # import torch
-    from energon_bridge.stream.failures import read_quarantine
+    from energon_bridge.loader.quarantine import read_quarantine
     from energon_bridge.stream.policy import ErrorPolicy
     from energon_bridge.worker_config import WorkerConfig
 

@@ -36,6 +36,7 @@ from energon_bridge.errors import (
     ShardMissingError,
     StorageError,
 )
+from energon_bridge.format.jpeg import plain_jpeg
 from energon_bridge.format.key_index import copy_key_index, sqlite_uri
 from energon_bridge.format.media import (
     HAS_HEIF,
@@ -48,7 +49,6 @@ from energon_bridge.format.media import (
     kind_by_head,
     kind_by_name,
     open_heic,
-    plain_jpeg,
 )
 from energon_bridge.format.nvmeta import (
     INDEX_SQLITE,

@@ -1,7 +1,7 @@
 """Samples and batches in notebooks: tables with small pictures of their images.
 
 Captions and keys come from the web, so they are escaped and shortened, and pictures are re-encoded from decoded values.
-A table is bounded in size, whatever a batch holds, and nothing here raises, as in `samples/showing.py`.
+A table is bounded in size, whatever a batch holds, and nothing here raises, as in `texts.py`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,8 @@ import reprlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from energon_bridge.samples.showing import (
-    MOST_FIELDS,
-    counted,
-    meta_field,
-    shortened,
-    shown_fields,
-    title_of,
-    value_text,
-)
+from energon_bridge.preview.texts import MOST_FIELDS, meta_field, shortened, shown_fields, title_of, value_text
+from energon_bridge.samples.showing import counted
 
 _MOST_ROWS = 8
 _MOST_TEXT = 60

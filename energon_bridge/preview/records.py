@@ -19,8 +19,8 @@ from energon_bridge.av import AVDecoder
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.media import HEAD_BYTES, extension_by_head
 from energon_bridge.preview.notebook import as_image
+from energon_bridge.preview.texts import value_text
 from energon_bridge.rows.turns import own_payload, part_kind
-from energon_bridge.samples.showing import value_text
 from energon_bridge.storage import ByteRange
 from energon_bridge.task_encoder.images import DeferredImage
 

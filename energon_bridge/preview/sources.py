@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypeVar
 
-from energon_bridge.errors import EnergonError
+from energon_bridge.errors import ConfigurationError, EnergonError
 from energon_bridge.forecast.run import Run
 from energon_bridge.forecast.samples import name_steps
 from energon_bridge.format.join import JoinedDataset
+from energon_bridge.loader.bans import look_up
 from energon_bridge.loader.run_plan import DatasetSpec, RunPlan, open_pipeline, plan_run
 from energon_bridge.plan.choose import Picks
 from energon_bridge.preview.records import Record, fields_of
@@ -88,6 +89,19 @@ class SampleSource:
         for leaf, count in zip(leaves, shared_out(limit, [leaf.num_samples for leaf in leaves]), strict=True):
             for index in leaf.numbers(count):
                 yield Drawn(key=(leaf.identity, index, 0, 0))
+
+    def by_key(self, keys: Sequence[str]) -> Iterator[Drawn]:
+        """Yield the samples with some keys; raises ConfigurationError for a key that none has."""
+        leaves = self._spec.leaves
+        known = look_up(leaves, keys)
+        for key in dict.fromkeys(keys):
+            places = [(leaf, numbers[key]) for leaf, numbers in zip(leaves, known, strict=True) if key in numbers]
+            drawn = [
+                (leaf.identity, index) for leaf, numbers in places for index in numbers[leaf.has(numbers)].tolist()
+            ]
+            if not drawn:
+                raise ConfigurationError(f"no sample has the key {key!r}. --split-part reads another part of the split")
+            yield from (Drawn(key=(identity, index, 0, 0)) for identity, index in drawn)
 
     def parts(self) -> list[Part]:
         """Return the datasets of the mix, in its order."""

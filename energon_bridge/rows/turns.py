@@ -170,6 +170,17 @@ def is_learned(role: str, turn: Mapping[str, Any]) -> bool:
     return all(said)
 
 
+def has_empty_answer(entry: Mapping[str, Any]) -> bool:
+    """Return whether an answer of a conversation that is learned says nothing. Raises SampleError as `read_turns`."""
+    for turn in read_turns(entry) or ():
+        role, content = ROLES.get(_role_name(turn) or ""), _content(turn)
+        if role == "assistant" and is_learned(role, turn) and not any(turn.get(key) for key in _SAYING):
+            parts = [content or ""] if content is None or isinstance(content, str) else content
+            if not any(part_kind(part) != "text" or (part_text(part) or "").strip() for part in parts):
+                return True
+    return False
+
+
 def system_prompt(entry: Mapping[str, Any]) -> Any:
     """Return the system prompt beside the turns or the pair of an entry."""
     return entry.get("system") or entry.get("system_prompt")

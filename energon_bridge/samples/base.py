@@ -21,7 +21,6 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar, dataclass_transform
 
 from energon_bridge.errors import ConfigurationError, UnfitSampleError, did_you_mean
 from energon_bridge.registry import load
-from energon_bridge.samples.showing import text_of
 
 T = TypeVar("T")
 
@@ -162,10 +161,10 @@ def _names_of(cls: type) -> tuple[str, ...]:
     return names
 
 
-def _html(record: Any, names: Iterable[str]) -> str:
-    """Return a table of a sample or batch, for notebooks."""
-    markup: str = load("view", "notebook")(record, names)
-    return markup
+def _shown(record: Any, names: Iterable[str], view: str = "text") -> str:
+    """Return the text of a sample or batch, or its table for notebooks."""
+    shown: str = load("view", view)(record, names)
+    return shown
 
 
 class _Record:
@@ -182,10 +181,10 @@ class _Record:
             cls.__repr__ = _Record.__repr__  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
-        return text_of(self, field_names(type(self)))
+        return _shown(self, field_names(type(self)))
 
     def _repr_html_(self) -> str:
-        return _html(self, field_names(type(self)))
+        return _shown(self, field_names(type(self)), "notebook")
 
     def __getitem__(self, name: str) -> Any:
         names = field_names(type(self))
@@ -289,10 +288,10 @@ class CrudeSample(dict[str, Any]):
     """
 
     def __repr__(self) -> str:
-        return text_of(self, self)
+        return _shown(self, self)
 
     def _repr_html_(self) -> str:
-        return _html(self, self)
+        return _shown(self, self, "notebook")
 
     @classmethod
     def from_joined(cls, *samples: CrudeSample | None, **named: Any) -> Self:
@@ -345,9 +344,8 @@ class Batch(_Record):
             raise ConfigurationError(f"{cls.__name__}.from_samples got no samples; it needs at least one")
         collated = dict(values)
         for name in init_field_names(cls):
-            if name in values or not all(_has(sample, name) for sample in samples):
+            if name in values or (column := _column(samples, name)) is None:
                 continue
-            column = [_read(sample, name) for sample in samples]
             if name in META_FIELDS:
                 collated[name] = batch_meta(name, column)
             else:
@@ -389,12 +387,20 @@ _META_COLLATORS: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
-def _has(sample: Any, name: str) -> bool:
-    return name in sample if isinstance(sample, _Record | dict) else hasattr(sample, name)
-
-
-def _read(sample: Any, name: str) -> Any:
-    return sample[name] if isinstance(sample, _Record | dict) else getattr(sample, name)
+def _column(samples: Sequence[Any], name: str) -> list[Any] | None:
+    """Return a field of all samples; None if one has no such field."""
+    one_type = type(samples[0])
+    if issubclass(one_type, _Record) and all(type(sample) is one_type for sample in samples):
+        names = field_names(one_type)
+        name = name if name in names else one_type.__aliases__.get(name, name)
+        return [getattr(sample, name) for sample in samples] if name in names else None
+    column = []
+    for sample in samples:
+        by_name = isinstance(sample, _Record | dict)
+        if not (name in sample if by_name else hasattr(sample, name)):
+            return None
+        column.append(sample[name] if by_name else getattr(sample, name))
+    return column
 
 
 def over_tensors(value: Any, change: Callable[[Any], Any], method: str) -> Any:

@@ -383,7 +383,7 @@ class SlabPool:
             return None
         address, base = lent
         # A view of the lender's type, which is what keeps its memory.
-        view = type(base)((sum(map(len, rows)), *first.shape[1:]), bits, base, start - address)
+        view = type(base)((sum(row.shape[0] for row in rows), *first.shape[1:]), bits, base, start - address)
         return torch.from_numpy(view).view(first.dtype)
 
     def lent_at(self, start: int, size: int) -> tuple[int, np.ndarray] | None:

@@ -188,16 +188,14 @@ class LocalStore(Rooted):
 
     def read_range(self, rel: str, offset: int, length: int) -> bytes:
         way = self._way or self._way_to_files()
-        if way == "helper":
-            return self._files.stalls.run(
-                lambda: self._read_open(self._open(rel), rel, offset, length), lambda: self._range(rel, offset, length)
-            )
-        file = self._open(rel)
-        if way == "probe" and length >= _PROBED and not is_in_memory(file.descriptor, offset + length - 1):
-            return self._files.stalls.run(
-                lambda: self._read_open(file, rel, offset, length), lambda: self._range(rel, offset, length)
-            )
-        return self._read_open(file, rel, offset, length)
+        file = None if way == "helper" else self._open(rel)
+        at_once = file is not None and (way == "direct" or length < _PROBED)
+        if file is not None and (at_once or is_in_memory(file.descriptor, offset + length - 1)):
+            return self._read_open(file, rel, offset, length)
+        return self._files.stalls.run(
+            lambda: self._read_open(file or self._open(rel), rel, offset, length),
+            lambda: f"{self.url(rel)}: {length} bytes at offset {offset}",
+        )
 
     def read_ranges(self, rel: str, offsets: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
         if self._way_to_files() == "helper":
@@ -215,9 +213,6 @@ class LocalStore(Rooted):
                 block = self.read_range(rel, offset, length)
             blocks.append(block)
         return blocks
-
-    def _range(self, rel: str, offset: int, length: int) -> str:
-        return f"{self.url(rel)}: {length} bytes at offset {offset}"
 
     def _open(self, rel: str) -> _OpenFile:
         try:

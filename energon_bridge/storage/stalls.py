@@ -88,7 +88,7 @@ class Stalls:
             return value  # type: ignore[return-value]  # None only if the read returned it
         raise StorageError(
             f"{where()}: not read after {TRIES} tries, {self.seconds:g} s apart: the storage hangs. Check the mount "
-            "or the server, or allow more time with ErrorPolicy(read_timeout_seconds=...)"
+            "or the server, or allow more time with read_timeout_seconds=... in error_policy"
         )
 
     def _start(self, read: Callable[[], T], answers: Answers[T]) -> None:

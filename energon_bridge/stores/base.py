@@ -12,10 +12,10 @@ import sqlite3
 import struct
 import tempfile
 import threading
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
 from types import GenericAlias
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from energon_bridge.errors import (
     CorruptShardError,
@@ -42,6 +42,8 @@ from energon_bridge.format.tar import Follow, Member, parse_sample, split_member
 from energon_bridge.format.tar_index import index_name
 from energon_bridge.samples import SourceInfo, add_source_info
 from energon_bridge.storage import ByteRange, LocalStore, Store, open_store
+
+T = TypeVar("T")
 
 
 class Decoder(Protocol):
@@ -390,31 +392,26 @@ class SystemFileStore(FileStore):
 
     def read(self, key: str) -> tuple[bytes, SourceInfo]:
         """Return the bytes of a file by its path in the folder; raises FileNotInStoreError."""
-        self._check(key)
-        try:
-            data = self._store.read(key)
-        except ShardMissingError as error:
-            raise FileNotInStoreError(f"{self._store.root}: no file {key!r}") from error
-        return data, self._source(key)
+        return self._asked(self._store.read, key), self._source(key)
 
     def locate(self, key: str) -> tuple[ByteRange, SourceInfo] | None:
         """Return the location of a file's bytes, which is the whole file; raises FileNotInStoreError."""
-        self._check(key)
-        try:
-            size = self._store.size(key)
-        except ShardMissingError as error:
-            raise FileNotInStoreError(f"{self._store.root}: no file {key!r}") from error
+        size = self._asked(self._store.size, key)
         return ByteRange(store=self._store, rel=key, offset=0, size=size), self._source(key)
 
     def _source(self, key: str) -> SourceInfo:
         return SourceInfo(self._store.root, key, self._store.root, (key,))
 
-    def _check(self, key: str) -> None:
+    def _asked(self, ask: Callable[[str], T], key: str) -> T:
         parts = key.split("/")
         if not key or not parts[0] or ".." in parts or "\0" in key:
             raise FileNotInStoreError(
                 f"{self._store.root}: {key!r} leads out of the folder; expected the path of a file below it, without .."
             )
+        try:
+            return ask(key)
+        except ShardMissingError as error:
+            raise FileNotInStoreError(f"{self._store.root}: no file {key!r}") from error
 
     def get_path(self) -> str:
         return self._store.root
@@ -434,11 +431,10 @@ class JsonlFileStore(FileStore):
 
     def __init__(self, jsonl_path: str | os.PathLike[str]) -> None:
         self._path = os.fspath(jsonl_path)
-        self._dataset: JsonlDataset | None = None
 
     def read(self, key: str) -> tuple[bytes, SourceInfo]:
         """Return the line `<number>.json` as bytes, without the line's end; raises FileNotInStoreError."""
-        dataset = self._opened()
+        dataset = self._dataset
         number, _, part = key.partition(".")
         if part != PART or not (number.isascii() and number.isdigit()) or int(number) >= dataset.num_samples:
             raise FileNotInStoreError(
@@ -450,12 +446,11 @@ class JsonlFileStore(FileStore):
         return data, SourceInfo(dataset.path, key, name, (key,))
 
     def get_path(self) -> str:
-        return self._opened().path
+        return self._dataset.path
 
-    def _opened(self) -> JsonlDataset:
-        if self._dataset is None:
-            self._dataset = open_jsonl(self._path)
-        return self._dataset
+    @cached_property
+    def _dataset(self) -> JsonlDataset:
+        return open_jsonl(self._path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

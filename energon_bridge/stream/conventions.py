@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, Protocol
 
-from energon_bridge.plan.amounts import OrderedLeaf
-from energon_bridge.plan.choose import PassDraws
+from energon_bridge.plan.choose import OrderedLeaf, PassDraws
 from energon_bridge.samples import Batch, Sample
 from energon_bridge.topology import Ownership
 from energon_bridge.worker_config import WorkerConfig

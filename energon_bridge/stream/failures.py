@@ -12,12 +12,12 @@ import os
 import sysconfig
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from energon_bridge.errors import MetadataError, StorageError
 
@@ -146,24 +146,9 @@ logger = logging.getLogger(__name__)
 
 _BEGINS = b'{"dataset": '
 
+T = TypeVar("T")
 Named = tuple[str, int, str]
 """Identifies a failure: dataset and index of the first sample, and the hook."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuarantinedSample:
-    """A line of a quarantine file; `size` is 1 unless a pack or microbatch failed."""
-
-    dataset: str
-    shard: str
-    index: int
-    key: str
-    parts: tuple[str, ...]
-    hook: str
-    error: str
-    message: str
-    members: tuple[SamplePlace, ...] = ()
-    size: int = 1
 
 
 def quarantine_file(path: str | os.PathLike[str], rank: int, ranks: int) -> Path:
@@ -172,68 +157,32 @@ def quarantine_file(path: str | os.PathLike[str], rank: int, ranks: int) -> Path
     return whole if ranks == 1 else whole.with_name(f"{whole.stem}.rank{rank}{whole.suffix}")
 
 
-def read_quarantine(path: str | os.PathLike[str]) -> list[QuarantinedSample]:
-    """Return the samples in a quarantine file and its per-rank files, each once, sorted by name.
-
-    Examples:
-        >>> [sample.key for sample in read_quarantine("bad.jsonl")]
-        ['train-00003']
+def lines_in(file: Path, make: Callable[[dict[str, Any]], T]) -> list[T]:
+    """Return what is made of the lines of a quarantine file, each a failure.
 
     Raises:
-        StorageError: There is no such file.
-        MetadataError: A file has content, but none of its lines is a failure: it is no quarantine file.
+        StorageError: It cannot be read.
+        MetadataError: It has content, but none of its lines is a failure: it is no quarantine file.
     """
-    whole = Path(path)
-    files = [whole] if whole.exists() else []
-    files += sorted(whole.parent.glob(f"{whole.stem}.rank*{whole.suffix}"))
-    if not files:
-        raise StorageError(f"{whole}: no such quarantine file, and none of a rank beside it. Check the path")
-    found: dict[Named, QuarantinedSample] = {}
-    for file in files:
-        for sample in _samples_in(file):
-            found.setdefault((sample.dataset, sample.index, sample.hook), sample)
-    return sorted(found.values(), key=lambda one: (one.dataset, one.index, one.hook))
-
-
-def _samples_in(file: Path) -> list[QuarantinedSample]:
     try:
         data = file.read_bytes()
     except OSError as error:
         raise StorageError(f"{file}: cannot read the quarantine file: {error}") from error
-    samples, foreign = [], 0
+    made, foreign = [], 0
     for line in data.split(b"\n"):
         try:
-            samples.append(_parsed(json.loads(line)))
+            made.append(make(json.loads(line)))
         except (ValueError, KeyError, TypeError, AttributeError):
             # A kill may have cut off our last line.
             foreign += bool(line.strip()) and not line.startswith(_BEGINS)
-    if foreign and not samples:
+    if foreign and not made:
         raise MetadataError(
             f"{file}: not a quarantine file: none of its {foreign} lines is a failed sample. Pass the file that "
             "ErrorPolicy(quarantine=FILE) wrote, with one JSON object per line"
         )
     if foreign:
         logger.warning("%s: ignoring %d lines that are not failed samples", file, foreign)
-    return samples
-
-
-def quarantine_excludes(samples: Sequence[QuarantinedSample]) -> dict[str, list[str]]:
-    """Return for each dataset the `exclude` entries for its split.yaml that leave these samples out.
-
-    Examples:
-        >>> quarantine_excludes(read_quarantine("bad.jsonl"))
-        {'data/captions': ['train/shard_000.tar/train-00003']}
-
-    Packs, microbatches and samples without a key (whose first header cannot be read) get no entry.
-    """
-    entries: dict[str, list[str]] = {}
-    for sample in samples:
-        if sample.key and sample.size == 1:
-            entry = f"{sample.shard}/{sample.key}"
-            known = entries.setdefault(sample.dataset, [])
-            if entry not in known:
-                known.append(entry)
-    return entries
+    return made
 
 
 def write_reports(file: Path, reports: Sequence[Report]) -> None:
@@ -258,7 +207,7 @@ def known_in(file: Path) -> set[Named]:
     """Return the failures that a file already has."""
     if not file.exists():
         return set()
-    return {(sample.dataset, sample.index, sample.hook) for sample in _samples_in(file)}
+    return set(lines_in(file, lambda line: (line["dataset"], int(line["index"]), line["hook"])))
 
 
 def _line(report: Report) -> dict[str, Any]:
@@ -268,13 +217,6 @@ def _line(report: Report) -> dict[str, Any]:
     if report.members > 1:
         line |= {"members": [place[:4] for place in report.places], "size": report.members}
     return line
-
-
-def _parsed(line: Any) -> QuarantinedSample:
-    texts = {name: line[name] for name in ("dataset", "shard", "key", "hook", "error", "message")}
-    members = tuple(SamplePlace(*member) for member in line.get("members", ()))
-    index, size = int(line["index"]), int(line.get("size", 1))
-    return QuarantinedSample(**texts, index=index, parts=tuple(line["parts"]), members=members, size=size)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,11 +13,10 @@ import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Generator, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from energon_bridge.errors import FatalSampleError, HookTimeoutError
-from energon_bridge.plan.blend import BucketBlend
-from energon_bridge.plan.choose import AnyBlend
+from energon_bridge.plan.choose import AnyBlend, BucketBlend
 from energon_bridge.stream.draws import BatchRow, Draws, batch_rows, reencode, rows_of
 from energon_bridge.stream.grouping import Grouping
 from energon_bridge.stream.pack_buffer import Packing
@@ -42,7 +41,8 @@ class Lane:
         self.number = number
         self._pipeline = pipeline
         self._microbatches = state.microbatches
-        self._blend, self._leaf_draws = blend, list(state.leaf_draws)
+        self._turns = cast(BucketBlend, blend) if pipeline.settings.run.group_by else None
+        self._leaf_draws = list(state.leaf_draws)
         self._buckets: dict[int, Draws] = {}
         self._draws = self._bucket(state.microbatches) or Draws(number, pipeline, blend, state)
         self._first_draw = state.draw
@@ -59,13 +59,13 @@ class Lane:
 
     def _bucket(self, microbatch: int) -> Draws | None:
         """Return the draws in the bucket that a microbatch comes from; None without buckets."""
-        blend = self._blend
-        if not isinstance(blend, BucketBlend):
+        blend = self._turns
+        if blend is None:
             return None
         bucket = blend.bucket(microbatch)
         draws = self._buckets.get(bucket)
         if draws is None:
-            state = LaneState(0, blend.draws(bucket, self._leaf_draws), 0, tuple(self._leaf_draws))
+            state = LaneState(0, blend.draws_in(bucket, self._leaf_draws), 0, tuple(self._leaf_draws))
             draws = Draws(
                 self.number, self._pipeline, blend.blends[bucket], state, blend.rows[bucket], blend.names[bucket]
             )
@@ -110,13 +110,13 @@ class Lane:
 
     def _state(self) -> LaneState:
         draws = self._draws
-        if isinstance(self._blend, BucketBlend):
+        if self._turns is not None:
             if draws.taken or self._batches:
                 raise FatalSampleError(
                     f"{type(self._pipeline.code.encoder).__name__} makes several samples or batches of one, so "
                     "microbatches of one bucket (group_by) cannot follow from their numbers: make one of each"
                 )
-            for leaf, bucket in enumerate(self._blend.of_leaf):
+            for leaf, bucket in enumerate(self._turns.of_leaf):
                 if bucket in self._buckets:
                     self._leaf_draws[leaf] = self._buckets[bucket].leaf_draws[leaf]
             return LaneState(self._microbatches, sum(self._leaf_draws), 0, tuple(self._leaf_draws))

@@ -18,7 +18,6 @@ from energon_bridge.format.foreign import ForeignDataset, field_map_of
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import PART, JsonlDataset, is_jsonl, parse_line
 from energon_bridge.mix import AuxRef
-from energon_bridge.mix.leaves import Amounts
 from energon_bridge.plan.changes import LeafBans
 from energon_bridge.plan.leaf import LeafOrder
 from energon_bridge.rng import IntArray, fold
@@ -167,7 +166,7 @@ class Leaf:
     order: LeafOrder
     aux: Mapping[str, AuxRef] = field(default_factory=dict)
     bans: LeafBans | None = None
-    amounts: Amounts | None = field(default=None, repr=False, compare=False)
+    amounts: Any = field(default=None, repr=False, compare=False)
 
     @property
     def all_banned(self) -> bool:

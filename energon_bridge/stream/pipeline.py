@@ -34,7 +34,7 @@ from energon_bridge.stream.values import BANNED, Columns, FailedSample, RestoreK
 from energon_bridge.stream.watchdog import Activities, Watchdog
 from energon_bridge.task_encoder.base import decoder_of
 from energon_bridge.task_encoder.deferred import decode_deferred
-from energon_bridge.task_encoder.hooks import BATCH, NUMBER, UNKNOWN, Hook
+from energon_bridge.task_encoder.hooks import BATCH, NUMBER, UNKNOWN, Hook, Setting
 
 _LEAVES_TOGETHER = 32
 """Leaves of which a load reads draws at the same time if storage answers slowly."""
@@ -219,14 +219,9 @@ class Pipeline:
         self._memory = memory
         self._slab_pool.lender = memory
 
-    @contextlib.contextmanager
-    def lending(self) -> Iterator[None]:
+    def lending(self) -> Setting:
         """Allocate the microbatch that is stacked in this context from the lender's memory."""
-        LENDER.set(self._slab_pool if self._memory is None else self._memory)
-        try:
-            yield
-        finally:
-            LENDER.set(None)
+        return Setting(LENDER, self._slab_pool if self._memory is None else self._memory)
 
     def seconds_since(self, start: float) -> tuple[float, ...]:
         """Return the seconds since `start`, and those of them spent on loading and on batching; reset both.
@@ -293,14 +288,9 @@ class Pipeline:
             return None
         return self.code.begin(sample, self.source(leaf), (leaf, *key[1:]))
 
-    @contextlib.contextmanager
-    def adopting(self) -> Iterator[None]:
+    def adopting(self) -> Setting:
         """Join tensors in this context without a copy, if they are already adjacent."""
-        SLABS.set(self._slab_pool)
-        try:
-            yield
-        finally:
-            SLABS.set(None)
+        return Setting(SLABS, self._slab_pool)
 
     def collate(
         self,

@@ -23,6 +23,7 @@ from energon_bridge.errors import (
     SampleError,
     SkipSample,
     StoppedByPolicyError,
+    check_choice,
     check_number,
 )
 from energon_bridge.samples import Batch, Sample
@@ -100,10 +101,7 @@ class ErrorPolicy:
             raise ConfigurationError(
                 f"ErrorPolicy: on_error must be 'skip', 'raise' or a function of an exception, got {self.on_error!r}"
             )
-        if self.damaged_shards not in ("raise", "skip"):
-            raise ConfigurationError(
-                f"ErrorPolicy: damaged_shards must be 'raise' or 'skip', got {self.damaged_shards!r}"
-            )
+        check_choice("ErrorPolicy: damaged_shards", self.damaged_shards, ("raise", "skip"))
         rate = self.max_error_rate
         if rate is not None and not 0 <= rate <= 1:
             raise ConfigurationError(f"ErrorPolicy: max_error_rate must be between 0 and 1, got {rate!r}")
@@ -228,13 +226,13 @@ class FailureTracker:
             raise FatalSampleError(
                 f"{name}: {failures} {several} failed in a row, the last one {_ended(where + at)} Fix the data or the "
                 "hook, or allow more with __default_failure_tolerance__ of the encoder, "
-                "@stateless(failure_tolerance=…) on the hook, or ErrorPolicy(tolerance=…)"
+                "@stateless(failure_tolerance=…) on the hook, or tolerance=… in error_policy"
             ) from error
         if not is_chosen and (always := self._fails_always(error, hook, leaves or {}, several)):
             raise FatalSampleError(
                 f"{name}: {always}. All failed with the same error, so it is probably a mistake in the program or its "
                 f"configuration: {_ended(f'{kind}: {text_of(error)}{at}')} The last one: {names}. If the data is to "
-                "blame, raise SkipSample for bad samples, or allow failures with ErrorPolicy(tolerance=100)"
+                "blame, raise SkipSample for bad samples, or allow failures with tolerance=100 in error_policy"
             ) from error
         first = places[0].dataset, hook, type(error)
         self._kinds[first] += 1

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
-from energon_bridge.errors import ConfigurationError, check_number
+from energon_bridge.errors import ConfigurationError, check_choice, check_number
 from energon_bridge.format.checksums import Checksums
 from energon_bridge.plan.leaf import DEFAULT_PARALLEL_SHARD_ITERS
 from energon_bridge.stores import CachePool, NoCachePool
@@ -77,8 +77,7 @@ class RunSettings:
     conventions: Conventions = field(default_factory=Conventions)
 
     def __post_init__(self) -> None:
-        if self.checksums not in get_args(Checksums):
-            raise ConfigurationError(f"checksums must be always, sampled or never, got {self.checksums!r}")
+        check_choice("checksums", self.checksums, get_args(Checksums))
         for name, number in check_numbers({name: getattr(self, name) for name in _LEAST}).items():
             object.__setattr__(self, name, number)
         if self.shuffle_over_epochs_multiplier != -1:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from energon_bridge.plan.amounts import Standing
+from energon_bridge.plan.choose import Standing
 from energon_bridge.rng import IntArray
 from energon_bridge.stream.failures import Report
 

@@ -31,7 +31,7 @@ from energon_bridge.stream.failures import MAX_MEMBERS, SamplePlace, place_in
 from energon_bridge.stream.policy import FailureTracker
 from energon_bridge.stream.state import COUNTERS, Counts
 from energon_bridge.stream.watchdog import Activity, Words
-from energon_bridge.task_encoder.hooks import BATCH, CACHE, CONFIG, FAILED, NUMBER, SAMPLE, Hook, tallying
+from energon_bridge.task_encoder.hooks import BATCH, CACHE, CONFIG, FAILED, NUMBER, SAMPLE, TALLY, Hook, Setting
 
 logger = logging.getLogger(__name__)
 
@@ -181,11 +181,8 @@ class Steps:
                 SourceInfo(one.dataset, one.index, one.shard, tuple(f"{one.key}.{part}" for part in one.parts))
                 for one in places
             )
-            token = FAILED.set(({"__key__": places[0].key} if given is None else given, sources))
-            try:
+            with Setting(FAILED, ({"__key__": places[0].key} if given is None else given, sources)):
                 name = self.judge.failed(error, hook, places, len(members), paths)
-            finally:
-                FAILED.reset(token)
         for leaf, _ in members:
             counts.of(leaf)[COUNTERS.index(name)] += 1
 
@@ -275,17 +272,16 @@ def running_hooks(cache: CachePool, tally: Counter[str], *, put_back: bool, conf
 
     With `put_back`, restore the global generators afterwards.
     """
-    of_loader = CONFIG.set(config)
-    token, sample, batch, number = CACHE.set(cache), SAMPLE.set(()), BATCH.set(-1), NUMBER.set(-1)
-    try:
-        with tallying(tally), generators_put_back() if put_back else contextlib.nullcontext():
-            yield
-    finally:
-        CONFIG.reset(of_loader)
-        CACHE.reset(token)
-        SAMPLE.reset(sample)
-        BATCH.reset(batch)
-        NUMBER.reset(number)
+    with (
+        Setting(CONFIG, config),
+        Setting(CACHE, cache),
+        Setting(TALLY, tally),
+        Setting(SAMPLE, ()),
+        Setting(BATCH, -1),
+        Setting(NUMBER, -1),
+        generators_put_back() if put_back else contextlib.nullcontext(),
+    ):
+        yield
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from energon_bridge.stream.settings import Selection
 from energon_bridge.stream.state import Counts, SampleRef
 from energon_bridge.stream.steps import Attempt, Members, Ref, Source, Step, Steps
 from energon_bridge.task_encoder.deferred import decode_deferred
-from energon_bridge.task_encoder.hooks import BATCH, DELIVERING, LAST, UNKNOWN, Hook, hook_of, is_overridden
+from energon_bridge.task_encoder.hooks import BATCH, DELIVERING, LAST, UNKNOWN, Hook, Setting, hook_of, is_overridden
 
 _LOADING = (Hook.READ, Hook.DECODE, Hook.FIELD_MAP, Hook.PART_FILTER, Hook.SAMPLE_LOADER, Hook.JOINER, Hook.COOK)
 _LATE = (Hook.DECODE_DEFERRED, Hook.POSTENCODE)
@@ -180,11 +180,8 @@ class HookRunner:
         made = self._first(sample)
         if not isinstance(made, GeneratorType):
             return self._listed(made)
-        token = BATCH.set(UNKNOWN)  # its outputs may end up in several microbatches
-        try:
+        with Setting(BATCH, UNKNOWN):  # its outputs may end up in several microbatches
             return self._listed(made)
-        finally:
-            BATCH.reset(token)
 
     def _posted(self, step: Step, encoded: list[Any]) -> list[Any]:
         self.steps.now.hook = Hook.DECODE_DEFERRED
@@ -203,7 +200,7 @@ class HookRunner:
 
     def _post(self, step: Step, sample: Any, output: int) -> Any:
         step.begin(Hook.POSTENCODE, output)
-        with _delivering():
+        with Setting(DELIVERING, True):
             encoded = self.encoder.postencode_sample(sample)
         if isinstance(encoded, GeneratorType):
             raise FatalSampleError(
@@ -222,12 +219,9 @@ class HookRunner:
         `last`: no samples will join those left over.
         """
         with self.steps.step(Hook.SELECT, samples, refs[0], counts, lambda: members_of(refs)):
-            token = LAST.set(last)
-            try:
+            with Setting(LAST, last):
                 groups = self.encoder.select_samples_to_pack(samples)
                 groups = list(groups) if isinstance(groups, GeneratorType) else groups
-            finally:
-                LAST.reset(token)
             return selected_lists(groups, samples, self._where)
         return None
 
@@ -309,21 +303,12 @@ class HookRunner:
 
     def _delivered(self) -> contextlib.AbstractContextManager[None]:
         """Samples that went through `postencode_sample` have nothing deferred from here on."""
-        return _delivering() if self.own.posts else AS_IT_IS
+        return Setting(DELIVERING, True) if self.own.posts else AS_IT_IS
 
 
 def members_of(refs: Iterable[SampleRef]) -> Iterator[tuple[int, int]]:
     """Return leaf and index of some samples."""
     return ((ref.leaf, ref.sample) for ref in refs)
-
-
-@contextlib.contextmanager
-def _delivering() -> Iterator[None]:
-    token = DELIVERING.set(True)
-    try:
-        yield
-    finally:
-        DELIVERING.reset(token)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -365,7 +366,30 @@ def name_empty_answers(content: Conversation) -> None:
         warn_once("empty", _named, f"a sample has an empty answer, {why}")
 
 
+def name_control_tokens(content: Conversation | Document, tokens: re.Pattern[str], key: Any) -> None:
+    """Warn of control tokens of the tokenizer in texts, at the 1st, 10th, 100th, … sample with one."""
+    texts: Sequence[Piece | Turn] = content.pieces if isinstance(content, Document) else content.turns
+    for number, one in enumerate(texts, 1):
+        if (token := tokens.search(one.text)) is not None:
+            place = f"message {number} ({one.role})" if isinstance(one, Turn) else f"text {number}"
+            _counts["control"] += 1
+            if str(count := _counts["control"]).strip("0") == "1":
+                _logger.warning(
+                    f"{place} of sample {key!r} has {token[0]!r} in its text: the model gets this control token, as "
+                    "from transformers, and an answer seems to end there. Take it out of the data, or write it with a "
+                    f"space in it (samples like this in this process: {count})"
+                )
+            return
+
+
+_counts: Counter[str] = Counter()
 _named: set[str] = set()
+
+
+def name_missing_end() -> None:
+    """Warn, once, of a tokenizer without an end-of-sequence token."""
+    remedy = "set tokenizer.eos_token, or a template that writes an end of its own (stop_string)"
+    warn_once("end", _named, f"the tokenizer has no eos_token, so the model does not learn to end: {remedy}")
 
 
 def warn_once(name: str, named: set[str], message: str) -> None:

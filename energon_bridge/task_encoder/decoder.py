@@ -26,22 +26,14 @@ import gzip
 import io
 import json
 import logging
-import math
-import struct
-import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, lru_cache, partial
-from importlib import import_module
-from types import ModuleType
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple, Self
 
-import numpy as np
-import torch
-
-from energon_bridge.errors import ConfigurationError, DecodeError, check_number
+from energon_bridge.errors import ConfigurationError, DecodeError, check_choice, check_number
 from energon_bridge.format.documents import BOM
 from energon_bridge.format.media import AV_EXTENSIONS, HEAD_BYTES, IMAGE_EXTENSIONS, kind_by_head
 from energon_bridge.registry import load
@@ -52,6 +44,7 @@ from energon_bridge.task_encoder.hooks import DELIVERING
 logger = logging.getLogger(__name__)
 
 _images: Any = load("decoder", "image")
+_arrays: Any = load("decoder", "arrays")
 MAX_PART_BYTES = 2 << 30
 """Default of `SampleDecoder(max_part_bytes=...)`."""
 AV_FORMS = ("AVDecoder", "pyav", "torch")
@@ -149,8 +142,7 @@ class SampleDecoder:
             )
         object.__setattr__(self, "_form", form)
         object.__setattr__(self, "image_target", None if form is None else form.target)
-        if self.av_decode not in AV_FORMS:
-            raise ConfigurationError(f"av_decode must be one of {', '.join(AV_FORMS)}, got {self.av_decode!r}")
+        check_choice("av_decode", self.av_decode, AV_FORMS)
 
     def __call__(self, parts: Mapping[str, Any]) -> dict[str, Any]:
         """Decode all parts; meta fields (`__key__`, …) and values that are no longer bytes pass through."""
@@ -193,8 +185,8 @@ class SampleDecoder:
         codec = _CODECS.get(kind.extension)
         if self.read_pickles and kind.extension in _PICKLES:
             codec = load("decoder", "pickle")
-        if kind.extension in _ARCHIVES and self.max_part_bytes is not None and codec is not None:
-            codec = partial(_bounded, codec=codec, most=self.max_part_bytes)
+        if kind.extension in _arrays.ARCHIVES and self.max_part_bytes is not None and codec is not None:
+            codec = partial(_arrays.bounded, codec=codec, most=self.max_part_bytes)
         # A memoryview would keep the whole read alive.
         return bytes(raw) if codec is None else _run(kind.extension, codec, part_name, bytes(raw))
 
@@ -243,7 +235,6 @@ _DECODE_PARTS = SampleDecoder.__call__
 _HEIC = ("heic", "heif")
 """Images that torchcodec decodes without pillow-heif."""
 _PICKLES = ("pkl", "pickle", "pyd")
-_ARCHIVES = ("npz", "pth")
 _PIECE = 1 << 20
 _RAW = (bytes, bytearray, memoryview, ByteRange)
 _UNREAD_FROM = 1 << 20
@@ -286,132 +277,15 @@ def _gunzip(data: bytes | bytearray | memoryview, most: int | None) -> bytes:
             pieces.append(piece)
             size += len(piece)
             if size > most:
-                raise ValueError(_too_large(most))
+                raise ValueError(_arrays.too_large(most))
     return b"".join(pieces)
-
-
-def _bounded(data: bytes, codec: Callable[[bytes], Any], most: int) -> Any:
-    """Decode a part that may be a ZIP archive, if its content is small enough."""
-    if data[:2] == b"PK":
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            if sum(entry.file_size for entry in archive.infolist()) > most:
-                raise ValueError(_too_large(most))
-    return codec(data)
-
-
-def _too_large(most: int) -> str:
-    return f"it unpacks to more than {most:,} bytes; allow more with SampleDecoder(max_part_bytes=...)"
-
-
-def _npy(data: bytes) -> np.ndarray:
-    return _array(io.BytesIO(data), len(data))
-
-
-def _npz(data: bytes) -> dict[str, Any]:
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        arrays: dict[str, Any] = {}
-        for entry in archive.infolist():
-            with archive.open(entry) as file:
-                is_array = file.read(len(np.lib.format.MAGIC_PREFIX)) == np.lib.format.MAGIC_PREFIX
-                file.seek(0)
-                arrays[entry.filename.removesuffix(".npy")] = _array(file, entry.file_size) if is_array else file.read()
-    return arrays
-
-
-def _array(file: Any, size: int) -> np.ndarray:
-    """Read an array from a file of `size` bytes."""
-    try:
-        return np.lib.format.read_array(file, allow_pickle=False)
-    except MemoryError as error:
-        # numpy allocates the memory before it checks that the values are there.
-        file.seek(0)
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read(file)
-        if math.prod(shape) * dtype.itemsize > size:
-            raise ValueError(f"its header claims an array of {shape} {dtype}, in {size} bytes") from error
-        raise
-
-
-def _pth(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-
-
-def _safetensors(data: bytes) -> dict[str, torch.Tensor]:
-    """Read the tensors of a file: the length of a header, the header in JSON, and the values."""
-    buffer = bytearray(data)  # so that the tensors can be written to
-    (length,) = struct.unpack_from("<Q", buffer)
-    begin = 8 + length
-    if begin > len(buffer):
-        raise ValueError(f"its header has {length} bytes, in {len(buffer)} bytes")
-    tensors = {}
-    for name, entry in json.loads(buffer[8:begin]).items():
-        if name == "__metadata__":
-            continue
-        dtype, shape, (first, end) = getattr(torch, _TYPES[entry["dtype"]]), entry["shape"], entry["data_offsets"]
-        if not 0 <= first <= end <= len(buffer) - begin or math.prod(shape) * dtype.itemsize != end - first:
-            raise ValueError(f"tensor {name!r} of {shape} {dtype} does not fit bytes {first} to {end}")
-        values = (
-            torch.frombuffer(buffer, dtype=dtype, count=math.prod(shape), offset=begin + first) if end > first else None
-        )
-        tensors[name] = torch.empty(shape, dtype=dtype) if values is None else values.reshape(shape)
-    return tensors
-
-
-_TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool", "U8": "uint8"}
-_TYPES |= {"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "F8_E4M3": "float8_e4m3fn"}
-_TYPES |= {"F8_E5M2": "float8_e5m2", "U16": "uint16", "U32": "uint32", "U64": "uint64"}
-"""Types of torch by their names in safetensors."""
-
-
-def _tenbin(data: bytes) -> list[np.ndarray]:
-    # webdataset's own splitting trusts the lengths, and never ends on a negative one
-    from webdataset import tenbin
-
-    chunks: list[bytearray] = []
-    offset = 0
-    while offset < len(data):
-        magic, length = struct.unpack_from("@8sq", data, offset)
-        offset += 16
-        if magic != tenbin.magic_bytes or not 0 <= length <= len(data) - offset:
-            raise ValueError(f"no tenbin chunk at byte {offset - 16}")
-        chunks.append(bytearray(data[offset : offset + length]))  # a bytearray, so that the arrays can be written to
-        offset += tenbin.roundup(length)
-    return tenbin.decode_list(chunks)
-
-
-def _msgpack(data: bytes) -> Any:
-    library = _first_installed("msgpack")
-    return library.unpackb(data) if library else data
-
-
-def _cbor(data: bytes) -> Any:
-    library = _first_installed("cbor2", "cbor")
-    return library.loads(data) if library else data
-
-
-@cache
-def _first_installed(*packages: str) -> ModuleType | None:
-    for package in packages:
-        try:
-            return import_module(package)
-        except ImportError:
-            continue
-    logger.warning("%s is not installed, so parts that need it stay bytes. Install it with pip.", " or ".join(packages))
-    return None
 
 
 _CODECS: dict[str, Callable[[bytes], Any]] = {
     **dict.fromkeys(("txt", "text", "transcript"), _text),
     **dict.fromkeys(("cls", "cls2", "id", "index", "inx"), int),
     **dict.fromkeys(("json", "jsn"), json.loads),
-    **dict.fromkeys(("ten", "tb"), _tenbin),
-    **dict.fromkeys(("mp", "msg"), _msgpack),
-    "cbor": _cbor,
-    "npy": _npy,
-    "npz": _npz,
-    "pth": _pth,
-    "safetensors": _safetensors,
+    **_arrays.CODECS,
 }
 
 

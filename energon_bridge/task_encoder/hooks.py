@@ -7,17 +7,17 @@ what is running for the watchdog and for messages, and asks the error policy abo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.rng import fold
 from energon_bridge.samples import SourceInfo
 from energon_bridge.stores import CachePool, NoCachePool
+
+T = TypeVar("T")
 
 LONGEST_WAIT = 32
 """Selections after which lanes give up a sample that was left over by all of them."""
@@ -105,6 +105,22 @@ def is_overridden(encoder: Any, *hooks: Hook) -> bool:
 # These are context variables, so that nested encoders see the same values and each thread sees its own.
 
 
+class Setting:
+    """``with Setting(VARIABLE, value):`` gives a context variable a value, and then the one before again."""
+
+    __slots__ = ("_token", "_value", "_variable")
+
+    def __init__(self, variable: ContextVar[T], value: T) -> None:
+        self._variable: ContextVar[Any] = variable
+        self._value = value
+
+    def __enter__(self) -> None:
+        self._token = self._variable.set(self._value)
+
+    def __exit__(self, *error: object) -> None:
+        self._variable.reset(self._token)
+
+
 SAMPLE: ContextVar[tuple[int, ...]] = ContextVar("energon_bridge_sample")
 """Key of the draw of the current sample."""
 BATCH: ContextVar[int] = ContextVar("energon_bridge_batch")
@@ -177,16 +193,6 @@ def count_over_long(what: str, number: int = 1) -> None:
     tally = TALLY.get(None)
     if tally is not None:
         tally[what] += number
-
-
-@contextmanager
-def tallying(tally: Counter[str]) -> Iterator[None]:
-    """Make `count_over_long` add to a tally."""
-    token = TALLY.set(tally)
-    try:
-        yield
-    finally:
-        TALLY.reset(token)
 
 
 def current_buffer_is_last() -> bool:

@@ -38,19 +38,16 @@ import torch
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from energon_bridge.errors import ConfigurationError, DecodeError, did_you_mean, is_whole
+from energon_bridge.format.jpeg import ON_ITS_SIDE, ORIENTATION, jpeg_orientation, plain_jpeg
 from energon_bridge.format.media import (
     BY_EXTENSION,
     FORMATS,
     HAS_HEIF,
     HEAD_BYTES,
     IMAGE_EXTENSIONS,
-    ON_ITS_SIDE,
-    ORIENTATION,
     MediaFormat,
     format_by_head,
-    jpeg_orientation,
     open_heic,
-    plain_jpeg,
 )
 from energon_bridge.registry import load
 from energon_bridge.samples import streaming

@@ -136,6 +136,12 @@ class MultiModalSampleConfig:
     image_following_text: bool = True
 
 
+def layout_markers(template: ConversationTemplateConfig) -> str:
+    """Return the text in which a template writes tokens: its stop string, and a layout that has special tokens."""
+    layout = template.layout if template.layout and template.layout.has_special_tokens else ""
+    return f"{template.stop_string or ''}{layout}"
+
+
 class Rendered(NamedTuple):
     """A sample as text, and whether that text already has its begin and end tokens."""
 

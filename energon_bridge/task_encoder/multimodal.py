@@ -11,6 +11,7 @@ it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, cast
@@ -20,11 +21,11 @@ from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.task_encoder.base import TaskEncoder, decoder_of, default_hook
-from energon_bridge.task_encoder.conversation import Piece
+from energon_bridge.task_encoder.conversation import Piece, name_missing_end
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.hooks import count_over_long
 from energon_bridge.task_encoder.images import Alpha
-from energon_bridge.task_encoder.layout import MultiModalSampleConfig, Rendered, render
+from energon_bridge.task_encoder.layout import MultiModalSampleConfig, Rendered, layout_markers, render
 from energon_bridge.task_encoder.packed_sequences import MultiModalPack, batch_packs, pack_sequences
 from energon_bridge.task_encoder.packing import Packer
 from energon_bridge.task_encoder.pixels import PixelDtype, Profile, alpha_for, pixel_path, pixel_settings, process_image
@@ -39,6 +40,7 @@ from energon_bridge.task_encoder.sequences import (
     mrope_positions,
     with_norm,
 )
+from energon_bridge.task_encoder.templates import check_markers, control_tokens, template_source
 from energon_bridge.task_encoder.texts import is_fast, tokenize
 from energon_bridge.task_encoder.visual import concat_visual
 
@@ -77,7 +79,8 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         autorotate: Turn images as EXIF says, and videos as their headers say, as viewers do. False: as they are stored.
 
     Raises:
-        ConfigurationError: No tokenizer, image tokens that alone fill `seq_length`, or an image token without an id.
+        ConfigurationError: No tokenizer, image tokens that alone fill `seq_length`, an image token without an id or a
+            marker of the template that the tokenizer does not know.
     """
 
     decoder: SampleDecoder | None = SampleDecoder(image_decode="pilrgb")
@@ -124,6 +127,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         self._admits = packer is not None  # by itself no sample is longer than seq_length
         self.packer = packer or Packer(limits={"tokens": self._row_length}, size_of=self.padded_length)
         self._encoders: dict[type, SampleEncoder] = dict(SAMPLE_ENCODERS)
+        check_markers(layout_markers(self.config.conversation_template_config), tokenizer)
         self._image_token_id = _image_token_id(tokenizer, self.config)
         self._reserved = _reserved(tokenizer, self._image_token_id)
         pad_id = _first_id(tokenizer, "pad_token_id", "eos_token_id") or 0
@@ -150,7 +154,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
             SkipSample, OverLongSampleError: It does not fit into a pack of the given packer; its policy decides.
         """
         try:
-            content = read_sample(sample, self._encoders, self.config)
+            content = read_sample(sample, self._encoders, self.config, control_tokens=self._control_tokens)
             rendered = render(content, self.config, self.tokenizer)
             self._check_placeholders(rendered.pieces, len(content.images))
             sequence = Sequencer(longest=self.seq_length)
@@ -267,6 +271,8 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
                 sequence.add(text, learned=piece.learned)
             if piece.ends and eos is not None:
                 sequence.add([eos], learned=piece.learned)
+            elif piece.ends:
+                name_missing_end()
         sequence.cut = len(sequence.tokens) > sequence.longest + 1
         return visual
 
@@ -278,9 +284,10 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
             return tokenize(self.tokenizer, flat)
         special = self.tokenizer.all_special_tokens  # it puts a blank before a text, as those of Llama do
         image, before, fronts = self.config.image_token.token_str, "", []
+        mark = image if image in special else special[0] if special else ""  # a token that never stands in the text
         for piece, part in zip(pieces, texts, strict=True):
             for number, text in enumerate(part):
-                before = before if not number else image if image in special else ""
+                before = before if not number else mark
                 fronts.append(next((token for token in special if before.endswith(token)), "\n" if before else ""))
                 before = text or before
             before = (self.tokenizer.eos_token or before) if piece.ends else before
@@ -328,6 +335,12 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
     def _dtype(self) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self.pixels_dtype)
         return dtype
+
+    @cached_property
+    def _control_tokens(self) -> re.Pattern[str] | None:
+        template = self.config.conversation_template_config
+        texts = f"{template}{'' if template.layout else template_source(self.tokenizer, template.chat_template)}"
+        return control_tokens(self.tokenizer, texts, (*self._reserved.values(), self.config.image_token.token_str))
 
     @cached_property
     def _bos_and_eos(self) -> tuple[int | None, int | None]:

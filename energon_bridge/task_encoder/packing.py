@@ -32,7 +32,14 @@ from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
-from energon_bridge.errors import ConfigurationError, OverLongSampleError, SkipSample, UnfitSampleError, is_whole
+from energon_bridge.errors import (
+    ConfigurationError,
+    OverLongSampleError,
+    SkipSample,
+    UnfitSampleError,
+    check_choice,
+    is_whole,
+)
 from energon_bridge.rng import IntArray
 from energon_bridge.task_encoder.hooks import LONGEST_WAIT, MAX_LIMIT, count_over_long, current_buffer_is_last
 
@@ -266,8 +273,7 @@ class Packer(Generic[T]):
                     f"Packer: the limit {name!r} must be an integer from 1 to 2^31 - 1, got {limit!r}"
                 )
         object.__setattr__(self, "limits", {name: int(limit) for name, limit in self.limits.items()})
-        if self.method not in ALGORITHMS:
-            raise ConfigurationError(f"Packer: method must be one of {', '.join(ALGORITHMS)}, got {self.method!r}")
+        check_choice("Packer: method", self.method, tuple(ALGORITHMS))
         if not 0 <= self.min_fill <= 1:
             raise ConfigurationError(f"Packer: min_fill must be between 0 and 1, got {self.min_fill}")
         if not 1 <= self.max_wait <= LONGEST_WAIT:

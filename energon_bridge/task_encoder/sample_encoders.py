@@ -16,6 +16,7 @@ own in place of these, or adds types:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from string import ascii_uppercase
 from types import MappingProxyType
@@ -43,6 +44,7 @@ from energon_bridge.task_encoder.conversation import (
     Turn,
     has_turns,
     list_images,
+    name_control_tokens,
     name_empty_answers,
     read_conversation,
 )
@@ -58,6 +60,7 @@ def read_sample(
     *,
     place_images: Literal["before", "after"] = "before",
     takes_sound: bool = False,
+    control_tokens: re.Pattern[str] | None = None,
 ) -> Conversation | Document:
     """Return what a sample has to say: by the encoder of its type, else by its turns.
 
@@ -67,6 +70,7 @@ def read_sample(
         config: For the encoders.
         place_images: Where images without a placeholder go in turns, seen from the text of the first question.
         takes_sound: Whether the model hears; otherwise a sample with sound is refused, since it would be left out.
+        control_tokens: Finds those of the tokenizer; a text with one is warned of.
 
     Raises:
         SampleError: The sample cannot be learned.
@@ -82,6 +86,8 @@ def read_sample(
         raise SampleError("the sample has no text to learn")
     if isinstance(content, Conversation):
         name_empty_answers(content)
+    if control_tokens is not None:
+        name_control_tokens(content, control_tokens, sample_key(sample))
     return content
 
 

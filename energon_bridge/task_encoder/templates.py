@@ -23,10 +23,12 @@ from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from energon_bridge.errors import ConfigurationError, SampleError, UnfitSampleError
+from energon_bridge.task_encoder.texts import tokenize
 
 _logger = logging.getLogger(__name__)
 PROBE = "a text"
 _SHOWN = 200
+_MARKER = re.compile(r"<\|[^<>\s{}]+\|>|</s>|<\w+_of_turn>")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # transformers fills the first two from any of them
 BEFORE_ALL = ("system", "developer")
 
@@ -278,6 +280,26 @@ class ChatTemplate:
 
     def _said(self, role: str, text: str) -> Any:
         return [{"type": "text", "text": text}] if self.takes_parts(role) else text
+
+
+def check_markers(text: str, tokenizer: Any) -> None:
+    """Raise ConfigurationError if a marker of a template, as `<|im_end|>`, is several tokens: letters, to the model."""
+    markers = dict.fromkeys(_MARKER.findall(text))
+    if missing := [one for one in markers if len(tokenize(tokenizer, [one])[0]) > 1]:
+        raise ConfigurationError(
+            f"the template writes {' and '.join(missing)}, which the tokenizer does not know: the model would learn it "
+            f"letter by letter. Add it with tokenizer.add_tokens({missing}, special_tokens=True) and "
+            "model.resize_token_embeddings(len(tokenizer)), or set a template of tokens that the tokenizer has"
+        )
+
+
+def control_tokens(tokenizer: Any, template: str, media: Iterable[str | None]) -> re.Pattern[str] | None:
+    """Return what finds a tokenizer's control tokens in a text: those that begin and end texts, and the template's."""
+    own = {getattr(tokenizer, f"{name}_token", None) for name in ("bos", "eos", "pad")}
+    names = {*getattr(tokenizer, "all_special_tokens", ())}
+    names |= {str(one) for one in getattr(tokenizer, "added_tokens_decoder", {}).values() if one.special}
+    names = {name for name in names.difference(media) if name in own or name in template}
+    return re.compile("|".join(map(re.escape, sorted(names)))) if names else None
 
 
 # Texts that are only written ------------------------------------------------------------------------------------------

@@ -47,7 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.copy_configs is not None:
             copy_configs(options.copy_configs)
             return 0
-        config = load_config(options.config, options.overrides)
+        try:
+            config = load_config(options.config, options.overrides)
+        except ConfigurationError as error:
+            if options.dry_run:
+                raise ConfigurationError(f"{error}{_wrong_inputs(options.config, options.overrides)}") from error
+            raise
         # Only now: torch, lightning and transformers take seconds, and a typing error should not.
         from energon_bridge.training import run as training
 
@@ -77,6 +82,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if result.main_rank and result.read is not None:
         print(f"validation {config.validation.name} read: {100 * result.read:.1f} %", flush=True)
     return 0
+
+
+def _wrong_inputs(path: str, overrides: Sequence[str]) -> str:
+    """Return what is wrong with the data and the model of a configuration that is wrong itself, each on its line."""
+    from energon_bridge.training.run import dry_run
+
+    try:
+        config = load_config(path, overrides, inputs=True)
+    except ConfigurationError:
+        return ""  # it does not say which
+    try:
+        dry_run(config, inputs=True)
+    except EnergonError as error:
+        return f"\n{error}"
+    return ""
 
 
 def copy_configs(folder: str) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_bridge.errors import ConfigurationError, EnergonError
+from energon_bridge.task_encoder.families.registry import model_place
 
 _IMAGE, _PAD = "<image>", "<pad>"
 
@@ -46,6 +47,7 @@ def assemble_llava(language_model: str, vision_tower: str, folder: Path, *, visi
     if folder.exists():
         raise ConfigurationError(f"{folder} already exists: choose another folder, or remove it")
     try:
+        language_model, vision_tower = model_place(language_model), model_place(vision_tower)
         tokenizer = AutoTokenizer.from_pretrained(language_model)
         language: Any = AutoModelForCausalLM.from_pretrained(language_model, dtype=torch.float32)
         vision: Any = CLIPVisionModel.from_pretrained(vision_tower, dtype=torch.float32)

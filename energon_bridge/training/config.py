@@ -157,9 +157,9 @@ class DataConfig:
         max_num_images: Maximum images and videos per sample; samples with more are skipped and counted. null: no limit.
         max_num_frames: Maximum frames of a video, which has two for each second otherwise; null: 768.
         max_video_tokens: Maximum tokens of all videos of a sample, which get fewer frames to fit; null: no limit.
-        video_sound: true: omni models hear the sound tracks of videos, in time with their frames. null: they do not.
-        max_sound_seconds: Sounds are cut off after so many seconds. null: a sound that is longer than the model takes
-            is an error.
+        video_sound: true: omni models hear the sound tracks of videos, in time with their frames.
+        max_sound_seconds: Sounds are cut off after so many seconds; null: longer than the model takes is an error.
+        error_policy: Fields of `ErrorPolicy`, such as `{quarantine: failed.jsonl}`.
         settings: Further settings of the data module, by name.
     """
 
@@ -191,6 +191,7 @@ class DataConfig:
     max_video_tokens: int | None = None
     video_sound: bool | None = None
     max_sound_seconds: float | None = None
+    error_policy: dict[str, Any] | None = None
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property

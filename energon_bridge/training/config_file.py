@@ -18,12 +18,17 @@ from typing import Any, Literal
 import yaml
 
 from energon_bridge.errors import ConfigurationError, UnknownArgumentError, did_you_mean
-from energon_bridge.training.config import DataConfig, RunConfig
+from energon_bridge.training.config import DataConfig, ModelConfig, RunConfig
 
 PACKAGE_CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 """The configurations that the package brings, which are those of the checkout's folder `configs`."""
 
 _PLAIN = (int, float, str, bool)
+_INPUTS: Mapping[str, Sequence[str]] = {
+    "data": ("path", "trust_remote_code", "dataset_config", "split_config"),
+    "model": [f.name for f in fields(ModelConfig)],
+    "validation": ("limit_batches",),
+}
 _SET_BY_TRAINING = (
     *("seed", "replica_loading", "masked_microbatches", "validate_each_dataset"),
     *("repeat", "virtual_epoch_length", "decoder_seq_length"),
@@ -31,12 +36,13 @@ _SET_BY_TRAINING = (
 """Settings of the data module that have other keys, or none: training decides how long it lasts."""
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, inputs: bool = False) -> RunConfig:
     """Read a configuration file and apply overrides.
 
     Args:
         path: A YAML file, see `find_config`; None starts from the defaults.
         overrides: `section.key=value` texts; later ones win.
+        inputs: Take only what says which data and model it has, whatever is wrong, and the defaults for the rest.
 
     Raises:
         ConfigurationError: The file cannot be read, or values are wrong: all of them are named.
@@ -49,11 +55,17 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunCo
             _override(values, text)
         except ConfigurationError as error:
             wrong.append((text.partition("=")[0], error))
+    if inputs:
+        sections = {name: values[name] for name in _INPUTS if isinstance(values.get(name), dict)}
+        values = {name: {k: v for k, v in one.items() if k in _INPUTS[name]} for name, one in sections.items()}
     try:
         config: RunConfig = _build(RunConfig, values, prefix="", where=str(path), wrong=wrong)
     except ConfigurationError as error:  # of values that do not go together; not of the defaults for wrong ones
         lines = [line for line in str(error).split("\n") if not any(name in line for name, _ in wrong)]
         wrong += [("", ConfigurationError(line)) for line in lines]
+        inputs = False
+    if inputs and "path" in values.get("data", {}):
+        return config
     if len(wrong) == 1:
         raise wrong[0][1]
     if wrong:
@@ -177,8 +189,10 @@ def key_hint(name: str) -> str:
     """Return the sentence to say about a key that does not exist: the nearest ones, or all that do."""
     known = _all_keys(RunConfig)
     # The right key in the wrong section is as common as a typo.
-    elsewhere = next((key for key in known if key.rpartition(".")[2] == name.rpartition(".")[2]), "")
-    hint = did_you_mean(name, known, cutoff=0.5) or did_you_mean(elsewhere, known)
+    elsewhere = [key for key in known if key.rpartition(".")[2] == name.rpartition(".")[2]]
+    hint = did_you_mean(name, elsewhere, cutoff=0.0) or did_you_mean(name, known, cutoff=0.5)
+    if name.startswith("validation.") and elsewhere == ["data.path"]:
+        hint += " Validation reads its split part `val`; a mix has other data under splits: val."
     return hint or f" Known keys: {', '.join(known)}"
 
 

@@ -25,7 +25,7 @@ from energon_bridge.task_encoder.families import (
     Family,
     ProcessorFamily,
 )
-from energon_bridge.task_encoder.families.registry import load_pretrained
+from energon_bridge.task_encoder.families.registry import load_pretrained, model_place
 from energon_bridge.task_encoder.layout import ImageToken, MultiModalSampleConfig
 from energon_bridge.training.config import ModelConfig
 
@@ -519,20 +519,21 @@ def load_model(
     # Optimizers lose small steps on weights in bfloat16, which is what most are stored in; precision is the trainer's.
     options = {"dtype": torch.float32, "attn_implementation": attn_implementation}
     try:
-        config = AutoConfig.from_pretrained(name_or_path)
+        place = model_place(name_or_path)
+        config = AutoConfig.from_pretrained(place)
         config = getattr(config, "thinker_config", config)  # the part of omni models that writes text
         family, image_processor = None, None
         if config.model_type in PLAIN:
-            tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+            tokenizer = AutoTokenizer.from_pretrained(place)
         else:
             # The template of the processor knows images; that of the tokenizer may be the language model's.
-            pretrained = load_pretrained(name_or_path)
+            pretrained = load_pretrained(place)
             tokenizer, family = pretrained.tokenizer, pretrained.family
             tokenizer.chat_template = pretrained.chat_template or tokenizer.chat_template
             image_processor = family.processor if isinstance(family, ProcessorFamily) else None
         if image_processor is None:
-            image_processor = AutoImageProcessor.from_pretrained(name_or_path, backend="pil")
-        model = _model(name_or_path, config, init, options)
+            image_processor = AutoImageProcessor.from_pretrained(place, backend="pil")
+        model = _model(place, config, init, options)
     except ImportError as error:
         raise ConfigurationError(
             f"cannot load model {name_or_path!r} (model.attn_implementation={attn_implementation}): {error}"

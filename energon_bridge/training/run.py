@@ -24,7 +24,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
@@ -35,12 +35,19 @@ import yaml
 
 from energon_bridge.datamodule import EnergonMultiModalDataModule, ReplicaLoading
 from energon_bridge.datasets import get_loader, get_train_dataset, get_val_dataset
-from energon_bridge.errors import ConfigurationError, EnergonError, did_you_mean, optional_packages
+from energon_bridge.errors import (
+    ConfigurationError,
+    EnergonError,
+    UnknownArgumentError,
+    did_you_mean,
+    optional_packages,
+)
 from energon_bridge.integrations.feedback import DoReMi, MixFeedback
 from energon_bridge.integrations.lightning import MixFeedbackCallback, RunReport
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.replica.warmup import CostWarmup
 from energon_bridge.rng import key_of
+from energon_bridge.stream.policy import ErrorPolicy
 from energon_bridge.task_encoder.base import TaskEncoder
 from energon_bridge.task_encoder.conversation import ChatSample, read_conversation
 from energon_bridge.task_encoder.costs import BatchCost, ColumnCost
@@ -150,8 +157,11 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
     return result
 
 
-def dry_run(config: RunConfig) -> str:
+def dry_run(config: RunConfig, *, inputs: bool = False) -> str:
     """Load model and data, encode one microbatch, and describe them as YAML; without training or leaving files behind.
+
+    Args:
+        inputs: Only load them.
 
     Raises:
         ConfigurationError: Data, model or both cannot be loaded; says what is wrong with each.
@@ -159,6 +169,8 @@ def dry_run(config: RunConfig) -> str:
     with tempfile.TemporaryDirectory() as folder:
         validates = config.validation.limit_batches != 0
         bundle = _load_inputs(config, Path(folder) / "model", validates=validates)
+        if inputs:
+            return ""
         data = build_data_module(config, bundle)
         try:
             batch = next(iter(data.train_dataloader()))
@@ -198,6 +210,7 @@ def _load_inputs(config: RunConfig, model_dir: Path, *, validates: bool = False)
     names = {name: one for name, one in config.data.settings.items() if name in ("dataset_config", "split_config")}
     opened = {"batch_size": 1, "trust_remote_code": config.data.trust_remote_code, **names}
     try:
+        _error_policy(config.data)
         get_train_dataset(config.data.path, **opened)
     except EnergonError as error:
         wrong.append(f"data: {error}")
@@ -238,8 +251,17 @@ def build_data_module(
         balance_cost=None if config.data.balance == "none" else _balance_cost(config.data, bundle),
         validate_each_dataset=config.validation.each_dataset,
         masked_microbatches="allow",  # both trainers weigh by the mask
-        **settings,
+        **settings | {"error_policy": _error_policy(config.data)},
     )
+
+
+def _error_policy(data: DataConfig) -> ErrorPolicy:
+    """Return the policy of a configuration. Raises ConfigurationError."""
+    given, known = data.error_policy or {}, [f.name for f in fields(ErrorPolicy)]
+    if unknown := next((name for name in given if name not in known), None):
+        hint = did_you_mean(unknown, known) or f" Known keys: {', '.join(known)}"
+        raise UnknownArgumentError(f"data.error_policy: there is no key {unknown!r}.{hint}")
+    return ErrorPolicy(**given)
 
 
 def _balance_cost(data: DataConfig, bundle: ModelBundle) -> BatchCost | ColumnCost | CostWarmup:

@@ -27,12 +27,12 @@ from energon_bridge.errors import (
     KeyIndexError,
     MediaMetadataError,
 )
+from energon_bridge.format.jpeg import plain_jpeg
 from energon_bridge.format.media import (
     AVMetadata,
     ImageMetadata,
     kind_by_head,
     kind_by_name,
-    plain_jpeg,
     read_metadata,
 )
 from energon_bridge.prepare import parse_ratio, prepare_dataset

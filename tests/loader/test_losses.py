@@ -86,7 +86,7 @@ def test_losses_are_named_once_at_the_end_of_an_epoch(workers: int, data: Path, 
     assert said == (
         f"{data}/poor: {100 * row['errors'] / drawn:.0f} % of this dataset's samples are left out: of {drawn} "
         f"drawn on this rank, {row['errors']} failed (different samples: 10 in encode_sample with ValueError). "
-        "ErrorPolicy(quarantine=FILE) lists what fails; max_error_rate=… stops a run that loses more."
+        "In error_policy, quarantine=FILE lists what fails; max_error_rate=… stops a run that loses more."
     )
     deliver(loader, 3 * SAMPLES)
     loader.close()
@@ -105,7 +105,7 @@ def test_each_cause_is_named(data: Path, losses: Losses) -> None:
     assert "skipped" not in first
     assert "failed (different samples: 10 in encode_sample with ValueError); " in second
     assert second.endswith(
-        "were skipped by hooks. ErrorPolicy(quarantine=FILE) lists what fails; max_error_rate=… "
+        "were skipped by hooks. In error_policy, quarantine=FILE lists what fails; max_error_rate=… "
         "stops a run that loses more. To keep them, check which hook raises SkipSample."
     )
 

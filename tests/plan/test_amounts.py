@@ -13,11 +13,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from energon_bridge.forecast.epochs import expected_draws
-from energon_bridge.mix.leaves import Amounts
-from energon_bridge.plan.amounts import AmountBlend, AmountDraws, Standing
+from energon_bridge.plan.amounts import AmountBlend, AmountDraws, Amounts
 from energon_bridge.plan.blend import lane_step
 from energon_bridge.plan.changes import LeafBans
-from energon_bridge.plan.choose import Chooser, plain_cursors, standing
+from energon_bridge.plan.choose import Chooser, Standing, plain_cursors, standing
 from energon_bridge.plan.leaf import LeafOrder, slice_length
 from energon_bridge.rng import fold
 

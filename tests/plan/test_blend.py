@@ -9,7 +9,8 @@ from fractions import Fraction
 import numpy as np
 from hypothesis import given, strategies as st
 
-from energon_bridge.plan.blend import BucketBlend, EpochizedBlend, WeightedBlend, lane_step, thresholds
+from energon_bridge.plan.blend import EpochizedBlend, WeightedBlend, lane_step, thresholds
+from energon_bridge.plan.buckets import BucketBlend
 
 LANES = 24
 

@@ -367,7 +367,7 @@ def test_damaged_checksums_are_named(root: Path, caplog: pytest.LogCaptureFixtur
 
 
 def test_settings(root: Path) -> None:
-    with pytest.raises(ConfigurationError, match="checksums must be always, sampled or never, got 'often'"):
+    with pytest.raises(ConfigurationError, match="checksums must be one of always, sampled, never, got 'often'"):
         get_train_dataset(root, batch_size=1, checksums="often")  # type: ignore[arg-type]
 
 

@@ -73,6 +73,36 @@ def test_samples_come_in_the_order_of_their_dataset(captions: Path) -> None:
     assert re.fullmatch(r"a \w+ picture 7", caption.text)
 
 
+def test_samples_are_shown_by_key(data: Path, captions: Path, tmp_path: Path) -> None:
+    """They are those that a walk through the dataset shows under the key."""
+    walked = {one.key: one for one in records_of(captions)}
+    shown = answer("preview", captions, "--key", "train-00017", "--key", "train-00003")
+    assert shown["notes"] == ["2 samples by key, of 30 samples"]
+    assert [(one["key"], one["index"], one["shard"]) for one in shown["samples"]] == [
+        (key, walked[key].index, walked[key].shard) for key in ("train-00017", "train-00003")
+    ]
+    mix = tmp_path / "twice.yaml"
+    paths = [{"path": str(captions), "subset": {"range": part}} for part in (["0%", "50%"], ["50%", "100%"])]
+    mix.write_text(
+        json.dumps(
+            {
+                "splits": {"train": {"blend": [{"weight": 1, **one} for one in paths]}},
+                "__module__": "megatron.energon",
+                "__class__": "MetadatasetV2",
+            }
+        )
+    )
+    assert [one["index"] for one in answer("preview", mix, "--key", "train-00017")["samples"]] == [17]
+    missing = energon("preview", captions, "--key", "val-00003")
+    assert "no sample has the key 'val-00003'. --split-part reads another part" in missing.output
+    assert missing.exit_code == 1
+    assert answer("preview", captions, "--key", "val-00003", "--split-part", "val")["samples"][0]["key"] == "val-00003"
+    lines = tmp_path / "talks.jsonl"
+    lines.write_text('{"text": "a"}\n{"text": "b"}\n')
+    (line,) = answer("preview", lines, "--key", "1")["samples"]
+    assert "b" in str(line["fields"])
+
+
 def test_what_code_of_a_dataset_makes_is_shown(tmp_path: Path) -> None:
     (one, *_) = records_of(conversations_dataset(tmp_path / "c", num_train=3, num_val=1), 1)
     assert [name for name, _ in one.fields] == ["image", "context", "answers"]
@@ -393,6 +423,7 @@ def test_what_lies_before_a_state_is_refused(captions: Path, tmp_path: Path) -> 
         (("--steps", "4:3", "x"), "not of the form A:B"),
         (("--samples", "0", "x"), "neither a number"),
         (("--batches", "2", "x"), "--batches is for batches: add --config, --encoder or --processor"),
+        (("--key", "a", "--step", "2", "x"), "--key is for samples of a dataset or mix, without"),
         (("no-such-folder/",), "no-such-folder/: no such file or folder"),
     ],
 )

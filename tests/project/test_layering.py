@@ -58,11 +58,12 @@ LAYERS = (
 # longest name counts.
 ROOMS = {
     "models": """
-        transforms av samples.devices samples.pixels task_encoder.families task_encoder.conversation
-        task_encoder.grouping task_encoder.images task_encoder.inputs task_encoder.joining task_encoder.layout
-        task_encoder.multimodal task_encoder.packed_sequences task_encoder.packing task_encoder.pickled
-        task_encoder.pixels task_encoder.resize task_encoder.sample_encoders task_encoder.sequences
-        task_encoder.templates task_encoder.texts task_encoder.torchcodec_images task_encoder.visual
+        transforms av format.jpeg samples.devices samples.pixels task_encoder.families task_encoder.arrays
+        task_encoder.conversation task_encoder.grouping task_encoder.images task_encoder.inputs task_encoder.joining
+        task_encoder.layout task_encoder.multimodal task_encoder.packed_sequences task_encoder.packing
+        task_encoder.pickled task_encoder.pixels task_encoder.resize task_encoder.sample_encoders
+        task_encoder.sequences task_encoder.templates task_encoder.texts task_encoder.torchcodec_images
+        task_encoder.visual
     """,
     "trainers": "integrations replica plan.balance stream.planned loader.shares task_encoder.costs",
     "cloud": """
@@ -71,22 +72,23 @@ ROOMS = {
         storage.remote stores.file_cache
     """,
     "tools": """
-        rows forecast preview verify cli testing format.columns mix.expression loader.summary prepare.columns
-        prepare.convert prepare.dataset_yaml prepare.duplicates prepare.engines prepare.hub prepare.joins
-        prepare.left_out prepare.lint prepare.media prepare.shard_writer prepare.shards prepare.sources prepare.summary
+        rows forecast preview verify cli testing format.columns mix.expression plan.amounts plan.buckets
+        loader.quarantine loader.summary prepare.columns prepare.convert prepare.dataset_yaml prepare.duplicates
+        prepare.engines prepare.hub prepare.joins prepare.left_out prepare.lint prepare.media prepare.shard_writer
+        prepare.shards prepare.sources prepare.summary
     """,
     "drop-in": "compat",
     "training": "training",
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 26_880,
-    "models": 11_320,
+    "core": 25_960,
+    "models": 11_690,
     "trainers": 7_450,
-    "cloud": 4_720,
-    "tools": 16_340,
+    "cloud": 4_820,
+    "tools": 17_050,
     "drop-in": 4_050,
-    "training": 4_710,
+    "training": 4_770,
 }
 MAX_LINES = 1000  # of one file: the budgets keep rooms small, this keeps a file one idea
 RUN_AS_COMMAND = 'if __name__ == "__main__":\n    sys.exit(main())\n'

@@ -126,7 +126,7 @@ def test_stages_get_their_fields_of_what_was_exchanged(dataset: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"balance": "ranks"}, "balance must be one of none, global_batch, got 'ranks'"),
+        ({"balance": "ranks"}, "balance must be 'none' or 'global_batch', got 'ranks'"),
         ({"balance_cost": 3}, "balance_cost must be a function of a batch, such as BatchCost"),
     ],
 )

@@ -20,7 +20,8 @@ from test_family_masks import BARE, FORGETFUL, QWEN, STRINGS, learned_of
 from energon_bridge import WorkerConfig, get_loader, get_train_dataset
 from energon_bridge.cli.main import main
 from energon_bridge.errors import SampleError
-from energon_bridge.samples import VQASample
+from energon_bridge.samples import TextSample, VQASample
+from energon_bridge.task_encoder import conversation
 from energon_bridge.task_encoder.conversation import Conversation, Turn
 from energon_bridge.task_encoder.families import (
     LLAVA_TEMPLATE,
@@ -468,6 +469,55 @@ def test_plain_sequences_keep_to_flags_and_begin_with_answers(template: Any, end
     expected = [f"{turn.text}{end}" for turn in turns if turn.role == "assistant" and turn.learned]
     assert learned.replace(" ", "") == "".join(expected)
     assert sample.answer == next(turn.text for turn in turns if turn.role == "assistant" and turn.learned)
+
+
+@pytest.mark.parametrize(("family", "token"), [("llava", "</s>"), ("qwen2_vl", "<|im_end|>"), ("qwen2_vl", "<pad>")])
+def test_control_tokens_in_texts_are_named_with_their_sample(
+    family: str, token: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model gets them as from transformers, which writes the conversation and takes it apart in one step."""
+    chats = encoder_of(family)
+    tokenizer = chats.tokenizer
+    plain = MultiModalTaskEncoder(tokenizer, None)
+    for encode in (chats.encode, plain.encode_sample):
+        conversation._counts.clear()
+        caplog.clear()
+        sample: Any = encode(chat("a", "b", "c", f"red {token} blue", key="odd"))
+        theirs = tokenizer.apply_chat_template(
+            chat("a", "b", "c", f"red {token} blue").messages, tokenize=True, return_dict=False
+        )
+        number = tokenizer.convert_tokens_to_ids(token)
+        tokens = [*sample.tokens.tolist(), int(sample.labels[-1])]
+        assert tokens.count(number) == theirs.count(number)
+        assert f"message 4 (assistant) of sample 'odd' has {token!r} in its text" in caplog.text
+        for _ in range(9):
+            encode(chat("a", f"red {token}"))
+        encode(chat("a", f"{token[:-1]} > and <|vision|>"))
+        assert [line.rsplit(": ", 1)[1] for line in caplog.text.splitlines() if token in line] == ["1)", "10)"]
+    conversation._counts.clear()
+    caplog.clear()
+    plain.encode_sample(TextSample(__key__="text", text=f"one{token}two"))
+    assert f"text 1 of sample 'text' has {token!r} in its text" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["chat", "plain"])
+def test_a_tokenizer_without_an_end_is_named_once(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = encoder_of("llava").tokenizer
+
+    def learned(text: str) -> list[int]:
+        chats = ChatTemplateTaskEncoder(tokenizer, None)
+        encode = chats.encode if kind == "chat" else MultiModalTaskEncoder(tokenizer, None).encode_sample
+        sample: Any = encode(TextSample(__key__="t", text=text))
+        return [int(one) for one in sample.labels[sample.loss_mask.bool()]][-2:]
+
+    conversation._named.discard("end")
+    tokens = tokenizer.encode("red color", add_special_tokens=False)
+    assert learned("red color") == [tokens[-1], tokenizer.eos_token_id]
+    assert not caplog.text
+    tokenizer.eos_token = None
+    for _ in range(2):
+        assert learned("red color") == tokens[-2:]
+    assert caplog.text.count("the tokenizer has no eos_token, so the model does not learn to end") == 1
 
 
 # From the list to the tokens ------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from PIL import Image
 from webdataset import tenbin
 
 from energon_bridge.errors import ConfigurationError, DecodeError
-from energon_bridge.task_encoder import SampleDecoder, decoder as decoder_module
+from energon_bridge.task_encoder import SampleDecoder, arrays as array_codecs, decoder as decoder_module
 
 ARRAY = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -190,7 +190,7 @@ def test_guess_content_finds_images_under_any_name():
     [("mp", "msgpack", "unpackb"), ("msg", "msgpack", "unpackb"), ("cbor", "cbor2", "loads")],
 )
 def test_optional_codecs(monkeypatch, caplog, part, package, function):
-    forget = decoder_module._first_installed.cache_clear
+    forget = array_codecs._first_installed.cache_clear
     for name in ("msgpack", "cbor2", "cbor"):
         monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
     forget()

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -348,6 +354,53 @@ def test_what_cannot_be_loaded_says_so(tmp_path: Path) -> None:
         ConfigurationError, match=r"(?s)cannot load the tokenizer and image processor of '.*local folder"
     ):
         ChatTemplateTaskEncoder.from_pretrained(tmp_path / "none")
+
+
+_ASKING = """
+from transformers import AutoTokenizer
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.task_encoder.families import ChatTemplateTaskEncoder
+try:
+    ChatTemplateTaskEncoder.from_pretrained("nobody/nothing")
+except ConfigurationError as error:
+    print(" ".join(str(error).split()))
+print(ChatTemplateTaskEncoder.from_pretrained("nobody/tiny").tokenizer.encode("color? red"))
+"""
+
+
+def test_a_hub_that_does_not_answer_is_asked_once_for_each_model(tmp_path: Path) -> None:
+    """A model in the cache is loaded from there, as from its folder; any other is named."""
+    folder = tmp_path / "hub/models--nobody--tiny/snapshots/abc"
+    tokenizer = tokenizer_of("qwen3_vl")
+    for part in (tokenizer, image_processor_of("qwen3_vl"), model_config_of("qwen3_vl", tokenizer)):
+        part.save_pretrained(folder)
+    (tmp_path / "hub/models--nobody--tiny/refs").mkdir()
+    (tmp_path / "hub/models--nobody--tiny/refs/main").write_text("abc")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        asked: list[str] = []
+
+        def hang_up() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    asked.append(connection.recv(4096).decode().partition(" HTTP")[0])
+                    connection.close()
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        hub = f"http://127.0.0.1:{server.getsockname()[1]}"
+        environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), "HF_ENDPOINT": hub}
+        ran = subprocess.run(
+            [sys.executable, "-c", _ASKING], env=environment, capture_output=True, text=True, check=True, timeout=300
+        )
+        server.shutdown(socket.SHUT_RDWR)
+    missing, tokens = ran.stdout.splitlines()
+    assert "of 'nobody/nothing': there is no such folder, it is not in the cache" in missing
+    assert "the hub does not answer" in missing
+    assert tokens == str(tokenizer.encode("color? red"))
+    assert [one for one in asked if "nobody" in one] == [
+        "GET /api/models/nobody/nothing",
+        "GET /api/models/nobody/tiny",
+    ]
 
 
 @pytest.mark.parametrize("missing", [("torchvision", "num2words"), ("num2words",)])

@@ -18,12 +18,13 @@ from energon_bridge.errors import ConfigurationError, OverLongSampleError, Sampl
 from energon_bridge.task_encoder.conversation import read_conversation
 from energon_bridge.task_encoder.families import (
     CHATML_TEMPLATE,
+    LLAVA_TEMPLATE,
     ChatConfig,
     ChatTemplateTaskEncoder,
     FixedTokenFamily,
 )
 from energon_bridge.task_encoder.families.rendering import Segment, make_renderer, tokenize_segments
-from energon_bridge.task_encoder.hooks import tallying
+from energon_bridge.task_encoder.hooks import TALLY, Setting
 from energon_bridge.task_encoder.templates import ChatTemplate
 from energon_bridge.training.presets import QWEN_TOKENS, train_tokenizer
 
@@ -435,6 +436,10 @@ def test_a_tokenizer_without_a_template_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="has no chat template"):
         ChatTemplateTaskEncoder(tokenizer, None)
     family = FixedTokenFamily(image_processor=None, image_tokens=2)
+    assert ChatTemplateTaskEncoder(tokenizer, family, ChatConfig(chat_template=LLAVA_TEMPLATE)).family is family
+    with pytest.raises(ConfigurationError, match="letter by letter"):
+        ChatTemplateTaskEncoder(tokenizer, family, ChatConfig(chat_template=CHATML_TEMPLATE))
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
     assert ChatTemplateTaskEncoder(tokenizer, family, ChatConfig(chat_template=CHATML_TEMPLATE)).family is family
 
 
@@ -450,7 +455,7 @@ def test_a_cut_leaves_a_prefix_of_the_tokens_and_never_part_of_an_image(family: 
             with pytest.raises(SampleError, match=r"sample 'q': nothing to learn: seq_length"):
                 encoder.encode(content)
             continue
-        with tallying(tally := Counter()):
+        with Setting(TALLY, tally := Counter()):
             cut = encoder.encode(content)
         assert tally == ({"truncated": 1} if length < len(whole.tokens) else {})
         count = len(cut.tokens)
@@ -469,7 +474,7 @@ def test_samples_over_a_limit_are_dropped_or_stop_the_run(limit: str, policy: An
     config = ChatConfig(**{"over_long": policy, "over_limit": policy, limit: limits[limit]})
     encoder = encoder_of("qwen2_vl", config)
     content = chat("<image>a", "b", "<image>", "c", images=[picture(), picture()])
-    with tallying(tally := Counter()), pytest.raises(error, match=rf"sample 'q': .*{limit}={limits[limit]}"):
+    with Setting(TALLY, tally := Counter()), pytest.raises(error, match=rf"sample 'q': .*{limit}={limits[limit]}"):
         encoder.encode(content)
     assert tally == ({"dropped": 1} if policy == "drop" else {})
     assert encoder.counts == {f"{policy} {limit}": 1}
@@ -477,7 +482,7 @@ def test_samples_over_a_limit_are_dropped_or_stop_the_run(limit: str, policy: An
 
 def test_a_limit_of_images_can_cut() -> None:
     encoder = encoder_of("qwen2_vl", ChatConfig(max_num_images=1, over_limit="truncate"))
-    with tallying(tally := Counter()):
+    with Setting(TALLY, tally := Counter()):
         sample = encoder.encode(chat("<image>a", "b", "<image>c", "d", images=[picture(), picture()]))
     assert tally == {"truncated": 1}
     assert learned_of(encoder, sample) == ["b<|im_end|>"]

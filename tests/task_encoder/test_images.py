@@ -16,7 +16,8 @@ from webdataset.autodecode import imagehandler
 
 from energon_bridge import SampleDecoder
 from energon_bridge.errors import ConfigurationError, DecodeError
-from energon_bridge.format.media import IMAGE_EXTENSIONS, jpeg_orientation
+from energon_bridge.format.jpeg import jpeg_orientation
+from energon_bridge.format.media import IMAGE_EXTENSIONS
 from energon_bridge.samples import streaming
 from energon_bridge.samples.stacking import Slab, SlabPool
 from energon_bridge.task_encoder import images as images_module

@@ -33,7 +33,8 @@ from transformers import PreTrainedTokenizerFast
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.samples import CaptioningSample, InterleavedSample, VidQASample, VQASample
 from energon_bridge.task_encoder.conversation import Conversation, Turn
-from energon_bridge.task_encoder.hooks import tallying
+from energon_bridge.task_encoder.families import CHATML_TEMPLATE, ChatConfig, ChatTemplateTaskEncoder
+from energon_bridge.task_encoder.hooks import TALLY, Setting
 from energon_bridge.task_encoder.layout import (
     ConversationTemplateConfig,
     ImageToken,
@@ -140,7 +141,7 @@ def test_a_chat_template_that_does_not_continue_its_prompt_is_refused() -> None:
 
 @pytest.mark.parametrize(("seq_length", "learned"), [(5, 2), (4, 1)])
 def test_the_shortest_sequences_still_learn_something(seq_length: int, learned: int) -> None:
-    with tallying(tally := Counter()):
+    with Setting(TALLY, tally := Counter()):
         sample = encoder(seq_length, image_tokens_per_image=3).encode_sample(caption())
     whole = encoder(image_tokens_per_image=3).encode_sample(caption())
     assert tally["truncated"] == (len(sample.tokens) < len(whole.tokens))
@@ -413,9 +414,9 @@ def test_tokens_are_those_of_transformers_whatever_the_tokenizer_did_before() ->
     assert split[2] != whole[2]
 
 
-def llama_tokenizer(puts_blanks: str) -> Any:
+def llama_tokenizer(puts_blanks: str, image: str = "<image>") -> Any:
     """Return a tokenizer that puts a blank before a text as those of Llama do, each version in its way."""
-    special = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<image>"]
+    special = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", image]
     engine = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     engine.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     trainer = trainers.BpeTrainer(
@@ -444,16 +445,44 @@ WHOLE = {
 }
 
 
+@pytest.mark.parametrize("knows_image", [True, False])
 @pytest.mark.parametrize("template", WHOLE)
 @pytest.mark.parametrize("puts_blanks", ["each text", "always", "first", "never"])
-def test_pieces_have_the_tokens_of_the_whole_text(puts_blanks: str, template: str) -> None:
-    tokenizer = llama_tokenizer(puts_blanks)
+def test_pieces_have_the_tokens_of_the_whole_text(puts_blanks: str, template: str, knows_image: bool) -> None:
+    """A tokenizer without `<image>`, for a model that takes -200, gives what it gives once it has that token."""
+    tokenizer = llama_tokenizer(puts_blanks, "<image>" if knows_image else "<other>")
     layout = {"llava": llava_template, "chatml": chatml_template}[template]("be kind")
-    config = MultiModalSampleConfig(image_token=ImageToken(token_id=None), conversation_template_config=layout)
+    config = MultiModalSampleConfig(
+        image_token=ImageToken(token_id=None if knows_image else -200), conversation_template_config=layout
+    )
     task_encoder = MultiModalTaskEncoder(tokenizer, PixelProcessor(), config, image_tokens_per_image=1)
     said = ["<image>color?", "red", "user?", "red red"]
     turns = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(said)]
     sample = task_encoder.encode_sample({"__key__": "q", "messages": turns, "images": [picture()]})
-    whole = tokenizer.encode(WHOLE[template], add_special_tokens=False)
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    image = tokenizer.convert_tokens_to_ids("<image>")
+    whole = [
+        -200 if one == image and not knows_image else one
+        for one in tokenizer.encode(WHOLE[template], add_special_tokens=False)
+    ]
     begin = [tokenizer.bos_token_id] if template == "llava" else []
     assert [*sample.tokens.tolist(), int(sample.labels[-1])] == begin + whole
+
+
+def test_markers_that_the_tokenizer_does_not_know_are_refused() -> None:
+    tokenizer = tokenizer_of("llava")
+    for template in (chatml_template(), ConversationTemplateConfig(stop_string="<|im_end|>")):
+        config = MultiModalSampleConfig(conversation_template_config=template)
+        with pytest.raises(ConfigurationError, match=r"im_end.*letter by letter.*tokenizer.add_tokens\("):
+            MultiModalTaskEncoder(tokenizer, None, config)
+    for template in (llava_template(), ConversationTemplateConfig(stop_string="##")):
+        MultiModalTaskEncoder(tokenizer, None, MultiModalSampleConfig(conversation_template_config=template))
+    with pytest.raises(ConfigurationError, match=r"<\|im_start\|> and <\|im_end\|>, which the tokenizer does not know"):
+        ChatTemplateTaskEncoder(tokenizer, None, ChatConfig(chat_template=CHATML_TEMPLATE))
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    ChatTemplateTaskEncoder(tokenizer, None, ChatConfig(chat_template=CHATML_TEMPLATE))
+    config = MultiModalSampleConfig(conversation_template_config=chatml_template())
+    sample = MultiModalTaskEncoder(tokenizer, None, config).encode_sample(
+        {"__key__": "q", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    )
+    assert sample.labels[sample.loss_mask.bool()].tolist()[1:] == [tokenizer.convert_tokens_to_ids("<|im_end|>")]

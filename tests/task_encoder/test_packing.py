@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from energon_bridge.errors import ConfigurationError, OverLongSampleError, SkipSample
 from energon_bridge.samples import TextSample
-from energon_bridge.task_encoder.hooks import tallying
+from energon_bridge.task_encoder.hooks import TALLY, Setting
 from energon_bridge.task_encoder.packing import Packer, binding_limit
 
 METHODS = ("best_fit", "first_fit_decreasing")
@@ -213,7 +213,7 @@ def test_with_one_limit_besides_samples_a_size_may_be_a_number(form: Any) -> Non
 
 def test_a_sample_that_fits_is_admitted_as_it_is() -> None:
     sample, counts = text(10), Counter[str]()
-    with tallying(counts):
+    with Setting(TALLY, counts):
         assert text_packer(over_long="drop").admit(sample) == [sample]
     assert not counts
 
@@ -222,7 +222,7 @@ def test_drop_skips_and_counts() -> None:
     packing, counts = text_packer(over_long="drop"), Counter[str]()
     for _ in range(2):
         with (
-            tallying(counts),
+            Setting(TALLY, counts),
             pytest.raises(SkipSample, match="sample 'long' has 11 tokens, but a pack holds at most 10"),
         ):
             packing.admit(text(11, "long"))
@@ -232,7 +232,7 @@ def test_drop_skips_and_counts() -> None:
 def test_truncate_cuts_and_counts() -> None:
     packing = text_packer(over_long="truncate", cut=lambda sample, limits: text(limits["tokens"]))
     counts = Counter[str]()
-    with tallying(counts):
+    with Setting(TALLY, counts):
         assert [len(piece.text) for piece in packing.admit(text(25))] == [10]
     assert counts == {"truncated": 1}
 
@@ -244,7 +244,7 @@ def test_split_cuts_and_counts() -> None:
 
     packing = text_packer(over_long="split", cut=cut)
     counts = Counter[str]()
-    with tallying(counts):
+    with Setting(TALLY, counts):
         assert [len(piece.text) for piece in packing.admit(text(25))] == [10, 10, 5]
     assert counts == {"split": 1, "pieces": 3}
 

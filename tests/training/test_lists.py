@@ -23,7 +23,9 @@ pytest.importorskip("transformers")
 
 from energon_bridge import TaskEncoder, WorkerConfig, get_loader, get_val_dataset
 from energon_bridge.errors import EmptyDatasetError, SampleError
+from energon_bridge.rows.turns import has_empty_answer
 from energon_bridge.samples import Sample, edataclass
+from energon_bridge.task_encoder import conversation
 from energon_bridge.task_encoder.conversation import read_conversation
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.training.config_file import load_config
@@ -599,3 +601,71 @@ def test_calls_in_tables_have_their_own_arguments(tmp_path: Path, bundle: ModelB
     other = CALLED.replace("zoom", "turn").replace('{"x": 1}', '{"by": [2]}')
     out = converted(path, tmp_path / "out", *ALL_TRAIN)
     assert [one[1].replace("\n", " ") for one in learned(out, bundle)] == [f"{CALLED} {other}<|im_end|>"]
+
+
+# Empty answers --------------------------------------------------------------------------------------------------------
+
+SAYS_NOTHING: dict[str, Any] = {
+    "an empty text": {"conversations": [*ASKED, {"from": "gpt", "value": ""}]},
+    "white space": {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " \n"}]},
+    "an empty part": {"messages": [{"role": "user", "content": "a"}, {**RED, "content": [{**TEXT, "text": ""}]}]},
+    "one of two": {
+        "messages": [
+            {"role": "user", "content": "a"},
+            RED,
+            TEXT | {"role": "user", "content": "b"},
+            {**RED, "content": ""},
+        ]
+    },
+    "a pair": {"question": "a", "answer": ""},
+}
+SAYS: dict[str, Any] = {
+    "an answer": {"conversations": [*ASKED, {"from": "gpt", "value": "red"}]},
+    "an empty question": {"messages": [{"role": "user", "content": ""}, RED]},
+    "left out": {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {**RED, "content": "", "weight": 0},
+            {"role": "user", "content": "a"},
+            RED,
+        ]
+    },
+    "a call": {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}],
+            },
+        ]
+    },
+    "elsewhere": {"conversations": [*ASKED, {"from": "gpt", "value": "red"}], "note": ""},
+}
+
+
+@pytest.mark.parametrize("form", [*SAYS_NOTHING, *SAYS])
+def test_training_warns_of_what_convert_names_as_empty(form: str, tmp_path: Path, caplog: Any) -> None:
+    """What says nothing is what the warning of a run is about."""
+    conversation._named.discard("empty")
+    entry = (SAYS_NOTHING | SAYS)[form]
+    conversation.name_empty_answers(
+        read_conversation(
+            cook_conversation({"__key__": "k", "json": entry, "__restore_key__": (), "__subflavors__": None})
+        )
+    )
+    assert ("empty answer" in caplog.text) == (form in SAYS_NOTHING) == has_empty_answer(entry)
+
+
+def test_convert_counts_and_names_empty_answers(tmp_path: Path) -> None:
+    said = {"conversations": [*ASKED, {"from": "gpt", "value": "red"}]}
+    source = listed(tmp_path, [{"id": n, **(said if n % 2 else SAYS_NOTHING["an empty text"])} for n in range(14)])
+    converted(source, tmp_path / "out", *ALL_TRAIN)
+    again = convert(source, tmp_path / "out", *ALL_TRAIN).output
+    assert "7 samples with an empty answer" in again
+    assert [f"entry {n} (id {n})" in again for n in range(14)] == [n % 2 == 0 and n < 10 for n in range(14)]
+    assert "… and 2 more" in again
+    assert json.loads(convert(source, tmp_path / "out", *ALL_TRAIN, "--json").stdout)["empty"][6].endswith(
+        "entry 12 (id 12)"
+    )
+    assert "empty" not in convert(listed(tmp_path, [said] * 3), tmp_path / "other", *ALL_TRAIN).output

@@ -24,6 +24,7 @@ pytest.importorskip("transformers")
 from forked import become_rank, free_port, run_forked, run_program
 from run_outputs import read_losses, read_predictions
 
+from energon_bridge import read_quarantine
 from energon_bridge.errors import BatchSizeMismatchError, ConfigurationError, DatasetNotFoundError
 from energon_bridge.testing import create_captioning_test_dataset
 from energon_bridge.training import run as training
@@ -307,6 +308,50 @@ def test_a_dry_run_looks_for_what_is_validated(dataset: Path, tmp_path: Path) ->
     config = configuration(dataset, tmp_path / "run", "data.split_config=train_only.yaml")
     with pytest.raises(ConfigurationError, match=r"^validation: .*no split part 'val'.*validation\.limit_batches=0$"):
         training.dry_run(config)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [("train.max_stepps=3", "train.max_steps"), ("optimizer.lr=0", "optimizer.lr must"), ("data.seq_length=x", "int")],
+)
+def test_a_dry_run_with_wrong_settings_still_looks_at_data_and_model(
+    wrong: str, named: str, dataset: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it says of data and model is what it says without the wrong settings."""
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
+    main = importlib.import_module("pretrain_vlm").main
+    inputs = {"data.path": "/nowhere/data", "model.name_or_path": "/nowhere/model"}
+
+    def said(*overrides: str, **inputs: str) -> str:
+        given = [f"{name}={value}" for name, value in inputs.items()]
+        assert main(["--config", str(CONFIGS / "smoke.yaml"), "--dry-run", *given, *overrides]) == 2
+        return capsys.readouterr().err.partition("\n\nWhat ")[0].partition(": ")[2]
+
+    both = said(**inputs)
+    assert both.count("/nowhere/data") == both.count("/nowhere/model") == 1, both
+    complaint, _, rest = said(wrong, **inputs).partition("\n")
+    assert named in complaint
+    assert rest == both
+    for complaint in (said(wrong, **{"data.path": str(dataset)}), said(wrong)):
+        assert named in complaint
+
+
+def test_failed_samples_are_listed_as_a_configuration_says(tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "a red one"}, {"role": "assistant", "content": "yes, red"}]
+    lines = [{"messages": said[:1] if number == 3 else said} for number in range(8)]
+    path = tmp_path / "talks.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = ["validation.limit_batches=0", "data.micro_batch_size=8", "data.global_batch_size=8"]
+    config = configuration(
+        path, tmp_path / "run", *settings, f"data.error_policy.quarantine={tmp_path / 'failed.jsonl'}"
+    )
+    training.dry_run(config)
+    assert {failed.key for failed in read_quarantine(tmp_path / "failed.jsonl")} == {"3"}
+    with pytest.raises(ConfigurationError, match=r"no key 'quarantin'. Did you mean 'quarantine'"):
+        training.dry_run(configuration(path, tmp_path / "run", *settings, "data.error_policy.quarantin=x"))
+    with pytest.raises(ConfigurationError, match="max_error_rate must be between 0 and 1"):
+        training.dry_run(configuration(path, tmp_path / "run", *settings, "data.error_policy.max_error_rate=2"))
 
 
 def test_a_dry_run_says_what_is_missing_and_how_it_is_made(

@@ -62,10 +62,15 @@ def test_large_integers_stay_exact() -> None:
         ("optimzer.lr=1", "optimizer"),
         ("num_workers=2", "data.num_workers"),
         ("run_dri=x", "run_dir"),
+        (
+            "validation.path=x",
+            "data.path'. Validation reads its split part `val`; a mix has other data under splits: val",
+        ),
+        ("optimizer.max_steps=3", "train.max_steps"),
     ],
 )
 def test_unknown_keys_are_refused_with_the_nearest_match(override: str, nearest: str) -> None:
-    with pytest.raises(UnknownArgumentError, match=f"Did you mean '{nearest}'"):
+    with pytest.raises(UnknownArgumentError, match=f"Did you mean '{nearest}"):
         load_config(None, [override])
 
 

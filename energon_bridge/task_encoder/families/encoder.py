@@ -21,7 +21,7 @@ from torch import Tensor
 from energon_bridge.errors import ConfigurationError, OverLongSampleError, SampleError, SkipSample, check_number
 from energon_bridge.samples import VidQASample
 from energon_bridge.task_encoder.base import TaskEncoder, decoder_of, default_hook
-from energon_bridge.task_encoder.conversation import Conversation, Document, in_parts, warn_once
+from energon_bridge.task_encoder.conversation import Conversation, Document, in_parts, name_missing_end, warn_once
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.deferred import Deferred
 from energon_bridge.task_encoder.families.llava import FixedTokenFamily, TiledFamily
@@ -35,6 +35,7 @@ from energon_bridge.task_encoder.families.rendering import (
     document_segments,
     make_renderer,
     placeholder_ids,
+    placeholder_tokens,
     tokenize_segments,
 )
 from energon_bridge.task_encoder.families.sound import DeferredSound, Sound, sound_of, track_of
@@ -61,6 +62,7 @@ from energon_bridge.task_encoder.sequences import (
     batch_sequences,
     with_norm,
 )
+from energon_bridge.task_encoder.templates import control_tokens
 from energon_bridge.task_encoder.visual import size_of
 
 
@@ -203,6 +205,8 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             options=self.config.template_kwargs,
         )
         self._placeholders = placeholder_ids(tokenizer, family)
+        media = placeholder_tokens(family).values()
+        self._control_tokens = control_tokens(tokenizer, self._renderer.template, media)
         if self.config.video_sound and not getattr(family, "hears_videos", False):
             raise ConfigurationError(
                 "video_sound of the ChatConfig needs a model that hears videos (Qwen2.5-Omni, Qwen3-Omni), its "
@@ -351,7 +355,8 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
 
     def padded_length(self, sample: PreparedSample | MultiModalSample) -> int:
         """Return the number of tokens that a sample takes in a pack."""
-        return len(sample.tokens) + -len(sample.tokens) % self.config.pad_to_multiple_of
+        length = sample.tokens.shape[0]  # `len` of a tensor takes ten times as long
+        return length + -length % self.config.pad_to_multiple_of
 
     @default_hook
     def sample_length(self, sample: Any) -> int:
@@ -393,6 +398,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             self._sample_config,
             place_images=self.config.place_images,
             takes_sound=isinstance(self.family, ProcessorFamily) and self.family.audio_token is not None,
+            control_tokens=self._control_tokens,
         )
         segments = self._rendered(content)
         videos = self._videos(content.videos) if isinstance(content, Conversation) else []
@@ -436,6 +442,8 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
     def _rendered(self, content: Conversation | Document) -> list[Segment]:
         """Return the text of a sample."""
         if isinstance(content, Document):
+            if not self.tokenizer.eos_token:
+                name_missing_end()
             return document_segments(content, self.family, eos=self.tokenizer.eos_token or "")
         return self._renderer.segments(in_parts(content).with_system(self.config.system))
 

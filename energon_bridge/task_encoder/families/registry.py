@@ -102,6 +102,33 @@ class Pretrained:
     chat_template: str | None
 
 
+def model_place(name_or_path: str | Path) -> str:
+    """Return where to load a model from: its folder or name, or its folder in the cache if the hub does not answer.
+
+    Transformers would ask six times for each of its files, in half a minute. Raises OSError for a model of neither.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    name = str(name_or_path)
+    try:
+        if not Path(name).is_dir():
+            huggingface_hub.HfApi().model_info(name, timeout=_ANSWER_SECONDS)
+    except (HfHubHTTPError, ValueError):
+        pass  # it answers, or never will: transformers says more
+    except Exception as error:
+        if isinstance(cached := huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+            return str(Path(cached).parent)
+        raise OSError(
+            f"there is no such folder, it is not in the cache ({huggingface_hub.constants.HF_HUB_CACHE}), and the hub "
+            f"does not answer: {error}"
+        ) from error
+    return name
+
+
+_ANSWER_SECONDS = 10.0
+
+
 def load_pretrained(name_or_path: str | Path) -> Pretrained:
     """Load the parts of a model that an encoder needs.
 
@@ -113,6 +140,7 @@ def load_pretrained(name_or_path: str | Path) -> Pretrained:
 
     model_type = ""
     try:
+        name_or_path = model_place(name_or_path)
         model_config = AutoConfig.from_pretrained(name_or_path)
         model_type = model_config.model_type
         if model_type not in NATIVE:

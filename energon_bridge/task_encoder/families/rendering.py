@@ -41,7 +41,15 @@ from energon_bridge.task_encoder.families.vision import (
     Plan,
     PlanningFamily,
 )
-from energon_bridge.task_encoder.templates import BEFORE_ALL, PROBE, ChatTemplate, Span, only_written, template_source
+from energon_bridge.task_encoder.templates import (
+    BEFORE_ALL,
+    PROBE,
+    ChatTemplate,
+    Span,
+    check_markers,
+    only_written,
+    template_source,
+)
 from energon_bridge.task_encoder.texts import is_fast, tokenize, tokens_with_places
 
 _MOST_OUTLINES = 4096
@@ -275,8 +283,10 @@ def make_renderer(
     if not isinstance(source, str):
         raise ConfigurationError(
             f"{type(tokenizer).__name__} has no chat template (found: {type(source).__name__}): set "
-            "ChatConfig(chat_template=...), for example to CHATML_TEMPLATE of energon_bridge.task_encoder.families"
+            "ChatConfig(chat_template=...), for example to LLAVA_TEMPLATE of energon_bridge.task_encoder.families"
         )
+    if source in (CHATML_TEMPLATE, QWEN_VL_TEMPLATE, OMNI_TEMPLATE):
+        check_markers("<|im_start|><|im_end|>", tokenizer)
     made = ChatTemplate(tokenizer=tokenizer, source=source, options=options)
     for_tools = template_source(tokenizer, template, "tool_use")
     with_tools = replace(made, source=for_tools) if isinstance(for_tools, str) and for_tools != source else made
