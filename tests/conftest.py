@@ -6,14 +6,18 @@ import ctypes
 import gc
 import os
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, settings
 from left_behind import left_processes, left_shared_memory, shared_memory
 from paths import FIXTURES
+
+from energon_bridge.format import parallel
 
 # Before anything imports torch, tokenizers or the hub client.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -23,6 +27,7 @@ for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", 
 
 SECONDS_TO_GO_AWAY = 10.0
 MEGATRON = "megatron.training"
+IDLE_THREADS = ("tqdm_monitor", "energon-")
 LONG_FOLDERS = ("training", "suites", "project")
 MADV_COLLAPSE, HUGE_PAGE, MANY_TESTS = 25, 2 << 20, 1000
 
@@ -91,6 +96,18 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep what mixes and joins remember out of the home of whoever runs the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pools_fork() -> Iterator[None]:
+    """Let processes that work on shards be forks although a test has left idle threads: else each imports torch."""
+
+    def active_count() -> int:
+        return sum(not thread.name.startswith(IDLE_THREADS) for thread in threading.enumerate())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel, "threading", SimpleNamespace(**vars(threading) | {"active_count": active_count}))
         yield
 
 
