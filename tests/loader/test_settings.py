@@ -82,7 +82,7 @@ def test_a_file_of_the_training_script_has_any_plain_setting(tmp_path: Path) -> 
         ("data.start_method=threads", "data.start_method must be one of fork, forkserver, spawn, got 'threads'"),
         ("data.buffer_bytes=some", "data.buffer_bytes must be int, got 'some'"),
         ("data.ray_options=4", "data.ray_options must be a mapping, got 4"),
-        ("data.error_policy=skip", "there is no configuration key 'data.error_policy'"),
+        ("data.error_policy=skip", "data.error_policy must be a mapping, got 'skip'"),
         ("data.fail_on_timeuot=true", "Did you mean 'data.fail_on_timeout'"),
         ("data.settings={}", "there is no configuration key 'data.settings'"),
     ],
