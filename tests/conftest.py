@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import os
 import shutil
+import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, settings
 from left_behind import left_processes, left_shared_memory, shared_memory
-from paths import FIXTURES
+from paths import FIXTURES, HELPERS
 
 from energon_bridge.format import parallel
 
@@ -89,6 +91,24 @@ def rival_python() -> str:
     if not path:
         pytest.skip("ENERGON_RIVAL_PYTHON is not set; scripts/test sets it")
     return path
+
+
+@pytest.fixture(scope="session")
+def run_rival(rival_python: str) -> Iterator[Callable[..., str]]:
+    """Yield a function that runs a program with megatron-energon, in a fork that has it, and returns what it prints."""
+    command = [rival_python, "-W", "ignore", str(HELPERS / "rival_run.py")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+
+        def run(*arguments: object) -> str:
+            print(json.dumps([*map(str, arguments)]), file=server.stdin, flush=True)
+            code, output, errors = json.loads(server.stdout.readline())
+            assert code == 0, errors[-4000:]
+            return str(output)
+
+        yield run
+        server.stdin.close()
 
 
 @pytest.fixture(scope="session", autouse=True)
