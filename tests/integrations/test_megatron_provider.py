@@ -282,7 +282,7 @@ def test_files_of_another_run_are_refused(dataset: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "arguments", "text"),
     [
-        ({"loader_ranks": "some"}, {}, "loader_ranks must be one of"),
+        ({"loader_ranks": "some"}, {}, "loader_ranks must be 'all' or 'tp0_pp_edges'"),
         ({"validation_sets": "some"}, {}, "validation_sets must be"),
         ({"resume": "some"}, {}, "resume must be"),
         ({"resume": "seek", "packing_buffer_size": 4}, {}, "packs them, so their number differs"),

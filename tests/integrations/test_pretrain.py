@@ -30,8 +30,10 @@ PROGRAM = Path(__file__).with_name("megatron_pretrain.py")
 PROBE = """
 import megatron.training.training
 import energon_bridge.integrations.megatron_lm
-import json, torch
+import argparse, json, torch
 from megatron.core.package_info import __version__
+from megatron.training.arguments import add_megatron_arguments
+add_megatron_arguments(argparse.ArgumentParser())  # that of 0.19.2 raises TypeError on Python 3.14
 print(json.dumps([__version__, torch.cuda.device_count()]))
 """
 TIMEOUT = 240.0
@@ -105,7 +107,7 @@ def interpreter() -> Megatron:
     if probe.returncode:
         reason = (probe.stderr.strip().splitlines() or [f"exit status {probe.returncode}"])[-1]
         pytest.skip(
-            f"{python} cannot import megatron.training ({reason}): with Python 3.12, pip install torch, then "
+            f"{python} cannot run megatron.training ({reason}): with Python 3.12, pip install torch, then "
             "pip install -e '.[megatron]' six, and name that interpreter in ENERGON_MEGATRON_PYTHON"
         )
     version, devices = json.loads(probe.stdout.splitlines()[-1])
