@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import os
 import shutil
+import subprocess
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, settings
 from left_behind import left_processes, left_shared_memory, shared_memory
-from paths import FIXTURES
+from paths import FIXTURES, HELPERS
+
+from energon_bridge.format import parallel
 
 # Before anything imports torch, tokenizers or the hub client.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -23,6 +29,7 @@ for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", 
 
 SECONDS_TO_GO_AWAY = 10.0
 MEGATRON = "megatron.training"
+IDLE_THREADS = ("tqdm_monitor", "energon-")
 LONG_FOLDERS = ("training", "suites", "project")
 MADV_COLLAPSE, HUGE_PAGE, MANY_TESTS = 25, 2 << 20, 1000
 
@@ -35,6 +42,16 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest files, so that no worker has one of them left when the others have ended."""
     items.sort(key=lambda item: item.path.parent.name not in LONG_FOLDERS)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Look for no garbage among all that is imported meanwhile: a seventh of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -76,11 +93,41 @@ def rival_python() -> str:
     return path
 
 
+@pytest.fixture(scope="session")
+def run_rival(rival_python: str) -> Iterator[Callable[..., str]]:
+    """Yield a function that runs a program with megatron-energon, in a fork that has it, and returns what it prints."""
+    command = [rival_python, "-W", "ignore", str(HELPERS / "rival_run.py")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+
+        def run(*arguments: object) -> str:
+            print(json.dumps([*map(str, arguments)]), file=server.stdin, flush=True)
+            code, output, errors = json.loads(server.stdout.readline())
+            assert code == 0, errors[-4000:]
+            return str(output)
+
+        yield run
+        server.stdin.close()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep what mixes and joins remember out of the home of whoever runs the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pools_fork() -> Iterator[None]:
+    """Let processes that work on shards be forks although a test has left idle threads: else each imports torch."""
+
+    def active_count() -> int:
+        return sum(not thread.name.startswith(IDLE_THREADS) for thread in threading.enumerate())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel, "threading", SimpleNamespace(**vars(threading) | {"active_count": active_count}))
         yield
 
 

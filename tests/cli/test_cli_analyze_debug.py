@@ -7,8 +7,8 @@ import dataclasses
 import io
 import json
 import re
-import subprocess
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -129,14 +129,10 @@ os._exit(0)  # at the interpreter's end, the unfinished iterator may wait for ev
 
 
 @pytest.mark.rival
-def test_logs_of_megatron_energon_are_read(rival_python: str, tmp_path: Path) -> None:
+def test_logs_of_megatron_energon_are_read(run_rival: Callable[..., str], tmp_path: Path) -> None:
     data, logs = create_captioning_test_dataset(tmp_path / "data", num_train=24, num_val=0), tmp_path / "logs"
     logs.mkdir()
-    started = [
-        subprocess.Popen([rival_python, "-c", RIVAL, data, logs, str(rank)], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    printed = [process.communicate()[0].splitlines()[-1] for process in started]
+    printed = [run_rival("-c", RIVAL, data, logs, rank).splitlines()[-1] for rank in range(2)]
     part = [key for text in printed for step, key in json.loads(text) if 2 <= step < 7]
     found = answer("analyze-debug", logs, "--step", 2, "--steps", 5, "--out", tmp_path / "reads.png")
     (facts,) = found["datasets"]

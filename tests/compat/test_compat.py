@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +57,13 @@ def test_the_surface_is_that_of_the_fixture() -> None:
 
 
 @pytest.mark.rival
-def test_the_fixture_is_that_of_the_package(rival_python: str) -> None:
-    command = [rival_python, str(Path(__file__).with_name("rival_names.py"))]
-    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert json.loads(found.stdout) == NAMES
+def test_the_fixture_is_that_of_the_package(run_rival: Callable[..., str]) -> None:
+    assert json.loads(run_rival(Path(__file__).with_name("rival_names.py"))) == NAMES
 
 
 @pytest.mark.rival
-def test_names_that_modules_have_of_each_other_are_there(rival_python: str) -> None:
-    command = [rival_python, str(Path(__file__).with_name("rival_names.py")), "all"]
-    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
+def test_names_that_modules_have_of_each_other_are_there(run_rival: Callable[..., str]) -> None:
+    found = json.loads(run_rival(Path(__file__).with_name("rival_names.py"), "all"))
     assert "info_command" in found["cli.main"]
     assert "T_sample" in found["wrappers.map_dataset"]
 

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import json
 import re
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,8 @@ DIFFERENT = {
 
 
 @pytest.mark.rival
-def test_the_fixture_is_that_of_the_package(rival_python: str) -> None:
-    command = [rival_python, "-W", "ignore", str(Path(__file__).with_name("rival_signatures.py"))]
-    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-    assert json.loads(found.stdout) == SIGNATURES
+def test_the_fixture_is_that_of_the_package(run_rival: Callable[..., str]) -> None:
+    assert json.loads(run_rival(Path(__file__).with_name("rival_signatures.py"))) == SIGNATURES
 
 
 def differences(function: Any, theirs: list[tuple[str, str, bool]], *, bound: bool) -> list[str]:

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from typing import Any
 import pytest
 import torch  # noqa: F401 - imported once, for all processes that are forked
 from forked import run_forked
-from paths import HELPERS
 
 from energon_bridge.compat.__main__ import main
 from energon_bridge.prepare import parse_patterns, prepare_dataset
@@ -105,22 +104,10 @@ def run_with_ours(program: str, *arguments: Any) -> Any:
     return json.loads(run_forked(1, lambda _: child())[0].splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def run_with_rival(rival_python: str) -> Iterator[Program]:
-    """Yield a function that runs a program with megatron-energon itself."""
-    command = [rival_python, "-W", "ignore", str(HELPERS / "rival_run.py")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdin is not None
-        assert server.stdout is not None
-
-        def run(program: str, *arguments: Any) -> Any:
-            print(json.dumps([str(PROGRAMS / program), *map(str, arguments)]), file=server.stdin, flush=True)
-            code, output, errors = json.loads(server.stdout.readline())
-            assert code == 0, errors[-4000:]
-            return json.loads(output.splitlines()[-1])
-
-        yield run
-        server.stdin.close()
+@pytest.fixture
+def run_with_rival(run_rival: Callable[..., str]) -> Program:
+    """Return a function that runs a program with megatron-energon itself."""
+    return lambda program, *arguments: json.loads(run_rival(PROGRAMS / program, *arguments).splitlines()[-1])
 
 
 def check_provider(run: Program, data: Path, states: Path) -> dict[str, Any]:

@@ -206,6 +206,15 @@ def run_program(
         return subprocess.CompletedProcess(list(arguments), code, output, errors.read())
 
 
+def run_afresh(code: str, cwd: Path, *packages: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -c CODE` where nothing has imported this package and these, in a fork that forgets them."""
+    forget = (
+        "import sys\nfor name in [*sys.modules]:\n"
+        f"    if name.split('.')[0] in {('energon_bridge', *packages)}: del sys.modules[name]\n"
+    )
+    return run_program(["-c", forget + code], cwd)
+
+
 def _become(
     arguments: list[str], cwd: Path, environment: dict[str, str], writing: int, errors: int | None, reading: int
 ) -> None:

@@ -13,7 +13,13 @@ from forked import become_rank, free_port, run_forked
 from megatron.core import parallel_state
 from paths import CONFIGS
 from run_outputs import read_losses
-from transformers import AutoTokenizer, CLIPImageProcessorPil, LlavaForConditionalGeneration
+from transformers import (
+    AutoTokenizer,
+    CLIPImageProcessorPil,
+    CLIPVisionModel,
+    LlamaModel,
+    LlavaForConditionalGeneration,
+)
 
 from energon_bridge.dataloader import EnergonDataloader
 from energon_bridge.training.config import RunConfig
@@ -21,7 +27,7 @@ from energon_bridge.training.config_file import load_config
 from energon_bridge.training.megatron.run import run
 from energon_bridge.training.run import RunResult
 
-IMPORTED = (AutoTokenizer, CLIPImageProcessorPil, LlavaForConditionalGeneration)
+IMPORTED = (AutoTokenizer, CLIPImageProcessorPil, CLIPVisionModel, LlamaModel, LlavaForConditionalGeneration)
 """What every rank would import on its first use, which takes seconds: here, once for all of them."""
 
 

@@ -1,4 +1,4 @@
-"""Run programs by an interpreter with megatron-energon: `python rival_run.py PROGRAM ARGUMENTS...`.
+"""Run programs by an interpreter with megatron-energon: `python rival_run.py PROGRAM ARGUMENTS...`, or `-c CODE`.
 
 Without arguments it reads them, a JSON list a line, runs each program in a fork that need not import the package again,
 and answers with a line: the exit code, the output and the errors.
@@ -7,6 +7,7 @@ A process ends without the interpreter's own end, where that package (7.4.1) may
 for a lock of the watchdog, whose thread is gone by then.
 """
 
+import gc
 import json
 import multiprocessing
 import os
@@ -20,9 +21,13 @@ def run(arguments):
     """Run a program, and end this process."""
     code = 0
     try:
-        sys.argv = arguments
-        sys.path[0] = os.path.dirname(sys.argv[0])
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        if arguments[0] == "-c":
+            sys.argv = ["-c", *arguments[2:]]
+            exec(compile(arguments[1], "-c", "exec"), {"__name__": "__main__"})
+        else:
+            sys.argv = arguments
+            sys.path[0] = os.path.dirname(sys.argv[0])
+            runpy.run_path(sys.argv[0], run_name="__main__")
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -40,6 +45,7 @@ def serve():
     import torch.utils.data._utils
 
     torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.1  # its workers do not end by themselves: five seconds each
+    gc.freeze()  # it collects garbage every few samples: not among all that was imported
     for line in sys.stdin:
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
             process = os.fork()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -15,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from engine import worker_config_of
+from forked import run_afresh
+from paths import REPOSITORY
 
 from energon_bridge import EnergonMultiModalDataModule, NoCachePool, WorkerConfig
 from energon_bridge.dataloader import EnergonDataloader
@@ -425,7 +426,5 @@ def test_it_works_without_lightning(dataset: Path) -> None:
     next(data.train_dataloader())
     print(sorted(data.state_dict()))
     """
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert result.stdout.strip() == "['consumed_samples', 'global_step', 'train']"
+    result = run_afresh(textwrap.dedent(program), REPOSITORY, "lightning")
+    assert result.stdout.strip() == "['consumed_samples', 'global_step', 'train']", result.stderr

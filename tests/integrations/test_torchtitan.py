@@ -206,11 +206,14 @@ def test_validation_takes_one_pass_or_goes_round(titan: Any, talks: Path) -> Non
     ("change", "message"),
     [
         ({"tokens": 300, "step_tokens": 300}, "there is room for 300"),
-        ({"context": 20, "tokens": 4000, "step_tokens": 4000}, "samples of 20"),
+        ({"context": 20, "tokens": 4000, "step_tokens": 4000}, "room for 4000 .* and samples of 20"),
     ],
 )
 def test_what_does_not_fit_is_named(titan: Any, talks: Path, change: dict[str, Any], message: str) -> None:
-    config = titan.TitanDataLoader.Config(open_loader=opened(talks))
+    def one_row(run: Any) -> Any:
+        return opened(talks)(SimpleNamespace(rows=1, worker_config=run.worker_config))
+
+    config = titan.TitanDataLoader.Config(open_loader=one_row)
     with pytest.raises(ConfigurationError, match=message):
         trainer(config, **change).train(20)
 

@@ -83,14 +83,13 @@ def test_tokens_meet_the_weights_in_every_form(data: Path) -> None:
     blender = Blender([(data / "short", 3), (data / "middle", 2), (data / "long", 1)], unit="tokens")
     nested = blend(0, 2, 1)
     nested["blend"][0] = {"blend": [{"path": "./short", "weight": 5}], "weight": 3}
-    streams = []
-    for source in (blender, data / "mix.yaml", blend(3, 2, 1), nested):
-        dataset = opened(data, source)
-        (loader,) = loaders_of(dataset, 1, 0)
-        batches = list(islice(loader, 1500))
-        near(tokens_of(dataset, iter(batches)), short=3, middle=2, long=1)
-        streams.append([digest(batch) for batch in batches])
-    assert streams[0] == streams[1] == streams[2] == streams[3]
+    dataset = opened(data, blender)
+    batches = list(islice(loaders_of(dataset, 1, 0)[0], 1500))
+    near(tokens_of(dataset, iter(batches)), short=3, middle=2, long=1)
+    expected = [digest(batch) for batch in batches[:500]]
+    for source in (data / "mix.yaml", blend(3, 2, 1), nested):  # the same stream
+        (loader,) = loaders_of(opened(data, source), 1, 0)
+        assert [digest(batch) for batch in islice(loader, 500)] == expected
     filtered = blend(3, 2, 1, filter="tokens != 2 and number < 30")
     dataset = opened(data, filtered)
     near(tokens_of(dataset, islice(loaders_of(dataset, 1, 0)[0], 1500)), short=3, middle=2, long=1)

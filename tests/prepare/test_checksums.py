@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import json
 import random
-import subprocess
 import tarfile
 import zlib
+from collections.abc import Callable
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -372,7 +372,7 @@ def test_settings(root: Path) -> None:
 
 
 @pytest.mark.rival
-def test_megatron_energon_reads_it_as_ever(root: Path, rival_python: str) -> None:
+def test_megatron_energon_reads_it_as_ever(root: Path, run_rival: Callable[..., str]) -> None:
     code = (
         "import sys; from megatron.energon import *\n"
         "config = WorkerConfig(rank=0, world_size=1, num_workers=0)\n"
@@ -383,7 +383,4 @@ def test_megatron_energon_reads_it_as_ever(root: Path, rival_python: str) -> Non
         "ds = get_val_dataset(sys.argv[1], worker_config=config, batch_size=None, task_encoder=Raw())\n"
         "print(len({s.text for s in get_loader(ds)}))\n"
     )
-    run = subprocess.run(
-        [rival_python, "-W", "ignore", "-c", code, str(root)], capture_output=True, text=True, timeout=300
-    )
-    assert run.stdout.strip().endswith("80"), run.stderr[-2000:]
+    assert run_rival("-c", code, root).strip().endswith("80")

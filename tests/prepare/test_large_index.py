@@ -5,12 +5,11 @@ The limit of "large" is set to nothing here. And moves that a kill cut off: the 
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -138,13 +137,10 @@ def test_preparing_again_leaves_the_index_alone(tars: Path) -> None:
     check(tars)
 
 
-def test_megatron_energon_reads_added_keys(tars: Path) -> None:
-    python = os.environ.get("ENERGON_RIVAL_PYTHON")
-    if not python:
-        pytest.skip("ENERGON_RIVAL_PYTHON names no interpreter with megatron-energon")
+def test_megatron_energon_reads_added_keys(tars: Path, run_rival: Callable[..., str]) -> None:
     keys = added(tars, "05a")
-    done = subprocess.run([python, "-c", THEIRS, tars, *keys, "3-1"], check=True, capture_output=True, text=True)
-    assert done.stdout.split() == [f"{key}:{number}" for key, number in zip([*keys, "3-1"], [16, 16, 3], strict=True)]
+    expected = [f"{key}:{number}" for key, number in zip([*keys, "3-1"], [16, 16, 3], strict=True)]
+    assert run_rival("-c", THEIRS, tars, *keys, "3-1").split() == expected
 
 
 THEIRS = """

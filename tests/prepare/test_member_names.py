@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import io
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,14 +127,14 @@ DIFFERENT = {  # what ours says, or "" if it reads the samples; what megatron-en
 
 
 @pytest.fixture(scope="module")
-def rival(rival_python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return what megatron-energon makes of each case: one start of its interpreter for all."""
+def rival(run_rival: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return what megatron-energon makes of each case: one run for all."""
     root = tmp_path_factory.mktemp("rival")
     jobs = [
         {"path": str(write(root / str(number), shards)), "prepare": PREPARE, "parts": ["train"], "lookup": []}
         for number, shards in enumerate(CASES.values())
     ]
-    return dict(zip(CASES, ask_rival(rival_python, jobs), strict=True))
+    return dict(zip(CASES, ask_rival(run_rival, jobs), strict=True))
 
 
 def test_hard_links_are_read_here_and_passed_over_there(tmp_path: Path, rival: dict[str, Any]):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -348,6 +350,10 @@ def slow_square(number: int) -> int:
     return number * number
 
 
+def kind_of_process(_: int) -> str:
+    return type(multiprocessing.current_process()).__name__
+
+
 def die_at_seven(number: int) -> int:
     if number == 7:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -362,6 +368,18 @@ def fail_at_four(number: int) -> int:
 
 def test_results_come_in_order():
     assert list(map_shards(slow_square, range(20), num_workers=3)) == [n * n for n in range(20)]
+
+
+def test_beside_a_thread_processes_are_new_interpreters():
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    try:
+        assert list(map_shards(kind_of_process, range(2), num_workers=2)) == ["SpawnProcess"] * 2
+    finally:
+        end.set()
+        thread.join()
+    assert list(map_shards(kind_of_process, range(2), num_workers=2)) == ["ForkProcess"] * 2
 
 
 def test_a_killed_process_is_an_error_and_not_a_hang():

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from paths import HELPERS
 from tar_builder import GNU, PAX, USTAR, write_tar
 
 from energon_bridge.cli.main import main
@@ -114,21 +113,18 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: prepare(root / name, name) for name in DATASETS}
 
 
-def ask_rival(python: str, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def ask_rival(run_rival: Callable[..., str], jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Let megatron-energon do jobs as `rival_read` describes them."""
-    command = [python, str(HELPERS / "rival_run.py"), str(READER), json.dumps(jobs)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr[-4000:]
-    line = next(line for line in result.stdout.splitlines() if line.startswith("RESULT "))
+    line = next(line for line in run_rival(READER, json.dumps(jobs)).splitlines() if line.startswith("RESULT "))
     found: list[dict[str, Any]] = json.loads(line.removeprefix("RESULT "))
     return found
 
 
 @pytest.fixture(scope="module")
-def rival(rival_python: str, datasets: dict[str, Path]) -> dict[str, Any]:
-    """Return what megatron-energon reads of them: one start of its interpreter for all."""
+def rival(run_rival: Callable[..., str], datasets: dict[str, Path]) -> dict[str, Any]:
+    """Return what megatron-energon reads of them: one run for all."""
     jobs = [{"path": str(path), "parts": parts_of(name), "lookup": lookups_of(name)} for name, path in datasets.items()]
-    return dict(zip(datasets, ask_rival(rival_python, jobs), strict=True))
+    return dict(zip(datasets, ask_rival(run_rival, jobs), strict=True))
 
 
 @pytest.mark.parametrize("name", DATASETS)

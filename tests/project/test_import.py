@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import run_afresh
 from paths import REPOSITORY
 
 import energon_bridge
@@ -55,7 +56,7 @@ def test_modules_that_start_without_torch(module):
 )
 def test_modules_that_need_an_extra_name_it(module: str, package: str, extra: str):
     code = f"import sys; sys.modules[{package!r}] = None; import energon_bridge.{module}"
-    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    result = run_afresh(code, REPOSITORY, package)
     expected = f"this needs {package}, which is not installed: pip install 'energon-bridge[{extra}]'"
     assert f"MissingPackageError: {expected}" in result.stderr
 

@@ -9,8 +9,6 @@ import os
 import re
 import resource
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -21,7 +19,7 @@ from typing import Any, Literal
 import pytest
 from click.testing import CliRunner
 from engine import config_of, counts_of, digest, loaders_of, numbers_of, text_dataset, train_dataset, with_prepared
-from forked import free_port
+from forked import free_port, run_afresh
 from hostile import Note, limited
 from paths import REPOSITORY
 from workers import wait_until, worker_pids
@@ -369,8 +367,8 @@ def test_a_star_import_brings_no_trainer_along() -> None:
         "from energon_bridge import *\nimport sys\nprint(sorted({'lightning', 'pytorch_lightning', 'transformers'} & "
     )
     code += "sys.modules.keys()), get_loader.__name__)"
-    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert result.stdout == "[] get_loader\n"
+    result = run_afresh(code, REPOSITORY, "lightning", "pytorch_lightning", "transformers")
+    assert result.stdout == "[] get_loader\n", result.stderr
 
 
 def test_prepared_shards_are_read_without_what_reads_tables_and_buckets(tmp_path: Path) -> None:
@@ -382,7 +380,7 @@ def test_prepared_shards_are_read_without_what_reads_tables_and_buckets(tmp_path
         "others = 'energon_bridge.rows', 'energon_bridge.storage.http'\n"
         "print([name for name in sys.modules if name.startswith(others)])"
     )
-    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    result = run_afresh(code, REPOSITORY)
     texts, modules = result.stdout.splitlines()
     assert len(texts) > 2
     assert modules == "[]"
