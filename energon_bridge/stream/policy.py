@@ -103,8 +103,8 @@ class ErrorPolicy:
             )
         check_choice("ErrorPolicy: damaged_shards", self.damaged_shards, ("raise", "skip"))
         rate = self.max_error_rate
-        if rate is not None and not 0 <= rate <= 1:
-            raise ConfigurationError(f"ErrorPolicy: max_error_rate must be between 0 and 1, got {rate!r}")
+        if rate is not None and (isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate <= 1):
+            raise ConfigurationError(f"ErrorPolicy: max_error_rate must be a number between 0 and 1, got {rate!r}")
         seconds = self.read_timeout_seconds
         if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or seconds <= 0):
             raise ConfigurationError(f"ErrorPolicy: read_timeout_seconds must be above 0, or None, got {seconds!r}")

@@ -73,6 +73,7 @@ from energon_bridge.worker_config import WorkerConfig
 
 with optional_packages():
     from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import LambdaCallback
     from lightning.pytorch.strategies import DDPStrategy
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
     Args:
         config: The configuration of the run.
         resume: Continue from the latest checkpoint of the run folder, if there is one.
-        overwrite: Remove an earlier run from the run folder.
+        overwrite: Remove an earlier run from the run folder, when the new one begins its first step.
 
     Raises:
         ConfigurationError: The run folder holds another run, or the configuration does not fit together.
@@ -146,6 +147,8 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
             logger.info("resuming from %s", checkpoints[-1])
         elif resume and trainer.is_global_zero:
             say_fresh_start(run_dir)
+        if trainer.is_global_zero:
+            trainer.callbacks.append(LambdaCallback(on_train_start=lambda *_: discard_replaced(run_dir)))
         trainer.fit(module, datamodule=data, ckpt_path=checkpoints[-1] if checkpoints else None)
         if validates and not checkpointer.stopped and module.validated_step != trainer.global_step:
             trainer.validate(module, datamodule=data, verbose=False)
@@ -398,8 +401,8 @@ def main_rank_first(function: Callable[[], None], main: bool) -> None:
 def kept_description(run_dir: Path, *, resume: bool) -> Iterator[None]:
     """Leave the run folder as it was if a run fails before it has left a step in it.
 
-    `config.yaml` still says how the run was made that a resume was to continue, and a run that never began can be
-    started again without `--overwrite`.
+    `config.yaml` still says how the run was made that a resume was to continue, a run that was to be replaced is there
+    again, and one that never began can be started again without `--overwrite`.
     """
     described, metrics = run_dir / "config.yaml", run_dir / "metrics.jsonl"
     known = {name for name in _OF_A_RUN if (run_dir / name).exists()}
@@ -408,6 +411,7 @@ def kept_description(run_dir: Path, *, resume: bool) -> Iterator[None]:
     try:
         yield
     except BaseException:
+        restore_replaced(run_dir)
         if (metrics.stat().st_mtime_ns if metrics.exists() else 0) != written:
             raise
         if before is not None:
@@ -425,16 +429,43 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+_MOVING, _REPLACED = ".moving", ".replaced"
+"""Where the parts of a run lie that is to be replaced: while they are moved there, and until the new one begins."""
+
+
+def restore_replaced(run_dir: Path) -> None:
+    """Put a run back that was to be replaced, if there is one: the new one has not begun."""
+    for aside in (run_dir / _MOVING, run_dir / _REPLACED):
+        if not aside.exists():
+            continue
+        for name in _OF_A_RUN if aside.name == _REPLACED else ():
+            if (run_dir / name).exists():
+                _remove(run_dir / name)
+        for part in aside.iterdir():
+            part.rename(run_dir / part.name)
+        aside.rmdir()
+
+
+def discard_replaced(run_dir: Path) -> None:
+    """Remove a run that is replaced by one that begins now."""
+    if (run_dir / _REPLACED).exists():
+        _remove(run_dir / _REPLACED)
+
+
 def prepare_run_dir(config: RunConfig, run_dir: Path, *, resume: bool, overwrite: bool) -> None:
     """Check the run folder, and write configuration and preset to it.
 
     Raises:
         ConfigurationError: It holds a run, and neither `resume` nor `overwrite` is set.
     """
+    restore_replaced(run_dir)  # that was to be replaced by a run which was killed as it began
     present = [name for name in _OF_A_RUN if (run_dir / name).exists()]
-    if overwrite and not resume:
+    if overwrite and present and not resume:
+        aside = run_dir / _MOVING
+        aside.mkdir()
         for name in present:
-            _remove(run_dir / name)
+            (run_dir / name).rename(aside / name)
+        aside.rename(run_dir / _REPLACED)
     elif present and not resume:
         raise ConfigurationError(
             f"the run folder {run_dir} already contains a run ({', '.join(present)}): continue it (--resume), replace "

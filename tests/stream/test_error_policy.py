@@ -133,7 +133,8 @@ def test_handlers_of_webdataset_work(data: Path) -> None:
     ("kwargs", "complaint"),
     [
         ({"on_error": "ignore"}, "on_error must be 'skip', 'raise' or a function"),
-        ({"max_error_rate": 2}, "max_error_rate must be between 0 and 1"),
+        ({"max_error_rate": 2}, "max_error_rate must be a number between 0 and 1"),
+        ({"max_error_rate": "1e-2"}, "max_error_rate must be a number between 0 and 1, got '1e-2'"),
         ({"min_draws": 0}, "min_draws must be an integer of at least 1"),
         ({"tolerance": -1}, "tolerance must be an integer of at least 0"),
         ({"damaged_shards": True}, "damaged_shards must be"),

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from forked import become_rank, free_port, run_forked, run_program
 from run_outputs import read_losses, read_predictions
 
 from energon_bridge import read_quarantine
-from energon_bridge.errors import BatchSizeMismatchError, ConfigurationError, DatasetNotFoundError
+from energon_bridge.errors import BatchSizeMismatchError, ConfigurationError, DatasetNotFoundError, EnergonError
 from energon_bridge.testing import create_captioning_test_dataset
 from energon_bridge.training import run as training
 from energon_bridge.training.callbacks import AtomicCheckpointIO, Checkpointer, append_metrics, list_checkpoints
@@ -33,7 +34,7 @@ from energon_bridge.training.config import RunConfig
 from energon_bridge.training.config_file import load_config
 from energon_bridge.training.generation import Prediction, exact_match, write_predictions
 from energon_bridge.training.module import VisionLanguageModule
-from energon_bridge.training.run import dataset_captions, main_rank_first
+from energon_bridge.training.run import dataset_captions, main_rank_first, prepare_run_dir, restore_replaced
 
 NUM_VAL = 5
 
@@ -186,8 +187,39 @@ def test_a_second_run_in_the_same_folder_is_refused_unless_told(
     config = replace(smoke, train=replace(smoke.train, max_steps=1))
     training.run(config)
     longer = replace(smoke, train=replace(smoke.train, max_steps=2))
+    run_dir = Path(smoke.run_dir)
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    assert any("checkpoints" in path.parts for path in before)
+    for wrong in (
+        replace(longer, data=replace(longer.data, path="no such data")),
+        replace(longer, data=replace(longer.data, num_workers=-1)),
+        replace(longer, model=replace(longer.model, preset="no such preset")),
+        replace(longer, data=replace(longer.data, error_policy={"max_error_rate": "1%"})),
+    ):
+        with pytest.raises(EnergonError):
+            training.run(wrong, overwrite=True)
+        assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
     assert training.run(longer, overwrite=True).step == 2
-    assert list(read_losses(Path(smoke.run_dir) / "metrics.jsonl")) == [1, 2]
+    assert list(read_losses(run_dir / "metrics.jsonl")) == [1, 2]
+    assert not [path for path in run_dir.iterdir() if path.name.startswith(".")]
+
+
+def test_a_run_whose_replacement_was_killed_as_it_began_is_put_back(smoke: RunConfig) -> None:
+    config = replace(smoke, train=replace(smoke.train, max_steps=1))
+    training.run(config)
+    run_dir = Path(smoke.run_dir)
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    for left in (["config.yaml", "checkpoints"], []):  # killed while it moved the parts, or later
+        prepare_run_dir(config, run_dir, resume=False, overwrite=True)
+        aside = run_dir / ".replaced"
+        assert {path.name for path in aside.iterdir()} >= {"config.yaml", "checkpoints", "metrics.jsonl"}
+        if left:
+            shutil.rmtree(run_dir / "model")
+            aside = aside.rename(run_dir / ".moving")
+            for name in left:
+                (aside / name).replace(run_dir / name)
+        restore_replaced(run_dir)
+        assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
 
 
 def test_sigterm_saves_and_leaves_and_the_run_goes_on(
@@ -350,7 +382,7 @@ def test_failed_samples_are_listed_as_a_configuration_says(tmp_path: Path) -> No
     assert {failed.key for failed in read_quarantine(tmp_path / "failed.jsonl")} == {"3"}
     with pytest.raises(ConfigurationError, match=r"no key 'quarantin'. Did you mean 'quarantine'"):
         training.dry_run(configuration(path, tmp_path / "run", *settings, "data.error_policy.quarantin=x"))
-    with pytest.raises(ConfigurationError, match="max_error_rate must be between 0 and 1"):
+    with pytest.raises(ConfigurationError, match="max_error_rate must be a number between 0 and 1"):
         training.dry_run(configuration(path, tmp_path / "run", *settings, "data.error_policy.max_error_rate=2"))
 
 

@@ -66,6 +66,7 @@ from energon_bridge.training.run import (
     RunResult,
     build_data_module,
     build_feedback,
+    discard_replaced,
     kept_description,
     load_bundle,
     main_rank_first,
@@ -182,6 +183,8 @@ def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataM
     accumulate = config.accumulate(ranks.groups.dp.size())
     recorder = RunRecorder()
     recorder.start(loader)
+    if ranks.main:
+        discard_replaced(run_dir)
     validated: tuple[int, float, list[Prediction]] | None = None
     stop = False
     with _asked_to_stop() as asked:
