@@ -192,26 +192,12 @@ def test_a_sample_that_ends_its_worker_is_left_out(data: Path, actors: dict[str,
     assert found == expected_of(data, 40, task_encoder=Poisonous(ends=False))
 
 
-def slow_once(folder: Path) -> SlowOnce:
-    os.register_at_fork(after_in_child=lambda: _stop_once(folder))
-    return SlowOnce(folder)
-
-
-def _stop_once(folder: Path) -> None:
-    with contextlib.suppress(OSError):
-        (folder / "was stopped").mkdir()
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-
 class SlowOnce(TensorEncoder):
-    """Stops the first worker before it has begun, and takes its time in the first one that comes to a sample."""
+    """Takes its time in the first process that comes to a sample."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return slow_once, (self.folder,)
 
     def encode_sample(self, sample: Any) -> Any:
         if sample.__key__ == "00003":
@@ -221,6 +207,24 @@ class SlowOnce(TensorEncoder):
         return super().encode_sample(sample)
 
 
+class StoppedOnce(SlowOnce):
+    """Stops the first worker before it has begun, too."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return stopped_once, (self.folder,)
+
+
+def stopped_once(folder: Path) -> StoppedOnce:
+    os.register_at_fork(after_in_child=lambda: _stop_once(folder))
+    return StoppedOnce(folder)
+
+
+def _stop_once(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        (folder / "was stopped").mkdir()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
 @pytest.mark.parametrize(
     "shared_memory", [False, pytest.param(True, marks=pytest.mark.skipif(not LONG, reason="starts a relay"))]
 )
@@ -228,7 +232,7 @@ def test_a_hang_is_named_and_replaced_by_the_watchdog(
     data: Path, actors: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, shared_memory: bool
 ) -> None:
     actors["ray_options"] |= {"shared_memory": shared_memory}
-    dataset = train_dataset(data, task_encoder=SlowOnce(tmp_path))
+    dataset = train_dataset(data, task_encoder=StoppedOnce(tmp_path))
     config = config_of(1, 2, **actors)
     watched = {"watchdog_timeout_seconds": 1.5, "on_hang": "replace"}
     with closing(get_savable_loader(dataset, worker_config=config, **watched)) as loader:  # type: ignore[arg-type]
