@@ -269,8 +269,9 @@ def _read_csv(path: Path, text: str, delimiter: str) -> ListedEntries:
     return ListedEntries(path, entries, unit="row", first=2)
 
 
-def _stem_key(name: str) -> str:
-    return str(Path(name).with_suffix("")).replace(".", "_")
+def _stem_key(name: str, media: Path) -> str:
+    below = os.path.relpath(name, media) if os.path.isabs(name) else name
+    return str(Path(below).with_suffix("")).replace(".", "_")
 
 
 _SCALAR = (str, int, float)
@@ -315,7 +316,7 @@ class CocoSource:
         ]
         self._images = list(dict.fromkeys(listed))  # one that is listed again is the same image
         self._captions = captions
-        self._taken = Counter(_stem_key(name) for image, name in self._images if image is not None)
+        self._taken = Counter(_stem_key(name, self._media) for image, name in self._images if image is not None)
         self._files: dict[Any, list[str]] = {one["id"]: [] for one in images if not _coco_fault(one, id=_SCALAR)}
         for image, name in self._images:
             if image is not None:
@@ -345,7 +346,7 @@ class CocoSource:
             values = {"image_id": image, "file_name": name, "captions": self._captions.get(image, [])}
             if not values["captions"]:
                 raise SourceError("no captions.")
-            key = _stem_key(name)
+            key = _stem_key(name, self._media)
             if self._taken[key] > 1:
                 key += f"-{image}"
             return Row(where=where, values=values, files={"image": media_file(name, self._media)}, key=key)

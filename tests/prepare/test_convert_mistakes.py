@@ -135,6 +135,16 @@ def test_a_bad_entry_of_coco_is_named_or_skipped(tmp_path: Path, part: str, entr
     }
 
 
+def test_coco_with_absolute_paths_has_the_keys_of_relative_ones(tmp_path: Path) -> None:
+    source, flags, pictures = coco(tmp_path / "in", 3)
+    listed = json.loads(source.read_text())
+    for image in listed["images"]:
+        image["file_name"] = str(tmp_path / "in/val2017" / image["file_name"])
+    source.write_text(json.dumps(listed))
+    found = members(converted(source, tmp_path / "out", *flags, "--split-ratio", "1,0,0"))
+    assert {name: data for name, data in found.items() if name.endswith("jpg")} == pictures
+
+
 def test_coco_lists_an_image_twice_two_by_one_stem_and_captions_of_none(tmp_path):
     source, flags, _ = coco(tmp_path / "in", 4)
     listed = json.loads(source.read_text())
