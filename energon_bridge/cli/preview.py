@@ -37,22 +37,8 @@ if TYPE_CHECKING:
 _IN_TERMINAL, _ON_PAGES = 4, 1000
 _MODELS = ("config", "encoder", "processor")
 """Options that say what the batches are for."""
-_WITH_CONFIG = frozenset(
-    (
-        "source",
-        "html",
-        "serve",
-        "port",
-        "columns",
-        "as_json",
-        "config",
-        "batches",
-        "step",
-        "steps",
-        "rank",
-        "world_size",
-    )
-)
+_OUTPUT = ("html", "serve", "port", "columns", "as_json")
+_WITH_CONFIG = ("source", "config", "batches", "step", "steps", "rank", "world_size", *_OUTPUT)
 
 
 class _Count(click.ParamType):
