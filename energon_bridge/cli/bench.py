@@ -145,10 +145,17 @@ def bench(
         EnergonError: The mix cannot be loaded.
     """
     from energon_bridge.task_encoder import DefaultTaskEncoder
+    from energon_bridge.task_encoder.decoder import SampleDecoder
     from energon_bridge.worker_config import available_cores
 
+    class Parts(SampleDecoder):
+        unread_from = None
+
+        def decode(self, part_name: str, data: Any) -> Any:
+            return super().decode(part_name, data) if part_name.endswith("json") else bytes(data)  # fields are in it
+
     class Bytes(DefaultTaskEncoder):
-        decoder = None
+        decoder = Parts(image_decode=None)
 
     cores, load_average = available_cores(), os.getloadavg()[0]
     most = options["num_workers"]

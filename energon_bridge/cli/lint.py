@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -170,7 +171,7 @@ def _splits(path: str, datasets: list[PreparedDataset], parts: tuple[str, ...]) 
         return [dataset.split_part or "val" for dataset in datasets]
     from energon_bridge.mix import metadataset_splits, resolve_path
 
-    return list(parts) or metadataset_splits(resolve_path(path, base=".", where="PATH"))
+    return list(parts) or metadataset_splits(resolve_path(path, base=os.getcwd(), where="PATH"))
 
 
 def _encode(

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 _IN_TERMINAL, _ON_PAGES = 4, 1000
 _MODELS = ("config", "encoder", "processor")
 """Options that say what the batches are for."""
+_OUTPUT = ("html", "serve", "port", "columns", "as_json")
+_WITH_CONFIG = ("source", "config", "batches", "step", "steps", "rank", "world_size", *_OUTPUT)
 
 
 class _Count(click.ParamType):
@@ -192,6 +194,16 @@ def _opened(source: tuple[str, ...], pages: bool, samples: int | None, options: 
     if options["step"] is not None:
         steps = range(options["step"], options["step"] + 1)
     if options["config"] is not None:
+        context = click.get_current_context()
+        for name in context.params:
+            if (
+                name not in _WITH_CONFIG
+                and context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+            ):
+                raise ConfigurationError(
+                    f"--{name.replace('_', '-')} has no effect on the training batches of a configuration or run: "
+                    "leave it out. Settings of the run are given as section.key=value, as for the script"
+                )
         from energon_bridge.training.config_file import load_config
 
         try:

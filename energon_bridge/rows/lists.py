@@ -33,6 +33,7 @@ from energon_bridge.rows.base import (
     lay_out,
     located,
     media_file,
+    shown,
 )
 from energon_bridge.rows.conversations import (
     as_files,
@@ -268,12 +269,27 @@ def _read_csv(path: Path, text: str, delimiter: str) -> ListedEntries:
     return ListedEntries(path, entries, unit="row", first=2)
 
 
-def _stem_key(name: str) -> str:
-    return str(Path(name).with_suffix("")).replace(".", "_")
+def _stem_key(name: str, media: Path) -> str:
+    below = os.path.relpath(name, media) if os.path.isabs(name) else name
+    return str(Path(below).with_suffix("")).replace(".", "_")
+
+
+_SCALAR = (str, int, float)
+
+
+def _coco_fault(entry: Any, **fields: type | tuple[type, ...]) -> str | None:
+    """Return what is wrong with an entry that needs fields of these types; None: nothing."""
+    if not isinstance(entry, Mapping):
+        return f"expected an object, found {shown(entry)}"
+    wrong = (name for name, kind in fields.items() if not isinstance(entry.get(name), kind))
+    return next((f"`{name}` is {shown(entry[name]) if name in entry else 'missing'}" for name in wrong), None)
 
 
 class CocoSource:
-    """COCO captions: one sample for each image, with all its captions."""
+    """COCO captions: one sample for each image, with all its captions.
+
+    A bad entry of a list is numbered as a sample, too, one that fails: its id is None, its name the error.
+    """
 
     kind = "COCO captions"
     split_parts: tuple[tuple[str, int], ...] = ()
@@ -282,28 +298,35 @@ class CocoSource:
     def __init__(self, path: Path, content: Mapping[str, Any], media: Path | None) -> None:
         self.where = str(path)
         self._media = (path.parent if media is None else media).absolute()
-        try:
-            captions: dict[Any, list[str]] = {}
-            for annotation in content["annotations"]:
-                captions.setdefault(annotation["image_id"], []).append(annotation["caption"])
-            listed = [(image["id"], image["file_name"]) for image in content["images"]]
-            self._images = list(dict.fromkeys(listed))  # one that is listed again is the same image
-        except (KeyError, TypeError) as error:
-            remedy = "Use captions_*.json; instances_*.json contains boxes."
-            if error.args == ("file_name",):
-                remedy = "Download the images, and write the name of its file to each."
-            raise SourceError(
-                f"{path}: not COCO captions: {error} is missing in `images` or `annotations`. {remedy}"
-            ) from error
+        images, annotations = content["images"], content["annotations"]
+        notes = [_coco_fault(one, image_id=_SCALAR, caption=_SCALAR) for one in annotations]
+        faults = [_coco_fault(one, id=_SCALAR, file_name=str) for one in images]
+        for name, some in (("annotations", notes), ("images", faults)):
+            if some and all(some):
+                remedy = "Use captions_*.json; instances_*.json contains boxes."
+                if "`file_name`" in str(some[0]):
+                    remedy = "Download the images, and write the name of its file to each."
+                raise SourceError(f"{path}: not COCO captions: entry 0 of `{name}`: {some[0]}. {remedy}")
+        captions: dict[Any, list[str]] = {}
+        for one in (one for one, fault in zip(annotations, notes, strict=True) if not fault):
+            captions.setdefault(one["image_id"], []).append(one["caption"])
+        listed = [
+            (None, f"{path}, entry {number} of `images`: {fault}.") if fault else (one["id"], one["file_name"])
+            for number, (one, fault) in enumerate(zip(images, faults, strict=True))
+        ]
+        self._images = list(dict.fromkeys(listed))  # one that is listed again is the same image
         self._captions = captions
-        self._taken = Counter(_stem_key(name) for _, name in self._images)
-        self._files: dict[Any, list[str]] = {}
+        self._taken = Counter(_stem_key(name, self._media) for image, name in self._images if image is not None)
+        self._files: dict[Any, list[str]] = {one["id"]: [] for one in images if not _coco_fault(one, id=_SCALAR)}
         for image, name in self._images:
-            self._files.setdefault(image, []).append(name)
+            if image is not None:
+                self._files[image].append(name)
         if again := len(listed) - len(self._images):
             self.left_out = (f"{again:,} of {len(listed):,} `images` that list{'s' * (again == 1)} an image again",)
         if orphans := len(captions.keys() - self._files.keys()):
             self.left_out += (f"captions of {orphans:,} image{'s' * (orphans > 1)} that `images` does not list",)
+        wrong = ((number, fault) for number, fault in enumerate(notes) if fault)
+        self._images += [(None, f"{path}, entry {number} of `annotations`: {fault}.") for number, fault in wrong]
 
     def __len__(self) -> int:
         return len(self._images)
@@ -311,6 +334,8 @@ class CocoSource:
     def row(self, number: int) -> Row:
         """Return an image and its captions."""
         image, name = self._images[number]
+        if image is None:
+            raise SourceError(name)
         where = f"{self.where}, image {image}"
         with located(where):
             if len(files := self._files[image]) > 1:
@@ -321,7 +346,7 @@ class CocoSource:
             values = {"image_id": image, "file_name": name, "captions": self._captions.get(image, [])}
             if not values["captions"]:
                 raise SourceError("no captions.")
-            key = _stem_key(name)
+            key = _stem_key(name, self._media)
             if self._taken[key] > 1:
                 key += f"-{image}"
             return Row(where=where, values=values, files={"image": media_file(name, self._media)}, key=key)

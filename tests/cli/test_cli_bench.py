@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from object_server import serving
+from sources import coco, converted
 
 from energon_bridge.cli import bench
 from energon_bridge.cli.main import main
@@ -73,6 +74,13 @@ def test_it_prints_stages_rates_and_a_limit(dataset: Path, tmp_path: Path, monke
     assert result.exit_code == 0, result.output
     for words in ("Time for a sample, without workers: reading ", "samples/s", "0 (enough)", "\nLimit: ", "\nTry: "):
         assert words in result.output
+
+
+def test_fields_may_lie_in_json(tmp_path: Path) -> None:
+    source, flags, _ = coco(tmp_path / "in", 4)
+    data = converted(source, tmp_path / "out", *flags, "--split-ratio", "1,0,0")
+    result = energon(data, "--batch-size", 2, "--num-workers", 0, "--seconds", 0.2)
+    assert result.exit_code == 0, result.output
 
 
 def test_it_runs_on_a_server_and_says_what_the_cache_had(

@@ -102,6 +102,49 @@ def test_coco_gives_two_images_one_id(tmp_path):
     assert {name.partition(".")[0] for name in members(tmp_path / "out")} == {"000000000000", "000000000003"}
 
 
+@pytest.mark.parametrize(
+    ("part", "entry", "message"),
+    [
+        ("images", {"id": 1, "file_name": None}, "`file_name` is null."),
+        ("images", {"id": 1, "file_name": 3}, "`file_name` is '3'."),
+        ("images", {"id": 1}, "`file_name` is missing."),
+        ("images", {"id": [1], "file_name": "a.jpg"}, "`id` is '[1]'."),
+        ("images", None, "expected an object, found null."),
+        ("annotations", None, "expected an object, found null."),
+        ("annotations", {"image_id": [1], "caption": "a"}, "`image_id` is '[1]'."),
+        ("annotations", {"image_id": 1, "caption": None}, "`caption` is null."),
+        ("annotations", {"image_id": 1, "bbox": []}, "`caption` is missing."),
+    ],
+)
+def test_a_bad_entry_of_coco_is_named_or_skipped(tmp_path: Path, part: str, entry: object, message: str) -> None:
+    source, flags, pictures = coco(tmp_path / "in", 4)
+    listed = json.loads(source.read_text())
+    listed[part][1] = entry
+    source.write_text(json.dumps(listed))
+    flags = [*flags, "--split-ratio", "1,0,0"]
+    said = f"{source}, entry 1 of `{part}`: {message}"
+    assert f"{said[:-1]}. To leave such samples out" in refused(source, tmp_path / "out", *flags)
+    result = convert(source, tmp_path / "out", *flags, "--on-error", "skip")
+    assert (tmp_path / "out/.nv-meta/convert/skipped.txt").read_text().splitlines() == [said]
+    assert ("that `images` does not list" in result.output) == (
+        message in ("`id` is '[1]'.",) or listed["images"][1] is None
+    )
+    kept = {n for n in range(4) if part == "annotations" or n != 1}
+    assert {name for name in members(tmp_path / "out") if name.endswith("jpg")} == {
+        name for n, name in enumerate(pictures) if n in kept
+    }
+
+
+def test_coco_with_absolute_paths_has_the_keys_of_relative_ones(tmp_path: Path) -> None:
+    source, flags, pictures = coco(tmp_path / "in", 3)
+    listed = json.loads(source.read_text())
+    for image in listed["images"]:
+        image["file_name"] = str(tmp_path / "in/val2017" / image["file_name"])
+    source.write_text(json.dumps(listed))
+    found = members(converted(source, tmp_path / "out", *flags, "--split-ratio", "1,0,0"))
+    assert {name: data for name, data in found.items() if name.endswith("jpg")} == pictures
+
+
 def test_coco_lists_an_image_twice_two_by_one_stem_and_captions_of_none(tmp_path):
     source, flags, _ = coco(tmp_path / "in", 4)
     listed = json.loads(source.read_text())
@@ -203,12 +246,16 @@ def test_wrong_flags(tmp_path, flags, message):
         ("x.csv", "url,caption\nhttp://a.b/c.jpg,x\n", "the column `url` contains URLs (http://a.b/c.jpg)"),
         ("x.csv", "image,caption\n../../secret.png,x\n", "row 2: the path '../../secret.png' leads out of"),
         ("x.xls", "", "cannot convert a .xls. Supported are .json, .jsonl"),
-        ("x.json", '{"images": [], "annotations": [{"image_id": 1, "bbox": []}]}', "not COCO captions"),
+        (
+            "x.json",
+            '{"images": [], "annotations": [{"image_id": 1, "bbox": []}]}',
+            "`caption` is missing. Use captions_",
+        ),
         ("x.json", '{"annotations": [{"image_id": 1, "caption": "a"}]}', "`annotations` without `images`"),
         (
             "x.json",
             '{"images": [{"id": 1}], "annotations": []}',
-            "'file_name' is missing in `images` or `annotations`. D",
+            "not COCO captions: entry 0 of `images`: `file_name` is missing. D",
         ),
         (
             "x.json",

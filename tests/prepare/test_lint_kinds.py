@@ -142,7 +142,7 @@ def test_joins_that_do_not_match_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["texts", "crude", "jsonl", "mix"])
-def test_through_a_task_encoder(data: Path, tmp_path: Path, kind: str) -> None:
+def test_through_a_task_encoder(data: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = {"texts": data, "crude": tmp_path / "crude", "jsonl": tmp_path / "x.jsonl", "mix": tmp_path / "m.yaml"}[kind]
     if kind == "crude":
         crude(path)
@@ -159,6 +159,8 @@ def test_through_a_task_encoder(data: Path, tmp_path: Path, kind: str) -> None:
     shown = energon("lint", path, "--encoder", f"test_lint_kinds:{encoder}", "--no-progress")
     assert f"test_lint_kinds:{encoder} encodes" in shown.output
     assert shown.exit_code == 1
+    monkeypatch.chdir(tmp_path)
+    assert energon("lint", path.name, "--encoder", f"test_lint_kinds:{encoder}", "--no-progress").output == shown.output
 
 
 def test_equal_samples_are_named_both(tmp_path: Path) -> None:

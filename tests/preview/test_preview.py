@@ -433,6 +433,31 @@ def test_what_makes_no_sense_is_refused(arguments: tuple[str, ...], message: str
     assert message in result.output
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("--split-part", "val"),
+        ("--split-part", "train"),
+        ("--batch-size", "7"),
+        ("--seed", "0"),
+        ("--num-workers", "4"),
+        ("--no-shuffle",),
+        ("--trust-remote-code",),
+        ("--mix", "mix.yaml"),
+        ("--samples", "5"),
+        ("--encoder", "previews:encoder"),
+        ("--packing-buffer-size", "4"),
+    ],
+)
+def test_what_a_configuration_decides_is_refused(tmp_path: Path, given: tuple[str, ...]) -> None:
+    (tmp_path / "config.yaml").touch()
+    for chosen in (("--config", CONFIG), (tmp_path,)):
+        if given[0] != "--encoder" or chosen[0] == "--config":  # a folder with an encoder is data
+            result = energon("preview", *chosen, *given)
+            assert result.exit_code == 1
+            assert f"{given[0]} has no effect on the training batches of a configuration or run" in result.output
+
+
 # The terminal --------------------------------------------------------------------------------------------------------
 
 

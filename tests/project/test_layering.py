@@ -86,7 +86,7 @@ BUDGETS = {
     "models": 11_690,
     "trainers": 7_450,
     "cloud": 4_820,
-    "tools": 17_050,
+    "tools": 17_100,
     "drop-in": 4_050,
     "training": 4_800,
 }
