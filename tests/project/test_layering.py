@@ -82,7 +82,7 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 25_960,
+    "core": 25_970,
     "models": 11_700,
     "trainers": 7_450,
     "cloud": 4_820,
