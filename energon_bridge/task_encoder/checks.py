@@ -1,8 +1,8 @@
 """Checks a task encoder when a dataset is made with it, for mistakes that would stay silent in training.
 
 A hook with a misspelt name is never called, and samples stay unencoded. A name counts as misspelt if three things hold:
-it is a letter or two away from the name of a hook that the class does not override; it has no leading underscore; and
-nothing in the class uses it. So helpers may have any name.
+it is a letter or two away from the name of a hook that its class does not override, whatever the base classes do; it
+has no leading underscore; and nothing in the class uses it. So helpers may have any name.
 """
 
 from __future__ import annotations
@@ -94,24 +94,37 @@ def _check_call(encoder: Any, hook: str, arguments: tuple[str, ...]) -> None:
 
 
 def _check_names(encoder: Any, own: Sequence[type], written: set[str]) -> None:
-    """Raise for names that look like misspelt hooks, `decoder` or `cookers`."""
-    name = type(encoder).__name__
+    """Raise for names that look like misspelt hooks, `decoder` or `cookers`.
+
+    What counts is whether the class that has the name, or one derived from it, overrides what is meant: a hook of its
+    base class would be called instead. A name that a base class has too is judged there.
+    """
+    lineage, instance = type(encoder).__mro__, getattr(encoder, "__dict__", {})
+    name, there = lineage[0].__name__, set(instance)
+    for wrong, value in instance.items():
+        if (meant := _meant_attribute(wrong, value)) and meant not in written:
+            raise ConfigurationError(f"{name} has an attribute {wrong}, which has no effect: rename it to {meant}")
     for kind in own:
+        name, there = kind.__name__, there | vars(kind).keys()
+        above = {one for base in lineage[lineage.index(kind) + 1 :] for one in vars(base)}
         for wrong, value in vars(kind).items():
-            meant = _meant(wrong, ENCODER_HOOKS)
-            if meant is None or meant in written or not isinstance(value, _METHODS):
+            is_method = isinstance(value, _METHODS)
+            meant = _meant(wrong, ENCODER_HOOKS) if is_method else _meant_attribute(wrong, value)
+            if meant is None or meant in there or wrong in above:
                 continue
-            if wrong in {used for other in own for used in _names_used(other, beside=wrong)}:
+            if (is_method or meant in written) and any(wrong in _names_used(other, beside=wrong) for other in own):
                 continue
+            if not is_method:
+                raise ConfigurationError(f"{name} has an attribute {wrong}, which has no effect: rename it to {meant}")
             raise ConfigurationError(
                 f"{name}.{wrong} is never called, and {name} does not override the hook {meant}: rename it to "
                 f"{meant}. If it is not meant as a hook, start its name with an underscore"
             )
-    attributes = {key: value for kind in reversed(own) for key, value in vars(kind).items()}
-    for wrong, value in (attributes | getattr(encoder, "__dict__", {})).items():
-        for meant, is_one in _KINDS.items():
-            if meant not in written and _meant(wrong, (meant,)) and is_one(value):
-                raise ConfigurationError(f"{name} has an attribute {wrong}, which has no effect: rename it to {meant}")
+
+
+def _meant_attribute(wrong: str, value: Any) -> str | None:
+    """Return which of `decoder` and `cookers` an attribute is probably meant to be."""
+    return next((meant for meant, is_one in _KINDS.items() if _meant(wrong, (meant,)) and is_one(value)), None)
 
 
 def _check_builders(encoder: Any, own: Sequence[type]) -> None:

@@ -249,6 +249,12 @@ def test_a_misspelt_hook_is_refused(wrong: str, right: str, data: Path) -> None:
         loader_of(data, with_hook(wrong, takes))
     with pytest.raises(ConfigurationError, match=complaint):
         loader_of(data, AugmentTaskEncoder(with_hook(wrong, takes)))
+    base = type("Base", (DefaultTaskEncoder,), {right: getattr(DefaultTaskEncoder, right)})
+    for kind in (base, type("Between", (base,), {})):  # whose hook would be called instead
+        with pytest.raises(ConfigurationError, match=complaint):
+            loader_of(data, with_hook(wrong, takes, kind))
+    with pytest.raises(ConfigurationError, match=complaint):
+        loader_of(data, type("Derived", (type(with_hook(wrong, takes, base)),), {})())
 
 
 def test_hooks_of_megatron_energon_that_build_datasets_are_refused(data: Path) -> None:
@@ -288,13 +294,43 @@ class Overriding(DefaultTaskEncoder):
         return [self.encode_sample(sample) for sample in samples]
 
 
-@pytest.mark.parametrize("kind", [Helpers, Overriding])
+class Derived(Overriding):
+    """Overrides the helper only, and has another that it uses."""
+
+    def encode_samples(self, samples: list[Any]) -> list[Any]:
+        return samples
+
+    def encode_simple(self, sample: Any) -> Any:
+        return sample
+
+    def batch(self, samples: list[Any]) -> Any:
+        return super().batch([self.encode_simple(sample) for sample in samples])
+
+
+class Finished(Helpers):
+    """Overrides the hook that a helper of its base class could be."""
+
+    def encode_sample(self, sample: Any) -> Any:
+        return sample
+
+    def batch(self, samples: list[Any]) -> Any:
+        return DefaultTaskEncoder.batch(self, samples)
+
+
+@pytest.mark.parametrize("kind", [Helpers, Overriding, Derived, Finished])
 def test_helpers_may_be_called_what_they_like(kind: type[DefaultTaskEncoder], data: Path) -> None:
     assert len(next(iter(loader_of(data, kind())))["__key__"]) == 2
 
 
-def encoder_with(**values: Any) -> Any:
-    return type("Mistaken", (DefaultTaskEncoder,), values)()
+def encoder_with(kind: type[Any] = DefaultTaskEncoder, **values: Any) -> Any:
+    return type("Mistaken", (kind,), values)()
+
+
+class Configured(DefaultTaskEncoder):
+    """Has a decoder and cookers of its own."""
+
+    decoder = SampleDecoder(image_decode="pilrgb")
+    cookers = (Cooker(takes),)
 
 
 @pytest.mark.parametrize(
@@ -308,6 +344,8 @@ def encoder_with(**values: Any) -> Any:
         (encoder_with(cookers=[takes]), r"cookers\[0\] is takes; expected a Cooker: Cooker\(takes\)"),
         (encoder_with(cooker=[Cooker(takes)]), "an attribute cooker, which has no effect: rename it to cookers"),
         (encoder_with(decodr=SampleDecoder()), "an attribute decodr, which has no effect: rename it to decoder"),
+        (encoder_with(Configured, cooker=[Cooker(takes)]), "Mistaken has an attribute cooker, .* rename it to cookers"),
+        (encoder_with(Configured, decoders=SampleDecoder()), "Mistaken has an attribute decoders, .* it to decoder"),
         (encoder_with(encode_sample=7), r"encode_sample is 7; expected a method: def encode_sample\(self, sample\)"),
         (encoder_with(encode_sample=lambda sample: sample), r"\(sample\): too many .* def encode_sample\(self, sample"),
         (encoder_with(batch=lambda self: 0), r"batch cannot be called with \(samples\)"),
@@ -322,6 +360,8 @@ def test_an_encoder_that_cannot_be_meant_so_is_refused(
 
 
 def test_attributes_of_the_kind_under_other_names_are_taken(data: Path) -> None:
+    used = encoder_with(Configured, decoder2=SampleDecoder(), batch=lambda self, samples: [self.decoder2])
+    assert next(iter(loader_of(data, used))) == [used.decoder2]
     loader = loader_of(data, encoder_with(image_decoder=SampleDecoder(), make=Cooker(takes), decoder=None))
     assert next(iter(loader))["text"][0].startswith(b"text")
 

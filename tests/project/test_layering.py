@@ -82,8 +82,8 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 25_960,
-    "models": 11_690,
+    "core": 25_970,
+    "models": 11_700,
     "trainers": 7_450,
     "cloud": 4_820,
     "tools": 17_100,

@@ -447,3 +447,28 @@ def test_videos_in_a_list_are_several_and_frames_in_a_list_are_one() -> None:
     two = encoder.encode(chat("<video><video>", "a", videos=clips))
     assert one.visual["video_grid_thw"][:, 0].tolist() == [1]
     assert two.visual["video_grid_thw"][:, 0].tolist() == [1, 2]
+
+
+BEHIND = [{"from": "gpt", "value": "b"}, {"from": "human", "value": "<image>\nq"}]
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_media_after_the_last_answer_are_refused(kind: str) -> None:
+    """They would be cut off with their turn, and the answer learned without them."""
+    media = {f"{kind}s": [torch.zeros(2, 3, 56, 56, dtype=torch.uint8) if kind == "video" else picture()]}
+    encoder = encoder_of("qwen2_vl", ChatConfig(system="s"))
+    for messages in (
+        [{**turn, "value": turn["value"].replace("image", kind)} for turn in BEHIND],
+        [BEHIND[0], {"from": "human", "value": "q"}],  # without a placeholder: at the first question
+    ):
+        with pytest.raises(SampleError, match=rf"^sample 'q': no answer follows the {kind} of message 2 \(user\): "):
+            encoder.encode(ChatSample(__key__="q", messages=messages, **media))
+
+
+def test_texts_after_the_last_answer_are_cut_off() -> None:
+    encoder = encoder_of("qwen2_vl")
+    for more in ([], [{"from": "human", "value": "q"}]):
+        assert short(encoder, encoder.encode(ChatSample(__key__="q", messages=[*SAID, *more], images=TWO))) == TALK
+    masked = [*SAID, BEHIND[1], {"from": "gpt", "value": "c", "weight": 0}]  # an answer follows, though not learned
+    sample = encoder.encode(ChatSample(__key__="q", messages=masked, images=[*TWO, picture()]))
+    assert short(encoder, sample) == TALK

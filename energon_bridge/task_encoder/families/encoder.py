@@ -445,7 +445,9 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             if not self.tokenizer.eos_token:
                 name_missing_end()
             return document_segments(content, self.family, eos=self.tokenizer.eos_token or "")
-        return self._renderer.segments(in_parts(content).with_system(self.config.system))
+        content = in_parts(content)
+        _check_last_turns(content)
+        return self._renderer.segments(content.with_system(self.config.system))
 
     def _videos(self, values: Sequence[Any]) -> list[VideoFrames]:
         config = self.config
@@ -572,6 +574,18 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
 
 _FAMILIES = (FixedTokenFamily, TiledFamily, QwenFamily)
 _POSTENCODE = ChatTemplateTaskEncoder.postencode_sample
+
+
+def _check_last_turns(content: Conversation) -> None:
+    """Raise SampleError if turns after the last answer have media, which would be cut off with these turns."""
+    numbers = (number for number, turn in enumerate(content.turns, 1) if turn.role == "assistant")
+    last = max(numbers, default=len(content.turns))
+    for number, turn in enumerate(content.turns[last:], last + 1):
+        if kind := next((part.kind for part in turn.parts if part.kind != "text"), None):
+            raise SampleError(
+                f"no answer follows the {kind} of message {number} ({turn.role}): the last one, message {last}, would "
+                f"be learned without it. Put the answer behind its question, or take message {number} out of the sample"
+            )
 
 
 def _with_template(config: ChatConfig | None, template: Any) -> ChatConfig:
