@@ -83,7 +83,7 @@ ROOMS = {
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
     "core": 25_970,
-    "models": 11_700,
+    "models": 11_710,
     "trainers": 7_450,
     "cloud": 4_820,
     "tools": 17_100,

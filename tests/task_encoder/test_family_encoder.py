@@ -472,3 +472,15 @@ def test_texts_after_the_last_answer_are_cut_off() -> None:
     masked = [*SAID, BEHIND[1], {"from": "gpt", "value": "c", "weight": 0}]  # an answer follows, though not learned
     sample = encoder.encode(ChatSample(__key__="q", messages=masked, images=[*TWO, picture()]))
     assert short(encoder, sample) == TALK
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_media_after_the_last_answer_are_named_once_where_others_are_seen(
+    role: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    encoder = encoder_of("qwen2_vl")
+    more = [*SAID, {"role": role, "content": [{"type": "image"}]}]
+    for _ in range(2):
+        sample = encoder.encode(ChatSample(__key__="q", messages=more, images=[*TWO, picture()]))
+        assert short(encoder, sample) == TALK
+    assert caplog.text.count(f"no answer follows the image of message {len(more)} ({role}) of a sample") == 1

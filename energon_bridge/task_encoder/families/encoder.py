@@ -446,7 +446,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
                 name_missing_end()
             return document_segments(content, self.family, eos=self.tokenizer.eos_token or "")
         content = in_parts(content)
-        _check_last_turns(content)
+        _check_last_turns(content, self._renderer.named)
         return self._renderer.segments(content.with_system(self.config.system))
 
     def _videos(self, values: Sequence[Any]) -> list[VideoFrames]:
@@ -576,16 +576,23 @@ _FAMILIES = (FixedTokenFamily, TiledFamily, QwenFamily)
 _POSTENCODE = ChatTemplateTaskEncoder.postencode_sample
 
 
-def _check_last_turns(content: Conversation) -> None:
-    """Raise SampleError if turns after the last answer have media, which would be cut off with these turns."""
+def _check_last_turns(content: Conversation, named: set[str]) -> None:
+    """Warn once of turns after the last answer that have media, which are cut off with these turns.
+
+    Raises SampleError if they are questions, and hold all media of the sample: answers would be learned blind.
+    """
     numbers = (number for number, turn in enumerate(content.turns, 1) if turn.role == "assistant")
     last = max(numbers, default=len(content.turns))
+    seen = any(part.kind != "text" for turn in content.turns[:last] for part in turn.parts)
     for number, turn in enumerate(content.turns[last:], last + 1):
         if kind := next((part.kind for part in turn.parts if part.kind != "text"), None):
-            raise SampleError(
-                f"no answer follows the {kind} of message {number} ({turn.role}): the last one, message {last}, would "
-                f"be learned without it. Put the answer behind its question, or take message {number} out of the sample"
-            )
+            place = f"no answer follows the {kind} of message {number} ({turn.role})"
+            if turn.role == "user" and not seen:
+                raise SampleError(
+                    f"{place}: the last one, message {last}, would be learned without it. Put the answer behind its "
+                    f"question, or take message {number} out of the sample"
+                )
+            warn_once("behind", named, f"{place} of a sample: it is left out, as all turns after the last answer are")
 
 
 def _with_template(config: ChatConfig | None, template: Any) -> ChatConfig:
