@@ -263,18 +263,22 @@ def test_code_that_the_nodes_lack_is_named_with_the_remedy(
         next(iter(loader_of(data, 1, only_here.Mine(), **actors)))
 
 
+def running() -> dict[int, list[int]]:
+    """Return the actors that run, and their workers: one that was stopped before may not have been ended yet."""
+    actors = actor_processes()
+    return {pid: actors[pid] for pid in actors if ") T " not in Path(f"/proc/{pid}/stat").read_text()}
+
+
 def kill_a_worker() -> None:
-    os.kill(random.choice([pid for pids in actor_processes().values() for pid in pids]), signal.SIGKILL)
+    os.kill(random.choice([pid for pids in running().values() for pid in pids]), signal.SIGKILL)
 
 
 def kill_an_actor() -> None:
-    os.kill(random.choice([*actor_processes()]), signal.SIGKILL)
+    os.kill(random.choice([*running()]), signal.SIGKILL)
 
 
 def stop_an_actor() -> None:
-    """Stop one that runs: what was stopped before may not have been ended yet."""
-    stats = {pid: Path(f"/proc/{pid}/stat").read_text() for pid in actor_processes()}
-    os.kill(random.choice([pid for pid, stat in stats.items() if ") T " not in stat]), signal.SIGSTOP)
+    os.kill(random.choice([*running()]), signal.SIGSTOP)
 
 
 FAULTS = {
