@@ -98,7 +98,8 @@ def until_the_error(data: Path, device: str | None) -> tuple[list[str], Any]:
         def run() -> None:
             for batch in loader:
                 found.append(digest(batch))
-                wait_until(lambda: bool(loader._held) or loader._pool.next_is_ready())
+                # Without workers, the error has come while it looked ahead.
+                wait_until(lambda: bool(loader._held) or not loader._pool._workers or loader._pool.next_is_ready())
 
         with pytest.raises(FatalSampleError, match="cannot go on"):
             run()
