@@ -375,9 +375,9 @@ def name_control_tokens(content: Conversation | Document, tokens: re.Pattern[str
             _counts["control"] += 1
             if str(count := _counts["control"]).strip("0") == "1":
                 _logger.warning(
-                    f"{place} of sample {key!r} has {token[0]!r} in its text: the model gets this control token, as "
-                    "from transformers, and an answer seems to end there. Take it out of the data, or write it with a "
-                    f"space in it (samples like this in this process: {count})"
+                    f"{place} of sample {key!r} has {token[0]!r} in its text: the model sees a control token there, "
+                    "as with transformers, and not these letters. Remove it from the data, or write it with a space "
+                    f"inside (samples like this in this process: {count})"
                 )
             return
 
