@@ -165,10 +165,7 @@ SOUNDS: dict[str, tuple[Any, list[str]]] = {
         {"query": "<audio><audio>color?", "response": "red", "audios": ["a.wav", "b.mp3"]},
         ["0.wav", "1.mp3"],
     ),
-    "LLaMA-Factory": (
-        {"instruction": "<audio>color?", "input": "", "output": "red", "audios": ["a.wav"]},
-        ["0.wav"],
-    ),
+    "LLaMA-Factory": ({"instruction": "<audio>color?", "input": "", "output": "red", "audios": ["a.wav"]}, ["0.wav"]),
     "LLaVA": (
         {
             "audio": "a.wav",
