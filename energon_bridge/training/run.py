@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -63,7 +64,7 @@ from energon_bridge.training.callbacks import (
     read_losses,
     say_fresh_start,
 )
-from energon_bridge.training.config import DataConfig, RunConfig
+from energon_bridge.training.config import SIZES, DataConfig, RunConfig
 from energon_bridge.training.config_file import load_config, write_config
 from energon_bridge.training.encoder import COOKERS, ENCODER_SETTINGS, training_task_encoder
 from energon_bridge.training.generation import exact_match, write_predictions
@@ -472,15 +473,29 @@ def prepare_run_dir(config: RunConfig, run_dir: Path, *, resume: bool, overwrite
             "it (--overwrite), or choose another folder (run_dir=…)"
         )
     described = run_dir / "config.yaml"
-    before, now = load_config(described).data if resume and described.exists() else config.data, config.data
-    if before.global_batch_size != now.global_batch_size:
+    before = load_config(described) if resume and described.exists() else config
+    _check_same_model(before, config, run_dir)
+    if before.data.global_batch_size != config.data.global_batch_size:
         logger.warning(
             "data.global_batch_size was %d, and is %d from here on: samples keep their order, but `energon preview` "
             "and `which` cannot tell from the number of a step which samples it has",
-            *(before.global_batch_size, now.global_batch_size),
+            *(before.data.global_batch_size, config.data.global_batch_size),
         )
     write_config(config, described)
     write_model_of_run(config, run_dir / "model")
+
+
+def _check_same_model(before: RunConfig, now: RunConfig, run_dir: Path) -> None:
+    """Raise ConfigurationError for settings with which the model or the checkpoints of a run cannot go on."""
+    names = ["trainer", "model.freeze"] if any((run_dir / "checkpoints").glob("step-*")) else []
+    if before.model.name_or_path is now.model.name_or_path is None:
+        names += [f"model.{name}" for name in SIZES]
+    values = {name: (attrgetter(name)(now), attrgetter(name)(before)) for name in names}
+    if changed := [f"{name}={new} (there: {old})" for name, (new, old) in values.items() if new != old]:
+        raise ConfigurationError(
+            f"the run in {run_dir} cannot go on with {', '.join(changed)}: set what its config.yaml has, or begin another "
+            "run (run_dir=…)"
+        )
 
 
 def write_model_of_run(config: RunConfig, folder: Path) -> None:

@@ -34,7 +34,13 @@ from energon_bridge.training.config import RunConfig
 from energon_bridge.training.config_file import load_config
 from energon_bridge.training.generation import Prediction, exact_match, write_predictions
 from energon_bridge.training.module import VisionLanguageModule
-from energon_bridge.training.run import dataset_captions, main_rank_first, prepare_run_dir, restore_replaced
+from energon_bridge.training.run import (
+    dataset_captions,
+    main_rank_first,
+    prepare_run_dir,
+    restore_replaced,
+    write_model_of_run,
+)
 
 NUM_VAL = 5
 
@@ -162,6 +168,38 @@ def test_a_refused_resume_leaves_the_description_of_the_run(smoke: RunConfig) ->
     with pytest.raises(BatchSizeMismatchError):
         training.run(other, resume=True)
     assert load_config(Path(config.run_dir) / "config.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        (
+            "model.hidden_size=32",
+            r"RUN cannot go on with model\.hidden_size=32 \(there: 16\): .*config\.yaml.*run_dir=",
+        ),
+        ("model.freeze=[lm_head]", r"model\.freeze=\('lm_head',\) \(there: \(\)\)"),
+        ("trainer=megatron", r"trainer=megatron \(there: lightning\)"),
+        (
+            "model.name_or_path=OTHER",
+            r"checkpoint RUN/checkpoints/step-0000001\.ckpt belongs to another model than \w+ of this run: \d+ of \d+ "
+            r"tensors differ, the first \(shapes\): \S+ \([\d, ]+\), here \([\d, ]+\); .*Set model\.\* as when",
+        ),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(
+    smoke: RunConfig, dataset: Path, tmp_path: Path, changed: str, complaint: str
+) -> None:
+    config = replace(smoke, train=replace(smoke.train, max_steps=1))
+    training.run(config)
+    other = tmp_path / "other"
+    if "OTHER" in changed:
+        write_model_of_run(replace(config, model=replace(config.model, hidden_size=32)), other)
+    again = ["train.max_steps=1", "model.init=random", changed.replace("OTHER", str(other))]
+    changed_run = configuration(dataset, Path(config.run_dir), *again)
+    with pytest.raises(ConfigurationError, match=complaint.replace("RUN", re.escape(config.run_dir))):
+        training.run(changed_run, resume=True)
+    assert load_config(Path(config.run_dir) / "config.yaml") == config
+    assert training.run(config, resume=True).step == 1
 
 
 def test_a_run_that_never_began_can_be_started_again(smoke: RunConfig) -> None:
