@@ -288,6 +288,11 @@ def test_validation_in_between_changes_nothing(finished: tuple[RunConfig, Any], 
     assert result.read == finished[1].read
     assert result.validation_loss == finished[1].validation_loss
     assert hexes(config.run_dir) == hexes(finished[0].run_dir)
+    for run, steps in ((config, [2, 4, 6]), (finished[0], [6])):
+        rows = [json.loads(line) for line in (Path(run.run_dir) / "metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows if "validation_loss" in row] == steps
+        assert rows[-1] == {"step": 6, "validation_loss": result.validation_loss}
+        assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
 
 
 def test_a_mix_has_a_validation_loss_for_each_dataset(
@@ -311,6 +316,8 @@ def test_a_mix_has_a_validation_loss_for_each_dataset(
     assert first != second
     assert min(first, second) < result.validation_loss < max(first, second)
     assert f"{dataset.name} {first:.4f}, more {second:.4f}" in caplog.text
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert row["validation_losses"] == {dataset.name: first, "more": second}
     predictions = read_predictions(tmp_path / "run" / "predictions.jsonl")
     assert [p.key for p in predictions] == [f"val-{i:05d}" for i in (0, 1, 2, 3, 4, 0, 1, 2)]
 
@@ -370,6 +377,13 @@ def test_a_dry_run_describes_and_leaves_nothing(smoke: RunConfig) -> None:
     assert "model: LlavaForConditionalGeneration" in text
     assert re.search(r"microbatch:\n  tokens:\n  - 2\n", text)
     assert not Path(smoke.run_dir).exists()
+
+
+def test_a_setting_without_effect_on_the_samples_is_named(smoke: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+    training.dry_run(replace(smoke, data=replace(smoke.data, chat_template="llava")))
+    named = [r.message for r in caplog.records if r.message.startswith("data.chat_template='llava' has no effect: ")]
+    assert len(named) == 1
+    assert f"{smoke.data.path} has samples of type CaptioningSample" in named[0]
 
 
 def test_a_dry_run_looks_for_what_is_validated(dataset: Path, tmp_path: Path) -> None:
