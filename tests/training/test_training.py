@@ -32,7 +32,13 @@ from energon_bridge.training.config import RunConfig
 from energon_bridge.training.config_file import load_config
 from energon_bridge.training.generation import Prediction, exact_match, write_predictions
 from energon_bridge.training.module import VisionLanguageModule
-from energon_bridge.training.run import dataset_captions, main_rank_first, prepare_run_dir, restore_replaced
+from energon_bridge.training.run import (
+    dataset_captions,
+    main_rank_first,
+    prepare_run_dir,
+    restore_replaced,
+    write_model_of_run,
+)
 
 NUM_VAL = 5
 
@@ -97,6 +103,11 @@ def test_the_same_seed_gives_the_same_losses_whatever_is_validated_kept_and_logg
         result = training.run(config)
     assert (result.read, result.validation_loss) == (finished[1].read, finished[1].validation_loss)
     assert hexes(config.run_dir) == hexes(finished[0].run_dir)
+    for run, steps in ((config, [2, 4, 6]), (finished[0], [6])):
+        rows = [json.loads(line) for line in (Path(run.run_dir) / "metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows if "validation_loss" in row] == steps
+        assert rows[-1] == {"step": 6, "validation_loss": result.validation_loss}
+        assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
     assert [int(p.name[5:12]) for p in list_checkpoints(tmp_path / "same" / "checkpoints")] == [2, 4, 6]
     lines = [record.message for record in caplog.records if record.message.startswith("step ")]
     assert [line.split()[1] for line in lines] == ["2/6", "4/6", "6/6"]
@@ -140,6 +151,31 @@ def test_steps_that_run_again_replace_their_lines(tmp_path: Path, caplog: pytest
     assert [json.loads(line)["loss"] for line in path.read_text().splitlines()] == [5.0, 4.5, 3.5]
     assert "the earlier lines from step 2 on are replaced" in caplog.text
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_checkpoint_of_another_model_is_refused(smoke: RunConfig, dataset: Path, tmp_path: Path) -> None:
+    config = replace(smoke, train=replace(smoke.train, max_steps=1))
+    training.run(config)
+    other = tmp_path / "other"
+    write_model_of_run(replace(config, model=replace(config.model, hidden_size=32)), other)
+    for changed, complaint in (
+        (
+            "model.hidden_size=32",
+            r"RUN cannot go on with model\.hidden_size=32 \(there: 16\): .*config\.yaml.*run_dir",
+        ),
+        ("model.freeze=[lm_head]", r"model\.freeze=\('lm_head',\) \(there: \(\)\)"),
+        ("trainer=megatron", r"trainer=megatron \(there: lightning\)"),
+        (
+            f"model.name_or_path={other}",
+            r"checkpoint RUN/checkpoints/step-0000001\.ckpt belongs to another model than \w+ of this run: \d+ of \d+ "
+            r"tensors differ, the first \(shapes\): \S+ \([\d, ]+\), here \([\d, ]+\); .*Set model\.\* as when",
+        ),
+    ):
+        again = configuration(dataset, Path(config.run_dir), "train.max_steps=1", "model.init=random", changed)
+        with pytest.raises(ConfigurationError, match=complaint.replace("RUN", re.escape(config.run_dir))):
+            training.run(again, resume=True)
+        assert load_config(Path(config.run_dir) / "config.yaml") == config
+    assert training.run(config, resume=True).step == 1
 
 
 def test_a_run_in_a_folder_stays_unless_it_is_to_be_replaced(smoke: RunConfig) -> None:
@@ -230,6 +266,8 @@ def test_a_mix_has_a_validation_loss_for_each_dataset(
     assert first != second
     assert min(first, second) < result.validation_loss < max(first, second)
     assert f"{dataset.name} {first:.4f}, more {second:.4f}" in caplog.text
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert row["validation_losses"] == {dataset.name: first, "more": second}
     predictions = read_predictions(tmp_path / "run" / "predictions.jsonl")
     assert [p.key for p in predictions] == [f"val-{i:05d}" for i in (0, 1, 2, 3, 4, 0, 1, 2)]
 
@@ -272,6 +310,13 @@ def test_a_dry_run_describes_and_leaves_nothing(smoke: RunConfig) -> None:
     assert "model: LlavaForConditionalGeneration" in text
     assert re.search(r"microbatch:\n  tokens:\n  - 2\n", text)
     assert not Path(smoke.run_dir).exists()
+
+
+def test_a_setting_without_effect_on_the_samples_is_named(smoke: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+    training.dry_run(replace(smoke, data=replace(smoke.data, chat_template="llava")))
+    named = [r.message for r in caplog.records if r.message.startswith("data.chat_template='llava' has no effect: ")]
+    assert len(named) == 1
+    assert f"{smoke.data.path} has samples of type CaptioningSample" in named[0]
 
 
 def test_a_dry_run_looks_for_what_is_validated(dataset: Path, tmp_path: Path) -> None:
