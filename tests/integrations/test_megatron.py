@@ -94,10 +94,11 @@ def test_the_rank_is_that_of_the_pure_data_parallel_group(dataset: Path) -> None
             without = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp", "tp"])
             collections = [whole, without, ProcessGroupCollection(), ProcessGroupCollection(dp=whole.dp), None]
             taken.append([rank_and_size(module(dataset, pg_collection=groups)) for groups in collections])
-            pairs = [dist.new_group([first, first + 1]) for first in range(0, WORLD, 2)]
-            own = ProcessGroupCollection(dp=pairs[rank // 2])  # goes before the global groups
-            assert rank_and_size(module(dataset, pg_collection=own)) == (rank % 2, 2)
             parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+        pairs = [dist.new_group([first, first + 1]) for first in range(0, WORLD, 2)]
+        own = ProcessGroupCollection(dp=pairs[rank // 2])  # goes before the global groups
+        assert rank_and_size(module(dataset, pg_collection=own)) == (rank % 2, 2)
         return taken
 
     for (_, expected), of_layout in zip(LAYOUTS, zip(*on_ranks(load), strict=True), strict=True):

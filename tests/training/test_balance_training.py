@@ -205,7 +205,7 @@ def run_on_two_ranks(config: Any) -> list[list[str]]:
 # A budget of tokens ---------------------------------------------------------------------------------------------------
 
 TOKENS = ("data.micro_batch_size=1", "data.global_batch_size=4", "data.max_tokens_per_microbatch=128")
-TOKENS += ("data.packing_buffer_size=24", "train.max_steps=3", "validation.limit_batches=1", "optimizer.clip_norm=0")
+TOKENS += ("data.packing_buffer_size=24", "train.max_steps=2", "validation.limit_batches=1", "optimizer.clip_norm=0")
 
 
 @pytest.fixture(scope="module")
