@@ -421,7 +421,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             count_over_long("truncated")
         tokens, labels, loss_mask = finished
         is_own = isinstance(self.family, ProcessorFamily)
-        kinds = self.family.token_types(sequence.tokens, types) if is_own else np.frombuffer(types, np.uint8)
+        kinds = self.family.token_types(tokens, types) if is_own else np.frombuffer(types, np.uint8)
         counts = Counter(plan.kind for plan in kept)
         heard = counts["audio"] + sum(video.sound is not None for video in videos[: counts["video"]])
         return PreparedSample.derive_from(

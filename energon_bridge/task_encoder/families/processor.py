@@ -533,7 +533,7 @@ class ProcessorFamily:
         if self.replays:
             told = copy(self._timed(videos))
             with suppress(Exception):  # the processor itself says what is wrong
-                told.tokenizer = _Replay(self.processor.tokenizer, self._written_out(sample), sample.tokens.tolist())
+                told.tokenizer = _Replay(self.processor.tokenizer, self._written_out(sample), sample.tokens)
                 out = self._called(sample.text, processor=told, **given, special=sample.adds_special)
         try:
             out = dict(out or self._called(sample.text, **given, special=sample.adds_special))
@@ -575,15 +575,15 @@ class ProcessorFamily:
         runs = iter(plan.runs)
         return re.sub(repeated, lambda token: token.group() * next(runs), plan.text)
 
-    def token_types(self, tokens: Sequence[int], planned: bytearray) -> np.ndarray:
+    def token_types(self, tokens: Tensor, planned: bytearray) -> np.ndarray:
         """Return the type of each token: 0 text, 1 image, 2 video, 3 sound; the processor's own, where it needs
         no more than tokens.
         """
         if self.kinds is None:
-            return np.array(self.processor.create_mm_token_type_ids([list(tokens)])[0], np.int64)
+            return np.array(self.processor.create_mm_token_type_ids([tokens.tolist()])[0], np.int64)
         if not self.kinds:
             return np.frombuffer(planned, np.uint8)
-        sequence = np.array(tokens, np.int64)
+        sequence = tokens.numpy()
         types = np.zeros_like(sequence)
         for token, number in self.kinds.items():
             types[sequence == token] = number
@@ -779,18 +779,19 @@ class _Replay:
     other text than the planned one is tokenised, and its tokens are compared.
     """
 
-    def __init__(self, tokenizer: Any, text: str | None = None, tokens: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Any, text: str | None = None, tokens: Tensor | None = None) -> None:
         self._tokenizer, self._text, self._tokens = tokenizer, text, tokens
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
     def __call__(self, text: Any, **options: Any) -> Any:
-        if list(text) == [self._text]:
-            return {"input_ids": [list(self._tokens)]}
+        if self._tokens is not None and list(text) == [self._text]:  # a tensor is read far faster than a list
+            is_tensor = options.get("return_tensors") == "pt"
+            return {"input_ids": self._tokens[None].clone() if is_tensor else [self._tokens.tolist()]}
         made = self._tokenizer(text, **options)
         if self._text is None:
-            self._text, self._tokens = text[0], torch.as_tensor(made["input_ids"])[0].tolist()
+            self._text, self._tokens = text[0], torch.as_tensor(made["input_ids"])[0]
         return made
 
 
