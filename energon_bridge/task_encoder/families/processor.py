@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import json
 import re
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
@@ -62,6 +63,7 @@ _DROPPED = frozenset(
 _NONE = "takes none"
 _TICKS = 1000  # a second, in the numbers of frames that stand for their times
 _MOST_PLANS = 1 << 16
+_MOST_MERGED = 16
 
 
 @dataclass(kw_only=True, slots=True)
@@ -136,6 +138,7 @@ class ProcessorFamily:
     nested: bool = field(init=False, repr=False, compare=False, default=True)
     adds_bos: bool = field(init=False, repr=False, compare=False, default=False)
     replays: bool = field(init=False, repr=False, compare=False, default=True)
+    merged: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         name = type(self.processor).__name__
@@ -532,6 +535,8 @@ class ProcessorFamily:
         out: Mapping[str, Any] | None = None
         if self.replays:
             told = copy(self._timed(videos))
+            if not (videos or sounds or self.options):  # else, what is given differs from sample to sample
+                told._merge_kwargs = self._merged
             with suppress(Exception):  # the processor itself says what is wrong
                 told.tokenizer = _Replay(self.processor.tokenizer, self._written_out(sample), sample.tokens)
                 out = self._called(sample.text, processor=told, **given, special=sample.adds_special)
@@ -560,6 +565,18 @@ class ProcessorFamily:
             return visual
         dtype = getattr(torch, self.pixels_dtype)
         return {key: value.to(dtype) if _is_dense(value) else value for key, value in visual.items()}
+
+    def _merged(self, *args: Any, **given: Any) -> dict[str, Any]:
+        """Return the arguments of each part of the processor, which checks the same ones once, not for each sample."""
+        try:
+            key = json.dumps([args, {name: value for name, value in given.items() if name != "tokenizer_init_kwargs"}])
+        except TypeError:  # some are more than numbers and texts
+            return dict(self.processor._merge_kwargs(*args, **given))
+        if key not in self.merged:
+            if len(self.merged) >= _MOST_MERGED:
+                self.merged.clear()
+            self.merged[key] = self.processor._merge_kwargs(*args, **given)
+        return {name: copy(value) for name, value in self.merged[key].items()}
 
     def _written_out(self, sample: PreparedSample) -> str:
         """Return the text of a sample with the tokens of its media."""
