@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -125,11 +126,12 @@ def test_half_precision_goes_on_as_it_would_have(dataset: Path, tmp_path: Path) 
     expected = hexes(config)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-0000003")
     metrics = tmp_path / "run" / "metrics.jsonl"
-    *kept, last = metrics.read_text().splitlines(keepends=True)
+    *kept, last, validated = metrics.read_text().splitlines(keepends=True)
+    assert json.loads(validated).keys() == {"step", "validation_loss"}
     metrics.write_text("".join([*kept, last.replace('"loss": ', '"loss": 1')]))  # runs again, so it is replaced
     assert hexes(config) != expected
     train(config, 1, resume=True)
-    assert len(metrics.read_text().splitlines()) == 3
+    assert metrics.read_text().splitlines(keepends=True)[3:] == [validated]
     assert hexes(config) == expected
 
 

@@ -34,7 +34,13 @@ from energon_bridge.training.config import RunConfig
 from energon_bridge.training.config_file import load_config
 from energon_bridge.training.generation import Prediction, exact_match, write_predictions
 from energon_bridge.training.module import VisionLanguageModule
-from energon_bridge.training.run import dataset_captions, main_rank_first, prepare_run_dir, restore_replaced
+from energon_bridge.training.run import (
+    dataset_captions,
+    main_rank_first,
+    prepare_run_dir,
+    restore_replaced,
+    write_model_of_run,
+)
 
 NUM_VAL = 5
 
@@ -164,6 +170,38 @@ def test_a_refused_resume_leaves_the_description_of_the_run(smoke: RunConfig) ->
     assert load_config(Path(config.run_dir) / "config.yaml") == config
 
 
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        (
+            "model.hidden_size=32",
+            r"RUN cannot go on with model\.hidden_size=32 \(there: 16\): .*config\.yaml.*run_dir=",
+        ),
+        ("model.freeze=[lm_head]", r"model\.freeze=\('lm_head',\) \(there: \(\)\)"),
+        ("trainer=megatron", r"trainer=megatron \(there: lightning\)"),
+        (
+            "model.name_or_path=OTHER",
+            r"checkpoint RUN/checkpoints/step-0000001\.ckpt belongs to another model than \w+ of this run: \d+ of \d+ "
+            r"tensors differ, the first \(shapes\): \S+ \([\d, ]+\), here \([\d, ]+\); .*Set model\.\* as when",
+        ),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(
+    smoke: RunConfig, dataset: Path, tmp_path: Path, changed: str, complaint: str
+) -> None:
+    config = replace(smoke, train=replace(smoke.train, max_steps=1))
+    training.run(config)
+    other = tmp_path / "other"
+    if "OTHER" in changed:
+        write_model_of_run(replace(config, model=replace(config.model, hidden_size=32)), other)
+    again = ["train.max_steps=1", "model.init=random", changed.replace("OTHER", str(other))]
+    changed_run = configuration(dataset, Path(config.run_dir), *again)
+    with pytest.raises(ConfigurationError, match=complaint.replace("RUN", re.escape(config.run_dir))):
+        training.run(changed_run, resume=True)
+    assert load_config(Path(config.run_dir) / "config.yaml") == config
+    assert training.run(config, resume=True).step == 1
+
+
 def test_a_run_that_never_began_can_be_started_again(smoke: RunConfig) -> None:
     config = replace(smoke, train=replace(smoke.train, max_steps=1))
     wrong = replace(config, data=replace(config.data, path="/nowhere/data"))
@@ -250,6 +288,11 @@ def test_validation_in_between_changes_nothing(finished: tuple[RunConfig, Any], 
     assert result.read == finished[1].read
     assert result.validation_loss == finished[1].validation_loss
     assert hexes(config.run_dir) == hexes(finished[0].run_dir)
+    for run, steps in ((config, [2, 4, 6]), (finished[0], [6])):
+        rows = [json.loads(line) for line in (Path(run.run_dir) / "metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows if "validation_loss" in row] == steps
+        assert rows[-1] == {"step": 6, "validation_loss": result.validation_loss}
+        assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
 
 
 def test_a_mix_has_a_validation_loss_for_each_dataset(
@@ -273,6 +316,8 @@ def test_a_mix_has_a_validation_loss_for_each_dataset(
     assert first != second
     assert min(first, second) < result.validation_loss < max(first, second)
     assert f"{dataset.name} {first:.4f}, more {second:.4f}" in caplog.text
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert row["validation_losses"] == {dataset.name: first, "more": second}
     predictions = read_predictions(tmp_path / "run" / "predictions.jsonl")
     assert [p.key for p in predictions] == [f"val-{i:05d}" for i in (0, 1, 2, 3, 4, 0, 1, 2)]
 
@@ -332,6 +377,13 @@ def test_a_dry_run_describes_and_leaves_nothing(smoke: RunConfig) -> None:
     assert "model: LlavaForConditionalGeneration" in text
     assert re.search(r"microbatch:\n  tokens:\n  - 2\n", text)
     assert not Path(smoke.run_dir).exists()
+
+
+def test_a_setting_without_effect_on_the_samples_is_named(smoke: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+    training.dry_run(replace(smoke, data=replace(smoke.data, chat_template="llava")))
+    named = [r.message for r in caplog.records if r.message.startswith("data.chat_template='llava' has no effect: ")]
+    assert len(named) == 1
+    assert f"{smoke.data.path} has samples of type CaptioningSample" in named[0]
 
 
 def test_a_dry_run_looks_for_what_is_validated(dataset: Path, tmp_path: Path) -> None:
