@@ -330,7 +330,9 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             visual=visual,
             answer=sample.answer,
             num_images=len(images),
-            mm_token_type_ids=sample.mm_token_type_ids if positions is not None or _has_types(family) else None,
+            mm_token_type_ids=sample.mm_token_type_ids
+            if positions is not None or isinstance(family, ProcessorFamily)
+            else None,
             mrope_position_ids=positions,
         )
 
@@ -612,10 +614,6 @@ def _in_order(plans: Sequence[Plan], videos: Sequence[VideoFrames], sounds: Sequ
     own, of_videos = iter(sounds), iter(video.sound for video in videos)
     heard = [next(own if plan.kind == "audio" else of_videos) for plan in plans if plan.kind != "image"]
     return [sound for sound in heard if sound is not None]
-
-
-def _has_types(family: Any) -> bool:
-    return isinstance(family, ProcessorFamily)
 
 
 def _heard(sound: Any) -> np.ndarray:

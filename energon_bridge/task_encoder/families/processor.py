@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dis
 import inspect
-import json
+import pickle
 import re
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
@@ -138,7 +138,7 @@ class ProcessorFamily:
     nested: bool = field(init=False, repr=False, compare=False, default=True)
     adds_bos: bool = field(init=False, repr=False, compare=False, default=False)
     replays: bool = field(init=False, repr=False, compare=False, default=True)
-    merged: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
+    merged: dict[bytes, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         name = type(self.processor).__name__
@@ -269,15 +269,13 @@ class ProcessorFamily:
 
     def _with_runs(self, kind: Kind, text: str, repeated: Sequence[str]) -> Plan:
         """Return a plan with each run of some special tokens of a text as one token."""
-        pattern = "|".join(f"(?:{re.escape(token)})+" for token in repeated)
-        runs = [run.group() for run in re.finditer(pattern, text)] if repeated else []
-        starts = [next(token for token in repeated if run.startswith(token)) for run in runs]
+        pattern = re.compile("|".join(f"((?:{re.escape(token)})+)" for token in repeated) or "(?!)")
         known = self.processor.tokenizer.added_tokens_encoder
         return Plan(
             kind=kind,
             placeholder=str(_placeholder(self.processor, kind)),
-            text=re.sub(pattern, partial(_first_of, repeated), text) if repeated else text,
-            runs=tuple(len(run) // len(token) for run, token in zip(runs, starts, strict=True)),
+            text=pattern.sub(lambda run: repeated[(run.lastindex or 0) - 1], text),
+            runs=tuple(len(run[0]) // len(repeated[(run.lastindex or 0) - 1]) for run in pattern.finditer(text)),
             token_ids=tuple(known[token] for token in repeated),
         )
 
@@ -544,8 +542,7 @@ class ProcessorFamily:
             out = dict(out or self._called(sample.text, **given, special=sample.adds_special))
         except Exception as error:
             raise SampleError(f"{name} cannot take the sample: {type(error).__name__}: {error}") from error
-        tokens = out["input_ids"][0]
-        count = len(sample.tokens)
+        tokens, count = out["input_ids"][0], len(sample.tokens)
         if not torch.equal(tokens[:count], sample.tokens):
             same = int((tokens[:count] != sample.tokens[: len(tokens)]).int().argmax()) if len(tokens) >= count else 0
             raise SampleError(
@@ -564,14 +561,12 @@ class ProcessorFamily:
         if self.pixels_dtype == "float32":  # the default: what the processor itself makes
             return visual
         dtype = getattr(torch, self.pixels_dtype)
-        return {key: value.to(dtype) if _is_dense(value) else value for key, value in visual.items()}
+        dense = {key: one.to(dtype) for key, one in visual.items() if one.is_floating_point() and one.ndim > 1}
+        return visual | dense
 
     def _merged(self, *args: Any, **given: Any) -> dict[str, Any]:
         """Return the arguments of each part of the processor, which checks the same ones once, not for each sample."""
-        try:
-            key = json.dumps([args, {name: value for name, value in given.items() if name != "tokenizer_init_kwargs"}])
-        except TypeError:  # some are more than numbers and texts
-            return dict(self.processor._merge_kwargs(*args, **given))
+        key = pickle.dumps((args, {name: one for name, one in given.items() if name != "tokenizer_init_kwargs"}))
         if key not in self.merged:
             if len(self.merged) >= _MOST_MERGED:
                 self.merged.clear()
@@ -723,10 +718,6 @@ def _sources(plans: Sequence[Plan], videos: Sequence[VideoFrames]) -> list[int |
     return sources
 
 
-def _first_of(repeated: Sequence[str], run: re.Match[str]) -> str:
-    return next(token for token in repeated if run.group().startswith(token))
-
-
 def _times(video: VideoFrames, count: int) -> list[float]:
     """Return the times of frames, at 24 a second if nothing says them, as the processors do."""
     times = list(video.timestamps or [number / (video.fps or 24) for number in range(count)])
@@ -845,10 +836,6 @@ def _unfit(made: Sequence[Mapping[str, Any]], tokens: Sequence[int]) -> str | No
         if all(of_text[key].shape[:2] == (1, count) for of_text, count in zip(made, tokens, strict=True)):
             return f"a value for each token, {key!r}, which a batch does not have"
     return None
-
-
-def _is_dense(value: Tensor) -> bool:
-    return value.is_floating_point() and value.ndim > 1
 
 
 def _kinds(processor: Any) -> Mapping[int, int] | None:
