@@ -180,7 +180,8 @@ def test_a_damaged_shard_stops_the_run_unless_told_otherwise(damage: str, tmp_pa
     damaging(damaged)
     with pytest.raises(error, match=re.escape(SHARD)) as caught:
         read(loader)
-    assert ("energon prepare --tar-index-only" in str(caught.value)) == damage.startswith("index")
+    if damage == "truncated" or damage.startswith("index"):
+        assert "energon prepare --tar-index-only" in str(caught.value)
 
 
 def read(loader: SavableDataLoader) -> None:
