@@ -13,16 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import (
-    NUM_LANES,
-    config_of,
-    deliver,
-    digest,
-    is_masked,
-    loaders_of,
-    text_dataset,
-    train_dataset,
-)
+from engine import NUM_LANES, config_of, deliver, digest, is_masked, loaders_of, text_dataset, train_dataset
 
 from energon_bridge import AugmentTaskEncoder, get_savable_loader, get_train_dataset
 from energon_bridge.errors import ConfigurationError

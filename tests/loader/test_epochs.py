@@ -62,10 +62,7 @@ def opened(data: Path, mix: Any, batch_size: int = 2, **kwargs: Any) -> DatasetS
     return get_train_dataset(mix, batch_size=batch_size, shuffle_buffer_size=4, max_samples_per_sequence=3, **settings)
 
 
-@pytest.mark.parametrize(
-    ("mix", "ranks"),
-    [("whole", 1), ("fractions", 2), ("a fraction of a sample", 4)],
-)
+@pytest.mark.parametrize(("mix", "ranks"), [("whole", 1), ("fractions", 2), ("a fraction of a sample", 4)])
 def test_an_epoch_has_each_sample_as_often_as_repetitions_say(mix: str, ranks: int, data: Path) -> None:
     repetitions, samples = MIXES[mix]
     spec = opened(data, repeated(data, **repetitions))

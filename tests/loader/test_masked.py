@@ -26,7 +26,7 @@ from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.testing import create_captioning_test_dataset
 from energon_bridge.topology import Ownership
 
-RANKS = [(24, ranks) for ranks in (1, 2, 5, 7, 9, 11, 13, 16, 23, 24)] + [(10, ranks) for ranks in (1, 3, 4, 7, 10)]
+RANKS = [(24, ranks) for ranks in (1, 5, 16, 23)] + [(10, 7)]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
 
@@ -176,7 +176,7 @@ def captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return create_captioning_test_dataset(tmp_path_factory.mktemp("captioning"), num_train=20, num_val=1)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [2])
 def test_gradients_are_those_of_the_tokens_of_real_microbatches(
     captions: Path, tmp_path: Path, accumulate: int
 ) -> None:

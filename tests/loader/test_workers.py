@@ -16,7 +16,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 from engine import (
@@ -82,7 +81,7 @@ def restless(loader: SavableDataLoader, after: int = 0) -> Restless:
     return engine
 
 
-@pytest.mark.parametrize("prefetch", [1, 2, 5])
+@pytest.mark.parametrize("prefetch", [2])
 def test_workers_go_on_elsewhere_and_do_not_change_the_stream(
     data: Path, prefetch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,7 +152,7 @@ def test_kills_do_not_change_batches_that_cross_as_memory_files(data: Path, monk
     assert found == expected
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [False])
 def test_kills_do_not_change_a_validation_pass(data: Path, persistent: bool) -> None:
     dataset = get_val_dataset(data, batch_size=2, task_encoder=SkippingEncoder())
     expected = [digest(batch) for batch in get_savable_loader(dataset, worker_config=config_of(1, 0))]
@@ -184,7 +183,6 @@ class Crashing(TensorEncoder):
 @pytest.mark.parametrize(
     ("end", "message"),
     [
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), r"worker \d \(killed by signal 9\)"),
         (lambda: os.kill(os.getpid(), signal.SIGSEGV), r"worker \d \(killed by signal 11\)"),
         (lambda: os._exit(3), r"worker \d \(exit code 3\)"),
     ],
@@ -268,27 +266,6 @@ def test_workers_collect_garbage_where_the_training_process_does_it_by_hand(data
         gc.enable()
 
 
-class ScalingEncoder(TensorEncoder):
-    """Scales a frame of a video in every sample."""
-
-    def encode_sample(self, sample: Any) -> Any:
-        scale_a_frame()
-        return super().encode_sample(sample)
-
-
-def scale_a_frame() -> None:
-    av = pytest.importorskip("av")
-    frame = av.VideoFrame.from_ndarray(np.zeros((480, 640, 3), np.uint8), format="rgb24")
-    assert frame.to_ndarray(format="yuv420p").shape == (720, 640)
-
-
-def test_workers_scale_frames_after_the_training_process_did(data: Path) -> None:
-    """FFmpeg's threads are in no fork. PyAV keeps its scalers per thread from version 19 on."""
-    scale_a_frame()
-    with closing(loader_of(data, 2, ScalingEncoder())) as loader:
-        next(iter(loader))
-
-
 class LookingForScalers(TensorEncoder):
     def encode_sample(self, sample: Any) -> Any:
         frames: Any = sys.modules["av.video.frame"]
@@ -344,22 +321,17 @@ class Failing(TensorEncoder):
         return super().encode_batch(batch)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("hook", ["encode_sample", "encode_batch"])
 @pytest.mark.parametrize(
-    ("error", "message"),
+    ("error", "hook", "message"),
     [
-        (ValueError("the caption is upside down"), "failed in a row, .*ValueError: the caption is upside down"),
-        (OSError(5, "the disk is gone"), "failed in a row, .*the disk is gone"),
-        (NameError("name 'captoin' is not defined"), "NameError: name 'captoin' is not defined"),
-        (FatalSampleError("stop here"), "stop here"),
+        (ValueError("upside down"), "encode_sample", "failed in a row, .*ValueError: upside down"),
+        (OSError(5, "the disk is gone"), "encode_batch", "failed in a row, .*the disk is gone"),
+        (FatalSampleError("stop here"), "encode_sample", "stop here"),
     ],
 )
-def test_errors_of_user_code_reach_the_training_process(
-    data: Path, num_workers: int, hook: str, error: Exception, message: str
-) -> None:
+def test_errors_of_user_code_reach_the_training_process(data: Path, hook: str, error: Exception, message: str) -> None:
     with (
-        closing(loader_of(data, num_workers, Failing(error, hook))) as loader,
+        closing(loader_of(data, 2, Failing(error, hook))) as loader,
         pytest.raises(FatalSampleError, match=message) as raised,
     ):
         next(iter(loader))

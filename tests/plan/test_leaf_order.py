@@ -245,13 +245,7 @@ def test_without_shuffling_a_lane_of_which_all_is_banned_takes_what_another_has(
 def test_batches_mix_slices(num_lanes: int, most: float) -> None:
     """Share of the pairs of a batch of 256 that come from one slice of 100, with a buffer of 100."""
     batch, batches, n = 256, 20, 200_000
-    order = order_of(
-        n,
-        num_lanes=num_lanes,
-        slice_length=100,
-        shuffle_buffer_size=100,
-        parallel_shard_iters=4,
-    )
+    order = order_of(n, num_lanes=num_lanes, slice_length=100, shuffle_buffer_size=100, parallel_shard_iters=4)
     columns = []
     for lane in range(num_lanes):
         drawn: list[int] = []

@@ -62,9 +62,7 @@ from energon_bridge.stream.reader import LeafReader
 
 STEPS = 6
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")]
 
 
 @pytest.fixture(scope="module")
@@ -374,17 +372,9 @@ def test_what_cannot_be_planned_is_exchanged_or_refused_by_name(data: Path, capl
         ),
         ("plain", ColumnCost(tokens="size > 5"), None),
         ("plain", ColumnCost(tokens="'a'"), "gives a string, expected numbers"),
-        (
-            "packed",
-            ColumnCost(tokens="size * 3"),
-            r"has \d+ tokens by 'size \* 3'; expected a whole number of at most",
-        ),
+        ("packed", ColumnCost(tokens="size * 3"), r"has \d+ tokens by 'size \* 3'; expected a whole number of at most"),
         ("packed", ColumnCost(tokens="size / 2"), r"has [\d.]+ tokens by 'size / 2'; expected a whole number"),
-        (
-            "packed",
-            ColumnCost(tokens="size", sizes={"pixels": "1"}),
-            "limits tokens, samples, but sizes are given for",
-        ),
+        ("packed", ColumnCost(tokens="size", sizes={"pixels": "1"}), "limits tokens, samples, but sizes are given for"),
     ],
 )
 def test_costs_that_columns_do_not_give(kind: str, cost: ColumnCost, message: str | None, data: Path) -> None:
