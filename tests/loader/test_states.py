@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from engine import (
     NUM_LANES,
     InProcessLoader,
@@ -19,7 +18,6 @@ from engine import (
     config_of,
     deliver,
     loaders_of,
-    numbers_of,
     text_dataset,
     train_dataset,
     with_prepared,
@@ -189,16 +187,6 @@ def test_a_state_of_other_data_is_refused(data: Path, tmp_path: Path, change: st
     assert lines[1].startswith(f"  - {data} [train], 37 samples, identity ")
     assert lines[2].startswith(f"  + {other} [train], {sum(counts.get(change, SHARDS))} samples, identity ")
     assert lines[1].split("identity ")[1] != lines[2].split("identity ")[1]
-
-
-def test_a_moved_dataset_is_the_same_dataset(data: Path, tmp_path: Path) -> None:
-    (state,) = states_after(train_dataset(data), 7)
-    moved = text_dataset(tmp_path / "moved", train=SHARDS, val=SHARDS)
-    batches = [iter(loaders_of(train_dataset(path), 1, 0, state=state)[0]) for path in (data, moved)]
-    for _ in range(30):
-        here, there = (next(each) for each in batches)
-        assert numbers_of(here) == numbers_of(there)
-        assert torch.equal(here["noise"], there["noise"])
 
 
 def test_missing_ranks_and_different_steps_are_refused(data: Path) -> None:

@@ -31,7 +31,7 @@ from engine import (
 )
 from workers import loader_of, worker_pids
 
-from energon_bridge import ErrorPolicy, SavableDataLoader, get_savable_loader, get_val_dataset
+from energon_bridge import ErrorPolicy, SavableDataLoader, get_savable_loader
 from energon_bridge.errors import FatalSampleError, LoaderError, WorkerDiedError
 from energon_bridge.loader.ray_engine import MovingPool
 from energon_bridge.loader.workers import LocalProcesses
@@ -150,21 +150,6 @@ def test_kills_do_not_change_batches_that_cross_as_memory_files(data: Path, monk
                 time.sleep(choose.random() * 0.003)
                 os.kill(choose.choice(worker_pids()), signal.SIGKILL)
     assert found == expected
-
-
-@pytest.mark.parametrize("persistent", [False])
-def test_kills_do_not_change_a_validation_pass(data: Path, persistent: bool) -> None:
-    dataset = get_val_dataset(data, batch_size=2, task_encoder=SkippingEncoder())
-    expected = [digest(batch) for batch in get_savable_loader(dataset, worker_config=config_of(1, 0))]
-    config = config_of(1, 2, persistent_workers=persistent)
-    with closing(get_savable_loader(dataset, worker_config=config)) as loader:
-        for kill_at in (0, 7, len(expected) - 1, None):
-            found = []
-            for number, batch in enumerate(loader):
-                if number == kill_at:
-                    os.kill(worker_pids()[-1], signal.SIGKILL)
-                found.append(digest(batch))
-            assert found == expected
 
 
 class Crashing(TensorEncoder):
@@ -426,15 +411,3 @@ def test_saving_asks_no_worker(data: Path) -> None:
         finally:
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
-
-
-def test_the_generators_of_the_training_process_stay_untouched(data: Path) -> None:
-    for num_workers in (0, 2):
-        torch.manual_seed(3)
-        random.seed(3)
-        before = torch.default_generator.get_state(), random.getstate()
-        with closing(loader_of(data, num_workers)) as loader:
-            for _, _batch in zip(range(5), loader, strict=False):
-                pass
-        assert torch.equal(before[0], torch.default_generator.get_state())
-        assert before[1] == random.getstate()

@@ -273,23 +273,6 @@ def test_epochs_and_keys_change_the_order_and_nothing_else_does(slice_length: in
     assert epochs_of(order, 0) == [first, second, third]
 
 
-def test_slices_are_read_from_front_to_back() -> None:
-    """Every round takes one run of consecutive samples of a slice, and the runs of a slice follow each other."""
-    order = order_of(997, num_lanes=3, slice_length=50, shuffle_buffer_size=40, parallel_shard_iters=4)
-    for lane in range(3):
-        reached: dict[tuple[int, int], int] = {}
-        draw = 0
-        while order.epoch_of(lane, draw) < 2:
-            part = order.rounds_at(lane, draw, 1)
-            for number, run in itertools.groupby(sorted(part.indices.tolist()), key=lambda index: index // 50):
-                indices = list(run)
-                assert indices == list(range(indices[0], indices[-1] + 1))
-                before = reached.get((int(part.epochs[0]), number))
-                assert before is None or before + 1 == indices[0]
-                reached[int(part.epochs[0]), number] = indices[-1]
-            draw += part.indices.size
-
-
 @settings(max_examples=20)
 @given(st.integers(0, 23), st.integers(0, 10**13))
 def test_a_leaf_of_a_billion_samples_is_sought_in_little_memory(lane: int, draw: int) -> None:

@@ -303,14 +303,6 @@ def test_weights_and_bans_change_after_whole_windows(data: Path) -> None:
 # What cannot be ------------------------------------------------------------------------------------------------------
 
 
-def test_there_is_no_state_within_a_global_batch(data: Path) -> None:
-    loaders = open_shared(sized_dataset(data, "plain"), 2)
-    loaders[0].deliver()
-    with pytest.raises(WrongUseError, match=r"1 of the 4 microbatches .* save it after an optimizer step"):
-        loaders[0].save_state_rank()
-    close(loaders)
-
-
 def test_a_state_needs_all_lanes_and_whole_global_batches(data: Path) -> None:
     dataset = sized_dataset(data, "plain")
     loaders = open_shared(dataset, 2)

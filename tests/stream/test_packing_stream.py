@@ -136,22 +136,6 @@ def test_work_is_spread_evenly_over_the_microbatches(data: Path) -> None:
     assert encoder.selections[-NUM_LANES:] == [40] * NUM_LANES, "buffers grow to their size"
 
 
-def test_a_resume_encodes_its_first_microbatch_and_a_share_of_what_comes(data: Path) -> None:
-    encoder = Pairs()
-    dataset = train_dataset(data, "default", task_encoder=encoder, packing_buffer_size=40, batch_size=2)
-    (loader,) = loaders_of(dataset, 1, 0)
-    for steps in (1, 24, 100):
-        sum(1 for _ in islice(loader, steps))
-        state = loader.save_state_rank()
-        (resumed,) = loaders_of(dataset, 1, 0, state=state)
-        before = encoder.encoded
-        lane = read_lanes(state)[state["microbatches"] % NUM_LANES]
-        packs = [stage for stage, _, _ in lane.held.entries()].count(Stage.PACK)
-        share = -(-40 // ((packs - 2) // 2 + 1)) if lane.draw else 40  # what waits is encoded, and as much drawn
-        batch = next(iter(resumed))
-        assert encoder.encoded - before <= len(members(batch)) + 2 * share
-
-
 def test_a_restored_buffer_is_encoded_in_shares(data: Path) -> None:
     encoder = Pairs()
     dataset = train_dataset(data, "default", task_encoder=encoder, packing_buffer_size=40, batch_size=1)
