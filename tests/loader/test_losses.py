@@ -110,15 +110,6 @@ def test_each_cause_is_named(data: Path, losses: Losses) -> None:
     )
 
 
-def test_few_losses_are_not_named(data: Path, losses: Losses) -> None:
-    loader = loader_of(data / "poor", Losing(lambda number: number == 7))
-    deliver(loader, 6 * SAMPLES)
-    assert loader.counters()[0]["errors"] > 5
-    loader.metrics()
-    loader.close()
-    assert losses() == []
-
-
 class LosingPacks(Losing):
     """Packs two samples."""
 

@@ -79,6 +79,10 @@ def test_a_training_iterator_refuses_unless_told_that_the_loss_weighs(data: Path
     next(EnergonDataloader(loader_on(data, 10, 24), masked_microbatches="allow"))
     next(EnergonDataloader(loader_on(data, 8, 24)))
     next(EnergonDataloader(loader_on(data, 10, None)))  # the default number of lanes fits
+    with pytest.raises(ConfigurationError, match="must be 'refuse' or 'allow', got True"):
+        EnergonDataloader([1], masked_microbatches=True)  # type: ignore[arg-type]
+    validation = get_val_dataset(data, batch_size=2, worker_config=config_of(3, 0, num_lanes=None))
+    assert len(list(EnergonDataloader(get_savable_loader(validation)))) == 2
 
 
 @pytest.mark.parametrize("restore", ["restore_state", "load_state_dict", "the loader itself"])
@@ -107,16 +111,6 @@ def test_it_refuses_the_lanes_that_a_state_brings(data: Path, restore: str) -> N
             resume()
         with pytest.raises(MaskedMicrobatchesError, match=REFUSAL):
             next(dataloader)
-
-
-def test_validation_is_not_refused(data: Path) -> None:
-    dataset = get_val_dataset(data, batch_size=2, worker_config=config_of(3, 0, num_lanes=None))
-    assert len(list(EnergonDataloader(get_savable_loader(dataset)))) == 2
-
-
-def test_other_words_are_refused(data: Path) -> None:
-    with pytest.raises(ConfigurationError, match="must be 'refuse' or 'allow', got True"):
-        EnergonDataloader([1], masked_microbatches=True)  # type: ignore[arg-type]
 
 
 class Group:

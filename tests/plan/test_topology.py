@@ -115,6 +115,7 @@ def test_masked_share_is_what_a_round_of_lanes_masks(num_lanes: int) -> None:
             {"microbatches_per_global_batch": 0},
             "microbatches_per_global_batch must be an integer of at least 1 or None, got 0",
         ),
+        ({"buffer_bytes": -1}, "buffer_bytes must be an integer of at least 0"),
         ({"max_worker_restarts": -1}, "max_worker_restarts must be an integer of at least 0, got -1"),
     ],
 )
