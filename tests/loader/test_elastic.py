@@ -118,9 +118,6 @@ def test_fewer_samples_than_lanes(tmp_path: Path, counts: list[int]) -> None:
     assert deliver(loaders_of(dataset, 3, 1, state=saved), 10).digests == expected[18:48]
 
 
-# With worker processes -----------------------------------------------------------------------------------------------
-
-
 def test_what_lanes_cannot_keep_busy_is_said_once(data: Path, caplog: pytest.LogCaptureFixture) -> None:
     dataset = dataset_of(data, "default")
     for world_size, num_workers in ((4, 2), (5, 0), (12, 3)):

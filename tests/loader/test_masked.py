@@ -47,9 +47,6 @@ def reference(data: Path, num_lanes: int) -> list[str]:
     return deliver(loaders_of(dataset_of(data), 1, 0, num_lanes=num_lanes), 5 * num_lanes).digests
 
 
-# What is delivered ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("num_lanes", "world_size"), RANKS)
 def test_any_number_of_ranks_delivers_the_microbatches_in_order(data: Path, num_lanes: int, world_size: int) -> None:
     steps_of_a_round = math.ceil(num_lanes / world_size)
@@ -60,8 +57,6 @@ def test_any_number_of_ranks_delivers_the_microbatches_in_order(data: Path, num_
     assert delivered.masked / (len(delivered.digests) + delivered.masked) == pytest.approx(share)
     assert Ownership(num_lanes, world_size, 0).masked_share == pytest.approx(share)
 
-
-# Who refuses ---------------------------------------------------------------------------------------------------------
 
 REFUSAL = (
     r"10 data-parallel ranks do not divide the 24 lanes of this run .*20\.0 % of the microbatches would be masked.*"
@@ -159,8 +154,6 @@ def test_the_data_module_looks_at_the_lanes_of_the_state(data: Path, built: bool
     module.load_state_dict(states[20])  # fits, whatever the configuration says
     next(module.train_dataloader())
 
-
-# What the loss makes of it -------------------------------------------------------------------------------------------
 
 STEPS, LANES, WORLD = 3, 4, 3
 

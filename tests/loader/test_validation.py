@@ -110,9 +110,6 @@ def check_pass(steps: list[list[Any]], num_samples: int, rows: int, world_size: 
             assert len(batch["__key__"]) > 0
 
 
-# Arithmetic, exhaustively --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rows", ROWS)
 def test_every_microbatch_is_one_unit_of_one_rank_and_worker(data: Path, rows: int) -> None:
     """For all N up to 200, R up to 8, W up to 4: in order, and shared out evenly."""
@@ -144,9 +141,6 @@ def test_steps_with_limit_and_without_the_last_batch(data: Path) -> None:
 
 def steps_of(dataset: DatasetSpec, num_samples: int, world_size: int) -> int:
     return math.ceil(dataset.end(num_samples, world_size) / world_size)
-
-
-# Loaders -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -55,9 +55,6 @@ def maker(data: Path, encoder: Callable[[], Any], num_workers: int = 0, **kwargs
     return make
 
 
-# Good pipelines ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("encoder", ["packing", "grouping", "several"])
 def test_a_good_encoder_passes(data: Path, encoder: str, caplog: pytest.LogCaptureFixture) -> None:
     report = verify_resume(maker(data, ENCODERS[encoder], **NEEDED.get(encoder, {})), 12)
@@ -109,9 +106,6 @@ def test_states_resume_on_other_ranks_and_workers(data: Path) -> None:
     assert report.resumes == (3 + 3 + 2) + 3 * (5 + 3)
     alone = verify_resume(maker(data, TensorEncoder), 14, worker_config=config)
     assert report.compared == alone.compared + 2 * (13 + 7 + 1)
-
-
-# Bad encoders --------------------------------------------------------------------------------------------------------
 
 
 class Extra(TensorEncoder):
@@ -216,9 +210,6 @@ def test_a_state_with_objects_in_it_is_caught(data: Path) -> None:
         verify_resume(make, 6)
 
 
-# What cannot be compared ---------------------------------------------------------------------------------------------
-
-
 class Opaque:
     """Has no bytes to compare."""
 
@@ -276,9 +267,6 @@ def test_opaque_values_are_seen_as_such(value: Any) -> None:
     inside[0] = value
     for holder in (value, [value], {"in": (value,)}, inside):
         assert any(field.opaque for field in fields_of({"v": holder}).values())
-
-
-# Arguments -----------------------------------------------------------------------------------------------------------
 
 
 def test_arguments_that_do_not_fit_are_refused(data: Path) -> None:

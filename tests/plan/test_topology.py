@@ -17,8 +17,6 @@ from energon_bridge import WorkerConfig
 from energon_bridge.errors import ConfigurationError, TooManyRanksError
 from energon_bridge.topology import Ownership, default_num_lanes
 
-# The number of lanes -------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     ("world_size", "expected"),
@@ -49,9 +47,6 @@ def test_with_a_global_batch_every_legal_number_of_ranks_has_the_same_lanes(grou
     assert lanes % group_size == 0
     assert lanes == default_num_lanes(1, group_size)
     assert 48 <= lanes < max(48, min(4 * group_size, 1024)) + group_size
-
-
-# Ownership -----------------------------------------------------------------------------------------------------------
 
 
 @given(rank_chains())
@@ -92,9 +87,6 @@ def test_masked_share_is_what_a_round_of_lanes_masks(num_lanes: int) -> None:
     assert nearest == [4, 6, 8, 12]
     with pytest.raises(TooManyRanksError, match="25 data-parallel ranks cannot share 24 lanes"):
         Ownership(24, 25, 0)
-
-
-# WorkerConfig --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,6 @@ def memory(dataset: Path) -> Iterator[str]:
     files.rm("/stores", recursive=True)
 
 
-# Prepared datasets ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("where", ["local", "memory"])
 def test_parts_are_found_by_key(where: str, dataset: Path, memory: str) -> None:
     path = str(dataset) if where == "local" else memory
@@ -150,9 +147,6 @@ def test_a_store_that_was_used_goes_on_in_child_processes(method: str, dataset: 
     assert store.get("s1.txt") == b"text 1"
 
 
-# Folders -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "files" / "a" / "b").mkdir(parents=True)
@@ -187,9 +181,6 @@ def test_a_file_or_folder_that_is_not_there_is_named(folder: Path) -> None:
         SystemFileStore(folder / "nowhere").get("a")
 
 
-# JSONL files ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_decoder_of_whole_samples_gets_a_file_as_one(folder: Path) -> None:
     class Whole(SampleDecoder):
         def __call__(self, parts: Any) -> Any:
@@ -213,9 +204,6 @@ def test_lines_of_a_jsonl_file(tmp_path: Path) -> None:
             store.get(key)
     with pytest.raises(MediaMetadataError, match="no media metadata"):
         store.get_media_metadata("0.json")
-
-
-# Stores around stores ------------------------------------------------------------------------------------------------
 
 
 def test_decoding_goes_by_the_extension(dataset: Path) -> None:

@@ -30,9 +30,6 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_dataset(tmp_path_factory.mktemp("dataset"))
 
 
-# Hooks that fail -----------------------------------------------------------------------------------------------------
-
-
 class Failing(DefaultTaskEncoder):
     """Raises an error in `encode_sample` for some keys."""
 
@@ -162,9 +159,6 @@ def test_a_hook_that_fails_on_a_batch_costs_its_samples_and_nothing_else(
     loader.close()
 
 
-# Too much is bad -----------------------------------------------------------------------------------------------------
-
-
 LETTERS = str.maketrans("0123456789", "abcdefghij")
 
 
@@ -214,9 +208,6 @@ def test_a_sample_that_waits_for_others_does_not_wait_for_ever(settings: dict[st
     with pytest.raises(EmptyDatasetError, match=f"{dataset}: \\d+ samples in a row, of a split of {NUM_TRAIN}, were"):
         next(iter(loader))
     loader.close()
-
-
-# Validation ----------------------------------------------------------------------------------------------------------
 
 
 def validation(path: Path, encoder: Any, **kwargs: Any) -> SavableDataLoader:

@@ -51,9 +51,6 @@ def keys_of(loader: SavableDataLoader, steps: int) -> list[list[str]]:
     return [list(batch["__key__"]) for batch in islice(loader, steps)]
 
 
-# Budgets -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("workers", [2])
 def test_a_rate_above_the_budget_stops_the_run_where_it_is_passed(workers: int, data: Path) -> None:
     policy = ErrorPolicy(max_error_rate=0.1, min_draws=30)
@@ -74,9 +71,6 @@ def test_a_rate_above_the_budget_stops_the_run_where_it_is_passed(workers: int, 
         next(iter(resumed))
     without = loader_of(data, Failing(), 0, state)
     assert keys_of(without, 20 - len(seen)) == free[len(seen) :]
-
-
-# Handlers ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_handler_decides_by_the_exception(data: Path) -> None:
@@ -129,9 +123,6 @@ def test_what_is_left_out_costs_nothing_else_whatever_the_policy(data: Path, tmp
 def test_a_wrong_policy_is_refused(kwargs: Any, complaint: str) -> None:
     with pytest.raises(ConfigurationError, match=complaint):
         ErrorPolicy(**kwargs)
-
-
-# Failures in a row ---------------------------------------------------------------------------------------------------
 
 
 class BadHook(PackingEncoder):
@@ -202,9 +193,6 @@ def test_a_pack_that_fails_is_named_and_counted(hook: str, data: Path, tmp_path:
     assert counts_of(loader.save_state_rank())["errors"] >= sum(sample.size for sample in failed) > 0
 
 
-# What is said --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("workers", [2])
 def test_a_bad_dataset_cannot_flood_the_log(workers: int, data: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="energon_bridge.stream.failures"):
@@ -242,9 +230,6 @@ def test_a_long_message_is_cut_off(data: Path, caplog: pytest.LogCaptureFixture)
     (message,) = caplog.messages
     assert len(message) < 2000
     assert "(80000 characters)" in message
-
-
-# The quarantine file -------------------------------------------------------------------------------------------------
 
 
 def test_a_quarantine_file_is_added_to_once_for_each_sample(data: Path, tmp_path: Path) -> None:

@@ -78,9 +78,6 @@ def members(batch: Any) -> list[int]:
     return [int(key) for key in batch["__key__"]]
 
 
-# Selection -----------------------------------------------------------------------------------------------------------
-
-
 def fewest(lengths: list[int], most: int) -> int:
     """The fewest microbatches that hold all samples, by trying all ways to cut the sorted line."""
     ordered = sorted(lengths, reverse=True)
@@ -151,9 +148,6 @@ def test_what_gives_no_limit_for_cost(arguments: Any, complaint: str) -> None:
     assert cost_limit([10, 90], [100, 90], 20) == 100  # the largest sample
 
 
-# The stream ----------------------------------------------------------------------------------------------------------
-
-
 def test_every_sample_comes_once_with_little_padding_and_even_costs(path: Path) -> None:
     (loader,) = loaders_of(opened(path), 1, 0, num_lanes=1)
     batches = list(islice(loader, 200))
@@ -192,9 +186,6 @@ def test_a_pass_has_every_sample_once_and_counts_what_is_left_out(path: Path) ->
         assert sum(count["samples"] + count["skipped"] for count in counts) == SAMPLES
 
 
-# Encoders and modules ------------------------------------------------------------------------------------------------
-
-
 def words(**values: Any) -> MultiModalTaskEncoder:
     encoder = MultiModalTaskEncoder(WordTokenizer(), PixelProcessor(), None, 64, **values)
     encoder.register_encoder(
@@ -211,9 +202,6 @@ def test_padding_of_the_encoder_counts(path: Path, values: dict[str, Any], multi
     batches = list(islice(loader, 60))
     assert all(batch.tokens.numel() <= BUDGET and batch.tokens.shape[1] % multiple == 0 for batch in batches)
     assert sum(batch.tokens.numel() for batch in batches) / 60 > 0.8 * BUDGET
-
-
-# Mistakes ------------------------------------------------------------------------------------------------------------
 
 
 class Grouped(Lengths):
