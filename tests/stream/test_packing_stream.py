@@ -366,3 +366,18 @@ def test_the_order_of_packs_since_version_5(data: Path) -> None:
     assert encoder.selections[:6] == [12, 9, 11, 12, 12, 12], "lanes 0, 1 and 2, twice"
     first = [(95, 74), (38, 85), (73, 51), (28, 86), (99, 93), (17, 75), (9, 3), (45, 13)]
     assert packs[1::3] == [*first, (27, 42), (49, 7), (10, 22), (83, 19), (81, 40), (16, 66), (66, 28), (54, 26)]
+
+
+@pytest.mark.parametrize(("buffer", "named"), [(200, False), (201, True)])
+def test_a_buffer_of_more_than_the_data_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, buffer: int, named: bool
+) -> None:
+    data = text_dataset(tmp_path / "text", train=[120, 80], val=[1])
+    for _ in range(2):
+        get_savable_loader(train_dataset(data, task_encoder=Pairs(), packing_buffer_size=buffer))
+    said = (
+        f"packing_buffer_size={buffer} is more than the 200 samples of {data}: the stream repeats them, and a pack can "
+    )
+    assert [message.startswith(said) for message in caplog.messages if "packing_buffer_size" in message] == [
+        True
+    ] * named
