@@ -86,7 +86,7 @@ BUDGETS = {
     "models": 11_710,
     "trainers": 7_450,
     "cloud": 4_820,
-    "tools": 17_170,
+    "tools": 17_178,
     "drop-in": 4_050,
     "training": 4_905,
 }
