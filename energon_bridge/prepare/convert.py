@@ -158,13 +158,20 @@ def convert(
         skipped: list[str] = []
         missing: list[str] = []
         reused = 0
-        for shard, made in _make_shards(parts, source, options, plan, num_workers, progress, find_only=finish):
-            if made is None:
-                missing.append(shard)
-                continue
-            was_there, failed = made
-            skipped += failed
-            reused += was_there
+        try:
+            for shard, made in _make_shards(parts, source, options, plan, num_workers, progress, find_only=finish):
+                if made is None:
+                    missing.append(shard)
+                    continue
+                was_there, failed = made
+                skipped += failed
+                reused += was_there
+        except BaseException:
+            if not any(parts.path.rglob("*.rec")):
+                parts.remove()  # no shard is finished that the next run could keep
+                if not any(parts.root.iterdir()):
+                    parts.root.rmdir()
+            raise
         if missing:
             raise ConfigurationError(
                 f"{out}: {len(missing)} of {len(plan)} shards are missing, or were made from another source; the first "
@@ -261,7 +268,8 @@ def check_first_files(source: Source) -> None:
         if not parent.is_dir():
             continue
         rest = first.relative_to(parent)
-        near = [one for one in sorted(parent.iterdir()) if one.is_dir() and (one / rest).exists()]
+        folders = sorted(parent.glob("*")) + sorted(parent.parent.glob("*"))  # COCO's lie beside its annotations
+        near = [one for one in folders if one.is_dir() and (one / rest).exists()]
         hint = f" It is in {near[0]}: pass --media {near[0]}." if near else ""
         break
     else:

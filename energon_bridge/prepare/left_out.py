@@ -58,6 +58,31 @@ def extension_of(root: Path, name: str) -> str:
         return ""
 
 
+def lists_below(root: Path) -> list[str]:
+    """Return the files below a folder that seem to list samples, those of captions first.
+
+    Of JSON files, those with a list, or COCO's of images and annotations, that are not beside media of their name.
+    """
+    files = files_below(root)[0]
+    stems = {stem_of(name) for name in files if kind_by_name(name) is not None}
+    lists = [
+        name
+        for name in files
+        if (suffix := os.path.splitext(name)[1].lower()) in (".jsonl", ".ndjson", ".csv", ".tsv")
+        or (suffix == ".json" and stem_of(name) not in stems and _is_list(root / name))
+    ]
+    return sorted(lists, key=lambda name: ("caption" not in name, name.count("/"), name))
+
+
+def _is_list(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            head = file.read(1 << 16).lstrip()
+    except OSError:  # a broken link
+        return False
+    return head.startswith(b"[") or b'"images"' in head or b'"annotations"' in head
+
+
 def beside_media(
     files: Iterable[str], beside: tuple[str, ...], extensions: Mapping[str, str], texts: Mapping[str, Sequence[str]]
 ) -> tuple[str, ...]:

@@ -38,6 +38,7 @@ from energon_bridge.prepare.left_out import (
     beside_tars,
     extension_of,
     files_below,
+    lists_below,
     only,
     stem_of,
 )
@@ -137,11 +138,10 @@ def _look(path: Path) -> tuple[str, Path]:
     for name in _LISTS:
         if (path / name).exists():
             return "table", path / name
-    tables = sorted(one for one in path.iterdir() if one.suffix.lower() in _TABLES[1:])
-    if tables:
+    if tables := lists_below(path):
         raise SourceError(
-            f"{path}: convert the folder, or the list {tables[0].name} in it? Pass the file, {tables[0]}, or "
-            "--kind pairs or --kind classes."
+            f"{path}: convert the folder, or the list {tables[0]} in it? Pass the file, {path / tables[0]} "
+            "(--media: the folder that its paths are relative to), or --kind pairs or --kind classes."
         )
     return "folder", path
 

@@ -381,8 +381,8 @@ def _value_at(row: Row, layout: Layout, name: str, access: str) -> Any:
     if column not in row.values:
         known = ", ".join([*row.files, *row.values]) or "none"
         raise SourceError(
-            f"{row.where}: there is no `{column}` for the field `{name}`. There is {known}. Name a column "
-            f"{layout.naming(name)}."
+            f"{row.where}: there is no `{column}` for the field `{name}`, or it is null. There is {known}. Fix it, or "
+            f"name another column {layout.naming(name)}."
         )
     try:
         return _compiled(name, access)(row.values)[name]

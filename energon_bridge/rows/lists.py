@@ -288,7 +288,8 @@ def _coco_fault(entry: Any, **fields: type | tuple[type, ...]) -> str | None:
 class CocoSource:
     """COCO captions: one sample for each image, with all its captions.
 
-    A bad entry of a list is numbered as a sample, too, one that fails: its id is None, its name the error.
+    A bad entry of a list is numbered as a sample, too, one that fails: its id is None, its name the error. Ids are
+    compared as texts: some tools write those of `annotations` with quotes.
     """
 
     kind = "COCO captions"
@@ -309,7 +310,7 @@ class CocoSource:
                 raise SourceError(f"{path}: not COCO captions: entry 0 of `{name}`: {some[0]}. {remedy}")
         captions: dict[Any, list[str]] = {}
         for one in (one for one, fault in zip(annotations, notes, strict=True) if not fault):
-            captions.setdefault(one["image_id"], []).append(one["caption"])
+            captions.setdefault(str(one["image_id"]), []).append(one["caption"])
         listed = [
             (None, f"{path}, entry {number} of `images`: {fault}.") if fault else (one["id"], one["file_name"])
             for number, (one, fault) in enumerate(zip(images, faults, strict=True))
@@ -317,10 +318,10 @@ class CocoSource:
         self._images = list(dict.fromkeys(listed))  # one that is listed again is the same image
         self._captions = captions
         self._taken = Counter(_stem_key(name, self._media) for image, name in self._images if image is not None)
-        self._files: dict[Any, list[str]] = {one["id"]: [] for one in images if not _coco_fault(one, id=_SCALAR)}
+        self._files: dict[Any, list[str]] = {str(one["id"]): [] for one in images if not _coco_fault(one, id=_SCALAR)}
         for image, name in self._images:
             if image is not None:
-                self._files[image].append(name)
+                self._files[str(image)].append(name)
         if again := len(listed) - len(self._images):
             self.left_out = (f"{again:,} of {len(listed):,} `images` that list{'s' * (again == 1)} an image again",)
         if orphans := len(captions.keys() - self._files.keys()):
@@ -338,12 +339,12 @@ class CocoSource:
             raise SourceError(name)
         where = f"{self.where}, image {image}"
         with located(where):
-            if len(files := self._files[image]) > 1:
+            if len(files := self._files[str(image)]) > 1:
                 raise SourceError(
                     f"`images` gives this id to {' and '.join(files)}, so whose the captions are is unknown. Give each "
                     "its own, in `annotations` too."
                 )
-            values = {"image_id": image, "file_name": name, "captions": self._captions.get(image, [])}
+            values = {"image_id": image, "file_name": name, "captions": self._captions.get(str(image), [])}
             if not values["captions"]:
                 raise SourceError("no captions.")
             key = _stem_key(name, self._media)

@@ -1,8 +1,8 @@
 """Lightning callbacks of a run: reports of its progress, and checkpoints.
 
 A log line per interval, and `metrics.jsonl` with one line per optimizer step: an object with `step`, `loss` and `lr`.
-Numbers are written so that reading them back gives the same bits. A run that was killed and resumed runs some steps
-again; their lines replace the earlier ones.
+One with `step` and `validation_loss` follows each validation. Numbers are written so that reading them back gives the
+same bits. A run that was killed and resumed runs some steps again; their lines replace the earlier ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import signal
 import time
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -82,13 +82,15 @@ class ProgressReporter(Callback):
             self._log(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the validation loss; exclude validation from the speed."""
+        """Log and write the validation loss; exclude validation from the speed."""
         assert isinstance(pl_module, VisionLanguageModule)
+        self._write(trainer)  # the steps before it
         if trainer.is_global_zero and pl_module.validation_loss is not None:
             data = getattr(trainer, "datamodule", None)
             names = getattr(data, "validation_names", [])
-            losses = zip(names, pl_module.validation_losses, strict=False)
-            of_each = "".join(f", {name} {loss:.4f}" for name, loss in losses)
+            losses = dict(zip(names, pl_module.validation_losses, strict=False))
+            append_validation(self.metrics_path, trainer.global_step, pl_module.validation_loss, losses)
+            of_each = "".join(f", {name} {loss:.4f}" for name, loss in losses.items())
             logger.info(
                 "validation after step %d  loss %.4f%s", trainer.global_step, pl_module.validation_loss, of_each
             )
@@ -226,7 +228,8 @@ def read_losses(path: Path) -> dict[int, float]:
     for line in path.read_text().splitlines() if path.exists() else ():
         with suppress(ValueError):  # the line at which a process was killed
             row = json.loads(line)
-            losses[row["step"]] = row["loss"]
+            if "loss" in row:
+                losses[row["step"]] = row["loss"]
     return dict(sorted(losses.items()))
 
 
@@ -235,22 +238,32 @@ def append_metrics(path: Path, steps: Sequence[tuple[int, float]], losses: Seque
 
     Lines of these and later steps, which a run left that was killed, and a line cut off by the kill are replaced.
     """
-    rows = [{"step": step, "loss": loss, "lr": lr} for (step, lr), loss in zip(steps, losses, strict=True)]
-    text = "".join(f"{json.dumps(row)}\n" for row in rows)
-    first = steps[0][0]
+    _append(path, [{"step": step, "loss": loss, "lr": lr} for (step, lr), loss in zip(steps, losses, strict=True)])
+
+
+def append_validation(path: Path, step: int, loss: float, losses: Mapping[str, float]) -> None:
+    """Append the line of a validation after a step; `losses` has those of several datasets, by name."""
+    row = {"step": step, "validation_loss": loss}
+    _append(path, [row | ({"validation_losses": losses} if losses else {})])
+
+
+def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Append lines in place of those of the same steps and of later ones."""
+    lines = [f"{json.dumps(row)}\n".encode() for row in rows]
+    text, first = b"".join(lines), _step(lines[0])
     with path.open("ab+") as file:
         file.seek(max(0, file.tell() - _TAIL))
         tail = file.read().splitlines(keepends=True)
         if not tail or (tail[-1].endswith(b"\n") and _step(tail[-1]) < first):
-            file.write(text.encode())
+            file.write(text)
             return
     kept = [
         line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n") and _step(line) < first
     ]
     temporary = path.with_name(f".{path.name}.part")
-    temporary.write_bytes(b"".join([*kept, text.encode()]))
+    temporary.write_bytes(b"".join([*kept, text]))
     os.replace(temporary, path)
-    logger.info("%s: the earlier lines from step %d on are replaced: these steps ran again", path, first)
+    logger.info("%s: the earlier lines from step %d on are replaced: these steps ran again", path, rows[0]["step"])
 
 
 _TAIL = 4096
@@ -258,9 +271,10 @@ _TAIL = 4096
 
 
 def _step(line: bytes) -> float:
-    """Return the step of a line of `metrics.jsonl`; that of a line that cannot be read counts as a later one."""
+    """Return the step of a line of `metrics.jsonl`, of a validation a half more; one that cannot be read is later."""
     with suppress(ValueError, KeyError, TypeError):
-        return float(json.loads(line)["step"])
+        row = json.loads(line)
+        return float(row["step"]) + ("validation_loss" in row) / 2
     return math.inf
 
 

@@ -239,6 +239,10 @@ class ModelConfig:
     attn_implementation: str | None = None
 
 
+SIZES = ("preset", "hidden_size", "num_layers", "num_heads", "image_size", "patch_size", "vocab_size")
+"""The fields of `ModelConfig` by which a preset is built."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
     """AdamW with a linear warm-up and a cosine decay.

@@ -7,7 +7,7 @@ rendered by it (`ChatTemplateTaskEncoder`); any other model on plain sequences o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +24,7 @@ from energon_bridge.rows.turns import (
     read_turns,
     system_prompt,
 )
+from energon_bridge.samples import MultiChoiceVQASample, VQAOCRSample, VQASample
 from energon_bridge.stores import FileStore
 from energon_bridge.task_encoder.conversation import own_media
 from energon_bridge.task_encoder.cooking import Cooker, basic_sample_keys
@@ -38,9 +39,11 @@ from energon_bridge.task_encoder.families import (
     ProcessorFamily,
     QwenFamily,
 )
+from energon_bridge.task_encoder.families.rendering import placeholder_tokens
 from energon_bridge.task_encoder.families.vision import PreparedSample
 from energon_bridge.task_encoder.multimodal import MultiModalBatch, MultiModalSample, MultiModalTaskEncoder
 from energon_bridge.task_encoder.packing import SAMPLES, Packer
+from energon_bridge.task_encoder.sample_encoders import SAMPLE_ENCODERS
 from energon_bridge.training.config import DataConfig
 from energon_bridge.training.presets import ModelBundle
 
@@ -64,6 +67,9 @@ ENCODER_SETTINGS = (
 
 _CHAT_ONLY = ENCODER_SETTINGS[ENCODER_SETTINGS.index("system") :]
 _MOST_FRAMES = 768
+_OF_MEDIA: Mapping[str, Medium] = {"max_num_frames": "video", "max_video_tokens": "video", "max_sound_seconds": "audio"}
+_WITH_TURNS = (MultiChoiceVQASample, VQAOCRSample, VQASample)
+_WITHOUT_TURNS = tuple(kind for kind in SAMPLE_ENCODERS if not issubclass(kind, _WITH_TURNS))
 
 
 class _ShuffledImages:
@@ -126,6 +132,27 @@ def training_task_encoder(config: DataConfig, bundle: ModelBundle) -> MultiModal
     )
     encoder.cookers = COOKERS
     return encoder
+
+
+def without_effect(
+    config: DataConfig, encoder: MultiModalTaskEncoder | ChatTemplateTaskEncoder, sample_types: Callable[[], set[type]]
+) -> Iterator[str]:
+    """Yield a warning for each setting that changes nothing with this model, or with samples of these types."""
+    if not isinstance(encoder, ChatTemplateTaskEncoder):
+        return  # it refuses them
+    taken = placeholder_tokens(encoder.family)
+    for name, kind in _OF_MEDIA.items():
+        if getattr(config, name) is not None and taken.get(kind) is None:
+            yield f"data.{name}={getattr(config, name)} has no effect: the model takes no {kind}"
+    named = [f"data.{name}={value!r}" for name in ("chat_template", "system") if (value := getattr(config, name))]
+    types = sample_types() if named else set()
+    if types and all(issubclass(one, _WITHOUT_TURNS) for one in types):
+        names = ", ".join(sorted(one.__name__ for one in types))
+        yield (
+            f"{' and '.join(named)} {'has' if len(named) == 1 else 'have'} no effect: {config.path} has samples of "
+            f"type {names}, whose texts are learned as they are, without turns. For turns, make them VQASample, or "
+            "conversations"
+        )
 
 
 def chat_template(name: str | None) -> str | None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from energon_bridge.errors import optional_packages
+from energon_bridge.errors import ConfigurationError, optional_packages
 from energon_bridge.integrations.feedback import MixFeedback
 from energon_bridge.rng import key_of
 from energon_bridge.task_encoder.inputs import (
@@ -158,7 +158,23 @@ class VisionLanguageModule(LightningModule):
         Lightning counts the microbatches of one rank and takes an optimizer step where that count is a multiple of
         `accumulate_grad_batches`. On another number of ranks the saved count would cut the global batches elsewhere.
         Checkpoints are written in `on_train_batch_end`, when the microbatch is processed and not yet completed.
+
+        Raises:
+            ConfigurationError: It is the checkpoint of another model.
         """
+        there, here = (
+            {name: tuple(tensor.shape) for name, tensor in state.items()}
+            for state in (checkpoint["state_dict"], self.state_dict())
+        )
+        if different := [name for name in here | there if here.get(name) != there.get(name)]:
+            told = "; ".join(
+                f"{name} {there.get(name, 'none')}, here {here.get(name, 'none')}" for name in different[:3]
+            )
+            raise ConfigurationError(
+                f"the checkpoint {self.trainer.ckpt_path} belongs to another model than {type(self.model).__name__} of "
+                f"this run: {len(different)} of {len(here | there)} tensors differ, the first (shapes): {told}. Set "
+                "model.* as when the run started, or begin another run (run_dir=…)"
+            )
         accumulate = self.trainer.accumulate_grad_batches
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for name, steps in (("total", checkpoint["global_step"]), ("current", 1)):

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -63,9 +64,9 @@ from energon_bridge.training.callbacks import (
     read_losses,
     say_fresh_start,
 )
-from energon_bridge.training.config import DataConfig, RunConfig
+from energon_bridge.training.config import SIZES, DataConfig, RunConfig
 from energon_bridge.training.config_file import load_config, write_config
-from energon_bridge.training.encoder import COOKERS, ENCODER_SETTINGS, training_task_encoder
+from energon_bridge.training.encoder import COOKERS, ENCODER_SETTINGS, training_task_encoder, without_effect
 from energon_bridge.training.generation import exact_match, write_predictions
 from energon_bridge.training.module import VisionLanguageModule
 from energon_bridge.training.presets import ModelBundle, export_model, load_model, write_preset
@@ -210,8 +211,7 @@ def opened_data(config: RunConfig) -> Iterator[DatasetSpec]:
 def _load_inputs(config: RunConfig, model_dir: Path, *, validates: bool = False) -> ModelBundle:
     """Check the data and load the model, so that one error reports the problems of both."""
     wrong: list[str] = []
-    names = {name: one for name, one in config.data.settings.items() if name in ("dataset_config", "split_config")}
-    opened = {"batch_size": 1, "trust_remote_code": config.data.trust_remote_code, **names}
+    opened = _opening(config.data)
     try:
         _error_policy(config.data)
         get_train_dataset(config.data.path, **opened)
@@ -244,10 +244,14 @@ def build_data_module(
     for name in ("attention", "patches", "column_tokens", "column_patches", "warmup"):
         del settings[f"balance_{name}"]
     settings |= settings.pop("settings")
+    encoder = training_task_encoder(config.data, bundle)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        for warning in without_effect(config.data, encoder, lambda: _sample_types(config.data)):
+            logger.warning(warning)
     return EnergonMultiModalDataModule(
         tokenizer=bundle.tokenizer,
         image_processor=bundle.image_processor,
-        task_encoder=training_task_encoder(config.data, bundle),
+        task_encoder=encoder,
         seed=config.seed,
         pg_collection=pg_collection,
         replica_loading=cast(ReplicaLoading, config.parallel.replica_loading),
@@ -256,6 +260,18 @@ def build_data_module(
         masked_microbatches="allow",  # both trainers weigh by the mask
         **settings | {"error_policy": _error_policy(config.data)},
     )
+
+
+def _opening(data: DataConfig) -> dict[str, Any]:
+    """Return the arguments with which the data is opened, only to look at it."""
+    names = {name: one for name, one in data.settings.items() if name in ("dataset_config", "split_config")}
+    return {"batch_size": 1, "trust_remote_code": data.trust_remote_code, **names}
+
+
+def _sample_types(data: DataConfig) -> set[type]:
+    return {
+        getattr(leaf.dataset, "sample_type", object) for leaf in get_train_dataset(data.path, **_opening(data)).leaves
+    }
 
 
 def _error_policy(data: DataConfig) -> ErrorPolicy:
@@ -472,15 +488,29 @@ def prepare_run_dir(config: RunConfig, run_dir: Path, *, resume: bool, overwrite
             "it (--overwrite), or choose another folder (run_dir=…)"
         )
     described = run_dir / "config.yaml"
-    before, now = load_config(described).data if resume and described.exists() else config.data, config.data
-    if before.global_batch_size != now.global_batch_size:
+    before = load_config(described) if resume and described.exists() else config
+    _check_same_model(before, config, run_dir)
+    if before.data.global_batch_size != config.data.global_batch_size:
         logger.warning(
             "data.global_batch_size was %d, and is %d from here on: samples keep their order, but `energon preview` "
             "and `which` cannot tell from the number of a step which samples it has",
-            *(before.global_batch_size, now.global_batch_size),
+            *(before.data.global_batch_size, config.data.global_batch_size),
         )
     write_config(config, described)
     write_model_of_run(config, run_dir / "model")
+
+
+def _check_same_model(before: RunConfig, now: RunConfig, run_dir: Path) -> None:
+    """Raise ConfigurationError for settings with which the model or the checkpoints of a run cannot go on."""
+    names = ["trainer", "model.freeze"] if any((run_dir / "checkpoints").glob("step-*")) else []
+    if before.model.name_or_path is now.model.name_or_path is None:
+        names += [f"model.{name}" for name in SIZES]
+    values = {name: (attrgetter(name)(now), attrgetter(name)(before)) for name in names}
+    if changed := [f"{name}={new} (there: {old})" for name, (new, old) in values.items() if new != old]:
+        raise ConfigurationError(
+            f"the run in {run_dir} cannot go on with {', '.join(changed)}: set what its config.yaml has, or begin "
+            "another run (run_dir=…)"
+        )
 
 
 def write_model_of_run(config: RunConfig, folder: Path) -> None:

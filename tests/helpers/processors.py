@@ -70,6 +70,8 @@ PARTS: dict[str, dict[str, str]] = {
 }
 """Parts that the mappings of transformers do not name."""
 ATTRIBUTES: dict[str, dict[str, Any]] = {
+    "AyaVisionProcessor": {"image_processor.max_patches": 4},  # of the default 12, which take seconds
+    "Idefics3Processor": {"image_processor.size": {"longest_edge": 728}},  # four tiles of the default sixteen
     "Ernie4_5_VLMoeProcessor": {"video_processor.draw_on_frames": False},  # with a font of its own
     "PaliGemmaProcessor": {"image_processor.image_seq_length": 16},
     "Qwen3OmniMoeProcessor": {"image_processor.patch_size": 16, "video_processor.patch_size": 16},

@@ -115,7 +115,7 @@ def test_a_run_on_two_processes_is_resumed_on_one(whole: dict[str, float], data:
 def test_balanced_processes_learn_the_same(data: Path, tmp_path: Path) -> None:
     """Also after a resume, in the long mode."""
     steps = STEPS if os.environ.get("ENERGON_LONG_TESTS") else STOP
-    plain = losses(train(data, tmp_path / "plain", steps, processes=2, microbatches=4))
+    plain = losses(train(data, tmp_path / "plain", steps, microbatches=4))
 
     def run(steps: int, **kwargs: Any) -> tuple[dict[str, float], dict[str, float]]:
         cost = lambda batch: float(sum(int(key[-3:]) for key in batch.__key__))  # noqa: E731

@@ -76,38 +76,34 @@ def test_without_megatron_every_process_is_a_data_parallel_rank(dataset: Path) -
     assert sorted(epoch) == [f"train-{number:05d}" for number in range(48)]
 
 
-@pytest.mark.parametrize(
-    ("parallel", "expected"),
-    [
-        ({"tensor_model_parallel_size": 2, "context_parallel_size": 2}, [(0, 2)] * 4 + [(1, 2)] * 4),
-        ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, [(0, 2)] * 2 + [(1, 2)] * 2),
-        ({"context_parallel_size": 2}, [(0, 4)] * 2 + [(1, 4)] * 2 + [(2, 4)] * 2 + [(3, 4)] * 2),
-        ({"tensor_model_parallel_size": 4, "order": "dp-cp-tp-ep-pp"}, [(0, 2), (1, 2)]),
-        ({"tensor_model_parallel_size": 8}, [(0, 1)] * 8),
-    ],
-    ids=["tp2 cp2", "tp2 pp2", "cp2", "dp first", "tp8"],
-)
-def test_the_rank_is_that_of_the_pure_data_parallel_group(
-    parallel: dict[str, Any], expected: list[tuple[int, int]], dataset: Path
-) -> None:
+LAYOUTS: list[tuple[dict[str, Any], list[tuple[int, int]]]] = [
+    ({"tensor_model_parallel_size": 2, "context_parallel_size": 2}, [(0, 2)] * 4 + [(1, 2)] * 4),
+    ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, [(0, 2)] * 2 + [(1, 2)] * 2),
+    ({"context_parallel_size": 2}, [(0, 4)] * 2 + [(1, 4)] * 2 + [(2, 4)] * 2 + [(3, 4)] * 2),
+    ({"tensor_model_parallel_size": 4, "order": "dp-cp-tp-ep-pp"}, [(0, 2), (1, 2)]),
+    ({"tensor_model_parallel_size": 8}, [(0, 1)] * 8),
+]
+
+
+def test_the_rank_is_that_of_the_pure_data_parallel_group(dataset: Path) -> None:
     def load(rank: int) -> Any:
-        whole = ProcessGroupCollection.use_mpu_process_groups()
-        without = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp", "tp"])
-        collections = [whole, without, ProcessGroupCollection(), ProcessGroupCollection(dp=whole.dp), None]
-        return [rank_and_size(module(dataset, pg_collection=groups)) for groups in collections]
-
-    results = on_ranks(load, **parallel)
-    assert all(len(set(of_one)) == 1 for of_one in results)
-    assert [of_one[0] for of_one in results] == expected * (WORLD // len(expected))
-
-
-def test_a_collection_goes_before_the_global_groups(dataset: Path) -> None:
-    def load(rank: int) -> Any:
+        taken = []
+        for parallel, _ in LAYOUTS:
+            parallel_state.initialize_model_parallel(**parallel)
+            whole = ProcessGroupCollection.use_mpu_process_groups()
+            without = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp", "tp"])
+            collections = [whole, without, ProcessGroupCollection(), ProcessGroupCollection(dp=whole.dp), None]
+            taken.append([rank_and_size(module(dataset, pg_collection=groups)) for groups in collections])
+            parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
         pairs = [dist.new_group([first, first + 1]) for first in range(0, WORLD, 2)]
-        return rank_and_size(module(dataset, pg_collection=ProcessGroupCollection(dp=pairs[rank // 2])))
+        own = ProcessGroupCollection(dp=pairs[rank // 2])  # goes before the global groups
+        assert rank_and_size(module(dataset, pg_collection=own)) == (rank % 2, 2)
+        return taken
 
-    results = on_ranks(load, tensor_model_parallel_size=2)
-    assert results == [(rank % 2, 2) for rank in range(WORLD)]
+    for (_, expected), of_layout in zip(LAYOUTS, zip(*on_ranks(load), strict=True), strict=True):
+        assert all(len(set(of_one)) == 1 for of_one in of_layout)
+        assert [of_one[0] for of_one in of_layout] == expected * (WORLD // len(expected))
 
 
 # Loaders on some ranks only, and other groups after a restart --------------------------------------------------------
@@ -131,14 +127,7 @@ def test_the_first_and_the_last_stage_load_alike_and_save_alike(dataset: Path) -
     assert not set(first[0][1]) & set(first[1][1])
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [({"tensor_model_parallel_size": 4}, {"context_parallel_size": 2}), ({}, {"tensor_model_parallel_size": 8})],
-    ids=["dp2 to dp4", "dp8 to dp1"],
-)
-def test_a_run_comes_back_on_another_data_parallel_size(
-    before: dict[str, Any], after: dict[str, Any], dataset: Path, tmp_path: Path
-) -> None:
+def test_a_run_comes_back_on_another_data_parallel_size(dataset: Path, tmp_path: Path) -> None:
     """Save as Megatron-LM does, one file per data-parallel rank, and give all files to the ranks that come back."""
     path = "train_dataloader_dprank{:03d}.pt"
 
@@ -163,8 +152,8 @@ def test_a_run_comes_back_on_another_data_parallel_size(
         return dp, keys(train, 16 // size)
 
     uninterrupted = keys(module(dataset).train_dataloader(), 32)
-    assert in_turn(on_ranks(save, **before)) == uninterrupted[:16]
-    assert in_turn(on_ranks(restore, **after)) == uninterrupted[16:]
+    assert in_turn(on_ranks(save)) == uninterrupted[:16]
+    assert in_turn(on_ranks(restore, tensor_model_parallel_size=8)) == uninterrupted[16:]
 
 
 def in_turn(results: list[tuple[int, list[str]]]) -> list[str]:
@@ -176,17 +165,10 @@ def in_turn(results: list[tuple[int, list[str]]]) -> list[str]:
 # What the loop relies on ---------------------------------------------------------------------------------------------
 
 
-def test_the_loop_gets_an_iterator_without_asking_for_one(dataset: Path) -> None:
+def test_the_loop_gets_an_endless_iterator_without_asking_for_one(dataset: Path) -> None:
     train = module(dataset).train_dataloader()
     assert iter(train) is train
     assert keys(train, 1) != keys(RerunDataIterator(train), 1)
-
-
-def test_training_never_ends(dataset: Path) -> None:
-    train = module(dataset).train_dataloader()
     assert len(list(islice(train, 100))) == 100
-
-
-def test_a_split_without_data_is_an_error_and_not_an_endless_loop(dataset: Path) -> None:
     with pytest.raises((UnknownSplitError, EmptyDatasetError), match="'val'"):
         module(dataset).val_dataloader()

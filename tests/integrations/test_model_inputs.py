@@ -271,12 +271,17 @@ def expected_loss(family: str, data: Path, split: str) -> float:
     return loss / tokens
 
 
+TRAINED = ("llava", "qwen2_5_vl")
+"""What a batch gives a model is tested of all families above; how a trainer cuts it is the same for all."""
+
+
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", TRAINED)
 def test_the_trainer_has_the_loss_of_the_samples_however_they_are_cut(
     family: str, packed: bool, data: Path, tmp_path: Path
 ) -> None:
     expected = expected_loss(family, data, "train")
-    for microbatches in (1, 2, 4) if packed else (1, 2, 4, 8):
+    for microbatches in (1, 4) if packed else (2, 8):
         trainer = trainer_of(family, data, tmp_path, microbatches, packed)
         trainer.train()
         assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-5), microbatches
@@ -297,6 +302,7 @@ def test_two_processes_have_the_loss_of_one(data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", TRAINED)
 def test_the_trainer_evaluates_with_the_losses_of_the_samples(
     family: str, packed: bool, data: Path, tmp_path: Path
 ) -> None:

@@ -36,14 +36,7 @@ from energon_bridge import (
 from energon_bridge.dataloader import EnergonDataloader
 from energon_bridge.integrations import report
 from energon_bridge.integrations.lightning import RunReport
-from energon_bridge.integrations.report import (
-    MOST_SLOW,
-    Curve,
-    RankSummary,
-    RunRecorder,
-    gathered,
-    summary,
-)
+from energon_bridge.integrations.report import MOST_SLOW, Curve, RankSummary, RunRecorder, gathered, summary
 from energon_bridge.integrations.report_page import write_report
 from energon_bridge.prepare import parse_patterns, prepare_dataset
 from energon_bridge.testing import create_captioning_test_dataset, write_shard

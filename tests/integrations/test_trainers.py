@@ -18,13 +18,7 @@ from forked import become_rank, free_port, run_forked
 from paths import EXAMPLES
 from torch.distributed.checkpoint.stateful import Stateful
 
-from energon_bridge import (
-    DefaultTaskEncoder,
-    EnergonDataloader,
-    WorkerConfig,
-    get_savable_loader,
-    get_train_dataset,
-)
+from energon_bridge import DefaultTaskEncoder, EnergonDataloader, WorkerConfig, get_savable_loader, get_train_dataset
 from energon_bridge.testing import create_captioning_test_dataset
 
 NUM_TRAIN, LANES = 30, 4

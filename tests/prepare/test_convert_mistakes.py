@@ -167,6 +167,62 @@ def test_coco_lists_an_image_twice_two_by_one_stem_and_captions_of_none(tmp_path
     assert found[f"{stem}-70.png"] == picture(7, "PNG")
 
 
+@pytest.mark.parametrize("quoted", [range(4), range(2, 4)])
+def test_coco_ids_with_and_without_quotes_are_equal(tmp_path: Path, quoted: range) -> None:
+    source, flags, pictures = coco(tmp_path / "in", 4)
+    listed = json.loads(source.read_text())
+    flags = [*flags, "--split-ratio", "1,0,0"]
+    expected = members(converted(source, tmp_path / "out", *flags))
+    for note in listed["annotations"]:
+        note["image_id"] = str(note["image_id"]) if note["image_id"] in quoted else note["image_id"]
+    source.write_text(json.dumps(listed))
+    assert members(converted(source, tmp_path / "out2", *flags)) == expected
+    assert len(expected) == 2 * len(pictures)
+
+
+@pytest.mark.parametrize(("samples_per_shard", "kept"), [(4, 0), (2, 1)])
+def test_a_conversion_that_fails_leaves_only_finished_shards(tmp_path: Path, samples_per_shard: int, kept: int) -> None:
+    source, flags, _ = table(tmp_path / "in", 5)
+    names = [line.partition("\t")[0] for line in source.read_text().splitlines() if ".png" in line]
+    (tmp_path / "in" / names[3]).unlink()  # it looks at three samples before it begins
+    flags = [*flags, "--split-ratio", "1,0,0", "--samples-per-shard", samples_per_shard]
+    assert "cannot read: No such file" in refused(source, tmp_path / "out", *flags)
+    assert len([*(tmp_path / "out/.nv-meta.parts").rglob("*.tar")]) == kept
+    assert (tmp_path / "out").exists() == bool(kept)
+
+
+@pytest.mark.parametrize(
+    "name", ["captions.json", "annotations/captions_val.json", "lists/all.jsonl", "lists/pairs.json"]
+)
+def test_a_list_anywhere_in_a_folder_is_not_passed_over(tmp_path: Path, name: str) -> None:
+    source, _, pictures = coco(tmp_path / "in", 3)
+    folder, listed = tmp_path / "in", source.read_bytes()
+    source.unlink()
+    (folder / name).parent.mkdir(exist_ok=True)
+    pairs = [{"image": image, "caption": "x"} for image in pictures]
+    text = {"all.jsonl": "\n".join(map(json.dumps, pairs)), "pairs.json": json.dumps(pairs)}
+    (folder / name).write_bytes(text.get(Path(name).name, "").encode() or listed)
+    (folder / "info.json").write_text('{"licence": "none"}')
+    (folder / "instances.json").write_bytes(listed) if name.startswith("annotations") else None
+    message = refused(folder, tmp_path / "out")
+    assert f"convert the folder, or the list {name} in it? Pass the file, {folder / name} (--media: " in message
+    assert "--kind pairs or --kind classes" in message
+    found = members(converted(folder, tmp_path / "out", "--kind", "pairs", "--split-ratio", "1,0,0"))
+    assert list(found.values()) == [*pictures.values()]
+    if name.startswith("annotations"):
+        assert f"It is in {folder}/val2017: pass --media {folder}/val2017." in refused(folder / name, tmp_path / "out2")
+
+
+def test_a_parquet_row_without_an_image_is_named(tmp_path: Path) -> None:
+    pyarrow, files = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    images = [None if n == 1 else {"bytes": picture(n), "path": None} for n in range(3)]
+    files.write_table(pyarrow.table({"image": images, "text": ["x"] * 3}), tmp_path / "x.parquet")
+    said = (
+        "x.parquet, row group 0, row 1: there is no `image` for the field `image`, or it is null. There is text. Fix it"
+    )
+    assert said in refused(tmp_path / "x.parquet", tmp_path / "out")
+
+
 def test_a_parquet_row_without_bytes_is_one_sample_that_fails(tmp_path):
     pyarrow, files = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     images = [{"bytes": None if n == 2 else picture(n), "path": f"{n}.jpg"} for n in range(5)]

@@ -21,16 +21,7 @@ import pytest
 import torch
 from conversations import conversations_dataset
 from engine import config_of, counts_of, loaders_of
-from families import (
-    FAMILIES,
-    chat,
-    encoder_of,
-    image_processor_of,
-    model_config_of,
-    picture,
-    text_of,
-    tokenizer_of,
-)
+from families import FAMILIES, chat, encoder_of, image_processor_of, model_config_of, picture, text_of, tokenizer_of
 
 pytest.importorskip("transformers")
 

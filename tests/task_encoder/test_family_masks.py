@@ -334,9 +334,7 @@ def test_only_texts_that_a_template_writes_as_they_are_are_not_rendered(
         assert said == "so" or bool(rendered) == (way in READ)
 
 
-def test_no_text_is_put_in_where_it_is_empty_or_turns_have_keys(
-    encoder: ChatTemplateTaskEncoder,
-) -> None:
+def test_no_text_is_put_in_where_it_is_empty_or_turns_have_keys(encoder: ChatTemplateTaskEncoder) -> None:
     template = STRINGS.replace(
         "'</s>'", "(message.values() | list | length) * '.' + ('</s>' if message.content else '')"
     )

@@ -21,13 +21,7 @@ from energon_bridge.format.media import IMAGE_EXTENSIONS
 from energon_bridge.samples import streaming
 from energon_bridge.samples.stacking import Slab, SlabPool
 from energon_bridge.task_encoder import images as images_module
-from energon_bridge.task_encoder.images import (
-    IMAGE_FORMS,
-    decode_image,
-    guess_image_extension,
-    image_form,
-    image_size,
-)
+from energon_bridge.task_encoder.images import IMAGE_FORMS, decode_image, guess_image_extension, image_form, image_size
 
 FORMS = "l8 rgb8 rgba8 l rgb rgba torchl8 torchrgb8 torchrgba8 torch torchl torchrgb torchrgba pil pill pilrgb pilrgba"
 

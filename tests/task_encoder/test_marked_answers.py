@@ -99,10 +99,7 @@ def encoder_with(template: str, **settings: Any) -> ChatTemplateTaskEncoder:
 
 def ours(sample: Any) -> tuple[list[int], list[int]]:
     """Return all tokens of a sample, and which are learned."""
-    return (
-        [*sample.tokens.tolist(), int(sample.labels[-1])],
-        [0, *sample.loss_mask.long().tolist()],
-    )
+    return ([*sample.tokens.tolist(), int(sample.labels[-1])], [0, *sample.loss_mask.long().tolist()])
 
 
 def theirs(out: Any) -> tuple[list[int], list[int]]:

@@ -12,13 +12,7 @@ import pytest
 from hypothesis import given, strategies as st
 from PIL import Image
 
-from energon_bridge import (
-    DefaultTaskEncoder,
-    SampleDecoder,
-    WorkerConfig,
-    get_savable_loader,
-    get_train_dataset,
-)
+from energon_bridge import DefaultTaskEncoder, SampleDecoder, WorkerConfig, get_savable_loader, get_train_dataset
 from energon_bridge.errors import ConfigurationError, SettingMismatchError
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
 from energon_bridge.task_encoder.images import IMAGE_FORMS

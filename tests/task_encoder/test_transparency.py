@@ -69,12 +69,15 @@ def said_anew() -> Iterator[None]:
     decoding._said.clear()
 
 
-@pytest.mark.parametrize(
-    ("form", "autorotate"),
-    [(None, False), (None, True), ("pilrgba", True), ("pilrgb", False), ("torchrgb", True), ("rgba", False)],
-)
+FORMS: list[tuple[str | None, bool]] = [(None, False), ("pilrgba", True)]
+MORE_FORMS: list[tuple[str | None, bool]] = [(None, True), ("pilrgb", False), ("torchrgb", True), ("rgba", False)]
+
+
 @pytest.mark.parametrize("pixels", [None, "processor"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "form", "autorotate"),
+    [*((family, *form) for family in FAMILIES for form in FORMS), *(("qwen2_vl", *form) for form in MORE_FORMS)],
+)
 def test_a_model_gets_what_its_processor_makes_of_the_file(
     data: Path, family: str, pixels: Any, form: str | None, autorotate: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -96,9 +99,10 @@ class Outer(AugmentTaskEncoder):
     """Adds nothing."""
 
 
-@pytest.mark.parametrize("pixels", [None, "processor"])
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("autorotate", [False, True])
+@pytest.mark.parametrize(
+    ("wrapped", "pixels", "autorotate"),
+    [(False, None, False), (False, "processor", True), (True, None, True), (True, "processor", False)],
+)
 def test_a_plain_encoder_gets_it_too(data: Path, wrapped: bool, pixels: Any, autorotate: bool) -> None:
     processor = image_processor_of("llava")
     encoder: Any = MultiModalTaskEncoder(tokenizer_of("llava"), processor, pixels=pixels, autorotate=autorotate)

@@ -49,7 +49,7 @@ TWINS = {
 }
 """Recipes whose models are encoded by their own processor, and what their conversations have."""
 MODELS = {"gemma3": ("Gemma3Processor", "images", 640), "qwen2_audio": ("Qwen2AudioProcessor", "audios", 200)}
-STEPS = 6
+STEPS = 4
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -124,7 +124,7 @@ def train_until(config: RunConfig, last: int) -> None:
 
 def check_killed_and_resumed(whole: RunConfig, killed: RunConfig) -> None:
     training.run(whole)
-    child = start_forked(partial(train_until, killed, 9))  # two microbatches are a step, each second step is saved
+    child = start_forked(partial(train_until, killed, 5))  # two microbatches are a step, each second step is saved
     assert child.result() == (False, f"no result, exit status {-signal.SIGKILL}")
     training.run(killed, resume=True)
     losses = [read_losses(Path(config.run_dir) / "metrics.jsonl") for config in (whole, killed)]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from forked import run_program
+from forked import import_for_training, run_program
 from paths import CONFIGS, REPOSITORY
 
 pytest.importorskip("sklearn")
@@ -89,6 +89,7 @@ def test_the_bytes_do_not_depend_on_when_they_are_written(digits: Path, tmp_path
 def test_the_main_job_reads_digits_and_its_control_does_not(
     digits: Path, tmp_path: Path, shuffle: bool, least: float, most: float
 ) -> None:
+    import_for_training()
     command = [str(REPOSITORY / "scripts" / "pretrain_vlm.py")]
     command += [f"--config={CONFIGS / 'digits_tiny_llava.yaml'}", f"data.path={digits}"]
     command += [f"run_dir={tmp_path / 'run'}", f"data.shuffle_images={str(shuffle).lower()}"]

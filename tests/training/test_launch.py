@@ -114,7 +114,8 @@ def test_a_run_that_loses_a_process_goes_on_with_half_as_many(tmp_path: Path) ->
     assert process.returncode == 0, log
     assert "the run failed with 4 processes" in log
     assert "data-parallel rank 0 of 2" in log
-    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines if "validation_loss" not in line]
     assert sorted(set(steps)) == list(range(1, 21))
     assert len(steps) <= 20 + 20 - 5  # it did not begin again
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from clips import write_sound, write_video
 from conversations import picture_of
-from forked import run_program
+from forked import import_for_training, run_program
 from paths import CONFIGS, REPOSITORY
 from sources import convert, converted, members, refused
 
@@ -165,10 +165,7 @@ SOUNDS: dict[str, tuple[Any, list[str]]] = {
         {"query": "<audio><audio>color?", "response": "red", "audios": ["a.wav", "b.mp3"]},
         ["0.wav", "1.mp3"],
     ),
-    "LLaMA-Factory": (
-        {"instruction": "<audio>color?", "input": "", "output": "red", "audios": ["a.wav"]},
-        ["0.wav"],
-    ),
+    "LLaMA-Factory": ({"instruction": "<audio>color?", "input": "", "output": "red", "audios": ["a.wav"]}, ["0.wav"]),
     "LLaVA": (
         {
             "audio": "a.wav",
@@ -274,6 +271,7 @@ def test_the_command_that_is_shown_trains_on_images_and_videos(tmp_path: Path, m
     assert result.exit_code == 0, result.output
     line = result.output.partition("Try it with a tiny model: ")[2]
     words = [*shlex.split(line)[1:], f"run_dir={tmp_path / 'run'}", "train.max_steps=2", "validation.interval=2"]
+    import_for_training()
     done = run_program(words, REPOSITORY)
     assert done.returncode == 0, done.stderr
     assert "skipped" not in done.stdout + done.stderr

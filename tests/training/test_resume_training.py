@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from forked import Program, become_rank, free_port, run_forked, run_program, start_forked
+from forked import Program, become_rank, free_port, import_for_training, run_forked, run_program, start_forked
 from paths import CONFIGS, REPOSITORY
 
 pytest.importorskip("lightning.pytorch")
@@ -101,6 +101,7 @@ def test_the_script_goes_on_after_a_kill(dataset: Path, tmp_path: Path, uninterr
     config = configuration(dataset, tmp_path / "run")
     training.write_config(config, tmp_path / "config.yaml")
     command = [str(REPOSITORY / "scripts" / "pretrain_vlm.py"), f"--config={tmp_path / 'config.yaml'}"]
+    import_for_training()
     program = Program(command, tmp_path)
     while steps_done(config) < 7:
         time.sleep(0.001)

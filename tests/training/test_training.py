@@ -9,8 +9,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,19 +20,25 @@ from paths import CONFIGS, REPOSITORY
 pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
 
-from forked import become_rank, free_port, run_forked, run_program
+from forked import become_rank, free_port, run_afresh, run_forked
 from run_outputs import read_losses, read_predictions
 
 from energon_bridge import read_quarantine
 from energon_bridge.errors import BatchSizeMismatchError, ConfigurationError, DatasetNotFoundError, EnergonError
 from energon_bridge.testing import create_captioning_test_dataset
 from energon_bridge.training import run as training
-from energon_bridge.training.callbacks import AtomicCheckpointIO, Checkpointer, append_metrics, list_checkpoints
+from energon_bridge.training.callbacks import AtomicCheckpointIO, append_metrics, list_checkpoints
 from energon_bridge.training.config import RunConfig
 from energon_bridge.training.config_file import load_config
 from energon_bridge.training.generation import Prediction, exact_match, write_predictions
 from energon_bridge.training.module import VisionLanguageModule
-from energon_bridge.training.run import dataset_captions, main_rank_first, prepare_run_dir, restore_replaced
+from energon_bridge.training.run import (
+    dataset_captions,
+    main_rank_first,
+    prepare_run_dir,
+    restore_replaced,
+    write_model_of_run,
+)
 
 NUM_VAL = 5
 
@@ -69,55 +73,49 @@ def hexes(run_dir: str | Path) -> dict[int, str]:
 # What a run leaves ---------------------------------------------------------------------------------------------------
 
 
-def test_a_run_ends_with_its_result(finished: tuple[RunConfig, Any]) -> None:
+def test_what_a_run_leaves(finished: tuple[RunConfig, Any]) -> None:
     config, result = finished
     assert (result.step, result.stopped, result.main_rank) == (6, False, True)
     assert result.validation_loss > 0
     run_dir = Path(config.run_dir)
-    assert sorted(path.name for path in run_dir.iterdir()) == [
-        "checkpoints",
-        "config.yaml",
-        "metrics.jsonl",
-        "model",
-        "predictions.jsonl",
-        "report.html",
-    ]
+    names = ["checkpoints", "config.yaml", "metrics.jsonl", "model", "predictions.jsonl", "report.html"]
+    assert sorted(path.name for path in run_dir.iterdir()) == names
     assert load_config(run_dir / "config.yaml") == config
-
-
-def test_every_step_has_its_loss(finished: tuple[RunConfig, Any]) -> None:
-    losses = read_losses(Path(finished[0].run_dir) / "metrics.jsonl")
+    losses = read_losses(run_dir / "metrics.jsonl")
     assert list(losses) == [1, 2, 3, 4, 5, 6]
     assert losses[6] < losses[1]
-
-
-def test_predictions_name_every_validation_sample_in_order(finished: tuple[RunConfig, Any]) -> None:
-    config, result = finished
-    predictions = read_predictions(Path(config.run_dir) / "predictions.jsonl")
+    predictions = read_predictions(run_dir / "predictions.jsonl")
     assert [p.key for p in predictions] == [f"val-{i:05d}" for i in range(NUM_VAL)]
     assert all(p.expected.startswith("a ") for p in predictions)
     assert exact_match(predictions) == result.read
-
-
-def test_the_latest_checkpoints_stay_and_load_with_weights_only(finished: tuple[RunConfig, Any]) -> None:
-    checkpoints = list_checkpoints(Path(finished[0].run_dir) / "checkpoints")
+    checkpoints = list_checkpoints(run_dir / "checkpoints")
     assert [path.name for path in checkpoints] == ["step-0000004.ckpt", "step-0000006.ckpt"]
     state = torch.load(checkpoints[-1], weights_only=True)
-    assert state["global_step"] == 6
-    assert state["EnergonMultiModalDataModule"]["global_step"] == 6
+    assert state["global_step"] == state["EnergonMultiModalDataModule"]["global_step"] == 6
     assert len(state["loops"]["fit_loop"]["state_dict"]["combined_loader"]) == 1
 
 
-def test_the_same_seed_gives_the_same_losses_and_another_one_others(
-    finished: tuple[RunConfig, Any], dataset: Path, tmp_path: Path
+def test_the_same_seed_gives_the_same_losses_whatever_is_validated_kept_and_logged(
+    finished: tuple[RunConfig, Any], dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    losses = hexes(finished[0].run_dir)
-    for seed, same in ((0, True), (1, False)):
-        config = configuration(dataset, tmp_path / str(seed), f"seed={seed}", "validation.generate=false")
+    config = configuration(dataset, tmp_path / "same", "validation.interval=2", "checkpoint.keep=0")
+    with caplog.at_level(logging.INFO, logger="energon_bridge.training"):
         result = training.run(config)
-        assert result.read is None
-        assert not (tmp_path / str(seed) / "predictions.jsonl").exists()
-        assert (hexes(config.run_dir) == losses) is same
+    assert (result.read, result.validation_loss) == (finished[1].read, finished[1].validation_loss)
+    assert hexes(config.run_dir) == hexes(finished[0].run_dir)
+    for run, steps in ((config, [2, 4, 6]), (finished[0], [6])):
+        rows = [json.loads(line) for line in (Path(run.run_dir) / "metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows if "validation_loss" in row] == steps
+        assert rows[-1] == {"step": 6, "validation_loss": result.validation_loss}
+        assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
+    assert [int(p.name[5:12]) for p in list_checkpoints(tmp_path / "same" / "checkpoints")] == [2, 4, 6]
+    lines = [record.message for record in caplog.records if record.message.startswith("step ")]
+    assert [line.split()[1] for line in lines] == ["2/6", "4/6", "6/6"]
+    assert all(word in line for line in lines for word in ("loss ", "samples/s", "waiting for data "))
+    other = configuration(dataset, tmp_path / "other", "seed=1", "validation.generate=false")
+    assert training.run(other).read is None
+    assert not (tmp_path / "other" / "predictions.jsonl").exists()
+    assert hexes(other.run_dir) != hexes(finished[0].run_dir)
 
 
 # Stopping and going on -----------------------------------------------------------------------------------------------
@@ -155,61 +153,53 @@ def test_steps_that_run_again_replace_their_lines(tmp_path: Path, caplog: pytest
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_refused_resume_leaves_the_description_of_the_run(smoke: RunConfig) -> None:
-    config = replace(smoke, train=replace(smoke.train, max_steps=2))
-    training.run(config)
-    other = replace(config, data=replace(config.data, micro_batch_size=1))
-    with pytest.raises(BatchSizeMismatchError):
-        training.run(other, resume=True)
-    assert load_config(Path(config.run_dir) / "config.yaml") == config
-
-
-def test_a_run_that_never_began_can_be_started_again(smoke: RunConfig) -> None:
-    config = replace(smoke, train=replace(smoke.train, max_steps=1))
-    wrong = replace(config, data=replace(config.data, path="/nowhere/data"))
-    with pytest.raises(DatasetNotFoundError):
-        training.run(wrong)
-    assert not Path(config.run_dir).exists()
-    wrong = replace(
-        config, validation=replace(config.validation, limit_batches=1), data=replace(config.data, num_workers=-1)
-    )
-    with pytest.raises(ConfigurationError):
-        training.run(wrong)
-    assert not Path(config.run_dir).exists()
-    assert training.run(config).step == 1
-
-
-def test_a_second_run_in_the_same_folder_is_refused_unless_told(
-    finished: tuple[RunConfig, Any], smoke: RunConfig
-) -> None:
-    with pytest.raises(ConfigurationError, match=r"already contains a run.*--resume.*--overwrite"):
-        training.run(finished[0])
+def test_a_checkpoint_of_another_model_is_refused(smoke: RunConfig, dataset: Path, tmp_path: Path) -> None:
     config = replace(smoke, train=replace(smoke.train, max_steps=1))
     training.run(config)
-    longer = replace(smoke, train=replace(smoke.train, max_steps=2))
-    run_dir = Path(smoke.run_dir)
-    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
-    assert any("checkpoints" in path.parts for path in before)
-    for wrong in (
-        replace(longer, data=replace(longer.data, path="no such data")),
-        replace(longer, data=replace(longer.data, num_workers=-1)),
-        replace(longer, model=replace(longer.model, preset="no such preset")),
-        replace(longer, data=replace(longer.data, error_policy={"max_error_rate": "1%"})),
+    other = tmp_path / "other"
+    write_model_of_run(replace(config, model=replace(config.model, hidden_size=32)), other)
+    for changed, complaint in (
+        (
+            "model.hidden_size=32",
+            r"RUN cannot go on with model\.hidden_size=32 \(there: 16\): .*config\.yaml.*run_dir",
+        ),
+        ("model.freeze=[lm_head]", r"model\.freeze=\('lm_head',\) \(there: \(\)\)"),
+        ("trainer=megatron", r"trainer=megatron \(there: lightning\)"),
+        (
+            f"model.name_or_path={other}",
+            r"checkpoint RUN/checkpoints/step-0000001\.ckpt belongs to another model than \w+ of this run: \d+ of \d+ "
+            r"tensors differ, the first \(shapes\): \S+ \([\d, ]+\), here \([\d, ]+\); .*Set model\.\* as when",
+        ),
     ):
-        with pytest.raises(EnergonError):
-            training.run(wrong, overwrite=True)
-        assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
-    assert training.run(longer, overwrite=True).step == 2
-    assert list(read_losses(run_dir / "metrics.jsonl")) == [1, 2]
-    assert not [path for path in run_dir.iterdir() if path.name.startswith(".")]
+        again = configuration(dataset, Path(config.run_dir), "train.max_steps=1", "model.init=random", changed)
+        with pytest.raises(ConfigurationError, match=complaint.replace("RUN", re.escape(config.run_dir))):
+            training.run(again, resume=True)
+        assert load_config(Path(config.run_dir) / "config.yaml") == config
+    assert training.run(config, resume=True).step == 1
 
 
-def test_a_run_whose_replacement_was_killed_as_it_began_is_put_back(smoke: RunConfig) -> None:
+def test_a_run_in_a_folder_stays_unless_it_is_to_be_replaced(smoke: RunConfig) -> None:
     config = replace(smoke, train=replace(smoke.train, max_steps=1))
-    training.run(config)
-    run_dir = Path(smoke.run_dir)
-    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
-    for left in (["config.yaml", "checkpoints"], []):  # killed while it moved the parts, or later
+    run_dir = Path(config.run_dir)
+
+    def files() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+
+    no_data, no_workers, no_model, no_rate = (
+        replace(config, data=replace(config.data, path="/nowhere/data")),
+        replace(config, data=replace(config.data, num_workers=-1)),
+        replace(config, model=replace(config.model, preset="no such preset")),
+        replace(config, data=replace(config.data, error_policy={"max_error_rate": "1%"})),
+    )
+    for wrong, error in ((no_data, DatasetNotFoundError), (no_workers, ConfigurationError)):
+        with pytest.raises(error):
+            training.run(wrong)
+        assert not run_dir.exists()
+    assert training.run(config).step == 1
+    before = files()
+    with pytest.raises(ConfigurationError, match=r"already contains a run.*--resume.*--overwrite"):
+        training.run(config)
+    for left in (["config.yaml", "checkpoints"], []):  # a replacement is killed while it moves the parts, or later
         prepare_run_dir(config, run_dir, resume=False, overwrite=True)
         aside = run_dir / ".replaced"
         assert {path.name for path in aside.iterdir()} >= {"config.yaml", "checkpoints", "metrics.jsonl"}
@@ -219,7 +209,18 @@ def test_a_run_whose_replacement_was_killed_as_it_began_is_put_back(smoke: RunCo
             for name in left:
                 (aside / name).replace(run_dir / name)
         restore_replaced(run_dir)
-        assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+        assert files() == before
+    for wrong in (no_data, no_workers, no_model, no_rate):
+        with pytest.raises(EnergonError):
+            training.run(wrong, overwrite=True)
+        assert files() == before
+    longer = replace(smoke, train=replace(smoke.train, max_steps=2))
+    assert training.run(longer, overwrite=True).step == 2
+    assert list(read_losses(run_dir / "metrics.jsonl")) == [1, 2]
+    assert not [path for path in run_dir.iterdir() if path.name.startswith(".")]
+    with pytest.raises(BatchSizeMismatchError):
+        training.run(replace(longer, data=replace(longer.data, micro_batch_size=1)), resume=True)
+    assert load_config(run_dir / "config.yaml") == longer
 
 
 def test_sigterm_saves_and_leaves_and_the_run_goes_on(
@@ -244,14 +245,6 @@ def test_sigterm_saves_and_leaves_and_the_run_goes_on(
     assert hexes(smoke.run_dir) == hexes(finished[0].run_dir)
 
 
-def test_validation_in_between_changes_nothing(finished: tuple[RunConfig, Any], dataset: Path, tmp_path: Path) -> None:
-    config = configuration(dataset, tmp_path / "run", "validation.interval=2")
-    result = training.run(config)
-    assert result.read == finished[1].read
-    assert result.validation_loss == finished[1].validation_loss
-    assert hexes(config.run_dir) == hexes(finished[0].run_dir)
-
-
 def test_a_mix_has_a_validation_loss_for_each_dataset(
     dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,6 +266,8 @@ def test_a_mix_has_a_validation_loss_for_each_dataset(
     assert first != second
     assert min(first, second) < result.validation_loss < max(first, second)
     assert f"{dataset.name} {first:.4f}, more {second:.4f}" in caplog.text
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert row["validation_losses"] == {dataset.name: first, "more": second}
     predictions = read_predictions(tmp_path / "run" / "predictions.jsonl")
     assert [p.key for p in predictions] == [f"val-{i:05d}" for i in (0, 1, 2, 3, 4, 0, 1, 2)]
 
@@ -294,36 +289,19 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path) -> None:
     assert [path.name for path in target.parent.iterdir()] == [target.name]
 
 
-def test_all_checkpoints_stay_if_asked_for(dataset: Path, tmp_path: Path) -> None:
-    config = configuration(dataset, tmp_path / "run", "checkpoint.keep=0", "validation.generate=false")
-    training.run(config)
-    assert [p.name[5:12] for p in list_checkpoints(tmp_path / "run" / "checkpoints")] == [
-        "0000002",
-        "0000004",
-        "0000006",
-    ]
-
-
 # Log, dry run, presets -----------------------------------------------------------------------------------------------
 
 
-def test_an_interval_is_one_line(smoke: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="energon_bridge.training"):
-        training.run(smoke)
-    lines = [record.message for record in caplog.records if record.message.startswith("step ")]
-    assert [line.split()[1] for line in lines] == ["2/6", "4/6", "6/6"]
-    for word in ("loss ", "samples/s", "waiting for data "):
-        assert all(word in line for line in lines), word
-
-
 @pytest.mark.parametrize(("package", "extra"), [("lightning", "lightning,hf"), ("transformers", "hf")])
-def test_a_package_that_is_missing_is_named_with_its_extra(package: str, extra: str, tmp_path: Path) -> None:
+def test_a_package_that_is_missing_is_named_with_its_extra(
+    package: str, extra: str, dataset: Path, tmp_path: Path
+) -> None:
     code = (
-        f"import sys; sys.modules[{package!r}] = None; from energon_bridge.training.__main__ import main; "
-        "sys.exit(main(['--config', 'configs/digits_tiny_llava.yaml', '--dry-run']))"
+        f"sys.modules[{package!r}] = None; from energon_bridge.training.__main__ import main; "
+        f"sys.exit(main(['--config', 'configs/smoke.yaml', 'data.path={dataset}', '--dry-run']))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
+    done = run_afresh(code, tmp_path, package)
+    assert done.returncode == 2, done.stderr
     assert f"{package}, which is not installed: pip install 'energon-bridge[{extra}]'" in done.stderr
 
 
@@ -332,6 +310,13 @@ def test_a_dry_run_describes_and_leaves_nothing(smoke: RunConfig) -> None:
     assert "model: LlavaForConditionalGeneration" in text
     assert re.search(r"microbatch:\n  tokens:\n  - 2\n", text)
     assert not Path(smoke.run_dir).exists()
+
+
+def test_a_setting_without_effect_on_the_samples_is_named(smoke: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+    training.dry_run(replace(smoke, data=replace(smoke.data, chat_template="llava")))
+    named = [r.message for r in caplog.records if r.message.startswith("data.chat_template='llava' has no effect: ")]
+    assert len(named) == 1
+    assert f"{smoke.data.path} has samples of type CaptioningSample" in named[0]
 
 
 def test_a_dry_run_looks_for_what_is_validated(dataset: Path, tmp_path: Path) -> None:
@@ -386,7 +371,7 @@ def test_failed_samples_are_listed_as_a_configuration_says(tmp_path: Path) -> No
         training.dry_run(configuration(path, tmp_path / "run", *settings, "data.error_policy.max_error_rate=2"))
 
 
-def test_a_dry_run_says_what_is_missing_and_how_it_is_made(
+def test_the_script_says_what_is_missing_and_how_it_is_made(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
@@ -396,6 +381,8 @@ def test_a_dry_run_says_what_is_missing_and_how_it_is_made(
     assert main(["--config", str(CONFIGS / "llava15_pretrain.yaml"), *arguments]) == 2
     out, error = capsys.readouterr()
     assert "path: /nowhere/data" in out
+    assert main(["--config", str(CONFIGS / "smoke.yaml"), "data.paht=x"]) == 2
+    assert "Did you mean 'data.path'?" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["--config", str(CONFIGS / "llava15_pretrain.yaml"), "--run-dir", "x"])
     assert "--run-dir. Settings have no dashes: section.key=value. Did you mean 'run_dir'?" in capsys.readouterr().err
@@ -428,35 +415,6 @@ def test_exact_match_is_the_share_of_right_answers(texts: list[tuple[str, str]],
 
 
 # The script ----------------------------------------------------------------------------------------------------------
-
-
-def script(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return run_program([str(REPOSITORY / "scripts" / "pretrain_vlm.py"), *arguments], REPOSITORY)
-
-
-def test_the_script_ends_with_the_share_that_was_read(dataset: Path, tmp_path: Path) -> None:
-    arguments = [
-        "--config",
-        str(CONFIGS / "smoke.yaml"),
-        f"data.path={dataset}",
-        f"run_dir={tmp_path / 'run'}",
-    ]
-    result = script(*arguments, "train.max_steps=1", "validation.name=pictures")
-    assert result.returncode == 0, result.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run" / "predictions.jsonl").read_text().splitlines()]
-    share = sum(row["expected"] == row["generated"] for row in rows) / NUM_VAL
-    assert result.stdout.splitlines()[-1] == f"validation pictures read: {100 * share:.1f} %"
-
-
-def test_the_script_explains_a_mistake_in_one_line(tmp_path: Path) -> None:
-    result = script("--config", str(CONFIGS / "smoke.yaml"), "data.paht=x")
-    assert result.returncode == 2
-    assert "Did you mean 'data.path'?" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-def test_the_checkpointer_asks_for_nothing_it_was_not_told(tmp_path: Path) -> None:
-    assert Checkpointer(tmp_path, RunConfig().checkpoint).stopped is False
 
 
 def test_a_refusal_of_the_main_rank_reaches_the_ranks_that_wait() -> None:

@@ -19,15 +19,7 @@ def test_the_configurations_in_the_repository_are_valid(path: Path) -> None:
     assert load_config(path) != RunConfig()
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1e-4", 1e-4),
-        ("1E-4", 1e-4),
-        ("0.5", 0.5),
-        ("2", 2.0),
-    ],
-)
+@pytest.mark.parametrize(("text", "value"), [("1e-4", 1e-4), ("1E-4", 1e-4), ("0.5", 0.5), ("2", 2.0)])
 @pytest.mark.parametrize("source", ["file", "override"])
 def test_a_learning_rate_is_a_number_however_it_is_written(
     tmp_path: Path, text: str, value: float, source: str

@@ -16,12 +16,12 @@ pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
 
 from energon_bridge.errors import ConfigurationError, SampleError
-from energon_bridge.samples import CaptioningSample
+from energon_bridge.samples import CaptioningSample, TextSample, VQASample
 from energon_bridge.stores import FileStore
 from energon_bridge.task_encoder.families import LLAVA_TEMPLATE, ChatSample, ChatTemplateTaskEncoder
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
 from energon_bridge.training.config import DataConfig, ModelConfig, RunConfig
-from energon_bridge.training.encoder import cook_conversation, training_task_encoder
+from energon_bridge.training.encoder import cook_conversation, training_task_encoder, without_effect
 from energon_bridge.training.generation import prompts_of, visible_images
 from energon_bridge.training.module import VisionLanguageModule
 from energon_bridge.training.presets import ModelBundle, load_model, write_preset
@@ -121,6 +121,38 @@ def test_settings_that_do_not_fit_the_model_are_refused(
 ) -> None:
     with pytest.raises(ConfigurationError, match=complaint):
         training_task_encoder(DataConfig(**settings), bundles[preset])
+
+
+@pytest.mark.parametrize(
+    ("settings", "types", "said"),
+    [
+        (
+            {"chat_template": "llava", "system": "Be brief."},
+            {CaptioningSample, TextSample},
+            [
+                "data.chat_template='llava' and data.system='Be brief.' have no effect: data/digits has samples of "
+                "type CaptioningSample, TextSample, whose texts are learned as they are, without turns. For turns, "
+                "make them VQASample, or conversations"
+            ],
+        ),
+        ({"chat_template": "llava"}, {CaptioningSample, VQASample}, []),
+        ({"chat_template": "llava"}, {ChatSample}, []),
+        (
+            {"chat_template": "llava", "max_num_frames": 8, "max_sound_seconds": 3.0},
+            {VQASample},
+            [
+                "data.max_num_frames=8 has no effect: the model takes no video",
+                "data.max_sound_seconds=3.0 has no effect: the model takes no audio",
+            ],
+        ),
+    ],
+)
+def test_settings_without_effect_are_named(
+    bundles: dict[str, ModelBundle], settings: dict[str, Any], types: set[type], said: list[str]
+) -> None:
+    config = DataConfig(**settings)
+    encoder = training_task_encoder(config, bundles["tiny-llava"])
+    assert list(without_effect(config, encoder, lambda: types)) == said
 
 
 @pytest.mark.parametrize("preset", QWENS)

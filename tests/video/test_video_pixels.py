@@ -24,13 +24,7 @@ from clips import all_frames, write_video
 from crude import prepared
 from families import encoder_of
 
-from energon_bridge import (
-    Cooker,
-    WorkerConfig,
-    basic_sample_keys,
-    get_savable_loader,
-    get_train_dataset,
-)
+from energon_bridge import Cooker, WorkerConfig, basic_sample_keys, get_savable_loader, get_train_dataset
 from energon_bridge.av import AVDecoder, streams
 from energon_bridge.av.streams import VideoReader
 from energon_bridge.errors import DecodeError, SampleError

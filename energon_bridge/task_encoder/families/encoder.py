@@ -330,7 +330,9 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             visual=visual,
             answer=sample.answer,
             num_images=len(images),
-            mm_token_type_ids=sample.mm_token_type_ids if positions is not None or _has_types(family) else None,
+            mm_token_type_ids=sample.mm_token_type_ids
+            if positions is not None or isinstance(family, ProcessorFamily)
+            else None,
             mrope_position_ids=positions,
         )
 
@@ -421,7 +423,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             count_over_long("truncated")
         tokens, labels, loss_mask = finished
         is_own = isinstance(self.family, ProcessorFamily)
-        kinds = self.family.token_types(sequence.tokens, types) if is_own else np.frombuffer(types, np.uint8)
+        kinds = self.family.token_types(tokens, types) if is_own else np.frombuffer(types, np.uint8)
         counts = Counter(plan.kind for plan in kept)
         heard = counts["audio"] + sum(video.sound is not None for video in videos[: counts["video"]])
         return PreparedSample.derive_from(
@@ -612,10 +614,6 @@ def _in_order(plans: Sequence[Plan], videos: Sequence[VideoFrames], sounds: Sequ
     own, of_videos = iter(sounds), iter(video.sound for video in videos)
     heard = [next(own if plan.kind == "audio" else of_videos) for plan in plans if plan.kind != "image"]
     return [sound for sound in heard if sound is not None]
-
-
-def _has_types(family: Any) -> bool:
-    return isinstance(family, ProcessorFamily)
 
 
 def _heard(sound: Any) -> np.ndarray:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import pickle
 import re
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
@@ -62,6 +63,7 @@ _DROPPED = frozenset(
 _NONE = "takes none"
 _TICKS = 1000  # a second, in the numbers of frames that stand for their times
 _MOST_PLANS = 1 << 16
+_MOST_MERGED = 16
 
 
 @dataclass(kw_only=True, slots=True)
@@ -136,6 +138,7 @@ class ProcessorFamily:
     nested: bool = field(init=False, repr=False, compare=False, default=True)
     adds_bos: bool = field(init=False, repr=False, compare=False, default=False)
     replays: bool = field(init=False, repr=False, compare=False, default=True)
+    merged: dict[bytes, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         name = type(self.processor).__name__
@@ -266,15 +269,13 @@ class ProcessorFamily:
 
     def _with_runs(self, kind: Kind, text: str, repeated: Sequence[str]) -> Plan:
         """Return a plan with each run of some special tokens of a text as one token."""
-        pattern = "|".join(f"(?:{re.escape(token)})+" for token in repeated)
-        runs = [run.group() for run in re.finditer(pattern, text)] if repeated else []
-        starts = [next(token for token in repeated if run.startswith(token)) for run in runs]
+        pattern = re.compile("|".join(f"((?:{re.escape(token)})+)" for token in repeated) or "(?!)")
         known = self.processor.tokenizer.added_tokens_encoder
         return Plan(
             kind=kind,
             placeholder=str(_placeholder(self.processor, kind)),
-            text=re.sub(pattern, partial(_first_of, repeated), text) if repeated else text,
-            runs=tuple(len(run) // len(token) for run, token in zip(runs, starts, strict=True)),
+            text=pattern.sub(lambda run: repeated[(run.lastindex or 0) - 1], text),
+            runs=tuple(len(run[0]) // len(repeated[(run.lastindex or 0) - 1]) for run in pattern.finditer(text)),
             token_ids=tuple(known[token] for token in repeated),
         )
 
@@ -532,15 +533,16 @@ class ProcessorFamily:
         out: Mapping[str, Any] | None = None
         if self.replays:
             told = copy(self._timed(videos))
+            if not (videos or sounds or self.options):  # else, what is given differs from sample to sample
+                told._merge_kwargs = self._merged
             with suppress(Exception):  # the processor itself says what is wrong
-                told.tokenizer = _Replay(self.processor.tokenizer, self._written_out(sample), sample.tokens.tolist())
+                told.tokenizer = _Replay(self.processor.tokenizer, self._written_out(sample), sample.tokens)
                 out = self._called(sample.text, processor=told, **given, special=sample.adds_special)
         try:
             out = dict(out or self._called(sample.text, **given, special=sample.adds_special))
         except Exception as error:
             raise SampleError(f"{name} cannot take the sample: {type(error).__name__}: {error}") from error
-        tokens = out["input_ids"][0]
-        count = len(sample.tokens)
+        tokens, count = out["input_ids"][0], len(sample.tokens)
         if not torch.equal(tokens[:count], sample.tokens):
             same = int((tokens[:count] != sample.tokens[: len(tokens)]).int().argmax()) if len(tokens) >= count else 0
             raise SampleError(
@@ -559,7 +561,17 @@ class ProcessorFamily:
         if self.pixels_dtype == "float32":  # the default: what the processor itself makes
             return visual
         dtype = getattr(torch, self.pixels_dtype)
-        return {key: value.to(dtype) if _is_dense(value) else value for key, value in visual.items()}
+        dense = {key: one.to(dtype) for key, one in visual.items() if one.is_floating_point() and one.ndim > 1}
+        return visual | dense
+
+    def _merged(self, *args: Any, **given: Any) -> dict[str, Any]:
+        """Return the arguments of each part of the processor, which checks the same ones once, not for each sample."""
+        key = pickle.dumps((args, {name: one for name, one in given.items() if name != "tokenizer_init_kwargs"}))
+        if key not in self.merged:
+            if len(self.merged) >= _MOST_MERGED:
+                self.merged.clear()
+            self.merged[key] = self.processor._merge_kwargs(*args, **given)
+        return {name: copy(value) for name, value in self.merged[key].items()}
 
     def _written_out(self, sample: PreparedSample) -> str:
         """Return the text of a sample with the tokens of its media."""
@@ -575,15 +587,15 @@ class ProcessorFamily:
         runs = iter(plan.runs)
         return re.sub(repeated, lambda token: token.group() * next(runs), plan.text)
 
-    def token_types(self, tokens: Sequence[int], planned: bytearray) -> np.ndarray:
+    def token_types(self, tokens: Tensor, planned: bytearray) -> np.ndarray:
         """Return the type of each token: 0 text, 1 image, 2 video, 3 sound; the processor's own, where it needs
         no more than tokens.
         """
         if self.kinds is None:
-            return np.array(self.processor.create_mm_token_type_ids([list(tokens)])[0], np.int64)
+            return np.array(self.processor.create_mm_token_type_ids([tokens.tolist()])[0], np.int64)
         if not self.kinds:
             return np.frombuffer(planned, np.uint8)
-        sequence = np.array(tokens, np.int64)
+        sequence = tokens.numpy()
         types = np.zeros_like(sequence)
         for token, number in self.kinds.items():
             types[sequence == token] = number
@@ -706,10 +718,6 @@ def _sources(plans: Sequence[Plan], videos: Sequence[VideoFrames]) -> list[int |
     return sources
 
 
-def _first_of(repeated: Sequence[str], run: re.Match[str]) -> str:
-    return next(token for token in repeated if run.group().startswith(token))
-
-
 def _times(video: VideoFrames, count: int) -> list[float]:
     """Return the times of frames, at 24 a second if nothing says them, as the processors do."""
     times = list(video.timestamps or [number / (video.fps or 24) for number in range(count)])
@@ -779,18 +787,19 @@ class _Replay:
     other text than the planned one is tokenised, and its tokens are compared.
     """
 
-    def __init__(self, tokenizer: Any, text: str | None = None, tokens: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Any, text: str | None = None, tokens: Tensor | None = None) -> None:
         self._tokenizer, self._text, self._tokens = tokenizer, text, tokens
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
     def __call__(self, text: Any, **options: Any) -> Any:
-        if list(text) == [self._text]:
-            return {"input_ids": [list(self._tokens)]}
+        if self._tokens is not None and list(text) == [self._text]:  # a tensor is read far faster than a list
+            is_tensor = options.get("return_tensors") == "pt"
+            return {"input_ids": self._tokens[None].clone() if is_tensor else [self._tokens.tolist()]}
         made = self._tokenizer(text, **options)
         if self._text is None:
-            self._text, self._tokens = text[0], torch.as_tensor(made["input_ids"])[0].tolist()
+            self._text, self._tokens = text[0], torch.as_tensor(made["input_ids"])[0]
         return made
 
 
@@ -827,10 +836,6 @@ def _unfit(made: Sequence[Mapping[str, Any]], tokens: Sequence[int]) -> str | No
         if all(of_text[key].shape[:2] == (1, count) for of_text, count in zip(made, tokens, strict=True)):
             return f"a value for each token, {key!r}, which a batch does not have"
     return None
-
-
-def _is_dense(value: Tensor) -> bool:
-    return value.is_floating_point() and value.ndim > 1
 
 
 def _kinds(processor: Any) -> Mapping[int, int] | None:

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.training.config import SIZES
 from energon_bridge.training.megatron.ranks import Ranks
 from energon_bridge.training.megatron.step import Training
 
@@ -120,8 +121,7 @@ def load_checkpoint(training: Training, path: Path) -> tuple[int, dict[str, Any]
 
 def _sizes(training: Training) -> dict[str, str | int]:
     model = training.config.model
-    names = ("preset", "hidden_size", "num_layers", "num_heads", "image_size", "patch_size")
-    return {f"model.{name}": getattr(model, name) for name in names}
+    return {f"model.{name}": getattr(model, name) for name in SIZES}
 
 
 def _parts(training: Training, *, is_loading: bool) -> dict[str, Any]:

@@ -36,7 +36,14 @@ from energon_bridge.task_encoder.costs import record_time
 from energon_bridge.task_encoder.multimodal import MultiModalBatch
 from energon_bridge.task_encoder.packed_sequences import unpack_batch
 from energon_bridge.task_encoder.sequences import PaddingValues
-from energon_bridge.training.callbacks import TIMES, append_metrics, clock, read_losses, say_fresh_start
+from energon_bridge.training.callbacks import (
+    TIMES,
+    append_metrics,
+    append_validation,
+    clock,
+    read_losses,
+    say_fresh_start,
+)
 from energon_bridge.training.config import RunConfig
 from energon_bridge.training.generation import (
     Prediction,
@@ -223,7 +230,8 @@ def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataM
                     feedback=None if feedback is None else feedback.state_dict(),
                 )
             if not stop and config.validation.interval and step % config.validation.interval == 0:
-                validated = (step, *_validate(training, bundle, data))
+                progress.write()
+                validated = (step, *_validate(training, bundle, data, step))
                 progress.restart_clock()
                 recorder.start(loader)
     _report(config, ranks, recorder, loader)
@@ -231,7 +239,7 @@ def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataM
         logger.warning("received SIGTERM: saved step %d, exiting", step)
         return RunResult(step=step, validation_loss=None, read=None, stopped=True, main_rank=ranks.main)
     if validated is None or validated[0] != step:
-        validated = (step, *_validate(training, bundle, data))
+        validated = (step, *_validate(training, bundle, data, step))
     _, loss, predictions = validated
     if config.validation.generate and ranks.main:
         write_predictions(predictions, run_dir / "predictions.jsonl")
@@ -267,9 +275,9 @@ def _resume(training: Training, loader: Any, folder: Path, feedback: MixFeedback
 
 
 def _validate(
-    training: Training, bundle: ModelBundle, data: EnergonMultiModalDataModule
+    training: Training, bundle: ModelBundle, data: EnergonMultiModalDataModule, step: int
 ) -> tuple[float, list[Prediction]]:
-    """Return the loss over the validation split and the answers, the latter in the order of the split."""
+    """Return and write the loss over the validation split; return the answers in the order of the split, too."""
     settings, ranks = training.config.validation, training.ranks
     sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
     written: list[list[Prediction]] = []
@@ -284,7 +292,10 @@ def _validate(
     dist.all_gather_object(gathered, written, group=ranks.groups.dp)
     # Data-parallel rank r has microbatches r, r + R, r + 2R, …
     in_turn = chain.from_iterable(zip_longest(*gathered, fillvalue=()))
-    return float(sums[0] / sums[1].clamp(min=1.0)), list(chain.from_iterable(in_turn))
+    loss = float(sums[0] / sums[1].clamp(min=1.0))
+    if ranks.main:
+        append_validation(Path(training.config.run_dir) / "metrics.jsonl", step, loss, {})
+    return loss, list(chain.from_iterable(in_turn))
 
 
 def _real_samples(batch: MultiModalBatch) -> int:
