@@ -40,6 +40,7 @@ from energon_bridge.prepare.hub import download, is_hub, stream
 from energon_bridge.prepare.sources import KINDS, open_source
 from energon_bridge.prepare.split import SplitRule, parse_ratio
 from energon_bridge.rows.base import Layout, Source, check_layout, first_rows
+from energon_bridge.rows.conversations import is_conversation
 from energon_bridge.rows.lists import check_media_meant
 from energon_bridge.rows.turns import Medium, medium_by_name, read_turns
 from energon_bridge.samples import CrudeSample, sample_type_by_name
@@ -266,6 +267,8 @@ def _guessed(source: Source, proposed: Layout, cls: type, files: list[str]) -> d
         column = "images" if "images" in files else files[0]
         first = next(row.files[column] for row in first_rows(source) if column in row.files)
         known["image"] = f"{column}[0]" if isinstance(first, tuple) else column
+    columns = {name for row in first_rows(source) for name in row.values}
+    known |= {name: name for name in names & columns if name not in known}
     row = first_rows(source, 1)[0]
     for column, text in (("conversations", "value"), ("messages", "content")):
         turns = row.values.get(column)
@@ -291,6 +294,9 @@ def _show(source: Source, options: ConvertOptions) -> None:
     click.echo(f"Sample type: {layout.sample_type}")
     for field, column in layout.fields.items():
         click.echo(f"  {field} from {column}")
+    rows = first_rows(source) if layout.is_crude and source.kind not in _KEPT else ()
+    if rows and not any(is_conversation(row.values) for row in rows):
+        click.echo("  all columns as they are, and no fields: training needs a cooker, or another --sample-type")
     if options.split is None:
         parts = ", ".join(f"{name} {count:,}" for name, count in source.split_parts)
     else:

@@ -133,18 +133,23 @@ def command(
         total = sum(_task_share(dataset, share) for dataset in datasets)
     for dataset in datasets:
         blank: list[str] = []
+        turned: list[str] = []
         with shard_progress(f"Checking {dataset.split_part or path}", enabled=progress) as advance:
             for number, report in enumerate(lint_dataset(dataset, num_workers=workers, task=share, deep=deep), start=1):
                 checked += report.num_checked
                 blank += [f"{report.shard}/{key}" for key in report.blank]
+                turned += [f"{report.shard}/{key}" for key in report.turned]
                 for problem in report.problems:
                     problems.add(problem)
                 advance(number, len(dataset.shard_names if share is None else share.of(dataset.shard_names)))
-        if blank:
-            problems.warn(
-                f"{dataset.path}, {dataset.split_part or 'all'}: {count_of(len(blank), 'sample')} with an empty text; "
-                f"the first is {blank[0]}. To leave one out, {LEAVE_OUT}."
-            )
+        for keys, what, remedy in (
+            (blank, "an empty text", f"To leave one out, {LEAVE_OUT}."),
+            (turned, "a JPEG that its EXIF turns", "Training turns them with data.autorotate=true only."),
+        ):
+            if keys:
+                count = count_of(len(keys), "sample")
+                where = f"{dataset.path}, {dataset.split_part or 'all'}"
+                problems.warn(f"{where}: {count} with {what}; the first is {keys[0]}. {remedy}")
     if encoder is not None:
         splits = _splits(path, datasets, parts)
         _encode(path, splits, encoder, problems, parallel, dataset_config, split_config, trust=trust_remote_code)

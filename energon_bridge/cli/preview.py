@@ -191,6 +191,8 @@ def _opened(source: tuple[str, ...], pages: bool, samples: int | None, options: 
         )
     if options["keys"] and not (alone and samples is None and steps is None and options["step"] is None):
         raise ConfigurationError("--key is for samples of a dataset or mix, without --samples, --step or a model")
+    if options["batches"] is not None and not (steps is None and options["step"] is None):
+        raise ConfigurationError("--batches counts steps from where a run is: leave it out, or give it without --step")
     if options["step"] is not None:
         steps = range(options["step"], options["step"] + 1)
     if options["config"] is not None:
@@ -239,14 +241,20 @@ def _opened(source: tuple[str, ...], pages: bool, samples: int | None, options: 
 
 
 def _run_folder(source: tuple[str, ...], options: dict[str, Any]) -> tuple[str, ...]:
-    """Return the configuration of a run folder, which goes into the options, and a checkpoint.
+    """Return the configuration of a run folder, which goes into the options, and a checkpoint; for --key, its data.
 
-    That is the latest one, or the latest before the requested step.
+    The checkpoint is the latest one, or the latest before the requested step.
     """
     folders = [Path(name) for name in source if (Path(name) / "config.yaml").is_file()]
     if any(options[name] is not None for name in _MODELS) or len(folders) != 1:
         return source
-    options["config"] = str(folders[0] / "config.yaml")
+    described = str(folders[0] / "config.yaml")
+    if options["keys"]:
+        from energon_bridge.training.config_file import load_config
+
+        changes = [name for name in source if Path(name) not in folders]
+        return (load_config(described, changes).data.path,)
+    options["config"] = described
     first = options["step"] if options["steps"] is None else options["steps"].start
     saved = sorted(folders[0].glob("checkpoints/step-*.ckpt"))
     if first is not None:
@@ -351,7 +359,7 @@ def _check_rank(rank: int | None, ranks: int) -> None:
 
 
 def _print(shown: _Shown, columns: int | None) -> None:
-    from energon_bridge.preview.terminal import lines_of, lines_of_batch
+    from energon_bridge.preview.terminal import LEGEND, lines_of, lines_of_batch
 
     terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if terminal else 200
@@ -361,6 +369,8 @@ def _print(shown: _Shown, columns: int | None) -> None:
 
     for note in shown.notes:
         console.print(note, style="dim", markup=False)
+    if terminal and any(row.length for batch in shown.batches for row in batch.rows):
+        console.print(LEGEND)
     for batch in shown.batches:
         for line in lines_of_batch(batch, columns=columns):
             console.print(line)

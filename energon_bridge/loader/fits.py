@@ -127,10 +127,11 @@ def mismatch(name: str, then: object, now: object) -> SettingMismatchError:
             "saved, and the order of samples depends on them: restore the column, or resume with "
             'on_mismatch="adapt" to continue with the new values'
         )
+    also = " (data.micro_batch_size of a configuration)" if name == "batch_size" else ""
     return _SETTING_ERRORS.get(name, SettingMismatchError)(
         f"the state was saved with {name}={then!r}, this run has {name}={now!r}: "
-        f"{_AFFECTED.get(name, 'the order of samples')} depends on it; set {name}={then!r} to resume, or start a "
-        "new run"
+        f"{_AFFECTED.get(name, 'the order of samples')} depends on it; set {name}={then!r}{also} to resume, or "
+        "start a new run"
     )
 
 

@@ -318,6 +318,9 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
             )
         if self.spec.buckets is not None and self.config.dp_rank == 0:
             _say_repeated(self.spec.buckets.smaller(self.config.microbatches_per_global_batch or lanes))
+        buffer, samples = self.spec.settings.packing_buffer_size, self.spec.num_samples
+        if buffer is not None and samples < buffer and self.config.dp_rank == 0:
+            _say_refilled(buffer, samples, ", ".join(sorted({leaf.dataset.path for leaf in self.leaves()})[:3]))
         busy = len(self._position.own_lanes)
         if workers > busy:
             shared = counted(lanes, "lane"), counted(ranks, "rank")
@@ -634,6 +637,16 @@ def _say_repeated(small: tuple[str, ...]) -> None:
             "leave them out by a filter",
             "; ".join(small[:3]) + f"; and {len(small) - 3} more" * (len(small) > 3),
         )
+
+
+@cache
+def _say_refilled(buffer: int, samples: int, data: str) -> None:
+    """Warn once of a buffer that holds samples of several epochs."""
+    logger.warning(
+        "packing_buffer_size=%d is more than the %s of %s: the stream repeats them, and a pack can have one twice. "
+        "Lower it",
+        *(buffer, counted(samples, "sample"), data),
+    )
 
 
 @cache

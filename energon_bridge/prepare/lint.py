@@ -31,6 +31,7 @@ from energon_bridge.format.dataset import PreparedDataset, open_dataset, read_in
 from energon_bridge.format.dataset_config import DatasetConfigs, fields_of
 from energon_bridge.format.documents import read_document
 from energon_bridge.format.foreign import ForeignDataset, ForeignRow, field_map_of, format_of_unprepared
+from energon_bridge.format.jpeg import jpeg_orientation
 from energon_bridge.format.jsonl import PART, JsonlDataset, is_jsonl, open_jsonl, parse_line
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG, meta_path, read_info, read_splits
 from energon_bridge.format.parallel import Task, Workers, map_shards
@@ -82,13 +83,17 @@ def _remedy(dataset: PreparedDataset, error: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardReport:
-    """The result for one shard of one split part; `blank` are the keys of samples with an empty text."""
+    """The result for one shard of one split part.
+
+    `blank` are the keys of samples with an empty text, `turned` of those with a JPEG that EXIF turns.
+    """
 
     split_part: str
     shard: str
     num_checked: int
     problems: tuple[Problem, ...]
     blank: tuple[str, ...] = ()
+    turned: tuple[str, ...] = ()
 
 
 def lint_parts(
@@ -285,6 +290,7 @@ def _check_shard(
     checked = 0
     follow = follow_links(dataset.path)
     blank: list[str] = []
+    turned: list[str] = []
     excluded: set[str] = set()
     keys: list[str] = []
     names: list[frozenset[str]] = []
@@ -300,8 +306,11 @@ def _check_shard(
                 checked += 1
                 if isinstance(sample, Exception):
                     report(sample)
-                elif _check_row(dataset, decode, sample, report):
+                    continue
+                if _check_row(dataset, decode, sample, report):
                     blank.append(sample.key)
+                if _is_turned(sample.parts):
+                    turned.append(sample.key)
         for index, data in () if isinstance(dataset, ForeignDataset) else read_samples(dataset, shard):
             if isinstance(dataset, JsonlDataset):
                 checked += 1
@@ -327,6 +336,8 @@ def _check_shard(
                 report(CorruptShardError(difference), key=key)
             if _check_sample(dataset, decode, index, key, parts, partial(report, key=key)):
                 blank.append(key)
+            if _is_turned(parts):
+                turned.append(key)
         for number, rest in find_pieces(keys, names.__getitem__, dataset.store.url(name)):
             report(rest, key=keys[number])
         unknown = {key for shard, key in dataset.excluded if shard == name} - excluded
@@ -336,8 +347,18 @@ def _check_shard(
     except EnergonError as error:  # the shard or its index as a whole
         report(error)
     return ShardReport(
-        split_part=dataset.split_part, shard=name, num_checked=checked, problems=(*problems,), blank=(*blank,)
+        split_part=dataset.split_part,
+        shard=name,
+        num_checked=checked,
+        problems=(*problems,),
+        blank=(*blank,),
+        turned=(*turned,),
     )
+
+
+def _is_turned(parts: Mapping[str, Any]) -> bool:
+    files = (data for data in parts.values() if isinstance(data, memoryview))
+    return any(bytes(data[:2]) == b"\xff\xd8" and jpeg_orientation(data) > 1 for data in files)
 
 
 def _check_row(

@@ -26,6 +26,8 @@ _WAVE_LINES = 4
 _MOST_SECONDS = 60
 _MOST_LINES = 40
 _BAR = 60
+_LEARNED = "green underline"
+LEGEND = Styled.assemble(("token", _LEARNED), (" carries loss: the model learns to say what follows", "dim"))
 _STYLES = {"special": "magenta", "image": "yellow", "text": ""}
 _COLORS = ("blue", "dark_orange3", "green", "deep_pink4", "gold4", "slate_blue1")
 
@@ -172,5 +174,5 @@ def _tokens(tokens: Sequence[Token]) -> Styled:
         text = clean(token.text).replace("\n", "⏎")
         if token.count > 1:
             text = f"[{text} x {token.count}]"
-        line.append(text, "green underline" if token.label is not None else _STYLES[token.kind])
+        line.append(text, _LEARNED if token.label is not None else _STYLES[token.kind])
     return line

@@ -420,10 +420,12 @@ def propose_layout(rows: Sequence[Row]) -> Layout:
         fields = {**image, "context": question} | ({"answers": answers} if answers else {})
         return Layout(sample_type="VQASample", fields=fields, bare=bare)
     if caption is not None:
-        access = caption + ("[0]" if any(isinstance(row.values.get(caption), list) for row in rows) else "")
+        texts = [row.values[caption] for row in rows if row.values.get(caption) is not None]
+        access = caption + ("[0]" if 2 * sum(isinstance(one, list) for one in texts) > len(texts) else "")
         return Layout(sample_type="CaptioningSample", fields={**image, "caption": access}, bare=bare)
     if label is not None:
-        numbered = all(str(row.values.get(label, "0")).lstrip("-").isdigit() for row in rows)
+        labels = [row.values.get(label) for row in rows]
+        numbered = all(str(one).lstrip("-").isdigit() for one in labels if one not in (None, ""))
         fields = {**image, ("label" if numbered else "label_name"): label}
         if numbered and (name := _named(values, ("label_name", "class_name"))) and name != label:
             fields["label_name"] = name
@@ -451,9 +453,12 @@ def _is_more(row: Row) -> bool:
 
 
 def _are_images(rows: Sequence[Row]) -> bool:
-    """Whether each file column holds single images."""
-    return all(
-        not isinstance(content, tuple) and kind_by_name(f"x.{content.extension}") == "image"
-        for row in rows
-        for content in row.files.values()
-    )
+    """Whether each file column holds single images; some files may be of no kind of media, because they are bad.
+
+    A list of one is a single image if other rows have no list.
+    """
+    contents = [(name, content) for row in rows for name, content in row.files.items()]
+    single = {name for name, content in contents if not isinstance(content, tuple)}
+    ones = [c[0] if isinstance(c, tuple) and len(c) == 1 and name in single else c for name, c in contents]
+    kinds = [kind_by_name(f"x.{one.extension}") for one in ones if not isinstance(one, tuple)]
+    return len(kinds) == len(ones) and {*kinds} <= {"image", None} and 2 * kinds.count("image") >= len(kinds)

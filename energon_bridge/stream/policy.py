@@ -69,15 +69,15 @@ class ErrorPolicy:
             webdataset's handlers, such as `webdataset.warn_and_continue`).
         max_error_rate: Share of failed samples of a dataset above which the run stops; None: no limit. It is checked
             against the counters of this rank, which are part of the state, after `min_draws` samples of the dataset.
-        min_draws: Samples of a dataset before its rate is checked.
+        min_draws: Samples of a dataset before its rate is checked: a run that draws fewer is not stopped.
         tolerance: Failures of one hook in a row at which the run stops, in one process; 0: no limit; None: what
             `@stateless(failure_tolerance=…)` on the hook says, else the encoder's `__default_failure_tolerance__`, else
             100, but 5 where a hook has only ever failed, always alike, and nothing has been delivered, and 20 where
             nothing of a dataset of a mix has.
         damaged_shards: A shard that is cut off, missing or without its index: "raise" stops the run with an error that
             names it, since files can be restored; "skip" treats each unreadable sample like any sample that fails.
-        quarantine: File to which each failed sample is added once, as a line of JSON; `read_quarantine` reads it. With
-            several ranks, each writes its own: `NAME.rank3.EXTENSION`.
+        quarantine: File, from the working directory, to which each failed sample is added once, as a line of JSON;
+            `read_quarantine` reads it. With several ranks, each writes its own: `NAME.rank3.EXTENSION`.
         read_timeout_seconds: Time after which a second read of the same bytes is started beside the first, up to three
             in all; after the last one the run stops and names the file. None: wait without limit.
         messages: Failures logged one by one, per dataset, hook and exception type; after that, only their number is

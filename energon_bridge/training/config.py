@@ -159,7 +159,7 @@ class DataConfig:
         max_video_tokens: Maximum tokens of all videos of a sample, which get fewer frames to fit; null: no limit.
         video_sound: true: omni models hear the sound tracks of videos, in time with their frames.
         max_sound_seconds: Sounds are cut off after so many seconds; null: longer than the model takes is an error.
-        error_policy: Fields of `ErrorPolicy`, such as `{quarantine: failed.jsonl}`.
+        error_policy: Fields of `ErrorPolicy`, such as `{quarantine: failed.jsonl}` (in the working directory).
         settings: Further settings of the data module, by name.
     """
 

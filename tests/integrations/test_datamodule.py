@@ -146,13 +146,6 @@ def test_asking_twice_gives_the_same_object(dataset: Path) -> None:
     assert data.test_dataloader() is None
 
 
-def test_every_epoch_of_training_has_every_sample(dataset: Path) -> None:
-    train = module(dataset).train_dataloader()
-    for _ in range(2):
-        epoch = [key for batch in keys(islice(train, NUM_TRAIN // 2)) for key in batch]
-        assert sorted(epoch) == [f"train-{i:05d}" for i in range(NUM_TRAIN)]
-
-
 EXPECTED_VAL = [[f"val-{i:05d}" for i in range(first, min(first + 2, NUM_VAL))] for first in range(0, NUM_VAL, 2)]
 
 
@@ -179,13 +172,6 @@ def test_iterators_of_validation_cycle_and_keep_their_own_positions(dataset: Pat
     assert got[id(second)] == [*EXPECTED_VAL, EXPECTED_VAL[0]]
     assert data.val_dataloader().batches == 13
     data.close()
-
-
-def test_under_lightning_an_iterator_of_validation_is_one_pass(dataset: Path) -> None:
-    data = module(dataset)
-    with attached(data):
-        assert keys(data.val_dataloader()) == EXPECTED_VAL
-        assert keys(data.val_dataloader()) == EXPECTED_VAL
 
 
 def test_training_arguments_do_not_change_what_is_validated(dataset: Path) -> None:
@@ -369,13 +355,6 @@ def test_a_changed_size_does_not_lose_a_restored_state(dataset: Path) -> None:
         restored.train_dataloader()
 
 
-def test_the_state_loads_with_weights_only(dataset: Path, tmp_path: Path) -> None:
-    data = module(dataset)
-    next(data.train_dataloader())
-    torch.save(data.state_dict(), tmp_path / "state.pt")
-    assert torch.load(tmp_path / "state.pt", weights_only=True) == data.state_dict()
-
-
 # Lightning -----------------------------------------------------------------------------------------------------------
 
 
@@ -384,11 +363,6 @@ def attached(data: EnergonMultiModalDataModule, **values: Any) -> Iterator[None]
     data.trainer = SimpleNamespace(**({"global_step": 3, "accumulate_grad_batches": 1} | values))
     yield
     data.trainer = None
-
-
-def test_it_is_a_lightning_data_module() -> None:
-    lightning = pytest.importorskip("lightning.pytorch")
-    assert issubclass(EnergonMultiModalDataModule, lightning.LightningDataModule)
 
 
 @pytest.mark.parametrize(("accumulate", "length"), [(1, 15), (4, 16), (20, 20)])

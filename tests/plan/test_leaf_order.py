@@ -103,9 +103,9 @@ def test_every_epoch_covers_every_sample_once(order: LeafOrder) -> None:
         assert max(so_far) - min(so_far) <= order.dealt_block
 
 
-@pytest.mark.parametrize("num_lanes", [1, 2, 5, 24])
-@pytest.mark.parametrize("num_samples", [1, 2, 7, 23, 24, 25, 30])
-@pytest.mark.parametrize(("slice_length", "block"), [(1, 0), (1, 1), (1, 8), (3, 0), (100, 0)])
+@pytest.mark.parametrize("num_lanes", [1, 5, 24])
+@pytest.mark.parametrize("num_samples", [1, 7, 24, 30])
+@pytest.mark.parametrize(("slice_length", "block"), [(1, 0), (1, 8), (3, 0)])
 def test_small_leaves_are_covered_too(num_samples: int, num_lanes: int, slice_length: int, block: int) -> None:
     order = order_of(num_samples, num_lanes=num_lanes, slice_length=slice_length, block=block)
     epochs = 2 + 2 * num_lanes * max(1, block) // num_samples
@@ -129,9 +129,9 @@ def test_a_small_leaf_alone_is_one_sequence_on_any_number_of_lanes(n: int, rows:
         assert drawn[epoch * n : (epoch + 1) * n] == shuffled(fold(key, 1, epoch), n).tolist()
 
 
-@pytest.mark.parametrize("rows", [1, 32, 256])
-@pytest.mark.parametrize("num_lanes", [1, 24, 48, 1024])
-@pytest.mark.parametrize("cap", [None, 1, 7, 100])
+@pytest.mark.parametrize("rows", [1, 256])
+@pytest.mark.parametrize("num_lanes", [1, 24])
+@pytest.mark.parametrize("cap", [None, 7])
 def test_slices_are_as_long_as_they_can_be(rows: int, num_lanes: int, cap: int | None) -> None:
     small = 8 * num_lanes * max(rows, 16)
     assert slice_length(small - 1, num_lanes, rows, cap) == 1

@@ -52,7 +52,7 @@ def off(leaves: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(counts - np.cumsum(expected, axis=0)).max())
 
 
-@pytest.mark.parametrize("length", [10, 100, 2_400, 24_000, 100_000, 1_000_000])
+@pytest.mark.parametrize("length", [10, 2_400, 24_000, 400_000])
 def test_lanes_keep_to_the_sum_of_moving_weights(length: int) -> None:
     draws = length // LANES + 100
     blend = WeightedBlend(parts=((0, line(length)),), num_lanes=LANES, key=0)
@@ -72,9 +72,7 @@ def checked(weights: GivenWeights, lanes: int, draws: int, key: int) -> tuple[fl
     return max(off(streams[lane], expected[lane::lanes]) for lane in range(0, lanes, 5)), in_window
 
 
-@pytest.mark.parametrize(
-    ("lanes", "length"), [*zip([1, 2, 3, 4, 6, 8, 12, 16, 24, 48, 64, 96], cycle([300, 3000, 20_000]), strict=False)]
-)
+@pytest.mark.parametrize(("lanes", "length"), [*zip([1, 3, 6, 24, 48, 96], cycle([300, 3000, 20_000]), strict=False)])
 def test_any_schedules_in_any_number_of_lanes(lanes: int, length: int) -> None:
     """An earlier rule was off by up to 19, 20 and 30 in 24, 48, 64 lanes, another by 8, 9 and 10."""
     weights = random_weights(lanes + length, length)
@@ -83,7 +81,7 @@ def test_any_schedules_in_any_number_of_lanes(lanes: int, length: int) -> None:
     assert window <= WINDOW_MISS
 
 
-@pytest.mark.parametrize("lanes", [240, 480])
+@pytest.mark.parametrize("lanes", [480])
 def test_more_lanes_than_a_window_has_draws(lanes: int) -> None:
     """A window is a part of a row of the lanes here; an earlier rule was off by up to 76."""
     lane, window = checked(random_weights(3, 20_000), lanes, 20_000 // lanes + 20, key=3)

@@ -274,6 +274,25 @@ def test_empty_texts_are_counted(tmp_path: Path) -> None:
         assert warning.startswith(f"{tar.parent}, train: 2 samples with an empty text; the first is s.tar/b. To leave")
 
 
+def test_turned_images_are_counted(tmp_path: Path) -> None:
+    members = []
+    for number, orientation in enumerate((1, 6, 3)):
+        image, file = Image.new("RGB", (8, 8)), io.BytesIO()
+        exif = image.getexif()
+        exif[0x112] = orientation
+        image.save(file, "JPEG", exif=exif)
+        members.append((f"{number}.jpg", file.getvalue()))
+    tar = write_tar(tmp_path / "data/s.tar", members)
+    fields = render_dataset_yaml("ImageSample", {"image": "jpg"})
+    prepare_dataset(tmp_path / "data", split=parse_ratio("1,0,0"), dataset_yaml=fields)
+    code, report = lint(tar.parent)
+    assert code == 0
+    (warning,) = report["warnings"]
+    assert warning.startswith(
+        f"{tar.parent}, train: 2 samples with a JPEG that its EXIF turns; the first is s.tar/1. T"
+    )
+
+
 # --- info ---------------------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from sources import convert, converted, members, picture, refused
 from tar_builder import write_tar
 
 from energon_bridge.errors import DuplicateKeyError
+from energon_bridge.format.nvmeta import read_info
 from energon_bridge.format.tar_index import scan_tar
 from energon_bridge.storage import open_store
 from energon_bridge.task_encoder.images import decode_image, image_form
@@ -72,6 +73,38 @@ def test_columns_of_images_are_no_texts(tmp_path: Path, image: object) -> None:
 )
 def test_values_that_do_not_fit(tmp_path: Path, line: str, message: str) -> None:
     assert message in refused(listed(tmp_path / "in", line), tmp_path / "out", *ALL)
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "field", "kept"),
+    [
+        ({"caption": "x"}, {"caption": ["x", "y"]}, "caption from caption\n", 5),
+        ({"caption": ["x", "y"]}, {"caption": "x"}, "caption from caption[0]\n", 5),
+        ({"caption": "x"}, {"image": ["a.png"]}, "caption from caption\n", 6),
+        ({"caption": "x"}, {"image": "a.png "}, "caption from caption\n", 5),
+        ({"caption": "x"}, {"image": "nowhere/a"}, "caption from caption\n", 5),
+        ({"label": 1}, {"label": None}, "label from label\n", 6),
+    ],
+)
+def test_a_bad_row_does_not_decide_for_the_others(
+    tmp_path: Path, good: dict[str, object], bad: dict[str, object], field: str, kept: int
+) -> None:
+    rows = [{"image": "a.png", **good, **(bad if number == 2 else {})} for number in range(6)]
+    source = listed(tmp_path / "in", "\n".join(map(json.dumps, rows)))
+    shown = convert(source, tmp_path / "out", *ALL, "--on-error", "skip").output
+    assert f"  image from image\n  {field}" in shown
+    assert sum(read_info(open_store(tmp_path / "out")).shard_counts.values()) == kept
+
+
+def test_columns_without_fields_are_said_and_names_of_fields_suffice(tmp_path: Path) -> None:
+    row = {"image": ["a.png", "a.png"], "caption": "x"}
+    source = listed(tmp_path / "in", json.dumps(row))
+    said = (
+        "Sample type: CrudeSample\n  all columns as they are, and no fields: training needs a cooker, or another --sam"
+    )
+    assert said in convert(source, tmp_path / "out", *ALL).output
+    shown = convert(source, tmp_path / "out2", *ALL, "--sample-type", "CaptioningSample").output
+    assert "  image from image[0]\n  caption from caption\n" in shown
 
 
 def test_numbers_are_captions_as_in_a_csv(tmp_path: Path) -> None:

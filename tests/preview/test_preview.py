@@ -500,6 +500,18 @@ def test_a_batch_in_the_terminal(captions: Path) -> None:
     assert sum("▀" in line for line in lines) > 0
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_learned_tokens_are_marked_in_a_terminal(
+    captions: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    monkeypatch.setattr("click.testing._NamedTextIOWrapper.isatty", lambda _: terminal)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    shown = energon("preview", captions, *PACKED, *LANES, "--batches", 1, "--columns", 0).output
+    learned = re.findall(r"\x1b\[4;32m([^\x1b]*)", shown)
+    assert learned[:1] == ["token"] * terminal
+    assert (len(learned) > 1) == ("carries loss: the model learns" in shown) == terminal
+
+
 # Pages ---------------------------------------------------------------------------------------------------------------
 
 

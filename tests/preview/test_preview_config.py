@@ -66,6 +66,10 @@ def test_a_step_of_a_run_is_what_its_model_was_given(
     assert "step 3 is before the state, which is at step 4" in early.output
     late = energon("preview", tmp_path / "run", "--step", 7)
     assert "the run has the steps 0 to 6 (train.max_steps=7); there is no step 7. For a longer run" in late.output
+    key = found["samples"][0]["key"]
+    assert [one["key"] for one in answer("preview", run, "--key", key, "--trust-remote-code")["samples"]] == [key]
+    both = energon("preview", run, "--step", 5, "--batches", 2)
+    assert "--batches counts steps from where a run is: leave it out, or give it without --step" in both.output
     longer = energon("preview", tmp_path / "run", "train.max_steps=8", "--step", 7)
     assert longer.exit_code == 0, longer.output
 

@@ -82,11 +82,11 @@ ROOMS = {
 }
 # Lines of each room at most. Raise one on purpose only: what the room gives must be worth what it costs.
 BUDGETS = {
-    "core": 25_970,
+    "core": 25_985,
     "models": 11_710,
     "trainers": 7_450,
     "cloud": 4_820,
-    "tools": 17_135,
+    "tools": 17_178,
     "drop-in": 4_050,
     "training": 4_905,
 }

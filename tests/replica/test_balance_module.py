@@ -41,9 +41,7 @@ def delivered(train: Any) -> list[tuple[str, str, float]]:
     return [(",".join(batch.__key__), digest(batch), letters(batch)) for batch in found]
 
 
-@pytest.mark.parametrize(
-    ("replica_loading", "parallel"), [("every_rank", {"tp": 2}), ("one_rank", {"cp": 2}), ("one_rank", {"pp": 2})]
-)
+@pytest.mark.parametrize(("replica_loading", "parallel"), [("every_rank", {"tp": 2}), ("one_rank", {"pp": 2})])
 def test_a_replica_gets_what_its_data_parallel_rank_runs(
     replica_loading: str, parallel: dict[str, int], dataset: Path
 ) -> None:

@@ -55,7 +55,7 @@ def as_file(state: Any) -> bytes:
     return stream.getvalue()
 
 
-TOPOLOGIES = [(2, 1, 1, 1), (1, 2, 1, 2), (1, 1, 2, 2), (2, 2, 2, 1), (2, 1, 2, 2), (2, 2, 1, 2)]
+TOPOLOGIES = [(1, 2, 1, 2), (2, 2, 2, 1)]
 
 
 @pytest.mark.parametrize(("tp", "cp", "pp", "dp"), TOPOLOGIES)
@@ -105,7 +105,7 @@ def test_stages_get_what_they_need(dataset: Path) -> None:
         assert key == results[0][2]
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [1])
 def test_stages_of_a_pipeline_ask_one_after_the_other(num_workers: int, dataset: Path) -> None:
     """A stage asks for a microbatch when the stage before is through with it: the first one must not wait for it."""
     large = 2_000_000  # more than what sockets hold

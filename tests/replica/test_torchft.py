@@ -64,8 +64,7 @@ class Quorum:
             self.committed += real
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("encoder", ["tensors", "skipping", "packing", "grouping"])
+@pytest.mark.parametrize(("encoder", "workers"), [("skipping", 2), ("packing", 0), ("grouping", 0)])
 def test_every_global_batch_is_that_of_one_rank_whoever_is_there(data: Path, encoder: str, workers: int) -> None:
     dataset, rng = train_dataset(data, encoder), random.Random(f"{encoder} {workers}")
     quorum = Quorum(dataset, workers)

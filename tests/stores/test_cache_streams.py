@@ -38,35 +38,36 @@ def dataset_of(mix: Path, name: str, pool: CachePool | None = None) -> Any:
 @pytest.fixture(scope="module")
 def streams(mix: Path) -> dict[str, list[str]]:
     """Return what comes without a pool, by encoder."""
-    return {name: deliver(loaders_of(dataset_of(mix, name), 1, 0), 120).digests for name in ENCODERS}
+    return {name: deliver(loaders_of(dataset_of(mix, name), 1, 0), 84).digests for name in ENCODERS}
 
 
-@pytest.mark.parametrize("name", ENCODERS)
-@pytest.mark.parametrize(("limit", "ranks", "workers"), [(1, 2, 2), (5, 1, 0), (1000, 2, 2)])
+@pytest.mark.parametrize(
+    ("name", "limit", "ranks", "workers"), [("packing", 1, 2, 2), ("lazy", 5, 1, 0), ("packing", 1000, 1, 0)]
+)
 def test_the_stream_does_not_depend_on_the_pool(
     name: str, limit: int, ranks: int, workers: int, mix: Path, streams: dict[str, list[str]], tmp_path: Path
 ) -> None:
     pool = FileStoreCachePool(parent_cache_dir=tmp_path, max_cache_count=limit)
-    found = deliver(loaders_of(dataset_of(mix, name, pool), ranks, workers), 120 // ranks)
-    assert found.digests == streams[name]
+    found = deliver(loaders_of(dataset_of(mix, name, pool), ranks, workers), 60 // ranks)
+    assert found.digests == streams[name][:60]
     gc.collect()
     wait_for(lambda: files_in(tmp_path) == [])
     pool.close()
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", ["packing"])
 def test_a_resume_with_another_pool_goes_on(
     name: str, mix: Path, streams: dict[str, list[str]], tmp_path: Path
 ) -> None:
     pool = FileStoreCachePool(parent_cache_dir=tmp_path)
     first = deliver(loaders_of(dataset_of(mix, name), 2, 1), 12, save_at=[12])
     middle = deliver(loaders_of(dataset_of(mix, name, pool), 3, 0, state=first.states[12]), 8, save_at=[8])
-    last = deliver(loaders_of(dataset_of(mix, name), 1, 2, state=middle.states[8]), 72)
+    last = deliver(loaders_of(dataset_of(mix, name), 1, 2, state=middle.states[8]), 36)
     assert first.digests + middle.digests + last.digests == streams[name]
     pool.close()
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", ["packing"])
 def test_worker_processes_cache_resume_and_restore_batches(
     name: str, mix: Path, streams: dict[str, list[str]], tmp_path: Path
 ) -> None:
@@ -115,7 +116,7 @@ def test_hooks_reach_the_pool_of_the_loader_that_runs_them(mix: Path, tmp_path: 
         pool.close()
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", ["packing"])
 def test_a_worker_that_is_killed_leaves_neither_files_nor_gaps(
     name: str, mix: Path, streams: dict[str, list[str]], tmp_path: Path
 ) -> None:

@@ -62,7 +62,7 @@ def waiting(lane: Lane) -> list[Any]:
     return [*packing._buffer, *(row for pack in packing._packs for row in pack)]
 
 
-@pytest.mark.parametrize("budget", [0, 10 * BULK, 90 * BULK])
+@pytest.mark.parametrize("budget", [0, 90 * BULK])
 def test_contents_keep_to_the_budget(data: Path, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pipelines: list[Pipeline] = []
     lanes: list[Lane] = []
@@ -96,7 +96,7 @@ class Grouped(Bulky):
         return len(row.noise), 5
 
 
-@pytest.mark.parametrize(("packing", "budget"), [(None, 12 * BULK), (20, 0), (20, 40 * BULK)])
+@pytest.mark.parametrize(("packing", "budget"), [(None, 12 * BULK), (20, 40 * BULK)])
 def test_groups_keep_to_the_budget_too(
     data: Path, packing: int | None, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,7 +104,7 @@ def test_groups_keep_to_the_budget_too(
         spec = train_dataset(data, task_encoder=Grouped(), packing_buffer_size=packing, batch_size=None)
         return loaders_of(spec, ranks, 0, state=state, num_lanes=LANES, buffer_bytes=buffer_bytes)
 
-    expected = deliver(of(1 << 30), 40, [17])
+    expected = deliver(of(1 << 30), 27, [17])
     most: list[int] = []
     keep = Budget.keep
 
@@ -113,13 +113,13 @@ def test_groups_keep_to_the_budget_too(
         most.append(self.held)
 
     monkeypatch.setattr(Budget, "keep", kept)
-    found = deliver(of(budget), 40, [17])
+    found = deliver(of(budget), 27, [17])
     assert found.digests == expected.digests
     assert found.states == expected.states
     assert budget // 2 <= max(most) <= budget
     monkeypatch.undo()
-    resumed = deliver(of(budget, 2, found.states[17]), 10)
-    assert resumed.digests == deliver(of(1 << 30, 2, expected.states[17]), 10).digests
+    resumed = deliver(of(budget, 2, found.states[17]), 5)
+    assert resumed.digests == expected.digests[17:27]
 
 
 def test_contents_of_groups_are_encoded_again(data: Path) -> None:

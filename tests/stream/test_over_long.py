@@ -97,39 +97,25 @@ def found_counts(state: Any) -> list[dict[str, int]]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_counters_are_those_of_the_draws_made_on_every_topology(data: Path, policy: str) -> None:
-    spec = opened(data, policy)
-    found = []
-    for ranks, workers in ((1, 0), (2, 3), (4, 1)):
-        steps = 64 // ranks
-        states = deliver(loaders_of(spec, ranks, workers), steps, [steps // 2, steps]).states
-        merged = [merge(states[step]) for step in (steps // 2, steps)]
-        for state in merged:
-            assert found_counts(state) == expected_counts(spec, state, policy)
-        found.append([found_counts(state) for state in merged])
-    assert all(one == found[0] for one in found)
-    assert all(sum(leaf.values()) > 10 for leaf in found[0][1])
-
-
-@pytest.mark.parametrize("policy", POLICIES)
 def test_counters_are_exact_through_resumes_on_other_topologies(data: Path, policy: str) -> None:
     spec, state = opened(data, policy), None
-    for ranks, workers, steps in ((3, 1, 9), (1, 0, 1), (1, 2, 30), (4, 0, 7)):
+    for ranks, workers, steps in ((3, 1, 9), (1, 0, 1), (1, 2, 20), (4, 0, 5)):
         loaders = loaders_of(spec, ranks, workers, state=state)
         state = merge(deliver(loaders, steps, [steps]).states[steps])
         state = json.loads(json.dumps(state))
         assert found_counts(state) == expected_counts(spec, state, policy)
+    assert all(sum(leaf.values()) > 10 for leaf in found_counts(state))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["split"])
 def test_pieces_of_a_sample_that_is_delivered_in_part_are_counted_once(data: Path, policy: str) -> None:
     """Without packing, saved after each sample, and so between the pieces of one."""
     spec, state = train_dataset(data / "b", task_encoder=Long(policy), batch_size=1), None
-    expected = deliver(loaders_of(spec, 1, 0, num_lanes=2), 50, range(51)).states
-    for step in range(1, 51):
+    expected = deliver(loaders_of(spec, 1, 0, num_lanes=2), 30, range(31)).states
+    for step in range(1, 31):
         state = deliver(loaders_of(spec, 1, 0, state=state, num_lanes=2), 1, [1]).states[1]
         assert counts_of(state[0]) == counts_of(expected[step][0])
-    assert sum(found_counts(state[0])[0].values()) > 15
+    assert sum(found_counts(state[0])[0].values()) > 9
 
 
 def test_rows_of_counters_say_what_was_dropped(data: Path) -> None:
@@ -160,20 +146,19 @@ class Trimming(Long):
         return admitted
 
 
-@pytest.mark.parametrize("policy", ["drop", "truncate"])
+@pytest.mark.parametrize("policy", ["truncate"])
 def test_what_is_counted_after_the_selection_is_counted_once(data: Path, policy: str) -> None:
     settings = {"task_encoder": Trimming(policy), "packing_buffer_size": 10, "batch_size": 1}
     spec = train_dataset(data / "b", **settings)
-    expected = deliver(loaders_of(spec, 1, 0, num_lanes=2), 40, range(41)).states
+    expected = deliver(loaders_of(spec, 1, 0, num_lanes=2), 26, range(27)).states
     state = None
-    for step in range(1, 41):
+    for step in range(1, 27):
         state = deliver(loaders_of(spec, 1, 0, state=state, num_lanes=2), 1, [1]).states[1]
         assert found_counts(state[0]) == found_counts(expected[step][0])
     assert sum(found_counts(state[0])[0].values()) > 5
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(("policy", "ranks"), [("drop", 3), ("truncate", 3), ("split", 3)])
 def test_a_packed_pass_counts_each_sample_once(data: Path, policy: str, ranks: int) -> None:
     spec = get_val_dataset(
         data / "b", worker_config=config_of(1, 0), task_encoder=Long(policy), batch_size=2, packing_buffer_size=9

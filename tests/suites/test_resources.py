@@ -60,7 +60,7 @@ def many_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return text_dataset(tmp_path_factory.mktemp("many"), train=[2] * 200)
 
 
-@pytest.mark.parametrize("left", [2, 20])
+@pytest.mark.parametrize("left", [2])
 def test_a_run_goes_on_with_few_descriptors(many_shards: Path, left: int) -> None:
     def read() -> list[str]:
         dataset = train_dataset(many_shards, batch_size=8, parallel_shard_iters=50)
@@ -125,7 +125,7 @@ def test_workers_that_lack_descriptors_are_named_and_none_is_left(
     def job(note: Note) -> list[str]:
         assert not begin(100)  # whatever is started once, is
         said = []
-        for left in (0, 1, 2, 3, 5, 8, 60):
+        for left in (0, 1, 3, 8, 60):
             note(f"{left} descriptors left")
             said.append(begin(left))
             assert wait_until(lambda: not worker_pids())

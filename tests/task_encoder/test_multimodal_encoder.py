@@ -66,23 +66,6 @@ def test_only_the_caption_carries_loss_and_labels_are_shifted() -> None:
     assert (sample.__key__, sample.__restore_key__, sample.answer) == ("a", ("k", "a"), "the digit seven")
 
 
-@pytest.mark.parametrize("follows", [True, False])
-def test_an_answer_carries_loss_and_its_question_does_not(follows: bool) -> None:
-    config = MultiModalSampleConfig(image_token=ImageToken(token_id=IMAGE), image_following_text=follows)
-    task_encoder = encoder(config=config)
-    sample = task_encoder.encode_sample(question("what is it", answers=["a cat"]))
-    assert trained_text(task_encoder, sample) == "a cat </s>"
-    shown = task_encoder.tokenizer.decode(sample.tokens)
-    order = "what is it <image>" if follows else "<image> what is it"
-    assert shown == f"<s> USER: {order} ASSISTANT: a cat"
-
-
-def test_a_placeholder_in_the_question_says_where_the_image_goes() -> None:
-    task_encoder = encoder(image_tokens_per_image=2)
-    sample = task_encoder.encode_sample(question("in <image> here", answers=["x"]))
-    assert task_encoder.tokenizer.decode(sample.tokens) == "<s> USER: in <image> <image> here ASSISTANT: x"
-
-
 @pytest.mark.parametrize(
     ("answers", "weights", "expected"),
     [

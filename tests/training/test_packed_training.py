@@ -225,16 +225,12 @@ def finished(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[R
     return config, training.run(config)
 
 
-def test_the_tiny_model_learns_on_packs(finished: tuple[RunConfig, Any]) -> None:
+def test_the_tiny_model_learns_on_packs_and_predicts_every_sample_once(finished: tuple[RunConfig, Any]) -> None:
     config, result = finished
     losses = read_losses(Path(config.run_dir) / "metrics.jsonl")
     assert list(losses) == list(range(1, 25))
     assert losses[24] < 0.4 * losses[1]
     assert result.step == 24
-
-
-def test_every_validation_sample_is_predicted_once(finished: tuple[RunConfig, Any]) -> None:
-    config, result = finished
     predictions = read_predictions(Path(config.run_dir) / "predictions.jsonl")
     expected = {f"val-{number:03d}": turns_of(number)[0][1] for number in range(NUM_VAL)}
     assert len(predictions) == NUM_VAL

@@ -73,12 +73,11 @@ def slow_down() -> None:
     VisionLanguageModule.training_step = training_step  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("seed", "num_workers"), [(0, 0), (1, 2)])
 def test_losses_after_a_kill_are_those_of_the_uninterrupted_run(
-    dataset: Path, tmp_path: Path, uninterrupted: dict[int, str], num_workers: int, seed: int
+    dataset: Path, tmp_path: Path, uninterrupted: dict[int, str]
 ) -> None:
-    config = configuration(dataset, tmp_path / "run", f"data.num_workers={num_workers}")
-    kill_at = random.Random(seed).randrange(6, MAX_STEPS - 6)
+    config = configuration(dataset, tmp_path / "run", "data.num_workers=2")
+    kill_at = random.Random(1).randrange(6, MAX_STEPS - 6)
 
     def train() -> None:
         slow_down()
@@ -167,7 +166,7 @@ def whole(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any,
     return steps, read_losses(folder / "run" / "metrics.jsonl")
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_ddp_stopped_in_an_epoch_goes_on_exactly(
     dataset: Path, tmp_path: Path, whole: tuple[Any, dict[int, float]], before: int, after: int
 ) -> None:
