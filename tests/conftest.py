@@ -28,8 +28,34 @@ for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", 
     os.environ.setdefault(_variable, "1")
 
 SECONDS_TO_GO_AWAY = 10.0
+LEFT_THREADS: set[threading.Thread] = set()
 MEGATRON = "megatron.training"
 IDLE_THREADS = ("tqdm_monitor", "energon-")
+LONG_FILES = (  # the longest first
+    "loader/test_ray_workers",
+    "suites/test_chains",
+    "training/test_balance_training",
+    "training/test_megatron_training",
+    "task_encoder/test_processors",
+    "compat/test_dropin",
+    "training/test_torchrun",
+    "project/test_shell_blocks",
+    "loader/test_faults",
+    "integrations/test_torchtitan",
+    "integrations/test_model_inputs",
+    "project/test_benchmarks",
+    "training/test_resume_training",
+    "project/test_wheel",
+    "prepare/test_engines",
+    "mix/test_mix_changes",
+    "mix/test_mix_units",
+    "loader/test_workers",
+    "training/test_any_training",
+    "training/test_digits",
+    "suites/test_soak",
+    "cli/test_cli",
+    "stores/test_cache_streams",
+)
 LONG_FOLDERS = ("training", "suites", "project")
 MADV_COLLAPSE, HUGE_PAGE, MANY_TESTS = 25, 2 << 20, 1000
 
@@ -41,7 +67,19 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest files, so that no worker has one of them left when the others have ended."""
-    items.sort(key=lambda item: item.path.parent.name not in LONG_FOLDERS)
+    places = {name: place for place, name in enumerate(LONG_FILES)}
+
+    def place(item: pytest.Item) -> tuple[int, bool]:
+        folder = item.path.parent.name
+        return places.get(f"{folder}/{item.path.stem}", len(places)), folder not in LONG_FOLDERS
+
+    items.sort(key=place)
+
+
+def pytest_runtest_setup() -> None:
+    """Note the threads that earlier tests and libraries left."""
+    LEFT_THREADS.clear()
+    LEFT_THREADS.update(threading.enumerate())
 
 
 @pytest.hookimpl(wrapper=True)
@@ -121,10 +159,11 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def pools_fork() -> Iterator[None]:
-    """Let processes that work on shards be forks although a test has left idle threads: else each imports torch."""
+    """Let processes that work on shards be forks although earlier tests left idle threads: else each imports torch."""
 
     def active_count() -> int:
-        return sum(not thread.name.startswith(IDLE_THREADS) for thread in threading.enumerate())
+        begun = [thread for thread in threading.enumerate() if thread not in LEFT_THREADS]
+        return 1 + sum(not thread.name.startswith(IDLE_THREADS) for thread in begun)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel, "threading", SimpleNamespace(**vars(threading) | {"active_count": active_count}))

@@ -11,7 +11,6 @@ import io
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -21,7 +20,8 @@ from typing import Any
 
 import pytest
 import torch  # noqa: F401 - imported once, for all processes that are forked
-from forked import run_forked
+from forked import run_forked, run_program
+from paths import REPOSITORY
 
 from energon_bridge.compat.__main__ import main
 from energon_bridge.prepare import parse_patterns, prepare_dataset
@@ -90,15 +90,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 Program = Callable[..., Any]
 
 
-@cache
 def run_with_ours(program: str, *arguments: Any) -> Any:
     """Run a program once as `python -m energon_bridge.compat` does, in a process forked from this one."""
+    return _run_once(program, *map(str, arguments))
 
+
+@cache
+def _run_once(program: str, *arguments: str) -> Any:
     def child() -> str:
         output = io.StringIO()
         sys.path.insert(0, "")
         with contextlib.redirect_stdout(output):
-            main(["--trust-remote-code", str(PROGRAMS / program), *map(str, arguments)])
+            main(["--trust-remote-code", str(PROGRAMS / program), *arguments])
         return output.getvalue()
 
     return json.loads(run_forked(1, lambda _: child())[0].splitlines()[-1])
@@ -173,33 +176,22 @@ def test_details_are_as_programs_expect(data: Path) -> None:
     assert seen["prepared"] == ["png", "txt"]
 
 
-@pytest.mark.rival
-@pytest.mark.slow
-def test_details_are_the_same(data: Path, tmp_path: Path, run_with_rival: Program) -> None:
-    ours = run_with_ours("details.py", data / "captions", data / "copy")
-    assert ours == run_with_rival("details.py", data / "captions", tmp_path / "copy")
+COMPARED = [
+    "details.py {data}/captions {own}/copy",
+    "wrappers.py {data}/captions 0",
+    "wrappers.py {data}/captions 2",
+    "encoders.py {data} {own}",
+    "visual_questions.py {data}/questions",
+    *(f"encoder.py {{data}}/mix.yaml {mode}" for mode in ("val", "train", "grouped", "packed")),
+]
 
 
 @pytest.mark.rival
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
-def test_wrappers_see_the_same(data: Path, workers: int, run_with_rival: Program) -> None:
-    arguments = ("wrappers.py", data / "captions", workers)
-    assert run_with_ours(*arguments) == run_with_rival(*arguments)
-
-
-@pytest.mark.rival
-@pytest.mark.slow
-def test_encoders_in_the_ways_of_public_code_see_the_same(data: Path, tmp_path: Path, run_with_rival: Program) -> None:
-    assert run_with_ours("encoders.py", data, data) == run_with_rival("encoders.py", data, tmp_path)
-
-
-@pytest.mark.rival
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["val", "train", "grouped", "packed"])
-def test_an_encoder_sees_the_same_samples(mode: str, data: Path, run_with_rival: Program) -> None:
-    arguments = ("encoder.py", data / "mix.yaml", mode)
-    assert run_with_ours(*arguments) == run_with_rival(*arguments)
+@pytest.mark.parametrize("line", COMPARED)
+def test_a_program_sees_the_same(line: str, data: Path, tmp_path: Path, run_with_rival: Program) -> None:
+    ours, theirs = (line.format(data=data, own=own).split() for own in (data, tmp_path))
+    assert run_with_ours(*ours) == run_with_rival(*theirs)
 
 
 @pytest.mark.rival
@@ -207,14 +199,6 @@ def test_an_encoder_sees_the_same_samples(mode: str, data: Path, run_with_rival:
 def test_a_provider_sees_the_same_samples(data: Path, tmp_path: Path, run_with_rival: Program) -> None:
     ours = check_provider(run_with_ours, data, data / "states")
     assert ours == check_provider(run_with_rival, data, tmp_path)
-
-
-@pytest.mark.rival
-@pytest.mark.slow
-def test_a_sample_loader_sees_the_same_samples(data: Path, run_with_rival: Program) -> None:
-    assert run_with_ours("visual_questions.py", data / "questions") == run_with_rival(
-        "visual_questions.py", data / "questions"
-    )
 
 
 VALIDATION = """
@@ -249,10 +233,8 @@ DOCUMENTED = "basic_usage or usage_of_the_library or blending or tutorial_2"
 def test_the_published_introductions_run_under_their_own_module_name() -> None:
     documents = Path(__file__).with_name("test_source_documents.py")
     chosen = [] if os.environ.get("ENERGON_LONG_TESTS") else ["-k", DOCUMENTED]
-    command = [sys.executable, "-m", "energon_bridge.compat", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "ENERGON_MODULE": "megatron.energon"}
-    result = subprocess.run(
-        [*command, str(documents), *chosen], env=environment, capture_output=True, text=True, timeout=900
-    )
+    command = ["-m", "energon_bridge.compat", "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, str(documents)]
+    command += ["-o", "faulthandler_timeout=0"]  # its lock is held in a fork
+    result = run_program(command, REPOSITORY, {"ENERGON_MODULE": "megatron.energon"})
     assert result.returncode == 0, result.stdout[-4000:]
     assert "passed" in result.stdout

@@ -9,8 +9,6 @@ import importlib
 import logging
 import os
 import shutil
-import subprocess
-import sys
 import textwrap
 from argparse import Namespace
 from collections import Counter
@@ -23,6 +21,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from engine import worker_config_of
+from forked import run_program
 
 import energon_bridge
 from energon_bridge.cli.main import main
@@ -166,29 +165,23 @@ def test_integration_with_a_training_loop(path: str, opened: list[Any]) -> None:
     assert opened[0].num_workers == 4
 
 
-def test_leaving_the_two_sizes_out_logs_the_values_used(path: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="energon_bridge"):
-        spec = get_train_dataset(path, batch_size=4)
-    assert caplog.messages == [f"{path}: shuffle_buffer_size=100, max_samples_per_sequence=None"]
-    assert (spec.settings.shuffle_buffer_size, spec.settings.max_samples_per_sequence) == (100, None)
-
-
 @pytest.mark.parametrize(
     ("given", "buffer", "length"),
-    [({"shuffle_buffer_size": 1000}, 1000, None), ({"max_samples_per_sequence": 50}, 100, 50)],
+    [
+        ({}, 100, None),
+        ({"shuffle_buffer_size": 1000}, 1000, None),
+        ({"max_samples_per_sequence": 50}, 100, 50),
+        ({"shuffle_buffer_size": 100, "max_samples_per_sequence": 100}, None, None),
+    ],
 )
-def test_leaving_one_size_out_logs_the_values_used(
-    given: dict[str, Any], buffer: int, length: int | None, path: str, caplog: pytest.LogCaptureFixture
+def test_leaving_sizes_out_logs_the_values_used(
+    given: dict[str, Any], buffer: int | None, length: int | None, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="energon_bridge"):
-        get_train_dataset(path, batch_size=4, **given)
-    assert caplog.messages == [f"{path}: shuffle_buffer_size={buffer}, max_samples_per_sequence={length}"]
-
-
-def test_giving_both_sizes_logs_nothing(path: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="energon_bridge"):
-        get_train_dataset(path, batch_size=4, shuffle_buffer_size=100, max_samples_per_sequence=100)
-    assert caplog.messages == []
+        spec = get_train_dataset(path, batch_size=4, **given)
+    said = f"{path}: shuffle_buffer_size={buffer}, max_samples_per_sequence={length}"
+    assert caplog.messages == ([said] if buffer else [])
+    assert not buffer or (spec.settings.shuffle_buffer_size, spec.settings.max_samples_per_sequence) == (buffer, length)
 
 
 def test_dataset_blending(folder: Path, opened: list[Any]) -> None:
@@ -335,9 +328,7 @@ def test_tutorial_5_saving_and_restoring(source: str, path: str, opened: list[An
     loader.restore_state_rank(torch.load({str(tmp_path / "state.pt")!r}))
     print([batch.__key__ for batch in islice(loader, 20)])
     """
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120, check=False
-    )
+    result = run_program(["-c", textwrap.dedent(program)], Path.cwd())
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == str(following)
     assert batch.__key__ not in following[: NUM_TRAIN // 4 - 1] or source != path

@@ -206,13 +206,13 @@ def run_program(
         return subprocess.CompletedProcess(list(arguments), code, output, errors.read())
 
 
-def run_afresh(code: str, cwd: Path, *packages: str) -> subprocess.CompletedProcess[str]:
-    """Run `python -c CODE` where nothing has imported this package and these, in a fork that forgets them."""
+def run_afresh(code: str, cwd: Path, *packages: str, arguments: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    """Run `python -c CODE ARGUMENTS` where nothing has imported this package and these, in a fork that forgets them."""
     forget = (
         "import sys\nfor name in [*sys.modules]:\n"
         f"    if name.split('.')[0] in {('energon_bridge', *packages)}: del sys.modules[name]\n"
     )
-    return run_program(["-c", forget + code], cwd)
+    return run_program(["-c", forget + code, *arguments], cwd)
 
 
 def _become(

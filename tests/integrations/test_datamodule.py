@@ -62,22 +62,15 @@ class UnsetFields:
 # Which data ----------------------------------------------------------------------------------------------------------
 
 
-def test_one_process_without_groups_loads_everything(dataset: Path) -> None:
+def test_the_pure_data_parallel_group_says_what_to_load(dataset: Path) -> None:
     config = worker_config_of(module(dataset), 3)
     assert (config.rank, config.world_size, config.num_workers) == (0, 1, 3)
-
-
-def test_the_pure_data_parallel_group_says_what_to_load(dataset: Path) -> None:
     groups = UnsetFields(dp=FakeGroup(1, 2), dp_cp=FakeGroup(3, 4))
-    data = module(dataset, pg_collection=groups)
-    config = worker_config_of(data)
-    assert (config.rank, config.world_size, config.data_parallel_group) == (1, 2, groups.dp)
-
-
-@pytest.mark.parametrize("groups", [UnsetFields(), UnsetFields(dp=None), UnsetFields(cp=FakeGroup(1, 2))])
-def test_a_collection_without_a_data_parallel_group_is_as_none(dataset: Path, groups: Any) -> None:
     config = worker_config_of(module(dataset, pg_collection=groups))
-    assert (config.rank, config.world_size) == (0, 1)
+    assert (config.rank, config.world_size, config.data_parallel_group) == (1, 2, groups.dp)
+    for without in (UnsetFields(), UnsetFields(dp=None), UnsetFields(cp=FakeGroup(1, 2))):
+        config = worker_config_of(module(dataset, pg_collection=without))
+        assert (config.rank, config.world_size) == (0, 1)
 
 
 def test_megatrons_parallel_state_is_used_where_it_is_initialised(
@@ -112,38 +105,31 @@ def test_settings_reach_the_worker_config(dataset: Path) -> None:
     )
 
 
-def test_a_global_batch_size_of_one_is_none(dataset: Path) -> None:
+def test_a_global_batch_is_shared_by_the_ranks_or_refused(dataset: Path) -> None:
     groups = UnsetFields(dp=FakeGroup(0, 8))
     config = worker_config_of(module(dataset, pg_collection=groups))
     assert config.microbatches_per_global_batch is None
-
-
-@pytest.mark.parametrize(("global_batch_size", "ranks"), [(5, 1), (6, 2), (2, 2)])
-def test_a_global_batch_that_cannot_be_shared_is_refused(dataset: Path, global_batch_size: int, ranks: int) -> None:
-    groups = UnsetFields(dp=FakeGroup(0, ranks))
-    data = module(dataset, pg_collection=groups, global_batch_size=global_batch_size)
-    with pytest.raises(ConfigurationError, match=f"global_batch_size={global_batch_size}.*multiple of"):
-        worker_config_of(data)
+    for size, ranks in ((5, 1), (6, 2), (2, 2)):
+        data = module(dataset, pg_collection=UnsetFields(dp=FakeGroup(0, ranks)), global_batch_size=size)
+        with pytest.raises(ConfigurationError, match=f"global_batch_size={size}.*multiple of"):
+            worker_config_of(data)
 
 
 # Iterators -----------------------------------------------------------------------------------------------------------
 
 
-def test_build_gives_what_a_megatron_loop_takes(dataset: Path) -> None:
-    train, val = module(dataset).build()
+def test_build_gives_what_a_megatron_loop_takes_and_asking_twice_gives_the_same(dataset: Path) -> None:
+    data = module(dataset)
+    assert data.train_dataloader_object is None
+    train, val = data.build()
     assert isinstance(train, EnergonDataloader)
     assert isinstance(val, EnergonDataloader)
+    assert train is data.train_dataloader() is data.train_dataloader_object
+    assert val is data.val_dataloader() is data.val_dataloader_object
+    assert data.test_dataloader() is None
     assert len(next(train).__key__) == 2
     with pytest.raises(TypeError, match="endless"):
         len(train)
-
-
-def test_asking_twice_gives_the_same_object(dataset: Path) -> None:
-    data = module(dataset)
-    assert data.train_dataloader_object is None
-    assert data.train_dataloader() is data.train_dataloader() is data.train_dataloader_object
-    assert data.val_dataloader() is data.val_dataloader() is data.val_dataloader_object
-    assert data.test_dataloader() is None
 
 
 EXPECTED_VAL = [[f"val-{i:05d}" for i in range(first, min(first + 2, NUM_VAL))] for first in range(0, NUM_VAL, 2)]
@@ -207,33 +193,51 @@ def test_the_cache_pool_reaches_the_hooks_of_both_loaders(dataset: Path, loader:
     assert encoder.seen == {id(pool)}
 
 
-def test_only_two_splits_are_provided(dataset: Path) -> None:
-    with pytest.raises(ConfigurationError, match="'train' or 'val', got 'test'"):
-        module(dataset).datasets_provider(WorkerConfig(num_workers=0), "test")  # type: ignore[arg-type]
-
-
-# Refusals ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("kwargs", "nearest"),
+    ("name", "value", "nearest"),
     [
-        ({"paralel_shard_iters": 4}, "parallel_shard_iters"),
-        ({"batch_size": 4}, "micro_batch_size"),
-        ({"num_worker": 4}, "num_workers"),
-        ({"cache_pol": NoCachePool()}, "cache_pool"),
+        ("paralel_shard_iters", 4, "parallel_shard_iters"),
+        ("batch_size", 4, "micro_batch_size"),
+        ("num_worker", 4, "num_workers"),
+        ("cache_pol", NoCachePool(), "cache_pool"),
     ],
 )
 def test_unknown_arguments_are_refused_with_the_nearest_name(
-    dataset: Path, kwargs: dict[str, Any], nearest: str
+    dataset: Path, name: str, value: Any, nearest: str
 ) -> None:
     with pytest.raises(UnknownArgumentError, match=f"Did you mean '{nearest}'"):
-        module(dataset, **kwargs)
+        module(dataset, **{name: value})
 
 
-def test_without_an_encoder_a_tokenizer_is_needed(dataset: Path) -> None:
+def test_what_does_not_go_together_is_refused(dataset: Path) -> None:
     with pytest.raises(ConfigurationError, match="needs a tokenizer and, for images, an image processor"):
         EnergonMultiModalDataModule(str(dataset), None, None)
+    with pytest.raises(ConfigurationError, match="'train' or 'val', got 'test'"):
+        module(dataset).datasets_provider(WorkerConfig(num_workers=0), "test")  # type: ignore[arg-type]
+    for arguments in ((2048, 4), (2048, 4, 2), (2048,), ("processor",)):  # in the place of the image processor
+        with pytest.raises(ConfigurationError, match=rf"image_processor={arguments[0]!r} is a (int|str).*by keyword"):
+            EnergonMultiModalDataModule(str(dataset), None, *arguments, task_encoder=DefaultTaskEncoder())  # type: ignore[arg-type]
+    packing = module(dataset, packing_buffer_size=10)
+    for opened in (packing.train_dataloader, packing.val_dataloader):
+        with pytest.raises(ConfigurationError, match="does not override select_samples_to_pack"):
+            opened()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "least"),
+    [
+        *((name, 0, 1) for name in ("seq_length", "micro_batch_size", "global_batch_size", "packing_buffer_size")),
+        *(("micro_batch_size", value, 1) for value in (None, True, 2.0)),
+        *((name, -1, 0) for name in ("num_workers", "num_val_workers", "shuffle_buffer_size")),
+        *((name, 0, 1) for name in ("max_samples_per_sequence", "decoder_seq_length")),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(dataset: Path, name: str, value: Any, least: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"{name} must be an integer of at least {least}.*got {value!r}"):
+        module(dataset, **{name: value})
+
+
+# Refusals ------------------------------------------------------------------------------------------------------------
 
 
 def test_both_constructors_of_megatron_bridge_work_by_keyword(dataset: Path) -> None:
@@ -243,41 +247,6 @@ def test_both_constructors_of_megatron_bridge_work_by_keyword(dataset: Path) -> 
     older = EnergonMultiModalDataModule(**common, image_processor=None, global_batch_size=4)
     assert (newer.image_processor, newer.global_batch_size, older.global_batch_size) == (None, 1, 4)
     assert [len(next(data.train_dataloader()).__key__) for data in (newer, older)] == [2, 2]
-
-
-@pytest.mark.parametrize("arguments", [(2048, 4), (2048, 4, 2), (2048,), ("processor",)])
-def test_arguments_in_the_place_of_the_image_processor_are_refused(dataset: Path, arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(ConfigurationError, match=rf"image_processor={arguments[0]!r} is a (int|str).*by keyword"):
-        EnergonMultiModalDataModule(str(dataset), None, *arguments, task_encoder=DefaultTaskEncoder())
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "least"),
-    [
-        ("seq_length", 0, 1),
-        ("micro_batch_size", 0, 1),
-        ("micro_batch_size", None, 1),
-        ("micro_batch_size", True, 1),
-        ("micro_batch_size", 2.0, 1),
-        ("global_batch_size", 0, 1),
-        ("num_workers", -1, 0),
-        ("num_val_workers", -1, 0),
-        ("shuffle_buffer_size", -1, 0),
-        ("max_samples_per_sequence", 0, 1),
-        ("decoder_seq_length", 0, 1),
-        ("packing_buffer_size", 0, 1),
-    ],
-)
-def test_sizes_that_cannot_be_are_refused(dataset: Path, name: str, value: Any, least: int) -> None:
-    with pytest.raises(ConfigurationError, match=f"{name} must be an integer of at least {least}.*got {value!r}"):
-        module(dataset, **{name: value})
-
-
-def test_packing_is_for_both_splits(dataset: Path) -> None:
-    with pytest.raises(ConfigurationError, match="does not override select_samples_to_pack"):
-        module(dataset, packing_buffer_size=10).train_dataloader()
-    with pytest.raises(ConfigurationError, match="does not override select_samples_to_pack"):
-        module(dataset, packing_buffer_size=10).val_dataloader()
 
 
 # State ---------------------------------------------------------------------------------------------------------------

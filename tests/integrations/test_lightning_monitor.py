@@ -109,13 +109,19 @@ def test_loggers_get_the_counters(dataset: Path, tmp_path: Path) -> None:
         assert found["data/skipped"] == found["data/errors"] == 0
 
 
-def test_the_loggers_of_lightning_take_the_counters(dataset: Path, tmp_path: Path) -> None:
-    loggers = [CSVLogger(tmp_path, "csv", version="")]
-    settings: dict[str, Any] = {"logger": loggers, "callbacks": [DataMonitor()], "enable_progress_bar": False}
+def test_the_loggers_of_lightning_take_the_counters_and_they_are_exported(dataset: Path, tmp_path: Path) -> None:
+    kept, exported = Kept(), list[dict[str, float]]()
+    monitor = DataMonitor(every_n_steps=2, export=lambda found: exported.append(dict(found)))
+    loggers = [CSVLogger(tmp_path, "csv", version=""), kept]
+    settings: dict[str, Any] = {"logger": loggers, "callbacks": [monitor], "enable_progress_bar": False}
     fit(data_of(str(dataset)), tmp_path, max_steps=4, log_every_n_steps=2, **settings)
     rows = list(csv.DictReader((tmp_path / "csv" / "metrics.csv").read_text().splitlines()))
     found = {int(row["step"]): float(row["data/samples"]) for row in rows if row["data/samples"]}
     assert found == {2: 4.0, 4: 8.0}
+    assert [found["samples"] for found in exported] == [4, 8]
+    assert [{f"data/{name}": value for name, value in one.items()} for one in exported] == [m for _, m in kept.lines]
+    with pytest.raises(ConfigurationError, match="every_n_steps"):
+        DataMonitor(every_n_steps=0)
 
 
 def test_tensorboard_takes_the_counters(dataset: Path, tmp_path: Path) -> None:
@@ -130,22 +136,6 @@ def test_tensorboard_takes_the_counters(dataset: Path, tmp_path: Path) -> None:
     written = events.read_bytes()
     for name in (b"data/samples", b"data/epochs", b"data/wait_share"):
         assert name in written
-
-
-def test_numbers_are_exported_as_they_are_logged(dataset: Path, tmp_path: Path) -> None:
-    kept, exported = Kept(), list[dict[str, float]]()
-    monitor = DataMonitor(every_n_steps=2, export=lambda found: exported.append(dict(found)))
-    settings: dict[str, Any] = {"logger": kept, "callbacks": [monitor], "enable_progress_bar": False}
-    fit(data_of(str(dataset)), tmp_path, max_steps=4, log_every_n_steps=1, **settings)
-    assert [found["samples"] for found in exported] == [4, 8]
-    assert [{f"data/{name}": value for name, value in found.items()} for found in exported] == [
-        m for _, m in kept.lines
-    ]
-
-
-def test_an_interval_below_one_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="every_n_steps"):
-        DataMonitor(every_n_steps=0)
 
 
 def test_the_progress_bar_shows_epochs_and_waiting(dataset: Path, tmp_path: Path, capsys: Any) -> None:

@@ -53,7 +53,7 @@ def draws_of(dataset: DatasetSpec, samples: list[Any]) -> list[Draw]:
 def test_fractions_and_epochs(fixtures: Path, mix: str) -> None:
     dataset = opened(fixtures, mix)
     with closing(get_savable_loader(dataset)) as loader:
-        draws = draws_of(dataset, list(islice(loader, 130 * 24)))
+        draws = draws_of(dataset, list(islice(loader, 24 * (130 if len(SHARES[mix]) > 2 else 60))))
     for first in range(0, len(draws), 240):
         found = Counter(name for name, _, _ in draws[first : first + 240])
         assert found.keys() <= SHARES[mix].keys()

@@ -24,7 +24,7 @@ from energon_bridge import (
 )
 from energon_bridge.errors import DatasetMismatchError, SettingMismatchError
 from energon_bridge.loader.document import read_leaves
-from energon_bridge.loader.run_plan import DatasetSpec, plan_run
+from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.mix import Blender
 
 
@@ -53,24 +53,6 @@ def test_weights_are_kept_in_any_unit(data: Path) -> None:
     small = share(mixed(data, [(data / "a", 0.6), (data / "b", 0.3), (data / "c", 0.1)]), 480)
     assert small == share(mixed(data, Blender([(data / "a", 6), (data / "b", 3), (data / "c", 1)])), 480)
     assert all(abs(small[name] - 960 * part) <= 24 for name, part in (("a", 0.6), ("b", 0.3), ("c", 0.1)))
-
-
-def test_repetitions_are_exact_over_all_lanes(data: Path) -> None:
-    # In one mix epoch 12 samples twice and half of 30: 39 draws, which lanes share out to the last one.
-    dataset = mixed(data, MIXES["repetitions"], batch_size=1)
-    drawn = Counter[str]()
-    seen: dict[str, Counter[int]] = {}
-    for lane, loader in enumerate(loaders_of(dataset, 24, 0)):
-        plan = plan_run(loader.spec, loader.config)
-        order = {leaf.identity: leaf for leaf in plan.leaves}
-        quotas = plan.blend.drawn(lane, 2)  # type: ignore[union-attr]
-        for batch in islice(loader, int(quotas.sum())):
-            identity, index, _, _ = batch.__restore_key__[3][0]
-            drawn[Path(order[identity].dataset.path).name] += 1
-            seen.setdefault(identity, Counter())[index] += 1
-        loader.close()
-    assert drawn == {"a": 2 * 24, "b": 2 * 15}
-    assert all(len(set(counts.values())) == 1 for counts in seen.values()), "every sample as often as the others"
 
 
 def test_the_same_leaf_twice_is_read_in_two_orders(data: Path) -> None:

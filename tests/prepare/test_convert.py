@@ -483,19 +483,3 @@ def test_no_training_is_shown_for_samples_that_need_a_cooker(tmp_path):
     output = convert(source, tmp_path / "out", *flags).output
     assert f"Look at it: energon preview {tmp_path / 'out'}" in output
     assert "Try it" not in output
-
-
-def test_the_lines_of_the_documentation_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    text = (REPOSITORY / "docs" / "how-to" / "convert.md").read_text()
-    shown, _, _ = text.partition("## On many machines")  # of which test_engines.py has the lines
-    lines = [line for line in shown.splitlines() if line.startswith("energon ")]
-    assert len(lines) == 6
-    llava(tmp_path, 6)
-    pairs(tmp_path / "photos", 6)
-    tars(tmp_path / "tars", 6)
-    write_pictures(tmp_path, ["a.jpg", "b.jpg"])
-    (tmp_path / "metadata.csv").write_text("file,description\na.jpg,one\nb.jpg,two\n")
-    for line in lines:
-        result = CliRunner().invoke(main, shlex.split(line)[1:])
-        assert result.exit_code == 0, f"{line}\n{result.output}"

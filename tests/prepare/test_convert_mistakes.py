@@ -6,14 +6,13 @@ import hashlib
 import http.server
 import json
 import os
-import subprocess
-import sys
 import threading
 import urllib.parse
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from forked import run_afresh
 from paths import REPOSITORY
 from sources import (
     coco,
@@ -424,10 +423,10 @@ for arguments in json.loads(sys.argv[1]):
         main(arguments)
     assert os.waitpid(child, 0)[1] == 0
 """
-"""Runs commands one after the other, each in a process of its own, but imports once for all."""
+"""Runs commands one after the other, each in a process of its own."""
 
 
-def test_parquet_files_of_the_hub_are_streamed(tmp_path):
+def test_parquet_files_of_the_hub_are_streamed(tmp_path, monkeypatch):
     """Two tasks and a finish, each a process of its own, write what the same files on disk give, and download none."""
     pytest.importorskip("huggingface_hub")
     source, flags, _ = parquet(tmp_path / "in", 40)
@@ -443,16 +442,10 @@ def test_parquet_files_of_the_hub_are_streamed(tmp_path):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     line = ["convert", "hf://some/thing", str(tmp_path / "out"), "--stream", "--no-progress", *map(str, flags)]
     commands = [[*line, *more] for more in (["--task", "0/2"], ["--task", "1/2"], ["--finish"])]
-    environment = {
-        **os.environ,
-        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-        "HF_HOME": str(tmp_path / "cache"),
-        "HF_HUB_OFFLINE": "0",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", IN_FORKS, json.dumps(commands)],
-        **{"capture_output": True, "text": True, "cwd": REPOSITORY, "env": environment, "stdin": subprocess.DEVNULL},
-    )
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    done = run_afresh(IN_FORKS, REPOSITORY, "huggingface_hub", arguments=[json.dumps(commands)])
     assert done.returncode == 0, done.stderr
     server.shutdown()
     server.server_close()
@@ -476,9 +469,10 @@ def test_what_cannot_be_streamed(tmp_path):
 def test_without_a_network_the_remedy_is_named(tmp_path, monkeypatch):
     pytest.importorskip("huggingface_hub")
     script = "from energon_bridge.cli.main import main; main()"
-    line = [sys.executable, "-c", script, "convert", "hf://some/thing", str(tmp_path / "out")]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
-    result = subprocess.run(line, capture_output=True, text=True, cwd=REPOSITORY, env=environment)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    line = ["convert", "hf://some/thing", str(tmp_path / "out")]
+    result = run_afresh(script, REPOSITORY, "huggingface_hub", arguments=line)
     assert result.returncode == 1
     message = " ".join(result.stderr.split())
     assert message.startswith("Error: hf://some/thing: cannot download: LocalEntryNotFoundError: ")

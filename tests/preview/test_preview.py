@@ -433,29 +433,18 @@ def test_what_makes_no_sense_is_refused(arguments: tuple[str, ...], message: str
     assert message in result.output
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        ("--split-part", "val"),
-        ("--split-part", "train"),
-        ("--batch-size", "7"),
-        ("--seed", "0"),
-        ("--num-workers", "4"),
-        ("--no-shuffle",),
-        ("--trust-remote-code",),
-        ("--mix", "mix.yaml"),
-        ("--samples", "5"),
-        ("--encoder", "previews:encoder"),
-        ("--packing-buffer-size", "4"),
-    ],
-)
-def test_what_a_configuration_decides_is_refused(tmp_path: Path, given: tuple[str, ...]) -> None:
+def test_what_a_configuration_decides_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
-    for chosen in (("--config", CONFIG), (tmp_path,)):
-        if given[0] != "--encoder" or chosen[0] == "--config":  # a folder with an encoder is data
-            result = energon("preview", *chosen, *given)
-            assert result.exit_code == 1
-            assert f"{given[0]} has no effect on the training batches of a configuration or run" in result.output
+    valued = {"split-part": "val", "batch-size": 7, "seed": 0, "num-workers": 4, "mix": "mix.yaml", "samples": 5}
+    valued |= {"encoder": "previews:encoder", "packing-buffer-size": 4}
+    given = [*((f"--{name}", value) for name, value in valued.items()), ("--no-shuffle",), ("--trust-remote-code",)]
+    for option in [*given, ("--split-part", "train")]:
+        for chosen in (("--config", CONFIG), (tmp_path,)):
+            if option[0] != "--encoder" or chosen[0] == "--config":  # a folder with an encoder is data
+                result = energon("preview", *chosen, *option)
+                assert result.exit_code == 1
+                said = f"{option[0]} has no effect on the training batches of a configuration or run"
+                assert said in result.output
 
 
 # The terminal --------------------------------------------------------------------------------------------------------
@@ -573,6 +562,9 @@ def test_a_folder_of_something_else_is_left_alone(captions: Path, tmp_path: Path
     assert result.exit_code == 1
     assert "exists but is not a preview" in result.output
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["thesis.tex"]
+    result = energon("preview", captions, "--html", tmp_path / "mine" / "thesis.tex" / "out")
+    assert result.exit_code == 1
+    assert f"{tmp_path / 'mine' / 'thesis.tex' / 'out'}: cannot write the pages" in result.output
 
 
 def test_an_earlier_preview_is_replaced_or_stays_whole(captions: Path, tmp_path: Path) -> None:
@@ -589,13 +581,6 @@ def test_an_earlier_preview_is_replaced_or_stays_whole(captions: Path, tmp_path:
         write_pages(tmp_path / "out", source, broken(), title="x")
     assert values_of(tmp_path / "out", "meta")["count"] == 3
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_a_folder_that_cannot_be_written_is_named(captions: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    result = energon("preview", captions, "--html", tmp_path / "file" / "out")
-    assert result.exit_code == 1
-    assert f"{tmp_path / 'file' / 'out'}: cannot write the pages" in result.output
 
 
 @pytest.mark.parametrize("values", [[5], [1, 2, 3], list(range(1000)), [1, 10, 100_000], [0, 0, 7], [2**40, 3]])

@@ -129,7 +129,7 @@ def test_a_warm_up_lasts_for_its_batches():
 
 
 def test_the_benchmark_of_packing_runs(tmp_path, monkeypatch):
-    for name, value in {"SHARDS": 2, "SAMPLES_PER_SHARD": 400, "LANES": 4, "BUFFER": 50}.items():
+    for name, value in {"SHARDS": 2, "SAMPLES_PER_SHARD": 200, "LANES": 4, "BUFFER": 50}.items():
         monkeypatch.setattr(packing, name, value)
     packing.write(tmp_path)
     for name in packing.DISTRIBUTIONS:
@@ -137,7 +137,7 @@ def test_the_benchmark_of_packing_runs(tmp_path, monkeypatch):
         assert " 0 samples lost" in line
         encoded, needed = re.search(r"resumed, (\d+) samples encoded for a first microbatch of (\d+)", line).groups()
         assert int(needed) <= int(encoded) <= 2 * packing.BUFFER  # and some of the buffer that comes next
-    lengths = packing.log_normal(np.random.default_rng(3), 800)
+    lengths = packing.log_normal(np.random.default_rng(3), 400)
     assert packing.padding(tmp_path, packing.Grouped(lengths), 60) < packing.padding(
         tmp_path, packing.Sized(lengths), 60
     )
@@ -216,7 +216,7 @@ def test_texts_continue_from_a_state(tmp_path: Path, monkeypatch: Any, capsys: A
 def test_how_even_balance_makes_the_ranks(capsys):
     from benchmarks import balance
 
-    found = balance.run(1_600, (4, 8), (1, 2, 4))
+    found = balance.run(800, (4, 8), (1, 2, 4))
     assert len(found) == len(balance.MIXES) * 2 * 6
     for _, _, rounds, ranks in found:
         assert ranks.worse <= 1.01

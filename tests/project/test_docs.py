@@ -12,14 +12,12 @@ from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
-import click
 import pytest
 import yaml
 from forked import Program, free_port, import_for_training, rank_environment
 from paths import REPOSITORY
 
 import energon_bridge
-from energon_bridge.cli.main import main
 from energon_bridge.training.config import RunConfig
 
 DOCS = REPOSITORY / "docs"
@@ -198,17 +196,6 @@ ALL_COMMANDS = [
     for page in [REPOSITORY / "README.md", *PAGES]
     for words in commands_of(page)
 ]
-
-
-@pytest.mark.parametrize("words", [case for case in ALL_COMMANDS if case.values[0][0] == "energon"])
-def test_commands_and_options_in_the_pages_exist(words):
-    command, rest = main, words[1:]
-    while isinstance(command, click.Group) and rest and not rest[0].startswith("-"):
-        found = command.get_command(click.Context(command), rest.pop(0))
-        assert found is not None
-        command = found
-    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    assert {word.split("=")[0] for word in rest if word.startswith("--")} <= known | {"--help", "--version"}
 
 
 def test_files_and_keys_in_the_commands_of_the_pages_exist():

@@ -222,24 +222,23 @@ def test_what_a_cooker_leaves_out_is_counted(tmp_path: Path) -> None:
     assert (counts["samples"], counts["skipped"], counts["errors"]) == (12, 2, 3)
 
 
-@pytest.mark.parametrize("result", [None, "generator"])
-def test_a_cooker_returns_one_sample(result: Any, tmp_path: Path) -> None:
+def test_a_cooker_and_its_hook_return_one_sample(tmp_path: Path) -> None:
     def several(sample: dict[str, Any]) -> Iterator[Any]:
         yield sample
 
-    with pytest.raises(FatalSampleError, match=r"the cooker .* returned (NoneType|generator)"):
-        samples_of(lines(tmp_path), encoder_of(several if result else lambda sample: None))
-
-
-def test_the_hook_returns_a_sample(tmp_path: Path) -> None:
     class Mistaken(DefaultTaskEncoder):
         cookers = (Cooker(cook),)
 
         def cook_crude_sample(self, *args: Any) -> Any:
             return None
 
-    with pytest.raises(FatalSampleError, match="cook_crude_sample of Mistaken returned None: return the sample"):
-        samples_of(lines(tmp_path), Mistaken())
+    for encoder, complaint in (
+        (encoder_of(lambda sample: None), "the cooker .* returned NoneType"),
+        (encoder_of(several), "the cooker .* returned generator"),
+        (Mistaken(), "cook_crude_sample of Mistaken returned None: return the sample"),
+    ):
+        with pytest.raises(FatalSampleError, match=complaint):
+            samples_of(lines(tmp_path), encoder)
 
 
 # Auxiliary stores of a mix -------------------------------------------------------------------------------------------

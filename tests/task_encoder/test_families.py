@@ -121,17 +121,16 @@ def test_llava_counts_the_patches_of_its_processor(
     assert family.process([picture(50, 20)], [], [plan])["pixel_values"].shape == (1, 3, *size)
 
 
-def test_images_of_many_sizes_are_no_llava() -> None:
+def test_what_is_no_llava_is_refused() -> None:
     from transformers import CLIPImageProcessorPil
 
     with pytest.raises(ConfigurationError, match=r"gives images of different sizes .*shortest_edge"):
         llava_family(CLIPImageProcessorPil(do_center_crop=False, size={"shortest_edge": 20}), patch_size=14)
-
-
-def test_a_processor_that_changes_is_noticed() -> None:
     family = FixedTokenFamily(image_processor=image_processor_of("llava"), image_tokens=5, patch_size=8)
     with pytest.raises(SampleError, match=r"take \[4\] tokens, but their sizes give \[5\]"):
         family.process([picture()], [], [family.plan_image(1, 1)])
+    with pytest.raises(SampleError, match="take no videos"):
+        encoder_of("llava").encode(chat("<video>", "a", videos=[frames_of(2)]))
 
 
 def test_bounds_of_ones_own_reach_the_pixels() -> None:
@@ -279,11 +278,6 @@ def test_a_rate_that_is_taken_for_granted_is_said_once(
 def test_what_is_no_frames_is_refused(frames: Any) -> None:
     with pytest.raises(SampleError, match=r"sample 'q': frames must be a \(frames, channels, height, width\) tensor"):
         encoder_of("qwen2_vl").encode(chat("<video>", "a", videos=[VideoFrames(frames=frames)]))
-
-
-def test_llava_has_no_videos() -> None:
-    with pytest.raises(SampleError, match="take no videos"):
-        encoder_of("llava").encode(chat("<video>", "a", videos=[frames_of(2)]))
 
 
 class Decoder:

@@ -132,40 +132,29 @@ def test_the_shortest_sequences_still_learn_something(seq_length: int, learned: 
     assert (sample.tokens == IMAGE).sum() == 3
 
 
-def test_no_cut_goes_through_an_image() -> None:
+def test_lengths_without_room_and_unknown_image_tokens_are_refused() -> None:
     with pytest.raises(SampleError, match="would cut into the image, which takes 3 tokens"):
         encoder(3, image_tokens_per_image=lambda visual: 3).encode_sample(caption())
-
-
-def test_a_cut_that_leaves_nothing_to_learn_is_refused() -> None:
     with pytest.raises(SampleError, match="nothing to learn"):
         encoder(5).encode_sample(question("<image> a question of many words", answers=["x"]))
-
-
-def test_a_sequence_length_without_room_for_text_is_refused_at_once() -> None:
     with pytest.raises(ConfigurationError, match="set seq_length to more than 16"):
         encoder(16, image_tokens_per_image=16)
-
-
-def test_image_tokens_follow_the_grid_of_the_processor() -> None:
-    sample = encoder(processor=GridProcessor()).encode_sample(caption())
-    assert (sample.tokens == IMAGE).sum() == 24 // 4
-
-
-def test_image_tokens_can_be_computed_from_the_processed_image() -> None:
-    sample = encoder(image_tokens_per_image=lambda visual: visual["pixel_values"].shape[-1]).encode_sample(caption())
-    assert (sample.tokens == IMAGE).sum() == 4
-
-
-@pytest.mark.parametrize(("token_id", "expected"), [(-200, -200), (9, 9), (None, IMAGE)])
-def test_the_image_token_is_the_configured_one(token_id: int | None, expected: int) -> None:
-    assert encoder(token_id=token_id).encode_sample(caption()).tokens[1] == expected
-
-
-def test_an_image_token_that_the_tokenizer_does_not_know_is_refused() -> None:
-    config = MultiModalSampleConfig(image_token=ImageToken(token_str="<picture>", token_id=None))
     with pytest.raises(ConfigurationError, match="'<picture>'"):
-        encoder(config=config)
+        encoder(config=MultiModalSampleConfig(image_token=ImageToken(token_str="<picture>", token_id=None)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "token", "count"),
+    [
+        ({"processor": GridProcessor()}, IMAGE, 24 // 4),
+        ({"image_tokens_per_image": lambda visual: visual["pixel_values"].shape[-1]}, IMAGE, 4),
+        ({"token_id": -200}, -200, 1),
+        ({"token_id": 9}, 9, 1),
+        ({"token_id": None}, IMAGE, 1),
+    ],
+)
+def test_image_tokens_are_the_configured_ones(settings: Any, token: int, count: int) -> None:
+    assert encoder(**settings).encode_sample(caption()).tokens.tolist().count(token) == count
 
 
 def test_a_tokenizer_is_needed_and_an_image_processor_for_images() -> None:

@@ -211,42 +211,24 @@ def test_with_one_limit_besides_samples_a_size_may_be_a_number(form: Any) -> Non
     assert packer({"tokens": 9}).sizes([form(7), form(9)]).tolist() == [[7], [9]]
 
 
-def test_a_sample_that_fits_is_admitted_as_it_is() -> None:
-    sample, counts = text(10), Counter[str]()
-    with Setting(TALLY, counts):
-        assert text_packer(over_long="drop").admit(sample) == [sample]
-    assert not counts
-
-
-def test_drop_skips_and_counts() -> None:
-    packing, counts = text_packer(over_long="drop"), Counter[str]()
-    for _ in range(2):
-        with (
-            Setting(TALLY, counts),
-            pytest.raises(SkipSample, match="sample 'long' has 11 tokens, but a pack holds at most 10"),
-        ):
-            packing.admit(text(11, "long"))
-    assert counts == {"dropped": 2}
-
-
-def test_truncate_cuts_and_counts() -> None:
-    packing = text_packer(over_long="truncate", cut=lambda sample, limits: text(limits["tokens"]))
-    counts = Counter[str]()
-    with Setting(TALLY, counts):
-        assert [len(piece.text) for piece in packing.admit(text(25))] == [10]
-    assert counts == {"truncated": 1}
-
-
-def test_split_cuts_and_counts() -> None:
+def test_what_is_too_long_is_dropped_cut_or_split_and_counted() -> None:
     def cut(sample: TextSample, limits: Any) -> Iterator[TextSample]:
         for start in range(0, len(sample.text), limits["tokens"]):
             yield text(len(sample.text[start : start + limits["tokens"]]))
 
-    packing = text_packer(over_long="split", cut=cut)
     counts = Counter[str]()
     with Setting(TALLY, counts):
-        assert [len(piece.text) for piece in packing.admit(text(25))] == [10, 10, 5]
-    assert counts == {"split": 1, "pieces": 3}
+        dropping, fits = text_packer(over_long="drop"), text(10)
+        assert dropping.admit(fits) == [fits]
+        assert not counts
+        for _ in range(2):
+            with pytest.raises(SkipSample, match="sample 'long' has 11 tokens, but a pack holds at most 10"):
+                dropping.admit(text(11, "long"))
+        assert counts == {"dropped": 2}
+        cutting = text_packer(over_long="truncate", cut=lambda sample, limits: text(limits["tokens"]))
+        assert [len(piece.text) for piece in cutting.admit(text(25))] == [10]
+        assert [len(piece.text) for piece in text_packer(over_long="split", cut=cut).admit(text(25))] == [10, 10, 5]
+    assert counts == {"dropped": 2, "truncated": 1, "split": 1, "pieces": 3}
 
 
 @pytest.mark.parametrize(

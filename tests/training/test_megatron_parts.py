@@ -46,37 +46,26 @@ def test_a_token_sees_its_sample_up_to_itself(lengths: list[int], size: int, pac
         assert seen[0, 0].tolist() == expected
 
 
-@pytest.mark.parametrize(
-    ("world", "parallel", "words"),
-    [
-        (6, ParallelConfig(tp=2, pp=2), r"6 processes: .* multiple of 4. Start 4 or 8"),
-        (3, ParallelConfig(cp=4), r"3 processes: .* multiple of 4. Start 4,"),
-    ],
-)
-def test_processes_that_would_be_left_over_are_refused(world: int, parallel: ParallelConfig, words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        parallel.data_parallel_size(world)
+def test_processes_that_would_be_left_over_are_refused() -> None:
+    for world, parallel in ((6, ParallelConfig(tp=2, pp=2)), (3, ParallelConfig(cp=4))):
+        with pytest.raises(ConfigurationError, match=rf"{world} processes: .* multiple of 4. Start 4"):
+            parallel.data_parallel_size(world)
+    config = load_config(None, ["trainer=megatron", "parallel.tp=2", "data.global_batch_size=64"])
+    assert config.accumulate(config.parallel.data_parallel_size(4)) == 1
+    with pytest.raises(ConfigurationError, match=r"=64 cannot be divided between 4 data-parallel"):
+        config.accumulate(config.parallel.data_parallel_size(8))
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"trainer": "deepspeed"}, r"trainer must be 'lightning' or 'megatron', got 'deepspeed'"),
-        (
-            {"trainer": "lightning", "parallel": ParallelConfig(tp=2)},
-            r"which trainer=lightning cannot do: set trainer=megatron",
-        ),
-        (
-            {"parallel": ParallelConfig(replica_loading="some")},
-            r"parallel\.replica_loading must be 'every_rank' or 'one_rank', got 'some'",
-        ),
+        ({"trainer": "lightning", "parallel": ParallelConfig(tp=2)}, r"which trainer=lightning cannot do"),
+        ({"parallel": ParallelConfig(replica_loading="some")}, r"parallel\.replica_loading must be .*, got 'some'"),
         ({"parallel": ParallelConfig(tp=0)}, r"parallel\.tp must be at least 1, got 0"),
         ({"parallel": ParallelConfig(tp=3)}, r"model\.num_heads=4 cannot be divided between 3 tensor-parallel ranks"),
         ({"parallel": ParallelConfig(pp=4)}, r"model\.num_layers=2 cannot be divided between 4 pipeline stages"),
-        (
-            {"parallel": ParallelConfig(cp=2), "data": DataConfig(seq_length=30)},
-            r"data\.seq_length=30 .*=2 context-parallel ranks.* multiple of 4",
-        ),
+        ({"parallel": ParallelConfig(cp=2), "data": DataConfig(seq_length=30)}, r"=30 .* multiple of 4"),
         ({"model": ModelConfig(name_or_path="org/model")}, r"does not load model\.name_or_path=org/model"),
         ({"train": TrainConfig(precision="16-true")}, r"train\.precision=16-true; use 32-true, bf16-mixed"),
     ],
@@ -85,15 +74,6 @@ def test_processes_that_would_be_left_over_are_refused(world: int, parallel: Par
 def test_what_cannot_be_shared_out_is_refused(changes: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         RunConfig(**({"trainer": "megatron"} | changes))  # type: ignore[arg-type]
-
-
-def test_a_global_batch_is_shared_by_the_replicas() -> None:
-    config = load_config(None, ["trainer=megatron", "parallel.tp=2", "data.global_batch_size=64"])
-    assert config.accumulate(config.parallel.data_parallel_size(4)) == 1
-    with pytest.raises(
-        ConfigurationError, match=r"data\.global_batch_size=64 cannot be divided between 4 data-parallel"
-    ):
-        config.accumulate(config.parallel.data_parallel_size(8))
 
 
 # Context parallelism -------------------------------------------------------------------------------------------------
