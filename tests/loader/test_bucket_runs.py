@@ -9,15 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import (
-    SkippingEncoder,
-    TensorEncoder,
-    config_of,
-    digest,
-    loaders_of,
-    numbers_of,
-    text_dataset,
-)
+from engine import SkippingEncoder, TensorEncoder, config_of, digest, loaders_of, numbers_of, text_dataset
 
 from energon_bridge import AspectTiers, Blender, SkipSample, get_train_dataset
 from energon_bridge.errors import (

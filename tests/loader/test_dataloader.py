@@ -162,9 +162,6 @@ def test_an_error_is_not_the_end_of_the_data(tmp_path: Path) -> None:
     assert found == expected
 
 
-# Cycles --------------------------------------------------------------------------------------------------------------
-
-
 class SeekingLoader(CountingLoader):
     """One whose first pass after a restore goes on from there, as a real one's does."""
 

@@ -13,16 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import (
-    NUM_LANES,
-    config_of,
-    deliver,
-    digest,
-    is_masked,
-    loaders_of,
-    text_dataset,
-    train_dataset,
-)
+from engine import NUM_LANES, config_of, deliver, digest, is_masked, loaders_of, text_dataset, train_dataset
 
 from energon_bridge import AugmentTaskEncoder, get_savable_loader, get_train_dataset
 from energon_bridge.errors import ConfigurationError
@@ -125,9 +116,6 @@ def test_fewer_samples_than_lanes(tmp_path: Path, counts: list[int]) -> None:
     expected = [digest(batch) for batch in batches]
     saved = deliver(loaders_of(dataset, 2, 2), 9, [9]).states[9]
     assert deliver(loaders_of(dataset, 3, 1, state=saved), 10).digests == expected[18:48]
-
-
-# With worker processes -----------------------------------------------------------------------------------------------
 
 
 def test_what_lanes_cannot_keep_busy_is_said_once(data: Path, caplog: pytest.LogCaptureFixture) -> None:

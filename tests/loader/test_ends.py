@@ -60,13 +60,6 @@ def test_a_pass_has_every_sample_and_the_next_another_order(data: Path, source: 
             assert len(drawn) == (30 if source == "one" else 42)
 
 
-def test_repetitions_are_exact_over_passes(data: Path) -> None:
-    loaders = loaders_of(mixed(data, epochized, repeat=False), 3, 1)
-    drawn = Counter(key[:2] for batches in passes(loaders, 4) for batch in batches for key in batch.__restore_key__[3])
-    # 4 x 1.25 passes over 12 samples and 4 x 0.5 over 30: whole numbers, so each sample comes equally often.
-    assert sorted(Counter(drawn.values()).items()) == [(2, 30), (5, 12)]
-
-
 def endless(loader: SavableDataLoader) -> Iterator[Any]:
     while True:
         yield from loader

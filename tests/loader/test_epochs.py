@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from engine import (
     InProcessLoader,
-    PackingEncoder,
     SkippingEncoder,
     TensorEncoder,
     config_of,
@@ -62,10 +61,7 @@ def opened(data: Path, mix: Any, batch_size: int = 2, **kwargs: Any) -> DatasetS
     return get_train_dataset(mix, batch_size=batch_size, shuffle_buffer_size=4, max_samples_per_sequence=3, **settings)
 
 
-@pytest.mark.parametrize(
-    ("mix", "ranks"),
-    [("whole", 1), ("fractions", 2), ("a fraction of a sample", 4)],
-)
+@pytest.mark.parametrize(("mix", "ranks"), [("whole", 1), ("fractions", 2), ("a fraction of a sample", 4)])
 def test_an_epoch_has_each_sample_as_often_as_repetitions_say(mix: str, ranks: int, data: Path) -> None:
     repetitions, samples = MIXES[mix]
     spec = opened(data, repeated(data, **repetitions))
@@ -153,16 +149,6 @@ def test_a_filter_and_bans_and_skipped_samples_count_as_before(data: Path) -> No
     assert found["banned"] > 0
     assert found["draws"] == found["samples"] + found["skipped"] + found["banned"]
     assert found["epochs"] == found["draws"] / 27
-
-
-def test_of_packs_the_draws_are_counted(data: Path) -> None:
-    spec = opened(data, repeated(data, a=3, b=0.5), task_encoder=PackingEncoder(), packing_buffer_size=11)
-    (loader,) = loaders_of(spec, 1, 0)
-    for _ in islice(loader, 40):
-        pass
-    found = loader.metrics()
-    assert found["epochs"] == found["draws"] / 51
-    assert found["draws"] > 2 * 80
 
 
 def test_a_run_that_goes_on_elsewhere_counts_the_epochs_of_the_run(data: Path) -> None:

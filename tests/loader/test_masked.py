@@ -26,7 +26,7 @@ from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.testing import create_captioning_test_dataset
 from energon_bridge.topology import Ownership
 
-RANKS = [(24, ranks) for ranks in (1, 2, 5, 7, 9, 11, 13, 16, 23, 24)] + [(10, ranks) for ranks in (1, 3, 4, 7, 10)]
+RANKS = [(24, ranks) for ranks in (1, 5, 16, 23)] + [(10, 7)]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
 
@@ -47,9 +47,6 @@ def reference(data: Path, num_lanes: int) -> list[str]:
     return deliver(loaders_of(dataset_of(data), 1, 0, num_lanes=num_lanes), 5 * num_lanes).digests
 
 
-# What is delivered ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("num_lanes", "world_size"), RANKS)
 def test_any_number_of_ranks_delivers_the_microbatches_in_order(data: Path, num_lanes: int, world_size: int) -> None:
     steps_of_a_round = math.ceil(num_lanes / world_size)
@@ -60,8 +57,6 @@ def test_any_number_of_ranks_delivers_the_microbatches_in_order(data: Path, num_
     assert delivered.masked / (len(delivered.digests) + delivered.masked) == pytest.approx(share)
     assert Ownership(num_lanes, world_size, 0).masked_share == pytest.approx(share)
 
-
-# Who refuses ---------------------------------------------------------------------------------------------------------
 
 REFUSAL = (
     r"10 data-parallel ranks do not divide the 24 lanes of this run .*20\.0 % of the microbatches would be masked.*"
@@ -79,6 +74,10 @@ def test_a_training_iterator_refuses_unless_told_that_the_loss_weighs(data: Path
     next(EnergonDataloader(loader_on(data, 10, 24), masked_microbatches="allow"))
     next(EnergonDataloader(loader_on(data, 8, 24)))
     next(EnergonDataloader(loader_on(data, 10, None)))  # the default number of lanes fits
+    with pytest.raises(ConfigurationError, match="must be 'refuse' or 'allow', got True"):
+        EnergonDataloader([1], masked_microbatches=True)  # type: ignore[arg-type]
+    validation = get_val_dataset(data, batch_size=2, worker_config=config_of(3, 0, num_lanes=None))
+    assert len(list(EnergonDataloader(get_savable_loader(validation)))) == 2
 
 
 @pytest.mark.parametrize("restore", ["restore_state", "load_state_dict", "the loader itself"])
@@ -107,16 +106,6 @@ def test_it_refuses_the_lanes_that_a_state_brings(data: Path, restore: str) -> N
             resume()
         with pytest.raises(MaskedMicrobatchesError, match=REFUSAL):
             next(dataloader)
-
-
-def test_validation_is_not_refused(data: Path) -> None:
-    dataset = get_val_dataset(data, batch_size=2, worker_config=config_of(3, 0, num_lanes=None))
-    assert len(list(EnergonDataloader(get_savable_loader(dataset)))) == 2
-
-
-def test_other_words_are_refused(data: Path) -> None:
-    with pytest.raises(ConfigurationError, match="must be 'refuse' or 'allow', got True"):
-        EnergonDataloader([1], masked_microbatches=True)  # type: ignore[arg-type]
 
 
 class Group:
@@ -166,8 +155,6 @@ def test_the_data_module_looks_at_the_lanes_of_the_state(data: Path, built: bool
     next(module.train_dataloader())
 
 
-# What the loss makes of it -------------------------------------------------------------------------------------------
-
 STEPS, LANES, WORLD = 3, 4, 3
 
 
@@ -176,7 +163,7 @@ def captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return create_captioning_test_dataset(tmp_path_factory.mktemp("captioning"), num_train=20, num_val=1)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [2])
 def test_gradients_are_those_of_the_tokens_of_real_microbatches(
     captions: Path, tmp_path: Path, accumulate: int
 ) -> None:

@@ -84,9 +84,6 @@ def test_files_that_do_not_fit_are_refused(
         read_rank_files(files, 1)
 
 
-# Shared by ranks -----------------------------------------------------------------------------------------------------
-
-
 def read_together(files: Path) -> tuple[Any, list[str]]:
     """Return what a rank gets that reads with the others, or the error, and the files that it opened."""
     opened: list[str] = []

@@ -9,6 +9,7 @@ import random
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -157,23 +158,10 @@ def test_a_closure_goes_along(data: Path, actors: dict[str, Any]) -> None:
         assert [digest(batch) for batch in islice(loader, 10)] == expected_of(data, 10, task_encoder=Here())
 
 
-def test_an_error_is_raised_here_with_its_traceback_there(data: Path, actors: dict[str, Any]) -> None:
-    class Failing(TensorEncoder):
-        def encode_sample(self, sample: Any) -> Any:
-            raise KeyError("of this sample")
-
-    dataset = train_dataset(data, task_encoder=Failing(), error_policy=ErrorPolicy(on_error="raise"))
-    with (
-        closing(get_savable_loader(dataset, worker_config=config_of(1, 2, **actors))) as loader,
-        pytest.raises(Exception, match="of this sample"),
-    ):
-        next(iter(loader))
-
-
 # Faults --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_sample_that_ends_its_worker_is_left_out(data: Path, actors: dict[str, Any]) -> None:
+def test_errors_are_raised_here_and_a_deadly_sample_is_left_out(data: Path, actors: dict[str, Any]) -> None:
     class Poisonous(TensorEncoder):
         def __init__(self, ends: bool) -> None:
             super().__init__()
@@ -186,6 +174,12 @@ def test_a_sample_that_ends_its_worker_is_left_out(data: Path, actors: dict[str,
                 raise ValueError("poisonous")
             return super().encode_sample(sample)
 
+    strict = train_dataset(data, task_encoder=Poisonous(ends=False), error_policy=ErrorPolicy(on_error="raise"))
+    with (
+        closing(get_savable_loader(strict, worker_config=config_of(1, 2, **actors))) as loader,
+        pytest.raises(Exception, match="poisonous"),
+    ):
+        list(islice(loader, 40))
     with closing(loader_of(data, 2, Poisonous(ends=True), **actors)) as loader:
         found = [digest(batch) for batch in islice(loader, 40)]
         assert loader.metrics()["errors"] >= 1
@@ -244,14 +238,7 @@ def test_a_hang_is_named_and_replaced_by_the_watchdog(
     assert found == expected_of(data, 60)
 
 
-def test_what_cannot_be_sent_is_named(data: Path, actors: dict[str, Any]) -> None:
-    encoder = TensorEncoder()
-    encoder.lock = __import__("threading").Lock()  # type: ignore[attr-defined]
-    with pytest.raises(LoaderError, match=r"cannot start by ray, because pickle refuses task_encoder\.lock"):
-        next(iter(loader_of(data, 1, encoder, **actors)))
-
-
-def test_code_that_the_nodes_lack_is_named_with_the_remedy(
+def test_what_cannot_be_sent_or_is_missing_there_is_named(
     data: Path, actors: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "only_here.py").write_text("from engine import TensorEncoder\nclass Mine(TensorEncoder): pass\n")
@@ -259,6 +246,10 @@ def test_code_that_the_nodes_lack_is_named_with_the_remedy(
     import only_here  # type: ignore[import-not-found]
 
     (tmp_path / "only_here.py").unlink()
+    encoder = TensorEncoder()
+    encoder.lock = threading.Lock()  # type: ignore[attr-defined]
+    with pytest.raises(LoaderError, match=r"cannot start by ray, because pickle refuses task_encoder\.lock"):
+        next(iter(loader_of(data, 1, encoder, **actors)))
     with pytest.raises(LoaderError, match=r"No module named 'only_here'(?s:.)*runtime_env=\{'working_dir'"):
         next(iter(loader_of(data, 1, only_here.Mine(), **actors)))
 

@@ -100,8 +100,6 @@ def test_settings_are_checked_whoever_changes_them(tmp_path: Path) -> None:
     assert dataset.with_settings(batch_size=4) == replace(dataset, settings=replace(dataset.settings, batch_size=4))
 
 
-# What a state says of settings ---------------------------------------------------------------------------------------
-
 GROUPED = {"group_by": ("number % 3",), "microbatches": 2}
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "kind": ({}, {"repeat": False}),

@@ -129,9 +129,6 @@ def test_what_the_worker_keeps_is_out_of_reach_of_the_trainer(room: int) -> None
     outbox.close()
 
 
-# In workers ----------------------------------------------------------------------------------------------------------
-
-
 class Enlarging(DefaultTaskEncoder):
     """Makes new tensors of the images, as resizing or normalising does."""
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from engine import (
     NUM_LANES,
     InProcessLoader,
@@ -19,7 +18,6 @@ from engine import (
     config_of,
     deliver,
     loaders_of,
-    numbers_of,
     text_dataset,
     train_dataset,
     with_prepared,
@@ -101,14 +99,11 @@ def edited(**entries: Any) -> Callable[[Any], Any]:
 
 REFUSED: list[tuple[str, dict[str, Any], Callable[[Any], Any], type[StateError], str]] = [
     ("seed", {"worker_config": {"seed": 1}}, edited(), SeedMismatchError, "seed=0, this run has seed=1"),
-    ("offset", {"worker_config": {"seed_offset": 7}}, edited(), SeedMismatchError, "seed=0, this run has seed=7"),
     ("batch", {"batch_size": 3}, edited(), BatchSizeMismatchError, "batch_size=2, this run has batch_size=3"),
     ("remedy", {"batch_size": 3}, edited(), BatchSizeMismatchError, r"set batch_size=2 \(data\.micro_batch_size of a"),
-    ("no batch", {"batch_size": None}, edited(), BatchSizeMismatchError, "this run has batch_size=None"),
     ("slice", {"max_samples_per_sequence": 5}, edited(), SliceSizeMismatchError, "max_samples_per_sequence=4"),
     ("shard", {"max_samples_per_sequence": None}, edited(), SliceSizeMismatchError, "max_samples_per_sequence=None"),
     ("buffer", {"shuffle_buffer_size": 6}, edited(), SettingMismatchError, "shuffle_buffer_size=5, this run has"),
-    ("parallel", {"parallel_shard_iters": 9}, edited(), SettingMismatchError, "parallel_shard_iters=3, this run has"),
     ("order", {"shuffle_over_epochs_multiplier": None}, edited(), SettingMismatchError, "shuffle=True"),
     (
         "split",
@@ -195,16 +190,6 @@ def test_a_state_of_other_data_is_refused(data: Path, tmp_path: Path, change: st
     assert lines[1].split("identity ")[1] != lines[2].split("identity ")[1]
 
 
-def test_a_moved_dataset_is_the_same_dataset(data: Path, tmp_path: Path) -> None:
-    (state,) = states_after(train_dataset(data), 7)
-    moved = text_dataset(tmp_path / "moved", train=SHARDS, val=SHARDS)
-    batches = [iter(loaders_of(train_dataset(path), 1, 0, state=state)[0]) for path in (data, moved)]
-    for _ in range(30):
-        here, there = (next(each) for each in batches)
-        assert numbers_of(here) == numbers_of(there)
-        assert torch.equal(here["noise"], there["noise"])
-
-
 def test_missing_ranks_and_different_steps_are_refused(data: Path) -> None:
     dataset = train_dataset(data)
     states = deliver(loaders_of(dataset, 4, 0), 6, [5, 6]).states
@@ -258,8 +243,7 @@ def test_columns_round_trip(numbers: list[int]) -> None:
     assert decode_column(encode_column(numbers), len(numbers)).tolist() == numbers
 
 
-@pytest.mark.parametrize("buffer", [0, 100, 10**6])
-@pytest.mark.parametrize("num_samples", [37, 10**6, 10**9])
+@pytest.mark.parametrize(("num_samples", "buffer"), [(37, 0), (10**9, 10**6)])
 def test_a_state_of_24_lanes_is_small(data: Path, num_samples: int, buffer: int) -> None:
     dataset = train_dataset(data, shuffle_buffer_size=buffer, max_samples_per_sequence=100)
     shards = np.full(max(1, num_samples // 10_000), min(num_samples, 10_000), dtype=np.int64)
@@ -325,8 +309,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("encoder", [CountingEncoder, CountingThriceEncoder])
-@pytest.mark.parametrize(("world_size", "num_lanes"), [(1, 1), (1, 4), (2, 4), (3, 4)])
+@pytest.mark.parametrize(
+    ("encoder", "world_size", "num_lanes"), [(CountingEncoder, 1, 1), (CountingThriceEncoder, 3, 4)]
+)
 def test_a_resume_costs_no_more_than_a_fresh_start(
     large: Path, encoder: type[CountingEncoder], world_size: int, num_lanes: int
 ) -> None:
@@ -342,7 +327,7 @@ def test_a_resume_costs_no_more_than_a_fresh_start(
 
     dataset = train_dataset(large, task_encoder=encoder(), **settings)
     fresh = np.mean([cost(None, rank) for rank in range(world_size)], axis=0)
-    saved = deliver(loaders_of(dataset, 1, 0, num_lanes=num_lanes), 90, range(1, 90, 11)).states
+    saved = deliver(loaders_of(dataset, 1, 0, num_lanes=num_lanes), 90, range(1, 90, 22)).states
     for states in saved.values():
         resumed = np.mean([cost(states, rank) for rank in range(world_size)], axis=0)
         assert (resumed <= 1.3 * fresh).all(), (states[0]["microbatches"], resumed / fresh)

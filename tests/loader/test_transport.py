@@ -60,10 +60,15 @@ def test_many_large_tensors_arrive(compiled: bool, monkeypatch: pytest.MonkeyPat
     assert all(map(torch.equal, sent, got))
 
 
-@pytest.mark.parametrize("times", [1, 40], ids=["in the pickle", "in blocks"])
 @pytest.mark.parametrize("arena", [True, False], ids=["arena", "memory file"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tensors_arrive_as_they_left(dtype: torch.dtype, arena: bool, times: int) -> None:
+def test_tensors_arrive_as_they_left(arena: bool) -> None:
+    """In the pickle, and in blocks."""
+    for dtype in DTYPES:
+        for times in (1, 40):
+            arrives_as_it_left(dtype, arena, times)
+
+
+def arrives_as_it_left(dtype: torch.dtype, arena: bool, times: int) -> None:
     whole = tensor(dtype, 2 * times, 5, 2, 3)
     views = {
         "dense": whole,
@@ -113,7 +118,7 @@ def test_other_values_arrive_as_they_left() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
-@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc"])
+@pytest.mark.parametrize("layout", ["coo", "csr", "bsc"])
 def test_memory_of_sparse_tensors_is_used_again(layout: str) -> None:
     sent = torch.eye(512).to_sparse(
         layout=getattr(torch, f"sparse_{layout}"), blocksize=(2, 2) if layout[0] == "b" else None
@@ -236,7 +241,7 @@ def used_slots(loader: SavableDataLoader) -> int:
 def test_batches_that_are_kept_stay_whole(data: Path) -> None:
     """Also when their workers are gone, others run in their place, and far more are kept than have a place."""
     with closing(loader_of(data, 100)) as loader:
-        kept = [batch for _, batch in zip(range(600), loader, strict=False)]
+        kept = [batch for _, batch in zip(range(320), loader, strict=False)]
         state = loader.save_state_rank()
         loader.restore_state_rank(state)
         kept += [batch for _, batch in zip(range(50), loader, strict=False)]
@@ -255,7 +260,7 @@ def test_dropped_batches_give_their_memory_back(data: Path) -> None:
         batches = iter(loader)
         kept = [next(batches) for _ in range(10)]
         assert used_slots(loader) == 10
-        for _ in range(400):
+        for _ in range(120):
             assert is_whole(next(batches))
         assert used_slots(loader) == 10
         del kept[:7]
@@ -292,7 +297,7 @@ def test_validation_passes_that_are_broken_off_leak_nothing(data: Path) -> None:
     dataset = get_val_dataset(data, batch_size=2, task_encoder=LargeEncoder(1000))
     config = config_of(1, 2, persistent_workers=True, prefetch_factor=3)
     with closing(get_savable_loader(dataset, worker_config=config)) as loader:
-        for _ in range(60):
+        for _ in range(24):
             batches = [batch for _, batch in zip(range(2), loader, strict=False)]
             assert [numbers_of(batch) for batch in batches] == [[0, 1], [2, 3]]
             assert all(is_whole(batch) for batch in batches)

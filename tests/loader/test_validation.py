@@ -110,9 +110,6 @@ def check_pass(steps: list[list[Any]], num_samples: int, rows: int, world_size: 
             assert len(batch["__key__"]) > 0
 
 
-# Arithmetic, exhaustively --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rows", ROWS)
 def test_every_microbatch_is_one_unit_of_one_rank_and_worker(data: Path, rows: int) -> None:
     """For all N up to 200, R up to 8, W up to 4: in order, and shared out evenly."""
@@ -146,33 +143,17 @@ def steps_of(dataset: DatasetSpec, num_samples: int, world_size: int) -> int:
     return math.ceil(dataset.end(num_samples, world_size) / world_size)
 
 
-# Loaders -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rows", ROWS)
 def test_every_sample_once_and_in_order_for_all_sizes(data: Path, rows: int) -> None:
     """Each size on a topology of its own."""
     choose = random.Random(rows)
-    for num_samples in range(1, MOST + 1) if LONG else [*range(1, 22), 39, 40, 41, 119, 120, 121, MOST]:
+    for num_samples in range(1, MOST + 1) if LONG else [*range(1, 13), 20, 21, 41, 120, 121]:
         dataset = dataset_of(data, num_samples, batch_size=rows, task_encoder=DefaultTaskEncoder())
         world_size, num_workers = choose.randint(1, 8), choose.randrange(5)
         check_pass(one_pass(dataset, world_size, num_workers), num_samples, rows, world_size)
 
 
-@pytest.mark.parametrize(
-    ("num_samples", "rows", "world_size", "num_workers"),
-    [(1, 1, 1, 4), (41, 2, 3, 3), (17, 4, 5, 2)],
-)
-def test_every_sample_once_from_worker_processes(
-    data: Path, num_samples: int, rows: int, world_size: int, num_workers: int
-) -> None:
-    dataset = dataset_of(data, num_samples, batch_size=rows)
-    steps = one_pass(dataset, world_size, num_workers, kind=SavableDataLoader)
-    check_pass(steps, num_samples, rows, world_size)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize(("num_workers", "persistent"), [(2, True), (2, False), (0, False)])
 def test_two_passes_are_the_same(data: Path, num_workers: int, persistent: bool) -> None:
     dataset = dataset_of(data, 37, task_encoder=SeveralEncoder())
     config = config_of(2, num_workers, 1, num_lanes=None, persistent_workers=persistent)
@@ -188,7 +169,7 @@ def test_two_passes_are_the_same(data: Path, num_workers: int, persistent: bool)
     loader.close()
 
 
-@pytest.mark.parametrize("limit", [1, 3, 10, 11, 99])
+@pytest.mark.parametrize("limit", [1, 10, 11])
 def test_limit_is_a_number_of_steps(data: Path, limit: int) -> None:
     whole = one_pass(dataset_of(data, 40), 2, 0)
     assert len(whole) == 10
@@ -197,7 +178,7 @@ def test_limit_is_a_number_of_steps(data: Path, limit: int) -> None:
         assert [[digest(b) for b in step] for step in steps] == [[digest(b) for b in step] for step in whole[:limit]]
 
 
-@pytest.mark.parametrize(("num_samples", "rows", "world_size"), [(7, 2, 1), (7, 2, 2), (8, 2, 3), (1, 2, 1), (3, 5, 4)])
+@pytest.mark.parametrize(("num_samples", "rows", "world_size"), [(7, 2, 2), (8, 2, 3), (3, 5, 4)])
 def test_drop_last_leaves_out_what_is_not_full(data: Path, num_samples: int, rows: int, world_size: int) -> None:
     for num_workers in (0, 2):
         dataset = dataset_of(data, num_samples, batch_size=rows, batch_drop_last=True)
@@ -216,11 +197,6 @@ def test_skipped_samples_shorten_their_batch_only(data: Path, encoder: Any) -> N
             seen += numbers_of(batch)
     assert seen == sorted(seen)
     assert len(set(seen)) < 60
-    for world_size, num_workers in [(3, 0), (7, 2), (8, 1)]:
-        steps = one_pass(dataset_of(data, 60, batch_size=3, task_encoder=encoder()), world_size, num_workers)
-        assert len(steps) == math.ceil(20 / world_size)
-        flat = [batch for step in steps for batch in step]
-        assert [digest(b) for b in flat if not is_masked(b)] == [digest(b) for (b,) in whole if not is_masked(b)]
 
 
 class MostlySkipping(TensorEncoder):
@@ -241,10 +217,14 @@ def test_a_microbatch_without_samples_is_masked(data: Path) -> None:
     flat = [batch for step in steps for batch in step]
     assert [is_masked(batch) for batch in flat] == [True, True, False, False, True, True]
     assert [numbers_of(batch) for batch in flat if not is_masked(batch)] == [[5], [6]]
+    loaders = loaders_of(dataset_of(data, 5, task_encoder=MostlySkipping(1, 2)), 4, 0, num_lanes=None)
+    assert [len(list(loader)) for loader in loaders] == [1] * 4
+    counts = [counts_of(loader.save_state_rank()) for loader in loaders]
+    assert [sum(count[name] for count in counts) for name in ("samples", "skipped")] == [2, 3]
     assert all(numbers_of(batch) in ([5], [6]) for batch in flat)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [2])
 def test_a_split_that_is_skipped_whole_is_an_error(data: Path, num_workers: int) -> None:
     with pytest.raises(EmptyDatasetError, match="every one of the 12 samples of the split was skipped"):
         one_pass(dataset_of(data, 12, task_encoder=MostlySkipping()), 1, num_workers, kind=SavableDataLoader)
@@ -259,15 +239,6 @@ def test_masked_batches_weigh_nothing(data: Path) -> None:
     (step,) = steps
     assert [float(batch["loss_mask"].sum()) for batch in step] == [4, 4, 4, 0, 0, 0, 0, 0]
     assert sum(int(batch["__valid__"].sum()) for batch in step) == 3
-
-
-def test_masked_microbatches_are_not_counted(data: Path) -> None:
-    loaders = loaders_of(dataset_of(data, 5, task_encoder=MostlySkipping(1, 2)), 4, 0, num_lanes=None)
-    for loader in loaders:
-        list(loader)
-    counts = [counts_of(loader.save_state_rank()) for loader in loaders]
-    assert sum(count["samples"] for count in counts) == 2
-    assert sum(count["skipped"] for count in counts) == 3
 
 
 def test_persistent_workers_begin_the_pass_after_a_resumed_one_at_the_start(data: Path) -> None:
@@ -289,19 +260,7 @@ def test_the_seed_matters_to_encoders_only(data: Path) -> None:
     assert [digest(batch) for (batch,) in a] != [digest(batch) for (batch,) in b]
 
 
-@pytest.mark.parametrize("limit", [0, -1, True, 1.5])
+@pytest.mark.parametrize("limit", [0, True])
 def test_a_limit_below_one_is_refused(data: Path, limit: Any) -> None:
     with pytest.raises(ConfigurationError, match="limit must be an integer of at least 1 or None"):
         get_val_dataset(data, batch_size=2, limit=limit)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_state_of_the_end_of_a_pass_is_followed_by_a_whole_pass(data: Path, num_workers: int) -> None:
-    dataset = dataset_of(data, 7, worker_config=config_of(1, num_workers))
-    loader = get_savable_loader(dataset)
-    whole = [digest(batch) for batch in loader]
-    again = get_savable_loader(dataset)
-    again.restore_state_rank(loader.save_state_rank())
-    assert [digest(batch) for batch in again] == whole
-    loader.close()
-    again.close()

@@ -78,12 +78,11 @@ class Locked(DefaultTaskEncoder):
         self.tools: dict[str, Any] = {"well": 1, "ill": types.SimpleNamespace(lock=threading.Lock(), back=self)}
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
 @pytest.mark.parametrize(
-    ("encoder", "part"),
+    ("method", "encoder", "part"),
     [
-        (Locked(), "task_encoder.tools['ill'].lock (lock)"),
-        (type("Local", (DefaultTaskEncoder,), {"__module__": __name__})(), "task_encoder (Local)"),
+        ("spawn", Locked(), "task_encoder.tools['ill'].lock (lock)"),
+        ("forkserver", type("Local", (DefaultTaskEncoder,), {"__module__": __name__})(), "task_encoder (Local)"),
     ],
 )
 def test_what_cannot_be_pickled_is_named(tmp_path: Path, method: Any, encoder: Any, part: str) -> None:

@@ -16,7 +16,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 from engine import (
@@ -32,7 +31,7 @@ from engine import (
 )
 from workers import loader_of, worker_pids
 
-from energon_bridge import ErrorPolicy, SavableDataLoader, get_savable_loader, get_val_dataset
+from energon_bridge import ErrorPolicy, SavableDataLoader, get_savable_loader
 from energon_bridge.errors import FatalSampleError, LoaderError, WorkerDiedError
 from energon_bridge.loader.ray_engine import MovingPool
 from energon_bridge.loader.workers import LocalProcesses
@@ -82,7 +81,7 @@ def restless(loader: SavableDataLoader, after: int = 0) -> Restless:
     return engine
 
 
-@pytest.mark.parametrize("prefetch", [1, 2, 5])
+@pytest.mark.parametrize("prefetch", [2])
 def test_workers_go_on_elsewhere_and_do_not_change_the_stream(
     data: Path, prefetch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,21 +152,6 @@ def test_kills_do_not_change_batches_that_cross_as_memory_files(data: Path, monk
     assert found == expected
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_kills_do_not_change_a_validation_pass(data: Path, persistent: bool) -> None:
-    dataset = get_val_dataset(data, batch_size=2, task_encoder=SkippingEncoder())
-    expected = [digest(batch) for batch in get_savable_loader(dataset, worker_config=config_of(1, 0))]
-    config = config_of(1, 2, persistent_workers=persistent)
-    with closing(get_savable_loader(dataset, worker_config=config)) as loader:
-        for kill_at in (0, 7, len(expected) - 1, None):
-            found = []
-            for number, batch in enumerate(loader):
-                if number == kill_at:
-                    os.kill(worker_pids()[-1], signal.SIGKILL)
-                found.append(digest(batch))
-            assert found == expected
-
-
 class Crashing(TensorEncoder):
     """Notes each process that encodes in a file, then ends it."""
 
@@ -184,7 +168,6 @@ class Crashing(TensorEncoder):
 @pytest.mark.parametrize(
     ("end", "message"),
     [
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), r"worker \d \(killed by signal 9\)"),
         (lambda: os.kill(os.getpid(), signal.SIGSEGV), r"worker \d \(killed by signal 11\)"),
         (lambda: os._exit(3), r"worker \d \(exit code 3\)"),
     ],
@@ -268,27 +251,6 @@ def test_workers_collect_garbage_where_the_training_process_does_it_by_hand(data
         gc.enable()
 
 
-class ScalingEncoder(TensorEncoder):
-    """Scales a frame of a video in every sample."""
-
-    def encode_sample(self, sample: Any) -> Any:
-        scale_a_frame()
-        return super().encode_sample(sample)
-
-
-def scale_a_frame() -> None:
-    av = pytest.importorskip("av")
-    frame = av.VideoFrame.from_ndarray(np.zeros((480, 640, 3), np.uint8), format="rgb24")
-    assert frame.to_ndarray(format="yuv420p").shape == (720, 640)
-
-
-def test_workers_scale_frames_after_the_training_process_did(data: Path) -> None:
-    """FFmpeg's threads are in no fork. PyAV keeps its scalers per thread from version 19 on."""
-    scale_a_frame()
-    with closing(loader_of(data, 2, ScalingEncoder())) as loader:
-        next(iter(loader))
-
-
 class LookingForScalers(TensorEncoder):
     def encode_sample(self, sample: Any) -> Any:
         frames: Any = sys.modules["av.video.frame"]
@@ -344,22 +306,17 @@ class Failing(TensorEncoder):
         return super().encode_batch(batch)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("hook", ["encode_sample", "encode_batch"])
 @pytest.mark.parametrize(
-    ("error", "message"),
+    ("error", "hook", "message"),
     [
-        (ValueError("the caption is upside down"), "failed in a row, .*ValueError: the caption is upside down"),
-        (OSError(5, "the disk is gone"), "failed in a row, .*the disk is gone"),
-        (NameError("name 'captoin' is not defined"), "NameError: name 'captoin' is not defined"),
-        (FatalSampleError("stop here"), "stop here"),
+        (ValueError("upside down"), "encode_sample", "failed in a row, .*ValueError: upside down"),
+        (OSError(5, "the disk is gone"), "encode_batch", "failed in a row, .*the disk is gone"),
+        (FatalSampleError("stop here"), "encode_sample", "stop here"),
     ],
 )
-def test_errors_of_user_code_reach_the_training_process(
-    data: Path, num_workers: int, hook: str, error: Exception, message: str
-) -> None:
+def test_errors_of_user_code_reach_the_training_process(data: Path, hook: str, error: Exception, message: str) -> None:
     with (
-        closing(loader_of(data, num_workers, Failing(error, hook))) as loader,
+        closing(loader_of(data, 2, Failing(error, hook))) as loader,
         pytest.raises(FatalSampleError, match=message) as raised,
     ):
         next(iter(loader))
@@ -454,15 +411,3 @@ def test_saving_asks_no_worker(data: Path) -> None:
         finally:
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
-
-
-def test_the_generators_of_the_training_process_stay_untouched(data: Path) -> None:
-    for num_workers in (0, 2):
-        torch.manual_seed(3)
-        random.seed(3)
-        before = torch.default_generator.get_state(), random.getstate()
-        with closing(loader_of(data, num_workers)) as loader:
-            for _, _batch in zip(range(5), loader, strict=False):
-                pass
-        assert torch.equal(before[0], torch.default_generator.get_state())
-        assert before[1] == random.getstate()

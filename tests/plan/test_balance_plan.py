@@ -44,7 +44,7 @@ def test_any_costs(batch: tuple[list[float], int]) -> None:
     check(*batch)
 
 
-@pytest.mark.parametrize(("ranks", "rounds", "highest"), [(2, 2, 5), (2, 3, 3), (3, 2, 3), (2, 4, 2), (4, 2, 2)])
+@pytest.mark.parametrize(("ranks", "rounds", "highest"), [(2, 2, 4), (2, 3, 2), (3, 2, 2), (2, 4, 2)])
 def test_every_small_global_batch(ranks: int, rounds: int, highest: int) -> None:
     """All costs of a few values; with two rounds no other step can be lower."""
     for costs in itertools.product(map(float, range(highest)), repeat=ranks * rounds):
@@ -55,7 +55,7 @@ def test_every_small_global_batch(ranks: int, rounds: int, highest: int) -> None
             assert np.array(costs)[found].sum(0).max() == best
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_loads_do_not_depend_on_which_microbatch_came_first(seed: int) -> None:
     """Neither where costs are all different nor where most are equal."""
     rng = np.random.default_rng(seed)
@@ -72,8 +72,7 @@ def test_the_unit_of_the_costs_does_not_matter(batch: tuple[list[float], int], p
     assert assign_microbatches(costs, ranks).tolist() == assign_microbatches(scaled, ranks).tolist()
 
 
-@pytest.mark.parametrize("rounds", [2, 4, 8])
-@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize(("ranks", "rounds"), [(8, 2), (8, 8), (64, 4)])
 def test_what_ranks_have_loaded_stays_where_it_costs_nothing(ranks: int, rounds: int) -> None:
     """Without exchanging whole ranks one in R would stay by chance."""
     rng = np.random.default_rng(ranks + rounds)

@@ -58,12 +58,7 @@ def test_golden_draws() -> None:
     blend = WeightedBlend(parts=((0, Constant(5, 2, 1)),), num_lanes=LANES, key=7)
     assert [blend.leaves(lane, 10, 12).tolist() for lane in (0, 23)] == GOLDEN_WEIGHTED
     epochs = EpochizedBlend(
-        samples=(12, 9),
-        repetitions=(Fraction(2), Fraction(1, 2)),
-        num_lanes=2,
-        key=7,
-        rotations=(1, 0),
-        blocks=(1, 1),
+        samples=(12, 9), repetitions=(Fraction(2), Fraction(1, 2)), num_lanes=2, key=7, rotations=(1, 0), blocks=(1, 1)
     )
     assert [drawn(epochs, lane, 20).tolist() for lane in (0, 1)] == GOLDEN_EPOCHIZED
 

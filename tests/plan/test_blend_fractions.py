@@ -84,9 +84,6 @@ def arc_discrepancy(points: np.ndarray) -> float:
     return float((number + 1 - places).max() - (number - places).min())
 
 
-# Weights -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_lane_stays_within_7_draws_over_its_first_million(kind: str) -> None:
     weights = weights_of(kind, 0)

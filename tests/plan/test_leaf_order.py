@@ -245,13 +245,7 @@ def test_without_shuffling_a_lane_of_which_all_is_banned_takes_what_another_has(
 def test_batches_mix_slices(num_lanes: int, most: float) -> None:
     """Share of the pairs of a batch of 256 that come from one slice of 100, with a buffer of 100."""
     batch, batches, n = 256, 20, 200_000
-    order = order_of(
-        n,
-        num_lanes=num_lanes,
-        slice_length=100,
-        shuffle_buffer_size=100,
-        parallel_shard_iters=4,
-    )
+    order = order_of(n, num_lanes=num_lanes, slice_length=100, shuffle_buffer_size=100, parallel_shard_iters=4)
     columns = []
     for lane in range(num_lanes):
         drawn: list[int] = []
@@ -277,23 +271,6 @@ def test_epochs_and_keys_change_the_order_and_nothing_else_does(slice_length: in
     for lane in (3, 1, 2):
         epochs_of(order, lane)
     assert epochs_of(order, 0) == [first, second, third]
-
-
-def test_slices_are_read_from_front_to_back() -> None:
-    """Every round takes one run of consecutive samples of a slice, and the runs of a slice follow each other."""
-    order = order_of(997, num_lanes=3, slice_length=50, shuffle_buffer_size=40, parallel_shard_iters=4)
-    for lane in range(3):
-        reached: dict[tuple[int, int], int] = {}
-        draw = 0
-        while order.epoch_of(lane, draw) < 2:
-            part = order.rounds_at(lane, draw, 1)
-            for number, run in itertools.groupby(sorted(part.indices.tolist()), key=lambda index: index // 50):
-                indices = list(run)
-                assert indices == list(range(indices[0], indices[-1] + 1))
-                before = reached.get((int(part.epochs[0]), number))
-                assert before is None or before + 1 == indices[0]
-                reached[int(part.epochs[0]), number] = indices[-1]
-            draw += part.indices.size
 
 
 @settings(max_examples=20)

@@ -33,11 +33,6 @@ def test_key_of_tells_parts_apart(a: list[int | str | bytes], b: list[int | str]
     assert (key_of(*a) == key_of(*b)) == same
 
 
-@pytest.mark.parametrize(("x", "expected"), [(0, 0), (1, 6238072747940578789), (MASK64, 13029008266876403067)])
-def test_mix64_is_fixed(x: int, expected: int) -> None:
-    assert mix64(x) == expected
-
-
 @pytest.mark.parametrize(
     ("key", "numbers", "expected"),
     [
@@ -49,6 +44,17 @@ def test_mix64_is_fixed(x: int, expected: int) -> None:
 )
 def test_fold_is_fixed(key: int, numbers: tuple[int, ...], expected: int) -> None:
     assert fold(key, *numbers) == expected
+
+
+def test_mix64_below_shuffled_and_permutation_are_fixed() -> None:
+    assert [mix64(x) for x in (0, 1, MASK64)] == [0, 6238072747940578789, 13029008266876403067]
+    assert below(7, 10, 6).tolist() == [2, 0, 5, 3, 2, 1, 2, 1, 0, 2]
+    assert below(7, 3, 2**32 - 1).tolist() == [1674306019, 72105174, 3868737663]
+    assert shuffled(7, 10).tolist() == [1, 8, 5, 7, 0, 9, 4, 6, 3, 2]
+    small, large = Permutation(10, 7), Permutation(10**9, 7)
+    assert [small.at(place) for place in range(10)] == [9, 2, 8, 7, 6, 4, 1, 3, 0, 5]
+    assert [large.at(place) for place in (0, 1, 10**9 - 1)] == [534312685, 991893417, 570236318]
+    assert large.place_of(0) == 53860031
 
 
 @given(keys, st.lists(st.integers(-1, 2**40), max_size=3), st.lists(st.integers(-1, 2**40), max_size=3))
@@ -70,11 +76,6 @@ def test_draws_agree_with_the_arithmetic_of_python(key: int, n: int) -> None:
     assert draws(key, n).tolist() == [mix64((i * 0x9E3779B97F4A7C15 + key) & MASK64) for i in range(1, n + 1)]
 
 
-def test_below_is_fixed() -> None:
-    assert below(7, 10, 6).tolist() == [2, 0, 5, 3, 2, 1, 2, 1, 0, 2]
-    assert below(7, 3, 2**32 - 1).tolist() == [1674306019, 72105174, 3868737663]
-
-
 @given(keys, st.integers(0, 100), st.integers(1, 2**32 - 1))
 def test_below_stays_below(key: int, n: int, bound: int) -> None:
     numbers = below(key, n, bound)
@@ -83,23 +84,12 @@ def test_below_stays_below(key: int, n: int, bound: int) -> None:
     assert all(0 <= number < bound for number in numbers.tolist())
 
 
-def test_shuffled_is_fixed() -> None:
-    assert shuffled(7, 10).tolist() == [1, 8, 5, 7, 0, 9, 4, 6, 3, 2]
-
-
 @given(keys, st.integers(0, 300))
 def test_shuffled_is_a_permutation(key: int, n: int) -> None:
     assert sorted(shuffled(key, n).tolist()) == list(range(n))
 
 
-def test_permutation_is_fixed() -> None:
-    small, large = Permutation(10, 7), Permutation(10**9, 7)
-    assert [small.at(place) for place in range(10)] == [9, 2, 8, 7, 6, 4, 1, 3, 0, 5]
-    assert [large.at(place) for place in (0, 1, 10**9 - 1)] == [534312685, 991893417, 570236318]
-    assert large.place_of(0) == 53860031
-
-
-@pytest.mark.parametrize("n", [*range(1, 70), 255, 256, 257, 1000, 4097])
+@pytest.mark.parametrize("n", [*range(1, 20), 64, 255, 257, 4097])
 def test_permutation_is_a_bijection_with_its_inverse(n: int) -> None:
     for key in (0, 1, MASK64):
         permutation = Permutation(n, key)

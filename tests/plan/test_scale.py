@@ -66,8 +66,6 @@ def test_the_state_of_many_datasets_is_small(thousand: Path):
     assert [batch.__key__ for batch in itertools.islice(again, 10)] == expected
 
 
-# A billion samples ---------------------------------------------------------------------------------------------------
-
 SHARDS, PER_SHARD = 100_000, 10_000
 LANES = 64
 

@@ -106,22 +106,17 @@ def test_the_clock_is_read_around_the_pass(monkeypatch: pytest.MonkeyPatch) -> N
     assert next(now) == 16.0**2  # nothing is timed any more
 
 
-def test_times_that_say_nothing_leave_the_weights(caplog: pytest.LogCaptureFixture) -> None:
-    cost = CostWarmup(steps=2, skip=0)
-    for _ in range(2):
-        for length in range(10, 60):
-            cost.record(batch_of(length), 0.1)
-        cost.step()
-    assert cost.finished
-    assert cost.weights == BatchCost()
+def test_times_that_say_nothing_leave_the_weights_and_mistakes_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    for steps, lengths in ((2, range(10, 60)), (1, range(3, 4))):
+        cost = CostWarmup(steps=steps, skip=0)
+        for _ in range(steps):
+            for length in lengths:
+                cost.record(batch_of(length), 0.1)
+            cost.step()
+        assert cost.finished
+        assert cost.weights == BatchCost()
     assert "stay" in caplog.text
-    few = CostWarmup(steps=1, skip=0)
-    few.record(batch_of(3), 0.1)
-    few.step()
     assert "at least 8" in caplog.text
-
-
-def test_mistakes_are_named() -> None:
     for wrong in ({"steps": 0}, {"skip": -1}):
         with pytest.raises(ConfigurationError, match="CostWarmup"):
             CostWarmup(**wrong)  # type: ignore[arg-type]

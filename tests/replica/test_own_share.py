@@ -62,9 +62,7 @@ from energon_bridge.stream.reader import LeafReader
 
 STEPS = 6
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")]
 
 
 @pytest.fixture(scope="module")
@@ -305,14 +303,6 @@ def test_weights_and_bans_change_after_whole_windows(data: Path) -> None:
 # What cannot be ------------------------------------------------------------------------------------------------------
 
 
-def test_there_is_no_state_within_a_global_batch(data: Path) -> None:
-    loaders = open_shared(sized_dataset(data, "plain"), 2)
-    loaders[0].deliver()
-    with pytest.raises(WrongUseError, match=r"1 of the 4 microbatches .* save it after an optimizer step"):
-        loaders[0].save_state_rank()
-    close(loaders)
-
-
 def test_a_state_needs_all_lanes_and_whole_global_batches(data: Path) -> None:
     dataset = sized_dataset(data, "plain")
     loaders = open_shared(dataset, 2)
@@ -374,17 +364,9 @@ def test_what_cannot_be_planned_is_exchanged_or_refused_by_name(data: Path, capl
         ),
         ("plain", ColumnCost(tokens="size > 5"), None),
         ("plain", ColumnCost(tokens="'a'"), "gives a string, expected numbers"),
-        (
-            "packed",
-            ColumnCost(tokens="size * 3"),
-            r"has \d+ tokens by 'size \* 3'; expected a whole number of at most",
-        ),
+        ("packed", ColumnCost(tokens="size * 3"), r"has \d+ tokens by 'size \* 3'; expected a whole number of at most"),
         ("packed", ColumnCost(tokens="size / 2"), r"has [\d.]+ tokens by 'size / 2'; expected a whole number"),
-        (
-            "packed",
-            ColumnCost(tokens="size", sizes={"pixels": "1"}),
-            "limits tokens, samples, but sizes are given for",
-        ),
+        ("packed", ColumnCost(tokens="size", sizes={"pixels": "1"}), "limits tokens, samples, but sizes are given for"),
     ],
 )
 def test_costs_that_columns_do_not_give(kind: str, cost: ColumnCost, message: str | None, data: Path) -> None:

@@ -182,9 +182,6 @@ def test_only_classes_that_hold_data_are_made(node: Any, text: str) -> None:
         decode(node, [])
 
 
-# Stages --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("keys", "stages", "expected"),
     [

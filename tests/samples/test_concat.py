@@ -42,16 +42,6 @@ def test_every_row_is_there_and_the_rest_is_zero(shapes):
         assert rows.sum() == tensor.sum()
 
 
-def test_dtypes_are_promoted_not_truncated() -> None:
-    assert concat_pad([torch.tensor([[1, 2]]), torch.tensor([[0.5]])]).tolist() == [[1.0, 2.0], [0.5, 0.0]]
-
-
-@pytest.mark.parametrize("tensors", [[torch.ones(2), torch.ones(2, 2)], [torch.tensor(1)]])
-def test_tensors_that_cannot_be_joined(tensors: list[torch.Tensor]) -> None:
-    with pytest.raises(ConfigurationError, match="concat_pad needs tensors of one rank, at least 1"):
-        concat_pad(tensors)
-
-
 def test_records_are_joined_field_by_field() -> None:
     rows = [
         {"p": Pair(torch.ones(1, size), "s"), "d": Plain(torch.ones(size, 1), "n"), "l": [size], "n": None, "i": size}
@@ -77,20 +67,21 @@ def test_batches_become_one_with_all_their_rows() -> None:
     assert type(joined) is Texts
     assert (joined.__key__, joined.__restore_key__, joined.texts) == (["a", "b", "c"], ("a", "b", "c"), ["A", "B", "C"])
     assert joined.tokens.tolist() == [[1, 1], [1, 1], [1, 0]]
+    masked = homogeneous_concat_mix([batch("ab"), batch("c", __valid__=torch.tensor([False]))])
+    assert masked.__valid__.tolist() == [True, True, False]
     assert (joined.__sources__, joined.__subflavors__, joined.__valid__) == ((source,), [None, None, {"x": 1}], None)
 
 
-def test_masked_rows_stay_masked() -> None:
-    joined = homogeneous_concat_mix([batch("ab"), batch("c", __valid__=torch.tensor([False]))])
-    assert joined.__valid__.tolist() == [True, True, False]
-
-
-@pytest.mark.parametrize("batches", [[], [batch("a"), {"a": 1}]])
-def test_batches_of_several_types_are_refused(batches: list[Any]) -> None:
-    with pytest.raises(ConfigurationError, match="batches can only be joined if all have one type"):
-        homogeneous_concat_mix(batches)
-
-
-def test_dicts_of_other_keys_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="not all have \\['b'\\]"):
-        generic_concat([{"a": 1}, {"a": 1, "b": 2}])
+@pytest.mark.parametrize(
+    ("join", "what", "message"),
+    [
+        (concat_pad, [torch.ones(2), torch.ones(2, 2)], "tensors of one rank, at least 1"),
+        (concat_pad, [torch.tensor(1)], "tensors of one rank, at least 1"),
+        (homogeneous_concat_mix, [], "only be joined if all have one type"),
+        (homogeneous_concat_mix, [batch("a"), {"a": 1}], "only be joined if all have one type"),
+        (generic_concat, [{"a": 1}, {"a": 1, "b": 2}], r"not all have \['b'\]"),
+    ],
+)
+def test_what_cannot_be_joined(join: Any, what: list[Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        join(what)

@@ -57,13 +57,7 @@ FIELDS = {
         **dict.fromkeys(("answers", "answer_weights", "words_boxes", "words_text")),
     },
 }
-META = {
-    "__key__": REQUIRED,
-    "__restore_key__": (),
-    "__subflavors__": None,
-    "__sources__": None,
-    "__valid__": None,
-}
+META = {"__key__": REQUIRED, "__restore_key__": (), "__subflavors__": None, "__sources__": None, "__valid__": None}
 
 
 @edataclass
@@ -96,27 +90,10 @@ def test_fields_of_each_type(name):
     assert issubclass(cls, Sample)
 
 
-def test_every_type_is_described():
-    assert sorted(FIELDS) == sorted(sample_type_names())
-
-
-@pytest.mark.parametrize(
-    ("name", "cls"),
-    [
-        ("CaptioningSample", CaptioningSample),
-        ("CaptioningWebdataset", CaptioningSample),
-        ("VQAWebdataset", VQASample),
-        ("CrudeSample", CrudeSample),
-        ("CrudeWebdataset", CrudeSample),
-    ],
-)
-def test_type_by_name(name, cls):
-    assert sample_type_by_name(name) is cls
-
-
 @pytest.mark.parametrize("name", sample_type_names())
 def test_every_type_has_its_old_name(name):
     old = name.removesuffix("Sample") + "Webdataset"
+    assert name in {*FIELDS, "CrudeSample"}
     assert sample_type_by_name(name) is sample_type_by_name(old) is getattr(samples, name)
 
 
@@ -143,26 +120,15 @@ def test_fields_by_name():
     assert "text" in sample
     assert "label" not in sample
     assert dict(sample).keys() == {*META, "image", "caption"}
-
-
-@pytest.mark.parametrize("name", ["label", "extend", "__class__", 0])
-def test_unknown_field_lists_the_fields(name):
-    with pytest.raises(KeyError, match="__valid__, image, caption, text"):
-        caption()[name]
-
-
-def test_text_is_an_alias_only_where_it_says_so():
     assert TextSample(__key__="k", text="own")["text"] == "own"
     with pytest.raises(KeyError, match="VQASample has no field 'text'"):
         VQASample(__key__="k", image=None, context="?")["text"]  # type: ignore[arg-type]
 
 
-def test_a_field_goes_before_an_alias():
-    @edataclass
-    class Own(CaptioningSample):
-        text: str
-
-    assert Own(__key__="k", image=torch.ones(1), caption="caption", text="text")["text"] == "text"
+@pytest.mark.parametrize("name", ["label", "extend", 0])
+def test_unknown_field_lists_the_fields(name):
+    with pytest.raises(KeyError, match="__valid__, image, caption, text"):
+        caption()[name]
 
 
 def test_meta_has_no_part_in_equality_or_repr_beyond_its_own():
@@ -170,15 +136,6 @@ def test_meta_has_no_part_in_equality_or_repr_beyond_its_own():
     assert sample == TextSample(__key__="k", text="t", __valid__=torch.tensor([True]))
     assert sample != TextSample(__key__="other", text="t")
     assert "__valid__" not in repr(sample)
-
-
-def test_samples_survive_pickling():
-    sample = caption(__sources__=(SOURCE,), __restore_key__=("d", 1))
-    copied = pickle.loads(pickle.dumps(sample))
-    assert type(copied) is CaptioningSample
-    assert copied.__sources__ == (SOURCE,)
-    assert copied.__sources__[0].shard_name == "a.tar"
-    assert torch.equal(copied.image, sample.image)
 
 
 class OwnRecord(NamedTuple):
@@ -220,9 +177,6 @@ def test_extend_copies_all_fields_of_a_base_type():
     extended = LabelledCaption.extend(base, label=4)
     assert (extended.label, extended.caption, extended.__sources__) == (4, base.caption, (SOURCE,))
     assert extended.image is base.image
-
-
-def test_extend_refuses_other_types():
     with pytest.raises(TypeError, match=r"LabelledCaption.*got TextSample.*derive_from"):
         LabelledCaption.extend(TextSample(__key__="k", text="t"), label=1)
 
@@ -232,19 +186,11 @@ def test_from_joined_keeps_every_source_once():
     other = CaptionedText(__key__="o", __subflavors__={"b": 2}, __sources__=(OTHER,), text="o", caption="c")
     joined = CaptionedText.from_joined(primary, None, other)
     assert joined == CaptionedText(
-        __key__="p",
-        __restore_key__=(1,),
-        __subflavors__={"a": 1},
-        __sources__=(SOURCE, OTHER),
-        text="o",
-        caption="c",
+        __key__="p", __restore_key__=(1,), __subflavors__={"a": 1}, __sources__=(SOURCE, OTHER), text="o", caption="c"
     )
     assert CaptionedText.from_joined(primary, None).text == "p"
-    assert CaptionedText.from_joined(primary, other, text="mine").text == "mine"
-
-
-def test_from_joined_without_sources():
     assert TextSample.from_joined(TextSample(__key__="p", text="p")).__sources__ is None
+    assert CaptionedText.from_joined(primary, other, text="mine").text == "mine"
 
 
 @pytest.mark.parametrize("sample", [TextSample(__key__="k", text="t"), CrudeSample({"__key__": "k"})])

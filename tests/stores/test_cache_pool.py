@@ -7,8 +7,6 @@ import gc
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +19,7 @@ import torch
 from caching import Slow, files_in, wait_for
 from engine import digest
 from forked import Program
-from paths import HELPERS, REPOSITORY
+from paths import HELPERS
 
 from energon_bridge import (
     CachePool,
@@ -34,7 +32,7 @@ from energon_bridge import (
 )
 from energon_bridge.errors import ConfigurationError, LoaderError
 from energon_bridge.storage.node_cache import NodeCache
-from energon_bridge.stores.file_cache import from_bytes, to_bytes
+from energon_bridge.stores.file_cache import to_bytes
 
 
 @pytest.fixture
@@ -124,13 +122,6 @@ def test_a_look_for_room_holds_up_nobody_who_needs_the_file(tmp_path: Path, monk
     pool.close()
 
 
-def test_an_error_comes_where_the_file_is_got(any_pool: CachePool) -> None:
-    lazy = any_pool.get_lazy(Slow(), "bad")
-    for _ in range(2):
-        with pytest.raises(OSError, match="cannot read bad"):
-            lazy.get()
-
-
 def test_a_lazy_cannot_leave_its_process_but_can_be_copied(any_pool: CachePool) -> None:
     lazy = any_pool.get_lazy(Slow(), "a")
     with pytest.raises(ConfigurationError, match=r"still contains a lazy file: call its get\(\) in"):
@@ -168,26 +159,26 @@ def test_a_kept_file_that_was_tampered_with_is_read_again(
         {"a": [1, 2.5, "é", True, (None, {})], 3: b"x", "l": ["l", "a"]},
         torch.arange(12).reshape(3, 4).to(torch.bfloat16),
         [torch.ones(2), np.arange(3, dtype=">i2"), np.array(["a", "bc"])],
-        torch.zeros(1000)[5:7],
+        torch.zeros(100_000)[5:7],
     ],
 )
 def test_data_comes_back_as_it_was(data: Any, any_pool: CachePool) -> None:
+    assert not isinstance(data, torch.Tensor) or len(to_bytes(data)) < 5000  # of a slice, not what it was cut from
     lazy = any_pool.to_cache(data, "data")
     for _ in range(2):
         assert digest(lazy.get()) == digest(data)
         assert type(lazy.get()) is type(data)
-
-
-def test_a_slice_does_not_write_what_it_was_cut_from() -> None:
-    assert len(to_bytes(torch.zeros(100_000)[:3])) < 5_000
-    assert from_bytes(to_bytes(torch.zeros(100_000)[:3])).tolist() == [0, 0, 0]
+    bad = any_pool.get_lazy(Slow(), "bad")
+    for _ in range(2):
+        with pytest.raises(OSError, match="cannot read bad"):
+            bad.get()
 
 
 class Own:
     """A type that nothing but pickle could write."""
 
 
-@pytest.mark.parametrize("data", [Own(), [Own()], {"a": Own()}, np.array([None]), torch.zeros(1, requires_grad=True)])
+@pytest.mark.parametrize("data", [{"a": [Own()]}, np.array([None]), torch.zeros(1, requires_grad=True)])
 def test_other_data_stays_in_memory_and_is_warned_of_once(
     data: Any, pool: FileStoreCachePool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -341,13 +332,6 @@ def test_a_pool_that_is_collected_during_a_fetch_waits_for_nothing(tmp_path: Pat
     go_on.set()
     wait_for(lambda: list(tmp_path.iterdir()) == [])
     assert told == [True]
-
-
-def test_a_process_that_ends_leaves_nothing(tmp_path: Path) -> None:
-    code = CHILD.format(paths=[str(HELPERS), str(REPOSITORY)], parent=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, "ready\n")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_fork_leaves_the_files_of_its_parent_alone(pool: FileStoreCachePool, tmp_path: Path) -> None:

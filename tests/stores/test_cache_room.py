@@ -101,11 +101,6 @@ def test_a_limit_is_that_of_all_processes(children: Callable[..., Child]) -> Non
     assert first.do(400)
 
 
-def test_a_number_of_files_is_that_of_all_processes(children: Callable[..., Child]) -> None:
-    some = [children(take, max_count=5) for _ in range(3)]
-    assert sum(child.do(1) for _ in range(3) for child in some) == 5
-
-
 def churn(room: KeptValues, seed: int) -> int:
     """Keep and drop values as room allows; return the most bytes that were there at a time, of all processes."""
     generator, values, most = random.Random(seed), [], 0

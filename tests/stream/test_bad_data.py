@@ -53,9 +53,6 @@ def test_an_index_of_another_tar_never_mixes_samples(intact: Path, damaged: Path
     assert counts(loader.save_state_rank())["errors"] >= PER_SHARD
 
 
-# Datasets that cannot be read ----------------------------------------------------------------------------------------
-
-
 def change_split(folder: Path, **values: Any) -> None:
     path = folder / ".nv-meta" / "split.yaml"
     path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | values))
@@ -107,9 +104,6 @@ def test_a_shard_cut_off_below_a_run_stops_it_until_it_is_whole_again(
     loader.close()
 
 
-# Samples that are left out on purpose --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_workers", [2])
 def test_excluded_samples_are_left_out_and_counted(num_workers: int, damaged: Path) -> None:
     change_split(damaged, exclude=[f"{SHARD}/{KEY}", f"{SHARD}/train-00012"])
@@ -138,9 +132,6 @@ def test_a_split_whose_samples_are_all_excluded_is_an_error(damaged: Path) -> No
     )
     with pytest.raises(EmptyDatasetError, match=f"{damaged}: \\d+ samples in a row, of a split of 24, were"):
         next(iter(loader_of(damaged)))
-
-
-# Too much is bad -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

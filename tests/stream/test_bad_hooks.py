@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Iterator
@@ -29,9 +28,6 @@ from energon_bridge.loader.savable import SavableDataLoader
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_dataset(tmp_path_factory.mktemp("dataset"))
-
-
-# Hooks that fail -----------------------------------------------------------------------------------------------------
 
 
 class Failing(DefaultTaskEncoder):
@@ -139,13 +135,14 @@ class FailingBatch(DefaultTaskEncoder):
     ],
 )
 def test_a_hook_that_fails_on_a_batch_costs_its_samples_and_nothing_else(
-    error: type[Exception], counter: str, hook: str, num_workers: int, dataset: Path
+    error: type[Exception], counter: str, hook: str, num_workers: int, dataset: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     steps = 3 * NUM_TRAIN // 3
+    lenient = {"error_policy": ErrorPolicy(tolerance=3)}  # failures that are not in a row do not add up
     by_lane: list[list[list[str]]] = [[], []]
     for number, batch in enumerate(islice(loader_of(dataset, batch_size=3), 2 * steps)):
         by_lane[number % 2].append(batch.__key__)
-    loader = loader_of(dataset, num_workers, batch_size=3, task_encoder=FailingBatch(hook, error, KEY))
+    loader = loader_of(dataset, num_workers, batch_size=3, task_encoder=FailingBatch(hook, error, KEY), **lenient)
     seen: list[list[list[str]]] = [[], []]
     for number, batch in enumerate(islice(loader, steps)):
         seen[number % 2].append(batch.__key__)
@@ -156,20 +153,10 @@ def test_a_hook_that_fails_on_a_batch_costs_its_samples_and_nothing_else(
     expected = {"samples": 3 * steps, "errors": 0, "skipped": 0, "excluded": 0} | {counter: refused}
     assert counts(state) == expected
     assert refused >= 6
+    if (hook, num_workers) == ("batch", 0):
+        where = rf"skipped a microbatch that failed in batch: {dataset}: .*sample 11, key '{KEY}'.*: ValueError: .*"
+        assert re.fullmatch(where, caplog.messages[0])
     loader.close()
-
-
-def test_a_batch_that_fails_is_logged_with_its_samples(dataset: Path, caplog: pytest.LogCaptureFixture) -> None:
-    encoder = FailingBatch("encode_batch", ValueError, KEY)
-    with caplog.at_level(logging.WARNING, logger="energon_bridge"):
-        list(islice(loader_of(dataset, batch_size=3, task_encoder=encoder), NUM_TRAIN // 3))
-    assert re.fullmatch(
-        rf"skipped a microbatch that failed in encode_batch: {dataset}: .*sample 11, key '{KEY}'.*: ValueError: .*",
-        caplog.messages[0],
-    )
-
-
-# Too much is bad -----------------------------------------------------------------------------------------------------
 
 
 LETTERS = str.maketrans("0123456789", "abcdefghij")
@@ -187,14 +174,6 @@ def test_a_hundred_different_failures_in_a_row_stop_the_run(dataset: Path) -> No
     with pytest.raises(FatalSampleError, match=r"100 microbatches failed in a row, the last one .*: not train-a"):
         next(iter(loader))
     loader.close()
-
-
-def test_failures_that_are_not_in_a_row_do_not_add_up(dataset: Path) -> None:
-    encoder = Failing(ValueError, KEY)
-    loader = loader_of(dataset, batch_size=4, task_encoder=encoder, error_policy=ErrorPolicy(tolerance=3))
-    for _ in islice(loader, 10 * NUM_TRAIN // 4):
-        pass
-    assert counts(loader.save_state_rank())["errors"] >= 9
 
 
 @pytest.mark.parametrize(("hook", "num_workers"), [("encode_sample", 0), ("batch", 1)])
@@ -229,9 +208,6 @@ def test_a_sample_that_waits_for_others_does_not_wait_for_ever(settings: dict[st
     with pytest.raises(EmptyDatasetError, match=f"{dataset}: \\d+ samples in a row, of a split of {NUM_TRAIN}, were"):
         next(iter(loader))
     loader.close()
-
-
-# Validation ----------------------------------------------------------------------------------------------------------
 
 
 def validation(path: Path, encoder: Any, **kwargs: Any) -> SavableDataLoader:

@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine import Numbers, PrePostEncoder, config_of, deliver, digest, loaders_of, text_dataset, train_dataset
+from engine import Numbers, PrePostEncoder, deliver, digest, loaders_of, text_dataset, train_dataset
 from hypothesis import given, strategies as st
 from PIL import Image
 
-from energon_bridge import WorkerConfig
-from energon_bridge.errors import ConfigurationError
 from energon_bridge.loader.document import read_lanes
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.stream.draws import BatchRow, size_of
@@ -218,12 +216,6 @@ def test_the_size_of_contents_counts_what_is_inside(value: Any, size: int) -> No
     assert size_of(Record("key" * 100, value), 0) == size
     assert size_of({"__key__": "key" * 100, "value": value}, 0) == size
     assert size_of(Record("", value), 10_000) == 10_000
-
-
-def test_a_budget_below_nothing_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="buffer_bytes must be an integer of at least 0"):
-        WorkerConfig(rank=0, world_size=1, buffer_bytes=-1)
-    assert config_of(1, 0).buffer_bytes == 1 << 30
 
 
 class Fickle(PrePostEncoder):

@@ -232,7 +232,7 @@ def test_the_run_stops_at_the_first_sample_whose_group_has_no_value(kind: str, d
         loader = InProcessLoader(
             get_val_dataset(data, batch_size=3, task_encoder=encoder, worker_config=config_of(1, 0))
         )
-    with pytest.raises(FatalSampleError, match=r"^batch_group_criterion: .* of Grouped returned a Identity"):
+    with pytest.raises(FatalSampleError, match=r"^batch_group_criterion: .* of Grouped returned a tuple .*Identity"):
         next(iter(loader))
     assert next(calls) == 1
 

@@ -16,7 +16,6 @@ from multimodal import PixelProcessor, WordTokenizer
 
 from energon_bridge import (
     DefaultTaskEncoder,
-    EnergonMultiModalDataModule,
     LengthGrouper,
     MultiModalTaskEncoder,
     Packer,
@@ -77,9 +76,6 @@ def padded(batch: Any) -> int:
 
 def members(batch: Any) -> list[int]:
     return [int(key) for key in batch["__key__"]]
-
-
-# Selection -----------------------------------------------------------------------------------------------------------
 
 
 def fewest(lengths: list[int], most: int) -> int:
@@ -152,12 +148,9 @@ def test_what_gives_no_limit_for_cost(arguments: Any, complaint: str) -> None:
     assert cost_limit([10, 90], [100, 90], 20) == 100  # the largest sample
 
 
-# The stream ----------------------------------------------------------------------------------------------------------
-
-
 def test_every_sample_comes_once_with_little_padding_and_even_costs(path: Path) -> None:
     (loader,) = loaders_of(opened(path), 1, 0, num_lanes=1)
-    batches = list(islice(loader, 300))
+    batches = list(islice(loader, 200))
     assert all(padded(batch) <= BUDGET for batch in batches)
     assert all(
         batch["tokens"].shape == (len(members(batch)), max(LENGTHS[n] for n in members(batch))) for batch in batches
@@ -181,11 +174,7 @@ def test_every_sample_comes_once_with_little_padding_and_even_costs(path: Path) 
 
 def test_a_pass_has_every_sample_once_and_counts_what_is_left_out(path: Path) -> None:
     dataset = get_val_dataset(
-        path,
-        worker_config=config_of(1, 0),
-        task_encoder=Lengths(),
-        batch_size=None,
-        max_tokens_per_microbatch=BUDGET,
+        path, worker_config=config_of(1, 0), task_encoder=Lengths(), batch_size=None, max_tokens_per_microbatch=BUDGET
     )
     for ranks in (1, 3):
         loaders = loaders_of(dataset, ranks, 0)
@@ -195,9 +184,6 @@ def test_a_pass_has_every_sample_once_and_counts_what_is_left_out(path: Path) ->
         assert all(padded(batch) <= BUDGET for batch in batches)
         counts = [counts_of(loader.save_state_rank()) for loader in loaders]
         assert sum(count["samples"] + count["skipped"] for count in counts) == SAMPLES
-
-
-# Encoders and modules ------------------------------------------------------------------------------------------------
 
 
 def words(**values: Any) -> MultiModalTaskEncoder:
@@ -216,27 +202,6 @@ def test_padding_of_the_encoder_counts(path: Path, values: dict[str, Any], multi
     batches = list(islice(loader, 60))
     assert all(batch.tokens.numel() <= BUDGET and batch.tokens.shape[1] % multiple == 0 for batch in batches)
     assert sum(batch.tokens.numel() for batch in batches) / 60 > 0.8 * BUDGET
-
-
-def test_the_data_module_counts_microbatches(path: Path) -> None:
-    data = EnergonMultiModalDataModule(
-        str(path),
-        None,
-        None,
-        global_batch_size=4,
-        num_workers=0,
-        task_encoder=words(),
-        max_tokens_per_microbatch=BUDGET,
-    )
-    train = data.train_dataloader()
-    batches = list(islice(train, 8))
-    assert len({len(batch.__key__) for batch in batches}) > 1
-    assert all(batch.tokens.numel() <= BUDGET for batch in batches)
-    assert all(batch.tokens.numel() <= BUDGET for batch in islice(data.val_dataloader(), 5))
-    train.close()
-
-
-# Mistakes ------------------------------------------------------------------------------------------------------------
 
 
 class Grouped(Lengths):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -114,22 +113,6 @@ def test_dropped_samples_are_counted_as_skipped(path: Path, batch_size: int) -> 
     assert {words_of(int(key)) < 30 for batch in batches for key in members(batch)} == {True}
     counts = counts_of(state)
     assert counts["dropped"] == counts["skipped"] > 0
-
-
-def test_samples_are_split_where_the_packer_says_so(path: Path) -> None:
-    def halves(sample: Any, limits: Any) -> list[Any]:
-        columns = ("tokens", "labels", "loss_mask")
-        parts = zip(*(getattr(sample, name).split(limits["tokens"]) for name in columns), strict=True)
-        return [replace(sample, **dict(zip(columns, part, strict=True))) for part in parts]
-
-    packer: Packer[Any] = Packer(
-        limits={"tokens": 30}, size_of=lambda one: len(one.tokens), over_long="split", cut=halves
-    )
-    batches, state = batches_of(path, encoder(packer=packer), 60, batch_size=1, packing_buffer_size=40)
-    assert all(batch.tokens.shape[1] <= 30 for batch in batches)
-    counts = counts_of(state)
-    assert counts["pieces"] > counts["split"] > 0
-    assert counts["skipped"] == 0
 
 
 class Grouping(MultiModalTaskEncoder):

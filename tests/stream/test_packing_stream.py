@@ -29,13 +29,7 @@ from engine import (
 )
 from forked import on_gloo
 
-from energon_bridge import (
-    DefaultTaskEncoder,
-    Packer,
-    SkipSample,
-    get_savable_loader,
-    get_val_dataset,
-)
+from energon_bridge import DefaultTaskEncoder, Packer, SkipSample, get_savable_loader, get_val_dataset
 from energon_bridge.errors import ConfigurationError, FatalSampleError
 from energon_bridge.loader.document import read_lanes
 from energon_bridge.loader.run_plan import DatasetSpec
@@ -98,11 +92,13 @@ def test_what_is_left_over_comes_later(data: Path) -> None:
 
 
 class Halves(Pairs):
-    """Leaves every fifth sample out once it is selected, and makes two rows of a pack."""
+    """Leaves every fifth sample out once it is selected, fails for some, and makes two rows of a pack."""
 
     def postencode_sample(self, sample: Any) -> Any:
         if int(sample.number) % 5 == 0:
             raise SkipSample
+        if int(sample.number) % 7 == 0:
+            raise ValueError("no")
         return sample
 
     def pack_selected_samples(self, samples: list[Any]) -> Any:
@@ -118,8 +114,8 @@ def test_what_a_pack_leaves_out_is_counted_once(data: Path) -> None:
     for step in range(1, 41):
         state = deliver(loaders_of(dataset, 1, 0, state=state, num_lanes=2), 1, [1]).states[1]
         found, whole = counts_of(state[0]), counts_of(expected[step][0])
-        assert (found["skipped"], found["samples"]) == (whole["skipped"], whole["samples"])
-    assert whole["skipped"] > 5
+        assert all(found[name] == whole[name] for name in ("skipped", "samples", "errors"))
+    assert min(whole["skipped"], whole["errors"]) > 5
 
 
 def test_work_is_spread_evenly_over_the_microbatches(data: Path) -> None:
@@ -138,22 +134,6 @@ def test_work_is_spread_evenly_over_the_microbatches(data: Path) -> None:
     assert np.mean(later[10 * NUM_LANES :]) == pytest.approx(4, rel=0.02), "two packs of two samples"
     assert max(later) <= 2 * 4, "the microbatches in which buffers grow, too"
     assert encoder.selections[-NUM_LANES:] == [40] * NUM_LANES, "buffers grow to their size"
-
-
-def test_a_resume_encodes_its_first_microbatch_and_a_share_of_what_comes(data: Path) -> None:
-    encoder = Pairs()
-    dataset = train_dataset(data, "default", task_encoder=encoder, packing_buffer_size=40, batch_size=2)
-    (loader,) = loaders_of(dataset, 1, 0)
-    for steps in (1, 24, 100):
-        sum(1 for _ in islice(loader, steps))
-        state = loader.save_state_rank()
-        (resumed,) = loaders_of(dataset, 1, 0, state=state)
-        before = encoder.encoded
-        lane = read_lanes(state)[state["microbatches"] % NUM_LANES]
-        packs = [stage for stage, _, _ in lane.held.entries()].count(Stage.PACK)
-        share = -(-40 // ((packs - 2) // 2 + 1)) if lane.draw else 40  # what waits is encoded, and as much drawn
-        batch = next(iter(resumed))
-        assert encoder.encoded - before <= len(members(batch)) + 2 * share
 
 
 def test_a_restored_buffer_is_encoded_in_shares(data: Path) -> None:
@@ -204,41 +184,6 @@ def test_samples_that_never_fit_are_given_up_and_counted(data: Path, caplog: pyt
     counts = counts_of(loader.save_state_rank())
     assert counts["skipped"] > 20
     assert "dropped after 33 selections left it over" in caplog.text
-
-
-class Nothing(Pairs):
-    def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
-        return []
-
-
-def test_a_selection_without_a_pack_is_refused(data: Path) -> None:
-    dataset = train_dataset(data, "default", task_encoder=Nothing(), packing_buffer_size=8)
-    with pytest.raises(FatalSampleError, match="made no pack from"):
-        next(iter(get_savable_loader(dataset)))
-
-
-class Breaking(Pairs):
-    """Fails for some samples after they were selected, and for some packs."""
-
-    def postencode_sample(self, sample: Any) -> Any:
-        if int(sample.__key__) % 7 == 0:
-            raise ValueError("no")
-        return sample
-
-    def pack_selected_samples(self, samples: list[Any]) -> Any:
-        if int(samples[0].__key__) % 11 == 0:
-            raise ValueError("neither")
-        return samples[0]
-
-
-def test_members_and_packs_that_fail_are_counted(data: Path) -> None:
-    dataset = train_dataset(data, "default", task_encoder=Breaking(), packing_buffer_size=8, batch_size=2)
-    (loader,) = loaders_of(dataset, 1, 0)
-    batches = list(islice(loader, 100))
-    counts = counts_of(loader.save_state_rank())
-    assert counts["samples"] == sum(len(members(batch)) for batch in batches)
-    assert counts["errors"] > 20
-    assert not any(key[1] % 7 == 0 for batch in batches for key in members(batch))
 
 
 # Passes that end -----------------------------------------------------------------------------------------------------
@@ -338,6 +283,10 @@ def test_encoders_that_cannot_pack_are_refused(data: Path) -> None:
 
     with pytest.raises(ConfigurationError, match="override either encode_sample or"):
         train_dataset(data, "tensors", task_encoder=Both(), packing_buffer_size=8)
+    encoder = Pairs()
+    encoder.select_samples_to_pack = lambda samples: []  # type: ignore[method-assign]
+    with pytest.raises(FatalSampleError, match="made no pack from"):
+        next(iter(get_savable_loader(train_dataset(data, "default", task_encoder=encoder, packing_buffer_size=8))))
     assert TensorEncoder().select_samples_to_pack.__func__.__default_hook__  # type: ignore[attr-defined]
 
 

@@ -85,7 +85,7 @@ class Suspended(TensorEncoder):
             torch.rand(2)
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("stop", [1, 4])
 def test_a_generator_goes_on_with_its_own_throws(data: Path, stop: int) -> None:
     """Defect 6 of the reference: there a generator that a checkpoint interrupts goes on with other seeds."""
     dataset = train_dataset(data, task_encoder=Suspended(), batch_size=2, worker_config=config_of(1, 0))

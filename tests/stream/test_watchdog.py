@@ -80,12 +80,12 @@ def drain(loader: SavableDataLoader, steps: int = 20) -> None:
         loader.close()
 
 
-@pytest.mark.parametrize("hook", ["encode_sample", "select_samples_to_pack", "pack_selected_samples", "batch"])
+@pytest.mark.parametrize("hook", ["encode_sample", "select_samples_to_pack", "batch"])
 def test_what_hangs_is_named_without_its_contents(hook: str, data: Path, caplog: pytest.LogCaptureFixture) -> None:
-    loader = loader_of(data, Hanging(hook, 1.0), watchdog_timeout_seconds=0.2)
+    loader = loader_of(data, Hanging(hook, 0.7), watchdog_timeout_seconds=0.2)
     with caplog.at_level(logging.ERROR, logger="energon_bridge"):
         drain(loader)
-    assert 2 <= len(caplog.messages) <= 3  # after 0.2, 0.4 and 0.8 seconds
+    assert 2 <= len(caplog.messages) <= 3  # after 0.2 and 0.4 seconds
     for message in caplog.messages:
         assert re.match(r"rank 0, unit [01]: a microbatch has been in the making for 0\.\d s", message)
         assert re.search(rf"  {hook} of ", message)
@@ -167,11 +167,7 @@ def test_the_first_microbatch_can_have_a_time_of_its_own(data: Path, caplog: pyt
     with caplog.at_level(logging.ERROR, logger="energon_bridge"):
         drain(
             loader_of(
-                data,
-                SlowStart(),
-                packs=False,
-                watchdog_timeout_seconds=0.1,
-                watchdog_initial_timeout_seconds=30,
+                data, SlowStart(), packs=False, watchdog_timeout_seconds=0.1, watchdog_initial_timeout_seconds=30
             ),
             steps=1,
         )

@@ -59,9 +59,6 @@ def test_a_chain_that_differs_is_found(data: Path) -> None:
             run_chain(data, chain)
 
 
-# Found by chains -----------------------------------------------------------------------------------------------------
-
-
 def counts(states: list[Any]) -> list[Any]:
     return [row["counts"] for row in read_leaves(merge(states))]
 

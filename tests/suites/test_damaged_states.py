@@ -222,9 +222,6 @@ def test_a_checksum_is_needed(state: Any) -> None:
         read({name: value for name, value in state.items() if name != "checksum"})
 
 
-# At random -----------------------------------------------------------------------------------------------------------
-
-
 def other_column(text: Any, chance: random.Random) -> Any:
     """Return a column with other numbers in it."""
     if not isinstance(text, str) or text[1:2] != ",":

@@ -112,8 +112,6 @@ def test_a_defective_sample_is_reported_once_and_costs_nothing_else(
         assert (f"key '{KEY}' (parts " in message) == (hook != "read")
 
 
-# Shards that are damaged below a run ---------------------------------------------------------------------------------
-
 AFTER_THE_CUT = [f"s{number:02d}" for number in range(BAD, 2 * PER_SHARD)]
 WHOLE_SHARD = [f"s{number:02d}" for number in range(PER_SHARD, 2 * PER_SHARD)]
 
