@@ -162,7 +162,7 @@ def test_a_batch_is_what_the_processor_makes_of_all_its_samples(name: str) -> No
         encoder = ChatTemplateTaskEncoder.for_processor(processor, config)
     except (ImportError, ConfigurationError) as error:
         pytest.skip(str(error))
-    known = list(filter(partial(takes, processor), conversations(encoder, processor, 24 if LONG else 6)))
+    known = list(filter(partial(takes, processor), conversations(encoder, processor, 24 if LONG else 9)))
     compared = 0
     for first in range(0, len(known) - 2, 3):
         talks = with_equal_sounds(known[first : first + 3]) if name in BY_LONGEST else known[first : first + 3]
