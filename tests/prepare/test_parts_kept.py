@@ -187,10 +187,7 @@ REFUSED: dict[str, tuple[list[Entry], str]] = {
         [("1.jpg", b"1"), A, ("2.jpg", LINK, "1.jpg"), B],
         "'2.jpg' is a symbolic link to '1.jpg'. Write the tar again with the files themselves: tar --dereference.",
     ),
-    "a symbolic link out": (
-        [A, B, ("2.jpg", LINK, "../blobs/4f2a")],
-        "'2.jpg' is a symbolic link to '../blobs/4f2a'.",
-    ),
+    "a symbolic link out": ([A, B, ("2.jpg", LINK, "../blobs/4f2a")], "'2.jpg' is a symbolic link to '../blobs/4f2a'."),
     "a target that comes later": (
         [A, ("1.jpg", HARD, "2.jpg"), ("2.jpg", b"2"), B],
         "'1.jpg' is a hard link to '2.jpg'",

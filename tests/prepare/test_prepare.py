@@ -32,13 +32,7 @@ from energon_bridge.errors import (
 )
 from energon_bridge.format.dataset import open_dataset
 from energon_bridge.format.parallel import map_shards
-from energon_bridge.prepare import (
-    parse_ratio,
-    prepare_dataset,
-    rebuild_index,
-    render_dataset_yaml,
-    summarize_dataset,
-)
+from energon_bridge.prepare import parse_ratio, prepare_dataset, rebuild_index, render_dataset_yaml, summarize_dataset
 from energon_bridge.prepare.staging import STAGING_FOLDER, Staging
 from energon_bridge.storage import open_store
 

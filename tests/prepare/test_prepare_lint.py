@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 from tar_builder import write_tar, write_texts
 
-from energon_bridge.errors import (
-    EmptyDatasetError,
-    UnknownSplitError,
-)
+from energon_bridge.errors import EmptyDatasetError, UnknownSplitError
 from energon_bridge.prepare import parse_ratio, prepare_dataset, render_dataset_yaml, summarize_dataset
 from energon_bridge.prepare.lint import lint_dataset, lint_parts
 
