@@ -225,12 +225,6 @@ def quickstart(path: str, batch_size: int | None, worker_config: WorkerConfig | 
     )
 
 
-def test_a_batch_of_one_is_a_batch(path: str, opened: list[Any]) -> None:
-    batch = next(iter(get_loader(quickstart(path, 1))))
-    assert batch.image.shape == (1, 3, 16, 16)
-    assert len(batch.__key__) == len(batch.caption) == 1
-
-
 def test_tutorial_2_prints_a_captioning_sample(
     path: str, opened: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -243,14 +237,6 @@ def test_tutorial_2_prints_a_captioning_sample(
     # The tutorial's own text has all numbers of the image; here it is a line.
     assert printed == f"CaptioningSample({batch.__key__!r}: image float32[3, 16, 16], caption {batch.caption!r})\n"
     assert batch.image.shape == (3, 16, 16)
-
-
-def test_tutorial_3_pads_and_stacks_a_batch(path: str, opened: list[Any]) -> None:
-    batch = next(iter(get_loader(quickstart(path, 2))))
-    assert batch.image.shape == (2, 3, 16, 16)
-    for column in (batch.__key__, batch.caption):
-        assert isinstance(column, list)
-        assert [type(entry) for entry in column] == [str, str]
 
 
 @pytest.mark.usefixtures("opened")

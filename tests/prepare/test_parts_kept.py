@@ -100,11 +100,12 @@ LINKS: dict[str, list[Entry]] = {
 }
 
 
-@pytest.mark.parametrize("form", [USTAR, GNU, PAX])
-@pytest.mark.parametrize("case", LINKS)
+@pytest.mark.parametrize(
+    ("case", "form"),
+    [*((case, USTAR) for case in LINKS if case != "long names"), ("long names", GNU), ("long names", PAX)],
+)
 def test_hard_links_are_followed_inside_the_tar(tmp_path: Path, case: str, form: int) -> None:
-    entries = LINKS[case] if form != USTAR or case != "long names" else LINKS["a chain"]
-    path = tar(tmp_path / "in/s.tar", *entries, form=form)
+    path = tar(tmp_path / "in/s.tar", *LINKS[case], form=form)
     expected = {name: data for name, data in unpacked(path).items() if "." in name.rpartition("/")[2]}
     if case == "of a file that stands twice":
         expected = {"1.jpg": b"two"}  # tarfile takes the last of the name, unpacking the one that was there
