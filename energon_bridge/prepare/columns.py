@@ -40,7 +40,7 @@ from energon_bridge.rows.turns import medium_by_name
 from energon_bridge.samples import CrudeSample
 from energon_bridge.storage import LocalStore, Store, open_store
 from energon_bridge.stores.base import follow_links
-from energon_bridge.task_encoder.base import is_default
+from energon_bridge.task_encoder.hooks import Hook, is_overridden
 
 Progress = Callable[[int, int], None]
 Value = int | float | bool | str
@@ -285,8 +285,8 @@ class TokenCount:
     encoder: Any
 
     def __call__(self, sample: Any) -> int:
-        first = self.encoder.preencode_sample  # an encoder of two steps counts in the first
-        encoded = self.encoder.encode_sample(sample) if is_default(first) else first(sample)
+        in_two = is_overridden(self.encoder, Hook.PREENCODE)  # then the first step counts
+        encoded = (self.encoder.preencode_sample if in_two else self.encoder.encode_sample)(sample)
         for name in ("tokens", "input_ids", "text"):
             value = encoded.get(name) if isinstance(encoded, Mapping) else getattr(encoded, name, None)
             if value is not None and not isinstance(value, str):

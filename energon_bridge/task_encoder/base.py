@@ -41,11 +41,6 @@ def default_hook(hook: Hook) -> Hook:
     return hook
 
 
-def is_default(hook: Any) -> bool:
-    """Return whether a hook is the package's own."""
-    return getattr(hook, "__default_hook__", False)
-
-
 @overload
 def stateless(fn: Hook) -> Hook: ...
 @overload

@@ -113,28 +113,3 @@ def test_losses_are_those_of_each_sample_alone(model_type: str) -> None:
     check_packing(model)
     packs = [encoder.pack_selected_samples(samples[:3]), encoder.pack_selected_samples(samples[3:])]
     assert summed(model, model_inputs(encoder.batch(packs), model)) == (pytest.approx(loss, rel=2e-6), count)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_batch_of_mllama_is_the_one_of_its_processor() -> None:
-    processor, model, encoder = made("mllama")
-    talks = [conversation(number, ["image"], processor) for number in (0, 1, 4, 6)]
-    assert len({len(sample.images) for sample, _ in talks}) > 1
-    theirs = called(processor, [text for _, text in talks], [sample for sample, _ in talks])
-    ours = model_inputs(encoder.batch([encoder.encode(sample) for sample, _ in talks]), model)
-    for name in ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"):
-        assert torch.equal(ours[name], theirs[name]), name
-    seen = [int((row != -100).nonzero()[-1]) for row in ours["labels"]]  # what comes behind is not learned
-    for number, length in enumerate(seen):
-        for name in ("input_ids", "cross_attention_mask"):
-            assert torch.equal(ours[name][number, :length], theirs[name][number, :length]), name
-    with torch.no_grad():
-        wanted = model(**theirs, labels=ours_as(ours["labels"], theirs["input_ids"])).loss
-        assert float(model(**ours).loss) == pytest.approx(float(wanted), rel=2e-6)
-
-
-def ours_as(labels: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return labels, padded to the shape of tokens."""
-    wide = torch.full_like(tokens, -100)
-    wide[:, : labels.shape[1]] = labels
-    return wide

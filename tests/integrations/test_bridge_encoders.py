@@ -247,18 +247,13 @@ def test_nemotron_omni_is_encoded_by_megatron_bridge(
     }
 
 
-def test_nemotron_omni_over_another_megatron_energon_is_refused(
-    dataset: Path, models: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    provide_omni(monkeypatch, type("NemotronOmniTaskEncoder", (), {}))
-    with pytest.raises(ConfigurationError, match="over the real megatron-energon: call"):
-        iterators(declared(dataset, omni(models["llava"])))
-
-
-def test_values_that_nemotron_omni_refuses_are_named(
+def test_what_nemotron_omni_cannot_be_made_of_is_named(
     dataset: Path, models: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     provide_omni(monkeypatch, Omni)
     wrong = replace(omni(models["llava"]), visual_keys=("pixels",))
     with pytest.raises(ConfigurationError, match="NemotronOmniEnergonTaskEncoderConfig: visual_keys must be exactly"):
         iterators(declared(dataset, wrong))
+    provide_omni(monkeypatch, type("NemotronOmniTaskEncoder", (), {}))
+    with pytest.raises(ConfigurationError, match="over the real megatron-energon: call"):
+        iterators(declared(dataset, omni(models["llava"])))

@@ -160,6 +160,13 @@ def test_iterators_of_validation_cycle_and_keep_their_own_positions(dataset: Pat
     data.close()
 
 
+def test_under_lightning_an_iterator_of_validation_is_one_pass(dataset: Path) -> None:
+    data = module(dataset)
+    with attached(data):
+        assert keys(data.val_dataloader()) == EXPECTED_VAL
+        assert keys(data.val_dataloader()) == EXPECTED_VAL
+
+
 def test_training_arguments_do_not_change_what_is_validated(dataset: Path) -> None:
     data = module(dataset, batch_drop_last=True, parallel_shard_iters=2, image_decode="torchrgb8")
     assert len(list(data.val_dataloader().one_pass())) == 4

@@ -270,23 +270,6 @@ def test_weights_of_a_model_are_its_operations(make: Any, patches: int, toleranc
     assert (alone.attention, alone.patches) == (found.attention, 0)
 
 
-def test_weights_of_published_sizes() -> None:
-    """LLaVA-1.5 7B: 0.3 of 6.7 billion parameters are the vision encoder's."""
-    transformers = pytest.importorskip("transformers")
-    vision = transformers.CLIPVisionConfig(
-        hidden_size=1024,
-        intermediate_size=4096,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        image_size=336,
-        patch_size=14,
-    )
-    text = transformers.LlamaConfig(vocab_size=32_064)
-    found = BatchCost.of_model(transformers.LlavaConfig(vision_config=vision, text_config=text))
-    assert found.attention == pytest.approx(1 / (12 * 4096), rel=0.05)
-    assert found.patches == pytest.approx(0.3 / 6.7, rel=0.15)
-
-
 def test_a_configuration_without_sizes_is_named() -> None:
     class Odd:
         hidden_size = 8

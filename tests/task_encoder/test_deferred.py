@@ -130,24 +130,16 @@ def test_a_broken_image_costs_its_sample_and_not_the_pack(tmp_path: Path) -> Non
         assert counts["errors"] > 0
 
 
-def test_a_size_that_cannot_be_read_names_the_part() -> None:
+def test_sizes_that_cannot_be_read_or_are_over_the_limit_are_named(data: Path) -> None:
+    class Small(ByWidth):
+        decoder = SampleDecoder(image_decode="torchrgb8", defer_images=True, max_pixels=63)
+
     image = SampleDecoder(defer_images=True).decode("left.jpg", b"no image")
     assert repr(image) == "DeferredImage('left.jpg', 8 bytes)"
     with pytest.raises(DecodeError, match=r"part 'left.jpg' \(8 bytes\) has no readable image size"):
         _ = image.size
-
-
-def test_without_packing_they_are_decoded_before_the_last_hook(data: Path) -> None:
-    class Sizes(DefaultTaskEncoder):
-        decoder = SampleDecoder(image_decode="torchrgb8", defer_images=True)
-
-        def postencode_sample(self, sample: Any) -> Any:
-            assert sample.image.shape == (3, 8, 8)
-            return sample
-
-    spec = get_train_dataset(data, worker_config=config_of(1, 0), batch_size=2, task_encoder=Sizes())
-    batch = next(iter(get_savable_loader(spec)))
-    assert batch.image.shape == (2, 3, 8, 8)
+    with pytest.raises(Exception, match=r"it has 8 x 8 pixels, more than the limit of 63"):
+        next(iter(get_savable_loader(packed(data, Small()))))
 
 
 @cooker(need_cache=True, need_primary=True)
@@ -256,14 +248,3 @@ def test_a_size_is_refused_where_decoding_is(data: bytes) -> None:
 def test_a_size_is_that_of_the_decoded_image(form: str) -> None:
     deferred = SampleDecoder(image_decode="pilrgb", defer_images=True).decode("png", pictured(form, (33, 21)))
     assert deferred.size == deferred.get().size == (33, 21)
-
-
-def test_an_image_over_the_limit_is_no_part_of_a_plan(tmp_path: Path) -> None:
-    create_captioning_test_dataset(tmp_path / "d", num_train=6, num_val=0, image_size=8)
-
-    class Small(ByWidth):
-        decoder = SampleDecoder(image_decode="torchrgb8", defer_images=True, max_pixels=63)
-
-    loader = get_savable_loader(packed(tmp_path / "d", Small()))
-    with pytest.raises(Exception, match=r"it has 8 x 8 pixels, more than the limit of 63"):
-        next(iter(loader))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
@@ -24,7 +25,7 @@ from families import FAMILIES, chat, encoder_of, image_processor_of, model_confi
 
 pytest.importorskip("transformers")
 
-from energon_bridge import CaptioningSample, VidQASample, VQASample, get_train_dataset
+from energon_bridge import CaptioningSample, SampleDecoder, VidQASample, VQASample, get_train_dataset
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.samples import CrudeSample, InterleavedSample, TextSample
 from energon_bridge.task_encoder import DeferredImage, MultiModalTaskEncoder, conversation
@@ -417,6 +418,17 @@ def test_packages_that_a_processor_needs_are_named_at_once(
     )
     needs = f"needs {' and '.join(missing)}: `pip install {install}`"
     assert str(caught.value) == f"the processor of {str(tmp_path)!r} {needs}"
+
+
+def test_deferred_images_have_the_sizes_of_their_headers() -> None:
+    buffer = io.BytesIO()
+    picture(40, 24).save(buffer, "png")
+    image = SampleDecoder(image_decode="pilrgb", defer_images=True).decode("a.png", buffer.getvalue())
+    encoder = encoder_of("qwen2_vl")
+    prepared = encoder.preencode_sample(chat("<image>a", "b", images=[image]))
+    assert prepared.plans[0].grid == (1, 4, 6)
+    assert [one.data for one in prepared.images] == [image.data]
+    assert encoder.postencode_sample(prepared).visual["image_grid_thw"].tolist() == [[1, 4, 6]]
 
 
 def test_videos_in_a_list_are_several_and_frames_in_a_list_are_one() -> None:

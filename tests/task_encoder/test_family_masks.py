@@ -405,11 +405,14 @@ def test_white_space_in_front_of_a_token_stays_with_what_it_says(segments: Any, 
     assert text.startswith(tokenizer.decode(together))
 
 
-def test_a_template_that_changes_earlier_turns_is_refused() -> None:
+def test_templates_that_refuse_or_change_earlier_turns_are_named() -> None:
     encoder = encoder_of("qwen2_vl", ChatConfig(chat_template=FORGETFUL))
     encoder.encode(chat("a", "so /think b"))
     with pytest.raises(ConfigurationError, match=r"cannot be used for training on answer 1 of 2.*learn='last'"):
         encoder.encode(chat("a", "so /think b", "c", "d"))
+    encoder = encoder_of("qwen2_vl", ChatConfig(chat_template=ALTERNATING))
+    with pytest.raises(SampleError, match=r"sample 'q': the chat template rejects .*: roles must alternate"):
+        encoder.encode(chat("a", "b", system="s"))
 
 
 @pytest.mark.parametrize("template", ["{{ tools[0]['name'] }}: " + STRINGS, "{{ tools[0]['name'] }}: " + MARKED])
@@ -418,14 +421,6 @@ def test_tools_reach_the_template(template: str) -> None:
     sample = chat("a", "b")
     sample.tools = [{"name": "lens"}]
     assert text_of(encoder, encoder.encode(sample)).startswith("lens: ")
-
-
-def test_what_a_template_refuses_is_an_error_of_the_sample() -> None:
-    encoder = encoder_of("qwen2_vl", ChatConfig(chat_template=ALTERNATING))
-    with pytest.raises(
-        SampleError, match=r"sample 'q': the chat template rejects the conversation: roles must alternate"
-    ):
-        encoder.encode(chat("a", "b", system="s"))
 
 
 def test_a_tokenizer_without_a_template_is_refused() -> None:

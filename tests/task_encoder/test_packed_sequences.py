@@ -71,12 +71,6 @@ def test_every_sample_stands_in_its_place_as_it_was(sizes, multiple, spare, fixe
     assert pixels == [number for number, one in enumerate(samples, 1) for _ in range(one.num_images)]
 
 
-def test_no_label_is_a_token_of_the_next_sample() -> None:
-    batch = batch_packs([pack_sequences([sample(3, 1), sample(4, 2)], FILLING)], FILLING)
-    assert batch.tokens.tolist() == [[101, 102, 103, 201, 202, 203, 204]]
-    assert batch.labels.tolist() == [[-100, 103, 104, -100, -100, 204, 205]]
-
-
 def test_what_a_pack_says_of_its_samples() -> None:
     packs = [pack_sequences([sample(2, 1), sample(3, 2)], FILLING), pack_sequences([sample(4, 3)], FILLING)]
     assert packs[0].__key__ == "s1,s2"

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, chat, encoder_of, image_processor_of, model_config_of, model_of, picture
+from families import chat, encoder_of, image_processor_of
 from hypothesis import HealthCheck, given, settings, strategies as st
 from pictures import KINDS, encoded, noise, sizes
 from PIL import Image
@@ -336,18 +336,6 @@ def test_wrong_choices_are_refused() -> None:
         type(encoder)(encoder.tokenizer, Own(), ChatConfig(pixels="torch"))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_grids_and_pixels_are_the_same_as_with_the_processor(family: str) -> None:
-    sample = chat("<image>a<image>", "b", images=[picture(16, 40), noise(90, 31, seed=4)])
-    native_one, called = (
-        encoder_of(family, ChatConfig(pixels=pixels)).encode(sample) for pixels in (None, "processor")
-    )
-    assert native_one.tokens.tolist() == called.tokens.tolist()
-    assert native_one.visual.keys() == called.visual.keys()
-    for name, value in native_one.visual.items():
-        assert torch.equal(value, called.visual[name]), name
-
-
 @pytest.mark.parametrize("frames", [1, 4, 5])
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
 def test_videos_are_the_same_as_with_the_processor(family: str, frames: int) -> None:
@@ -360,39 +348,6 @@ def test_videos_are_the_same_as_with_the_processor(family: str, frames: int) -> 
     assert native_one.visual.keys() == called.visual.keys()
     for name, value in native_one.visual.items():
         assert torch.equal(value, called.visual[name]), name
-
-
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
-def test_trainings_have_the_same_losses(family: str) -> None:
-    """Three steps of a tiny model on what it is given, by the native path and by the processor."""
-    losses: dict[Any, list[float]] = {}
-    for pixels in ("pillow", "processor"):
-        encoder = encoder_of(family, ChatConfig(pixels=pixels))  # type: ignore[arg-type]
-        samples = [
-            encoder.encode(chat("<image>color?", "red", images=[noise(40 + 9 * n, 30, seed=n)], key=str(n)))
-            for n in range(3)
-        ]
-        batch = encoder.batch(samples)
-        model = model_of(model_config_of(family, encoder.tokenizer))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses[pixels] = []
-        for _ in range(3):
-            extra = {} if batch.mm_token_type_ids is None else {"mm_token_type_ids": batch.mm_token_type_ids}
-            assert batch.pixel_values is not None
-            logits = model(
-                input_ids=batch.tokens,
-                attention_mask=batch.attention_mask,
-                pixel_values=batch.pixel_values,
-                **batch.visual_inputs,
-                **extra,
-            ).logits
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
-            losses[pixels].append(float(loss.detach()))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    assert losses["pillow"] == pytest.approx(losses["processor"], rel=1e-6)
-    assert losses["pillow"][2] < losses["pillow"][0]
 
 
 def test_an_encoder_with_its_path_can_be_sent_to_a_process() -> None:
@@ -494,13 +449,6 @@ def test_the_profile_belongs_to_the_state(captions: Path) -> None:
         loader_of(captions, pixels="torch").restore_state_rank(state)
     with pytest.raises(SettingMismatchError, match="pixels_dtype='bfloat16'"):
         loader_of(captions, pixels_dtype="bfloat16").restore_state_rank(state)
-
-
-def test_what_the_engine_delivers_is_what_the_processor_makes(captions: Path) -> None:
-    batches: list[Iterator[Any]] = [iter(loader_of(captions, pixels=pixels)) for pixels in ("pillow", "processor")]
-    for one, other in islice(zip(*batches, strict=False), 3):
-        assert torch.equal(one.pixel_values, other.pixel_values)
-        assert torch.equal(one.tokens, other.tokens)
 
 
 @pytest.mark.parametrize("profile", ["pillow", "torch"])
