@@ -14,15 +14,7 @@ import pytest
 from paths import FIXTURES
 from rival_fixtures import EXPECTED, Encoder, plain, rendered, validation
 
-from energon_bridge import (
-    Cooker,
-    FileStore,
-    TextSample,
-    WorkerConfig,
-    basic_sample_keys,
-    get_loader,
-    get_train_dataset,
-)
+from energon_bridge import Cooker, FileStore, TextSample, WorkerConfig, basic_sample_keys, get_loader, get_train_dataset
 from energon_bridge.samples import CrudeSample
 
 PLAIN = ["captioning", "vqa", "captioning_extra", "crude", "aux_images"]

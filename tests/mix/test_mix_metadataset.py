@@ -86,10 +86,7 @@ def test_a_join(fixtures):
     )
     assert [
         (entry.name, Path(entry.leaf.path).name, entry.leaf.split_part, entry.nonmatch) for entry in found.entries
-    ] == [
-        ("image", "captioning", "train", "error"),
-        ("extra", "captioning_extra", "train", "error"),
-    ]
+    ] == [("image", "captioning", "train", "error"), ("extra", "captioning_extra", "train", "error")]
 
 
 def test_aux(fixtures):

@@ -15,13 +15,7 @@ from engine import config_of, counts_of, digest, loaders_of
 from mixing import metadataset, mix_data, mixed
 from rival_fixtures import Encoder, rendered
 
-from energon_bridge import (
-    WeightSchedule,
-    get_loader,
-    get_savable_loader,
-    get_val_dataset,
-    get_val_datasets,
-)
+from energon_bridge import WeightSchedule, get_loader, get_savable_loader, get_val_dataset, get_val_datasets
 from energon_bridge.errors import DatasetMismatchError, SettingMismatchError
 from energon_bridge.loader.document import read_leaves
 from energon_bridge.loader.run_plan import DatasetSpec
