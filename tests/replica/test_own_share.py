@@ -183,6 +183,21 @@ def changed_weights(loader: Any) -> int:
     return int(loader.set_weights([1, 9], from_draw=4 * G * 2))
 
 
+def test_bans_are_counted_as_without_balance(data: Path) -> None:
+    dataset = sized_dataset(data, "packed mix")
+    (plain,) = loaders_of(dataset, 1, 0, num_lanes=LANES, microbatches_per_global_batch=G)
+    loaders = open_shared(dataset, 4, 2)
+    for loader in (plain, *loaders):
+        loader.ban([f"{number:05d}" for number in range(0, 50, 3)], from_draw=3 * G * 2)
+    for _ in range(18 * G):
+        plain.deliver()
+    run_shared(loaders, 18)
+    one, other = (read_leaves(state)[0]["counts"] for state in (plain.save_state_rank(), states_of(loaders)))
+    assert (one["samples"], one["banned"]) == (other["samples"], other["banned"])
+    assert one["banned"] > 0
+    close([plain, *loaders])
+
+
 def test_seeking_is_that_without_balance(data: Path) -> None:
     dataset = sized_dataset(data, "mix")
     loaders = open_shared(dataset, 2)
