@@ -137,8 +137,10 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-@pytest.mark.parametrize("extension", ["pickle", "pkl", "pyd"])
+@pytest.mark.parametrize(
+    ("extension", "protocol"),
+    [*(("pkl", number) for number in range(pickle.HIGHEST_PROTOCOL + 1)), ("pickle", 4), ("pyd", 4)],
+)
 def test_plain_pickles_are_read(extension: str, protocol: int) -> None:
     found = SampleDecoder(read_pickles=True).decode(extension, pickle.dumps(PLAIN, protocol))
     assert found["a"] == PLAIN["a"]
@@ -251,11 +253,8 @@ def test_a_class_with_its_own_load_sample_runs(tmp_path: Path) -> None:
 def test_what_would_be_ignored_is_refused(dataset_yaml: str, message: str, tmp_path: Path) -> None:
     data = write(tmp_path / "data", dataset_yaml)
 
-    def refused() -> str:
-        with pytest.raises(MetadataError) as caught:
+    def refused() -> None:
+        with pytest.raises(MetadataError, match=message):
             samples(data, **TRUST)
-        return str(caught.value)
 
-    import re
-
-    assert re.search(message, under_dropin(refused))
+    under_dropin(refused)

@@ -15,13 +15,7 @@ import torch
 from forked import run_forked
 from paths import REPOSITORY, TESTS
 
-from energon_bridge import (
-    WorkerConfig,
-    get_loader,
-    get_savable_loader,
-    get_train_dataset,
-    get_val_dataset,
-)
+from energon_bridge import WorkerConfig, get_loader, get_savable_loader, get_train_dataset, get_val_dataset
 from energon_bridge.compat import install, table
 from energon_bridge.compat.__main__ import main
 from energon_bridge.compat.surface import modules

@@ -16,14 +16,16 @@ import torch
 from PIL import Image
 
 from energon_bridge import (
+    CaptioningSample,
     DecodeFileStore,
     DefaultTaskEncoder,
     FileStore,
     SampleDecoder,
     SourceInfo,
+    VQASample,
     errors,
 )
-from energon_bridge.compat import dataset_classes, epath, loading, preparing, records, transforms, wrapped
+from energon_bridge.compat import dataset_classes, epath, factories, loading, preparing, records, transforms, wrapped
 from energon_bridge.errors import ConfigurationError, MetadataError, NotProvidedError
 from energon_bridge.testing import create_captioning_test_dataset
 
@@ -286,10 +288,8 @@ def test_fork_hooks_live_as_long_as_their_object() -> None:
 
 
 def test_one_dataset_is_opened_by_its_configuration(path: Path) -> None:
-    from energon_bridge.compat import factories
-
     settings = {"worker_config": config(), "split_part": "val"}
-    opened = factories.get_dataset_from_config(path, training=False, sample_type=errors_sample(), **settings)
+    opened = factories.get_dataset_from_config(path, training=False, sample_type=CaptioningSample, **settings)
     keys = [sample.__key__ for sample in loading.get_loader(opened.build())]
     assert keys == [f"val-{n:05d}" for n in range(5)]
     assert len(opened) == len(opened.build()) == 5
@@ -301,15 +301,7 @@ def test_one_dataset_is_opened_by_its_configuration(path: Path) -> None:
         factories.get_dataset_from_config(path, subset=1, **settings)
 
 
-def errors_sample() -> type:
-    from energon_bridge import CaptioningSample
-
-    return CaptioningSample
-
-
 def test_a_type_of_samples_that_is_not_there_is_refused(path: Path) -> None:
-    from energon_bridge import VQASample
-
     with pytest.raises(ConfigurationError, match="are CaptioningSample, but sample_type= requests VQASample"):
         loading.get_train_dataset(path, batch_size=1, worker_config=config(), sample_type=VQASample)
 

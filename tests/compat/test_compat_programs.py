@@ -19,17 +19,7 @@ from click.testing import CliRunner
 
 from energon_bridge import Cooker, SystemFileStore, WorkerConfig, get_val_dataset
 from energon_bridge.av import AVDecoder
-from energon_bridge.compat import (
-    dataset_classes,
-    encoders,
-    epath,
-    factories,
-    loading,
-    preview,
-    records,
-    table,
-    wrapped,
-)
+from energon_bridge.compat import dataset_classes, encoders, epath, factories, loading, preview, records, table, wrapped
 from energon_bridge.errors import ConfigurationError, DatasetNotFoundError, MetadataError, NotProvidedError
 from energon_bridge.format.dataset import open_dataset
 from energon_bridge.mix.opener import MIN_DATASETS

@@ -109,10 +109,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 def test_basic_usage(path: str, opened: list[Any]) -> None:
     ds = get_train_dataset(
-        path,
-        batch_size=32,
-        shuffle_buffer_size=1000,
-        worker_config=WorkerConfig.default_worker_config(),
+        path, batch_size=32, shuffle_buffer_size=1000, worker_config=WorkerConfig.default_worker_config()
     )
     seen = []
     for batch in get_loader(ds):
@@ -124,11 +121,7 @@ def test_basic_usage(path: str, opened: list[Any]) -> None:
 
 
 def test_multimodal_example(path: str, opened: list[Any]) -> None:
-    ds = get_train_dataset(
-        path,
-        batch_size=32,
-        worker_config=WorkerConfig(num_workers=8, prefetch_factor=2),
-    )
+    ds = get_train_dataset(path, batch_size=32, worker_config=WorkerConfig(num_workers=8, prefetch_factor=2))
     for batch in get_loader(ds):
         images = batch["image"]
         texts = batch["text"]
@@ -141,11 +134,7 @@ def test_multimodal_example(path: str, opened: list[Any]) -> None:
 
 
 def test_worker_configuration(path: str) -> None:
-    config = WorkerConfig(
-        num_workers=8,
-        prefetch_factor=2,
-        persistent_workers=True,
-    )
+    config = WorkerConfig(num_workers=8, prefetch_factor=2, persistent_workers=True)
     assert (config.num_workers, config.prefetch_factor, config.persistent_workers) == (8, 2, True)
     assert (config.rank, config.world_size) == (0, 1)
     loader = get_loader(get_train_dataset(path, batch_size=32, worker_config=config))
@@ -154,10 +143,7 @@ def test_worker_configuration(path: str) -> None:
 
 def test_integration_with_a_training_loop(path: str, opened: list[Any]) -> None:
     args = Namespace(data_path=path, micro_batch_size=4)
-    train_ds = get_train_dataset(
-        args.data_path,
-        batch_size=args.micro_batch_size,
-    )
+    train_ds = get_train_dataset(args.data_path, batch_size=args.micro_batch_size)
     for iteration, batch in enumerate(get_loader(train_ds)):
         assert batch.image.shape[0] == args.micro_batch_size
         if iteration == 3:
@@ -202,12 +188,7 @@ def test_dataset_blending(folder: Path, opened: list[Any]) -> None:
 
 def test_usage_of_the_library(path: str, opened: list[Any]) -> None:
     train_loader = get_loader(
-        get_train_dataset(
-            path,
-            batch_size=32,
-            shuffle_buffer_size=None,
-            max_samples_per_sequence=None,
-        )
+        get_train_dataset(path, batch_size=32, shuffle_buffer_size=None, max_samples_per_sequence=None)
     )
     seen = []
     for batch in train_loader:
@@ -244,12 +225,6 @@ def quickstart(path: str, batch_size: int | None, worker_config: WorkerConfig | 
     )
 
 
-def test_a_batch_of_one_is_a_batch(path: str, opened: list[Any]) -> None:
-    batch = next(iter(get_loader(quickstart(path, 1))))
-    assert batch.image.shape == (1, 3, 16, 16)
-    assert len(batch.__key__) == len(batch.caption) == 1
-
-
 def test_tutorial_2_prints_a_captioning_sample(
     path: str, opened: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -262,14 +237,6 @@ def test_tutorial_2_prints_a_captioning_sample(
     # The tutorial's own text has all numbers of the image; here it is a line.
     assert printed == f"CaptioningSample({batch.__key__!r}: image float32[3, 16, 16], caption {batch.caption!r})\n"
     assert batch.image.shape == (3, 16, 16)
-
-
-def test_tutorial_3_pads_and_stacks_a_batch(path: str, opened: list[Any]) -> None:
-    batch = next(iter(get_loader(quickstart(path, 2))))
-    assert batch.image.shape == (2, 3, 16, 16)
-    for column in (batch.__key__, batch.caption):
-        assert isinstance(column, list)
-        assert [type(entry) for entry in column] == [str, str]
 
 
 @pytest.mark.usefixtures("opened")
@@ -289,11 +256,7 @@ def test_tutorial_3_blends_by_a_metadataset(folder: Path, monkeypatch: pytest.Mo
 def test_tutorial_4_distributed_loading(source: str, path: str, opened: list[Any]) -> None:
     batches = []
     for rank in range(2):
-        worker_config = WorkerConfig(
-            rank=rank,
-            world_size=2,
-            num_workers=2,
-        )
+        worker_config = WorkerConfig(rank=rank, world_size=2, num_workers=2)
         loader = get_loader(quickstart(source, 4, worker_config))
         batches.append([batch.__key__ for batch in islice(loader, NUM_TRAIN // 8)])
     num_lanes = opened[0].save_state_rank()["num_lanes"]

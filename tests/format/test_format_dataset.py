@@ -102,6 +102,8 @@ def test_excludes_remove_shards_and_name_samples(dataset: Path):
     assert opened.num_samples == 3  # excluded samples keep their places
 
 
+TEXT = "sample_type: {__module__: megatron.energon, __class__: TextSample}\n"
+CRUDE = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
 DEFECTS = {
     "missing folder": (None, None, DatasetNotFoundError, "nowhere: no such folder"),
     "file": (None, None, DatasetNotFoundError, "is a file, not a folder. Give one that `energon prep"),
@@ -139,7 +141,7 @@ DEFECTS = {
     "no class": ("dataset.yaml", "field_map: {text: txt}", MetadataError, "`sample_type` is missing"),
     "empty field map": (
         "dataset.yaml",
-        "sample_type: {__module__: megatron.energon, __class__: TextSample}\nfield_map:\n",
+        TEXT + "field_map:\n",
         FieldMapError,
         "exactly one of `field_map` and `sample_loader`, found neither",
     ),
@@ -151,7 +153,7 @@ DEFECTS = {
     ),
     "unknown field": (
         "dataset.yaml",
-        "sample_type: {__module__: megatron.energon, __class__: TextSample}\nfield_map: {text: txt, txet: txt}\n",
+        TEXT + "field_map: {text: txt, txet: txt}\n",
         FieldMapError,
         r"dataset\.yaml, field_map, field `txet`: TextSample has no such field.*Did you mean 'text'",
     ),
@@ -163,25 +165,20 @@ DEFECTS = {
     ),
     "access": (
         "dataset.yaml",
-        "sample_type: {__module__: megatron.energon, __class__: TextSample}\nfield_map: {text: 'json[a'}\n",
+        TEXT + "field_map: {text: 'json[a'}\n",
         FieldMapError,
         r"field `text`: cannot read the access 'json\[a'",
     ),
-    "access type": (
-        "dataset.yaml",
-        "sample_type: {__module__: megatron.energon, __class__: TextSample}\nfield_map: {text: 3}\n",
-        FieldMapError,
-        "field `text`: expected an access",
-    ),
+    "access type": ("dataset.yaml", TEXT + "field_map: {text: 3}\n", FieldMapError, "field `text`: expected an access"),
     "subflavors": (
         "dataset.yaml",
-        "__module__: megatron.energon\n__class__: CrudeWebdataset\nsubflavors: web\n",
+        CRUDE + "subflavors: web\n",
         MetadataError,
         "field `subflavors`: expected a mapping, found 'web'",
     ),
     "unknown key": (
         "dataset.yaml",
-        "__module__: megatron.energon\n__class__: CrudeWebdataset\nsubflavor: web\n",
+        CRUDE + "subflavor: web\n",
         MetadataError,
         "unknown key `subflavor`.*Did you mean 'subflavors'",
     ),
@@ -199,7 +196,7 @@ DEFECTS = {
     ),
     "crude with a field map": (
         "dataset.yaml",
-        "__module__: megatron.energon\n__class__: CrudeWebdataset\nfield_map: {text: txt}\n",
+        CRUDE + "field_map: {text: txt}\n",
         FieldMapError,
         "field `field_map`: a crude dataset has none",
     ),

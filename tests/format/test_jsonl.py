@@ -18,14 +18,7 @@ from engine import config_of, deliver, loaders_of
 from hypothesis import given, strategies as st
 from rival_fixtures import EXPECTED, validation
 
-from energon_bridge import (
-    CrudeSample,
-    DefaultTaskEncoder,
-    TextSample,
-    get_loader,
-    get_train_dataset,
-    get_val_dataset,
-)
+from energon_bridge import CrudeSample, DefaultTaskEncoder, TextSample, get_loader, get_train_dataset, get_val_dataset
 from energon_bridge.cli.main import main
 from energon_bridge.cli.output import format_bytes
 from energon_bridge.errors import (

@@ -17,15 +17,7 @@ import numpy as np
 import torch
 from engine import Numbers, PackingEncoder
 
-from energon_bridge import (
-    Cooker,
-    DefaultTaskEncoder,
-    FileStore,
-    Lazy,
-    SkipSample,
-    basic_sample_keys,
-    cooker,
-)
+from energon_bridge import Cooker, DefaultTaskEncoder, FileStore, Lazy, SkipSample, basic_sample_keys, cooker
 from energon_bridge.prepare import parse_ratio, prepare_dataset, render_dataset_yaml
 from energon_bridge.testing import write_shard
 

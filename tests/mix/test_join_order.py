@@ -13,12 +13,7 @@ import torch
 from engine import config_of, deliver, loaders_of
 from keyed import join, keyed_dataset, shards, shuffled, write_mix
 
-from energon_bridge import (
-    DefaultTaskEncoder,
-    TextSample,
-    get_loader,
-    get_train_dataset,
-)
+from energon_bridge import DefaultTaskEncoder, TextSample, get_loader, get_train_dataset
 from energon_bridge.errors import DatasetMismatchError
 
 

@@ -87,10 +87,7 @@ def shard_of(keys: Sequence[str], number: int) -> int:
     return 0 if place < 3 else 1 if place < 15 else 2
 
 
-@pytest.mark.parametrize(
-    ("nonmatch", "expected"),
-    [("skip", pairs(KEYS[3:])), ("none", pairs(KEYS, missing=KEYS[:3]))],
-)
+@pytest.mark.parametrize(("nonmatch", "expected"), [("skip", pairs(KEYS[3:])), ("none", pairs(KEYS, missing=KEYS[:3]))])
 @pytest.mark.parametrize("named", [False, True])
 def test_samples_without_a_match(tmp_path: Path, nonmatch: str, expected: list[str], named: bool) -> None:
     keyed_dataset(tmp_path / "a", train=shards(KEYS, 10, 10))

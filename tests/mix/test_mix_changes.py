@@ -85,7 +85,7 @@ def test_set_weights_goes_on_from_what_was_delivered(data: Path) -> None:
     assert loader.set_weights([WeightSchedule.steps([(0, 1), (400, 0)]), 1]) == 3 * 24 + 6 + 1
     after = by_leaf([loader], 200)
     assert len(after["a"]) == pytest.approx((400 - 62) / 2, abs=24)
-    whole = by_leaf(loaders_of(dataset, 1, 0), 700)
+    whole = by_leaf(loaders_of(dataset, 1, 0), 350)
     for name in ("a", "b"):
         follows(per_lane(before[name]), per_lane(after[name]), per_lane(whole[name]))
 
@@ -166,9 +166,9 @@ def test_adapting_continues_what_stays_starts_what_is_new_and_parks_what_is_gone
     assert "the mix has changed" in caplog.text
     second = by_leaf(refused, 40)
     assert len(second["b"]) == pytest.approx(0.75 * 240, abs=24)
-    whole = {name: per_lane(rows) for name, rows in by_leaf(loaders_of(old, 1, 0), 900).items()}
+    whole = {name: per_lane(rows) for name, rows in by_leaf(loaders_of(old, 1, 0), 350).items()}
     follows(per_lane(first["b"]), per_lane(second["b"]), whole["b"])
-    fresh = {name: per_lane(rows) for name, rows in by_leaf(loaders_of(new, 1, 0), 900).items()}
+    fresh = {name: per_lane(rows) for name, rows in by_leaf(loaders_of(new, 1, 0), 350).items()}
     follows({}, per_lane(second["c"]), fresh["c"])
     # And back: what was parked goes on, and its counts are still there.
     states = [loader.save_state_rank() for loader in refused]
@@ -233,7 +233,7 @@ def test_adapting_to(data: Path, tmp_path: Path, change: str) -> None:
         assert all(s.taken == 0 or s.draw > drawn[lane] for lane, s in read_lanes(resumed.save_state_rank()).items())
         return
     begun = before if change == "one" else after  # a dataset that is left alone stays dealt as in the mix
-    whole = {name: per_lane(rows) for name, rows in by_leaf(loaders_of(begun, 1, 0), 900).items()}
+    whole = {name: per_lane(rows) for name, rows in by_leaf(loaders_of(begun, 1, 0), 350).items()}
     follows(per_lane(first["b"]), per_lane(second["b"]), whole["b"])
     if change == "content":
         follows({}, per_lane(second["a"]), whole["a"])

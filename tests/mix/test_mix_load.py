@@ -110,8 +110,7 @@ def test_mistakes_in_a_dict_name_their_place():
 
 
 @pytest.mark.parametrize(
-    "values",
-    [(0.6, 0.3, 0.1), (60, 30, 10), (6e-7, 3e-7, 1e-7), tuple(np.array([0.6, 0.3, 0.1])), (np.int64(6), 3, 1)],
+    "values", [(0.6, 0.3, 0.1), (60, 30, 10), (6e-7, 3e-7, 1e-7), tuple(np.array([0.6, 0.3, 0.1])), (np.int64(6), 3, 1)]
 )
 def test_weights_in_any_unit(values):
     mix = load_mix(Blender(list(zip(["/a", "/b", "/c"], values, strict=True))), split_part="train")

@@ -66,10 +66,7 @@ def test_percent_within_percent():
 
 @pytest.mark.parametrize(
     ("bounds", "words"),
-    [
-        ([5, 11], r"mix\.yaml, field `subset\.range`.*\[5, 11\].*10 samples"),
-        ([11, "end"], r"\[11, end\].*10 samples"),
-    ],
+    [([5, 11], r"mix\.yaml, field `subset\.range`.*\[5, 11\].*10 samples"), ([11, "end"], r"\[11, end\].*10 samples")],
 )
 def test_samples_that_do_not_exist(bounds, words):
     with pytest.raises(MetadataError, match=words):

@@ -260,19 +260,6 @@ def test_batches_mix_slices(num_lanes: int, most: float) -> None:
     assert 0 < same / (batches * batch * (batch - 1)) <= most
 
 
-@pytest.mark.parametrize("slice_length", [1, 10])
-def test_epochs_and_keys_change_the_order_and_nothing_else_does(slice_length: int) -> None:
-    order = order_of(100, slice_length=slice_length)
-    first, second, third = epochs_of(order, 0)
-    assert first != second != third != first
-    assert epochs_of(order_of(100, slice_length=slice_length, key=2), 0) != [first, second, third]
-    # Whether other lanes have been asked before does not matter.
-    order = order_of(100, slice_length=slice_length)
-    for lane in (3, 1, 2):
-        epochs_of(order, lane)
-    assert epochs_of(order, 0) == [first, second, third]
-
-
 @settings(max_examples=20)
 @given(st.integers(0, 23), st.integers(0, 10**13))
 def test_a_leaf_of_a_billion_samples_is_sought_in_little_memory(lane: int, draw: int) -> None:

@@ -16,13 +16,7 @@ from engine import NUM_LANES, deliver, loaders_of, numbers_of, text_dataset, tra
 from keyed import CRUDE, write_mix
 from PIL import Image
 
-from energon_bridge import (
-    CaptioningSample,
-    DefaultTaskEncoder,
-    ShardWriter,
-    get_savable_loader,
-    get_val_dataset,
-)
+from energon_bridge import CaptioningSample, DefaultTaskEncoder, ShardWriter, get_savable_loader, get_val_dataset
 from energon_bridge.cli.main import main
 from energon_bridge.errors import (
     ConfigurationError,

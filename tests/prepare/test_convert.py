@@ -54,14 +54,21 @@ def make(request: pytest.FixtureRequest) -> Make:
     return SOURCES[request.param]
 
 
-def test_every_byte_of_media_arrives(tmp_path, make):
+def test_every_byte_of_media_arrives_and_preparing_afterwards_changes_nothing(tmp_path, make):
     source, flags, media = make(tmp_path / "in", 13)
-    out = converted(source, tmp_path / "out", *flags, "--samples-per-shard", 4)
+    out = converted(source, tmp_path / "out", *flags, "--samples-per-shard", 4, "--shuffle", 5)
     stored = members(out)
     images = [data for name, data in stored.items() if name.lower().endswith((".jpg", ".png"))]
     assert sorted(images) == sorted(media.values())
     assert sum(read_info(open_store(out)).shard_counts.values()) == 13
     assert not (out / ".nv-meta.parts").exists()
+    before = content(out)
+    with closing(sqlite3.connect(out / ".nv-meta/index.sqlite")) as index:
+        media = index.execute("SELECT count(*) FROM media_metadata").fetchall()
+    assert media[0][0] >= 13
+    rebuild_index(out)
+    for name, data in content(out).items():
+        assert name == ".nv-meta/tars.json" or data == before[name] or name.startswith(".nv-meta/index."), name
 
 
 def test_the_same_bytes_whatever_the_workers(tmp_path, make):
@@ -72,18 +79,6 @@ def test_the_same_bytes_whatever_the_workers(tmp_path, make):
     other = content(converted(source, tmp_path / "c", *flags[:-1], 6))
     assert sorted(name for name in other if name.endswith(".tar")) == sorted(n for n in first if n.endswith(".tar"))
     assert other["train/00000.tar"] != first["train/00000.tar"]
-
-
-def test_preparing_afterwards_changes_nothing(tmp_path, make):
-    source, flags, _ = make(tmp_path / "in", 9)
-    out = converted(source, tmp_path / "out", *flags, "--samples-per-shard", 4, "--shuffle", 5)
-    before = content(out)
-    with closing(sqlite3.connect(out / ".nv-meta/index.sqlite")) as index:
-        media = index.execute("SELECT count(*) FROM media_metadata").fetchall()
-    assert media[0][0] >= 9
-    rebuild_index(out)
-    for name, data in content(out).items():
-        assert name == ".nv-meta/tars.json" or data == before[name] or name.startswith(".nv-meta/index."), name
 
 
 # --- what becomes of each -----------------------------------------------------------------------------------------

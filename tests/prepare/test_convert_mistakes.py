@@ -440,8 +440,9 @@ def test_parquet_files_of_the_hub_are_streamed(tmp_path, monkeypatch):
     expected = members(converted(tmp_path / "files/data", tmp_path / "expected", *flags))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    alone = ["--num-workers", "1"]
     line = ["convert", "hf://some/thing", str(tmp_path / "out"), "--stream", "--no-progress", *map(str, flags)]
-    commands = [[*line, *more] for more in (["--task", "0/2"], ["--task", "1/2"], ["--finish"])]
+    commands = [[*line, *more] for more in (["--task", "0/2"], [*alone, "--task", "1/2"], [*alone, "--finish"])]
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")

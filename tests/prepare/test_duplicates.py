@@ -167,10 +167,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     kills = 0
     for turn in range(50 if LONG else 3):
         with subprocess.Popen(
-            [sys.executable, "-c", call, str(root)],
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            [sys.executable, "-c", call, str(root)], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         ) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == b"go\n"

@@ -33,13 +33,7 @@ def listed(folder: Path, *lines: str, name: str = "list.jsonl") -> Path:
 
 
 @pytest.mark.parametrize(
-    "image",
-    [
-        {"path": "a.png"},
-        "plain",
-        "file://a.png",
-        f"data:image/png;base64,{base64.b64encode(PNG).decode()}",
-    ],
+    "image", [{"path": "a.png"}, "plain", "file://a.png", f"data:image/png;base64,{base64.b64encode(PNG).decode()}"]
 )
 def test_images_however_they_are_named(tmp_path: Path, image: object) -> None:
     source = listed(tmp_path / "in", json.dumps({"image": image, "caption": "x"}))

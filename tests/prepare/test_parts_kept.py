@@ -100,11 +100,12 @@ LINKS: dict[str, list[Entry]] = {
 }
 
 
-@pytest.mark.parametrize("form", [USTAR, GNU, PAX])
-@pytest.mark.parametrize("case", LINKS)
+@pytest.mark.parametrize(
+    ("case", "form"),
+    [*((case, USTAR) for case in LINKS if case != "long names"), ("long names", GNU), ("long names", PAX)],
+)
 def test_hard_links_are_followed_inside_the_tar(tmp_path: Path, case: str, form: int) -> None:
-    entries = LINKS[case] if form != USTAR or case != "long names" else LINKS["a chain"]
-    path = tar(tmp_path / "in/s.tar", *entries, form=form)
+    path = tar(tmp_path / "in/s.tar", *LINKS[case], form=form)
     expected = {name: data for name, data in unpacked(path).items() if "." in name.rpartition("/")[2]}
     if case == "of a file that stands twice":
         expected = {"1.jpg": b"two"}  # tarfile takes the last of the name, unpacking the one that was there
@@ -187,10 +188,7 @@ REFUSED: dict[str, tuple[list[Entry], str]] = {
         [("1.jpg", b"1"), A, ("2.jpg", LINK, "1.jpg"), B],
         "'2.jpg' is a symbolic link to '1.jpg'. Write the tar again with the files themselves: tar --dereference.",
     ),
-    "a symbolic link out": (
-        [A, B, ("2.jpg", LINK, "../blobs/4f2a")],
-        "'2.jpg' is a symbolic link to '../blobs/4f2a'.",
-    ),
+    "a symbolic link out": ([A, B, ("2.jpg", LINK, "../blobs/4f2a")], "'2.jpg' is a symbolic link to '../blobs/4f2a'."),
     "a target that comes later": (
         [A, ("1.jpg", HARD, "2.jpg"), ("2.jpg", b"2"), B],
         "'1.jpg' is a hard link to '2.jpg'",

@@ -9,15 +9,8 @@ import pytest
 from hypothesis import given, strategies as st
 from tar_builder import write_texts
 
-from energon_bridge.errors import (
-    ConfigurationError,
-)
-from energon_bridge.prepare import (
-    SplitRule,
-    parse_patterns,
-    parse_ratio,
-    prepare_dataset,
-)
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.prepare import SplitRule, parse_patterns, parse_ratio, prepare_dataset
 from energon_bridge.prepare.split import split_shards
 
 

@@ -319,13 +319,7 @@ def test_an_upward_arrow_is_found_however_it_is_written(tmp_path, statement):
     ]
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "from energon_bridge import __version__",
-        "import numpy.loader",
-    ],
-)
+@pytest.mark.parametrize("statement", ["from energon_bridge import __version__", "import numpy.loader"])
 def test_what_is_no_arrow(tmp_path, statement):
     root = write_tree(tmp_path, {"storage/__init__.py": statement, "loader/__init__.py": ""})
     assert upward_arrows(root) == []

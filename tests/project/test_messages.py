@@ -374,40 +374,13 @@ def test_an_unknown_command_names_the_nearest(arguments: list[str], hint: str):
     assert hint in result.output
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("batch_sise", " Did you mean 'batch_size'?"),
-        (7, ""),
-        ("xyzzy", ""),
-        ("", ""),
-        ("path", " Did you mean 'path'?"),
-    ],
-)
-def test_a_hint_names_the_nearest_or_is_empty(name: object, hint: str):
-    assert did_you_mean(name, ("batch_size", "path")) == hint
-
-
-def test_one_is_not_plural():
+def test_words_of_hints_and_numbers() -> None:
+    hints = {"batch_sise": " Did you mean 'batch_size'?", 7: "", "xyzzy": "", "": "", "path": " Did you mean 'path'?"}
+    assert {name: did_you_mean(name, ("batch_size", "path")) for name in hints} == hints
     assert [count_of(n, "shard") for n in (0, 1, 2, 1000)] == ["0 shards", "1 shard", "2 shards", "1,000 shards"]
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "-"),
-        (0.0, "0.00"),
-        (598 / 600, "0.997"),
-        (600 / 600, "1.00"),
-        (602 / 600, "1.003"),
-        (0.5, "0.50"),
-        (1e-3, "0.001"),
-        (2 - 1e-5, "1.999990"),
-        (1234.25, "1,234.25"),
-    ],
-)
-def test_an_unfinished_epoch_is_told_from_a_whole_one(value: float | None, text: str):
-    assert epochs(value) == text
+    shown = {None: "-", 0.0: "0.00", 598 / 600: "0.997", 1.0: "1.00", 602 / 600: "1.003", 0.5: "0.50", 1e-3: "0.001"}
+    shown |= {2 - 1e-5: "1.999990", 1234.25: "1,234.25"}  # an unfinished epoch is told from a whole one
+    assert {value: epochs(value) for value in shown} == shown
 
 
 def test_what_prepared_a_dataset_is_named(whole: Path, fixtures: Path):
@@ -534,15 +507,8 @@ def test_a_part_of_the_split_that_gets_no_sample_is_named(tmp_path: Path):
 def test_a_part_of_the_split_that_gets_no_shard_is_named(tmp_path: Path):
     for number in range(4):
         write_shard(tmp_path / f"{number}.tar", {str(number): {"txt": b"a text"}})
-    command = [
-        "prepare",
-        tmp_path,
-        "--non-interactive",
-        "--sample-type",
-        "TextSample",
-        "--field-map",
-        '{"text": "txt"}',
-    ]
+    command = ["prepare", tmp_path, "--non-interactive", "--sample-type", "TextSample"]
+    command += ["--field-map", '{"text": "txt"}']
     few = energon(*command, "--split-ratio", "8,1,1").output
     assert "val: empty, because its share of 4 shards is less than one." in few
     assert "empty" not in energon(*command, "--split-ratio", "3,1,0", "--force-overwrite").output

@@ -137,9 +137,7 @@ class Texts(DefaultTaskEncoder[Any, Any, Any, Any]):
     """Makes texts of tokens and packs them, up to 20 characters."""
 
     cookers = (
-        Cooker(
-            lambda sample: TextSample.derive_from(sample, text=" ".join(map(str, sample["tokens"].tolist()))),
-        ),
+        Cooker(lambda sample: TextSample.derive_from(sample, text=" ".join(map(str, sample["tokens"].tolist())))),
     )
 
 

@@ -265,12 +265,7 @@ class Recorder(DefaultTaskEncoder[CaptioningSample, Record, RecordBatch, dict]):
 def limited(path: str) -> list:
     config = WorkerConfig(rank=0, world_size=1, num_workers=2)
     found = get_val_datasets(
-        path,
-        batch_size=3,
-        task_encoder=Recorder(),
-        worker_config=config,
-        handler=handler,
-        image_decode="pil",
+        path, batch_size=3, task_encoder=Recorder(), worker_config=config, handler=handler, image_decode="pil"
     )
     out = []
     for dataset, _ in found:

@@ -54,10 +54,7 @@ def datasets_provider(path: str, worker_config: WorkerConfig) -> tuple[Any, list
         packing_buffer_size=None,
     )
     val_datasets = get_val_datasets(
-        path,
-        batch_size=ARGS.micro_batch_size,
-        task_encoder=TaskEncoder(),
-        worker_config=worker_config,
+        path, batch_size=ARGS.micro_batch_size, task_encoder=TaskEncoder(), worker_config=worker_config
     )
     val_datasets_without_source_datasets = [
         # Limit the dataset to eval_iters * num_microbatches
