@@ -114,7 +114,7 @@ def test_files_of_ranks(states: list[Any], tmp_path: Path) -> None:
     assert sum(row["samples"] for row in part["leaves"]) == 2 * 2 * 11
 
 
-def test_the_table(states: list[Any], data: Path, tmp_path: Path) -> None:
+def test_the_table_and_states_of_different_lanes(states: list[Any], data: Path, tmp_path: Path) -> None:
     torch.save(states, tmp_path / "state.pt")
     for name in ("show", "info"):
         output = energon("checkpoint", name, tmp_path / "state.pt").output
@@ -122,6 +122,11 @@ def test_the_table(states: list[Any], data: Path, tmp_path: Path) -> None:
         assert "lanes:    24, all here" in output
         assert "batch_size=2" in output
         assert output.count(f"{data / 'a'} [train]") == 2
+    for rank in (0, 1):
+        torch.save(states[rank], tmp_path / f"{rank}.pt")
+    found = answer("checkpoint", "diff", tmp_path / "0.pt", tmp_path / "1.pt")
+    assert not found["comparable"]
+    assert {row["draws"] for row in found["progress"]} == {None}
 
 
 def test_validation_passes_and_weights_of_a_run(data: Path, tmp_path: Path) -> None:
@@ -198,14 +203,6 @@ def test_diff_of_settings_and_mixes(data: Path, tmp_path: Path) -> None:
     assert f"~ {data / 'b'} [train], 30 samples" in output
     assert "weight 2/9 is 1/3 now" in output
     assert "schedule: None is '" in output
-
-
-def test_states_of_different_lanes_are_not_subtracted(states: list[Any], tmp_path: Path) -> None:
-    for rank in (0, 1):
-        torch.save(states[rank], tmp_path / f"{rank}.pt")
-    found = answer("checkpoint", "diff", tmp_path / "0.pt", tmp_path / "1.pt")
-    assert not found["comparable"]
-    assert {row["draws"] for row in found["progress"]} == {None}
 
 
 # --- files that are no states -------------------------------------------------------------------------------------

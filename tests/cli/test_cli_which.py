@@ -122,16 +122,13 @@ def test_keys_are_the_same_however_many_are_asked_for(tmp_path: Path) -> None:
     assert [sample["key"] for one in together for sample in one["samples"]] == keys
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_files_of_no_sense_are_refused(data: Path) -> None:
+    for arguments, message in (
         (("--until", 3, "--step", 3), "--until 3 must be above --step 3"),
         (("--until", 3, "--microbatch", 3), "either --step or --microbatch"),
         (("--step", 3, "--out", "x.csv"), "must end in .parquet or .json"),
-    ],
-)
-def test_files_of_no_sense_are_refused(data: Path, arguments: tuple[Any, ...], message: str) -> None:
-    assert message in refused("which", data / "single.yaml", *OPTIONS, *arguments)
+    ):
+        assert message in refused("which", data / "single.yaml", *OPTIONS, *arguments)
 
 
 @pytest.mark.parametrize("mix", ["weights", "linear"])

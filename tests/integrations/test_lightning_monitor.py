@@ -159,7 +159,7 @@ def test_of_a_mix_each_dataset_is_counted(dataset: Path) -> None:
     loader.close()
 
 
-def test_counters_go_on_from_a_state_and_waiting_does_not(dataset: Path) -> None:
+def test_counters_go_on_from_a_state_waiting_does_not_and_validation_has_no_epochs(dataset: Path) -> None:
     loader = data_of(str(dataset)).train_dataloader()
     for _ in range(5):
         next(loader)
@@ -168,17 +168,16 @@ def test_counters_go_on_from_a_state_and_waiting_does_not(dataset: Path) -> None
     assert other.metrics()["samples"] == 10
     assert other.metrics()["batches"] == other.metrics()["wait_seconds"] == 0
     loader.close()
-
-
-def test_validation_has_no_epochs(dataset: Path) -> None:
     config = WorkerConfig(rank=0, world_size=1, num_workers=0)
     val = get_val_dataset(dataset, batch_size=2, task_encoder=DefaultTaskEncoder(), worker_config=config)
     loader = EnergonDataloader(get_savable_loader(val))
     assert len(list(loader)) == 2
     found = loader.metrics()
-    assert found["samples"] == 4
-    assert found["batches"] == 2
+    assert (found["samples"], found["batches"]) == (4, 2)
     assert "epochs" not in found
+    loader = EnergonDataloader([1, 2])
+    assert [next(loader) for _ in range(3)] == [1, 2, 1]
+    assert loader.metrics().keys() == {"batches", "wait_seconds"}
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -205,12 +204,6 @@ def test_making_microbatches_is_timed_by_stage(dataset: Path, workers: int) -> N
     parts = sum(found[f"{stage}_seconds"] for stage in ("load", "encode", "batch"))
     assert parts == pytest.approx(found["make_seconds"])
     loader.close()
-
-
-def test_any_iterable_has_its_waiting_time() -> None:
-    loader = EnergonDataloader([1, 2])
-    assert [next(loader) for _ in range(3)] == [1, 2, 1]
-    assert loader.metrics().keys() == {"batches", "wait_seconds"}
 
 
 @pytest.mark.parametrize(

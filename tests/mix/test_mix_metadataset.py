@@ -68,12 +68,6 @@ def test_a_nested_file_on_its_own(fixtures):
         load_mix(fixtures / "nested.yaml", split_part="val")
 
 
-def test_repetitions(fixtures):
-    mix = load_mix(fixtures / "mix_epochized.yaml", split_part="train")
-    assert mix.mode == "repetitions"
-    assert [entry.repetitions for entry in mix.leaves] == [Fraction(2), Fraction(1, 2)]
-
-
 def test_a_join(fixtures):
     mix = load_mix(fixtures / "joined.yaml", split_part="train")
     found = join(mix)

@@ -19,7 +19,6 @@ from energon_bridge import WeightSchedule, get_loader, get_savable_loader, get_v
 from energon_bridge.errors import DatasetMismatchError, SettingMismatchError
 from energon_bridge.loader.document import read_leaves
 from energon_bridge.loader.run_plan import DatasetSpec
-from energon_bridge.mix import Blender
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +40,6 @@ def share(dataset: DatasetSpec, microbatches: int) -> dict[str, int]:
     with closing(get_savable_loader(dataset)) as loader:
         batches = list(islice(loader, microbatches))
     return Counter(names[key[0]] for batch in batches for key in batch.__restore_key__[3])
-
-
-def test_weights_are_kept_in_any_unit(data: Path) -> None:
-    small = share(mixed(data, [(data / "a", 0.6), (data / "b", 0.3), (data / "c", 0.1)]), 480)
-    assert small == share(mixed(data, Blender([(data / "a", 6), (data / "b", 3), (data / "c", 1)])), 480)
-    assert all(abs(small[name] - 960 * part) <= 24 for name, part in (("a", 0.6), ("b", 0.3), ("c", 0.1)))
 
 
 def test_the_same_leaf_twice_is_read_in_two_orders(data: Path) -> None:
@@ -115,12 +108,6 @@ def test_validation_of_each_leaf_on_its_own(data: Path) -> None:
         Path(leaf.dataset.path).name: sum(int(b.__valid__.sum()) for b in get_loader(part)) for part, leaf in parts
     }
     assert sizes == {"a": 12, "c": 12}
-
-
-def test_a_blender_needs_no_more_than_a_loader(data: Path) -> None:
-    blended = Blender([(data / "a", 0.6), (data / "b", 0.3), (data / "c", 0.1)])
-    with closing(get_loader(blended, worker_config=config_of(1, 0))) as loader:
-        assert all(len(batch.__key__) == 1 for batch in islice(loader, 5))
 
 
 def test_one_leaf_is_no_mix(data: Path) -> None:
