@@ -20,14 +20,14 @@ import mmap
 import os
 import pickle
 import platform
-import select
 import socket
 import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -135,7 +135,7 @@ class WorkerActor:
         """Return a connection with the token, and what it brings; None if none comes, or the line is not wanted."""
         expected, deadline = self._token + LINE.pack(line), time.monotonic() + _CONNECT_SECONDS
         while line in self._asked and time.monotonic() < deadline:
-            for server in select.select(servers, [], [], _LOOK_SECONDS)[0]:
+            for server in cast(list[socket.socket], connection.wait(servers, _LOOK_SECONDS)):
                 link, _ = server.accept()
                 link.settimeout(_END_SECONDS)
                 data, files = b"", list[int]()
@@ -178,10 +178,10 @@ def _served(link: socket.socket, worker: Worker, wanted: Callable[[], bool]) -> 
     apart = isinstance(worker, TrainersWorker)
     if not apart:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    both = [link, worker.sentinel if isinstance(worker, TrainersWorker) else worker]
+    both: list[Any] = [link, worker.sentinel if isinstance(worker, TrainersWorker) else worker]
     while wanted():
         try:
-            ready = select.select(both, [], [], _WAIT_SECONDS if apart else _LOOK_SECONDS)[0]
+            ready: list[Any] = connection.wait(both, _WAIT_SECONDS if apart else _LOOK_SECONDS)
             if link in ready:
                 commands = link.recv(4096)
                 for command in commands:

@@ -23,6 +23,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import connection
 from typing import Any, ClassVar, Protocol
 
 from energon_bridge.errors import ConfigurationError, LoaderError, check_choice, did_you_mean, is_whole
@@ -127,7 +128,7 @@ class RelayProcess:
 
     def _next(self, seconds: float | None) -> tuple[Any, ...] | None:
         """Return the next answer; None if there is none within some seconds, or no relay any more."""
-        if not self.lost and (seconds is None or select.select([self._control], [], [], seconds)[0]):
+        if not self.lost and (seconds is None or connection.wait([self._control], seconds)):
             with contextlib.suppress(ConnectionError):
                 if data := self._control.recv(PACKET_BYTES):
                     answer: tuple[Any, ...] = pickle.loads(data)
@@ -591,7 +592,7 @@ class MovingPool(WorkerPool):
             self._engine.settle(wait=False)
             moves = number == self._moving
             both = [worker] if moves and not (rival.taken or rival.behind) else [worker, rival]
-            sent = select.select(both, [], [], self._look)[0]
+            sent = connection.wait(both, self._look)
             if rival in sent and worker not in sent:
                 if moves:
                     continue

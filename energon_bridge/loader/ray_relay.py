@@ -23,7 +23,6 @@ import logging
 import os
 import pickle
 import queue
-import select
 import selectors
 import socket
 import sys
@@ -31,6 +30,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import connection
 from typing import Any
 
 from energon_bridge.loader.processes import Board, StackFile
@@ -550,7 +550,7 @@ class Relay:
         if self._lines or self._waiting:
             self._busy = now
         if now - self._busy > options["idle_seconds"]:
-            self._ended |= not select.select([self._control], [], [], 0)[0]  # a loader may just have come
+            self._ended |= not connection.wait([self._control], 0)  # a loader may just have come
 
     def _look_at_seats(self, now: float) -> None:
         """End actors that have no line and are not waited for; ask for those that lines wait for."""

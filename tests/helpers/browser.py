@@ -9,12 +9,12 @@ import base64
 import contextlib
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +119,7 @@ class Page:
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
-            ready, _, _ = select.select([self._back], [], [], SECONDS)
-            assert ready, "the browser does not answer"
+            assert connection.wait([self._back], SECONDS), "the browser does not answer"
             some = os.read(self._back, 1 << 20)
             assert some, "the browser has ended"
             self._buffer += some

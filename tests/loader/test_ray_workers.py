@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import re
+import resource
 import signal
 import sys
 import threading
@@ -321,7 +322,13 @@ def test_a_slow_worker_gets_a_rival_and_the_first_answer_wins(
     data: Path, actors: dict[str, Any], tmp_path: Path
 ) -> None:
     actors["ray_options"] |= {"hedge_after_seconds": 1.0}
-    with closing(loader_of(data, 2, SlowOnce(tmp_path), **actors)) as loader:
+    with contextlib.ExitStack() as stack:
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+        for _ in range(1100):  # a trainer of many files: more descriptors than `select` takes
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        loader = stack.enter_context(closing(loader_of(data, 2, SlowOnce(tmp_path), **actors)))
         found = [digest(batch) for batch in islice(loader, 60)]
         assert (tmp_path / "was here").exists()
         assert loader.metrics()["worker_hedges"] >= 1
