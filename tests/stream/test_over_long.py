@@ -13,7 +13,7 @@ import torch
 from engine import Numbers, TensorEncoder, config_of, counts_of, deliver, loaders_of, train_dataset
 from mixing import mix_data, mixed
 
-from energon_bridge import Packer, SkipSample, get_val_dataset
+from energon_bridge import Packer, SkipSample, TaskEncoder, get_val_dataset
 from energon_bridge.loader.document import read_lanes, read_leaves
 from energon_bridge.loader.fits import merge
 from energon_bridge.loader.run_plan import DatasetSpec, plan_run
@@ -107,10 +107,20 @@ def test_counters_are_exact_through_resumes_on_other_topologies(data: Path, poli
     assert all(sum(leaf.values()) > 10 for leaf in found_counts(state))
 
 
-@pytest.mark.parametrize("policy", ["split"])
-def test_pieces_of_a_sample_that_is_delivered_in_part_are_counted_once(data: Path, policy: str) -> None:
+class InTwoSteps(Long):
+    """Makes the pieces before images are decoded, and so ahead of those that are delivered."""
+
+    encode_sample = TaskEncoder.encode_sample
+    preencode_sample = Long.encode_sample
+
+    def postencode_sample(self, sample: Any) -> Any:
+        return sample
+
+
+@pytest.mark.parametrize("encoder", [Long, InTwoSteps])
+def test_pieces_of_a_sample_that_is_delivered_in_part_are_counted_once(data: Path, encoder: type[Long]) -> None:
     """Without packing, saved after each sample, and so between the pieces of one."""
-    spec, state = train_dataset(data / "b", task_encoder=Long(policy), batch_size=1), None
+    spec, state = train_dataset(data / "b", task_encoder=encoder("split"), batch_size=1), None
     expected = deliver(loaders_of(spec, 1, 0, num_lanes=2), 30, range(31)).states
     for step in range(1, 31):
         state = deliver(loaders_of(spec, 1, 0, state=state, num_lanes=2), 1, [1]).states[1]
