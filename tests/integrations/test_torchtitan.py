@@ -17,7 +17,7 @@ import torch
 from engine import digest
 from forked import on_gloo
 from multimodal import encoder
-from talks import talk_encoder, write_talks
+from talks import missing, talk_encoder, write_talks
 from titan import IGNORED, Trainer, stand_in
 
 from energon_bridge import Cooker, EnergonError, get_savable_loader, get_train_dataset, get_val_dataset
@@ -29,6 +29,8 @@ CONTEXT, TOKENS, STEP, STEPS = 400, 800, 3200, 3
 
 @pytest.fixture(scope="module")
 def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if package := missing("video"):
+        pytest.skip(f"conversations of these tests need {package}")
     folder = tmp_path_factory.mktemp("titan")
     write_talks(folder)
     return folder
