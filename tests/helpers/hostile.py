@@ -49,9 +49,6 @@ def limited(job: Callable[[Note], Any], *, seconds: int, memory: int = MORE_MEMO
 
     started = time.monotonic()
     ok, value = start_forked(child).result()
-    if not ok and "exit status -11" in str(value):
-        # Once of a fork, perhaps because of other tests' threads of Ray; a job that crashes does so again.
-        ok, value = start_forked(child).result()
     last = notes[:].rstrip(b"\0").decode(errors="replace")
     notes.close()
     took = time.monotonic() - started

@@ -37,6 +37,7 @@ def ray_cluster(*cpus: int, own: Sequence[dict[str, Any]] = (), **system: Any) -
         for pid in descendants():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)  # what a test has stopped could not end
+        nodes.global_state.disconnect()  # it has a thread: a fork that collected it later would crash
         nodes.shutdown()
 
 
