@@ -35,12 +35,22 @@ def descendants(root: int | None = None) -> dict[int, str]:
     return found
 
 
+def started(*others: str) -> dict[int, str]:
+    """Return our children, without those that have one of `others` in their command lines.
+
+    multiprocessing's own servants, which live as long as the interpreter, are left out always.
+    """
+    servants = ("resource_tracker", "forkserver", *others)
+    return {pid: line for pid, line in descendants().items() if not any(name in line for name in servants)}
+
+
 def left_processes() -> list[str]:
-    """Return our children, except multiprocessing's own servants, which live as long as the interpreter."""
-    servants = ("resource_tracker", "forkserver")
-    return [
-        f"process {pid}: {line}" for pid, line in descendants().items() if not any(name in line for name in servants)
-    ]
+    return [f"process {pid}: {line}" for pid, line in started().items()]
+
+
+def workers() -> list[int]:
+    """Return our children without the server of the fixture `run_rival`, which other tests have left."""
+    return [*started("rival_run")]
 
 
 def shared_memory() -> set[str]:

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 from engine import config_of, deliver, digest, loaders_of, text_dataset, train_dataset
-from left_behind import descendants
+from left_behind import workers
 
 from energon_bridge import get_savable_loader
 from energon_bridge.loader.savable import SavableDataLoader
@@ -63,11 +63,6 @@ def loader_of(data: Path, encoder: str) -> SavableDataLoader:
     )
 
 
-def worker_processes() -> list[int]:
-    servants = ("resource_tracker", "forkserver")
-    return [pid for pid, line in descendants().items() if not any(name in line for name in servants)]
-
-
 def send(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):  # it may have gone a moment ago
         os.kill(pid, number)
@@ -101,7 +96,7 @@ class Storm:
             if self.delivered < due:
                 continue
             time.sleep(self._choose.random() * 0.01)
-            pids = worker_processes()
+            pids = workers()
             for pid in self._choose.sample(pids, min(len(pids), self._choose.choice([1, 1, 2]))):
                 send(pid, self._choose.choice(SIGNALS))
                 self.sent += 1

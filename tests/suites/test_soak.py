@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from chain_cases import encoder_of, write_data
 from engine import config_of
-from left_behind import descendants
+from left_behind import descendants, workers
 from mixing import metadataset
 from workers import wait_until
 
@@ -142,8 +142,3 @@ def test_loaders_that_were_made_and_dropped_leave_nothing(data: Path) -> None:
     assert before is not None
     check_steady(before, look())
     assert threading.active_count() <= before.threads
-
-
-def workers() -> list[int]:
-    servants = ("resource_tracker", "forkserver")
-    return [pid for pid, line in descendants().items() if not any(name in line for name in servants)]
