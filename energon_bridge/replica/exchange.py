@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,16 +27,62 @@ from energon_bridge.errors import BalanceError, BroadcastError, EnergonError
 from energon_bridge.replica.groups import Replica
 from energon_bridge.replica.structure import decode, encode
 
+# Parcels --------------------------------------------------------------------------------------------------------------
+#
+# What is sent is one uint8 tensor: 8 bytes each with its own length and that of the text, the text, and the tensors,
+# each from a multiple of 64 bytes on. The text is JSON: dtype and shape of each tensor, and the node of `structure`.
+
+
+_HEAD = struct.Struct("<QQ")
+_ALIGNED = 64
+_CPU = torch.device("cpu")
+
+
+def pack(value: Any, device: torch.device = _CPU) -> Tensor:
+    """Write a value down as one uint8 tensor.
+
+    Raises:
+        ConfigurationError: Something in it cannot be sent.
+    """
+    node, tensors = encode(value)
+    table = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
+    text = json.dumps([table, node], separators=(",", ":")).encode()
+    places, size = _places(len(text), table)
+    parcel = torch.empty(size, dtype=torch.uint8, device=device)
+    head = bytearray(_HEAD.pack(size, len(text)) + text)
+    parcel[: len(head)] = torch.frombuffer(head, dtype=torch.uint8)
+    for tensor, (start, end) in zip(tensors, places, strict=True):
+        parcel[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    return parcel
+
+
+def unpack(parcel: Tensor) -> Any:
+    """Build the value again; its tensors are views of the parcel."""
+    _, length = _HEAD.unpack(bytes(parcel[: _HEAD.size].cpu().numpy()))
+    table, node = json.loads(bytes(parcel[_HEAD.size : _HEAD.size + length].cpu().numpy()))
+    places, _ = _places(length, table)
+    tensors = [
+        parcel[start:end].view(getattr(torch, name)).view(shape)
+        for (name, shape), (start, end) in zip(table, places, strict=True)
+    ]
+    return decode(node, tensors)
+
+
+def _places(length: int, table: Sequence[Sequence[Any]]) -> tuple[list[tuple[int, int]], int]:
+    """Return where the tensors of a table lie behind a text of this length, and the size of the parcel."""
+    places, end = [], _HEAD.size + length
+    for name, shape in table:
+        start = end + -end % _ALIGNED
+        end = start + math.prod(shape) * getattr(torch, name).itemsize
+        places.append((start, end))
+    return places, end
+
+
 # Channel --------------------------------------------------------------------------------------------------------------
 #
-# Moves one message from the rank that loads to the other ranks of a group. On the wire, a message is
-#
-#     frame     `FRAME` bytes: the length of the text (8 bytes), then the text as far as it fits
-#     rest      the remainder of the text, if any
-#     tensors   one flat tensor per dtype, as bytes
-#
-# The text is JSON: dtype and shape of each tensor, and the node of `structure`. Everything travels on the device of the
-# group's backend: NCCL moves GPU memory, any other backend host memory.
+# Moves one message from the rank that loads to the other ranks of a group: first `FRAME` bytes of its parcel, then the
+# others, if any. Everything travels on the device of the group's backend: NCCL moves GPU memory, any other backend host
+# memory.
 #
 # The sender never waits for a receiver. In a pipeline, a later stage asks for a microbatch only once it has the
 # activations of the stage before it, which needs that same microbatch: waiting would be a deadlock. Sends under way are
@@ -55,110 +103,39 @@ class Channel:
         self.group = group
         self.source = source
         nccl = str(dist.get_backend(group)) == "nccl"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else _CPU
         self._under_way: deque[tuple[Any, Tensor]] = deque()
 
-    def pack(self, value: Any) -> list[Tensor]:
-        """Serialise a value to the tensors to send.
-
-        Raises:
-            ConfigurationError: The value holds something that cannot be sent.
-        """
-        text, flats = written(value, self.device)
-        framed = bytearray(len(text).to_bytes(8, "little") + text)
-        framed += bytes(max(0, FRAME - len(framed)))
-        whole = torch.frombuffer(framed, dtype=torch.uint8).to(self.device)
-        rest = [whole[FRAME:]] if len(whole) > FRAME else []
-        return [whole[:FRAME], *rest, *flats]
-
-    def send(self, parcel: Sequence[Tensor]) -> None:
+    def send(self, parcel: Tensor) -> None:
         """Send what `pack` returned to all other ranks of the group, without waiting for them."""
         while self._under_way and self._under_way[0][0].is_completed():
             work, _ = self._under_way.popleft()
             work.wait()  # raises if the send failed
-        for data in parcel:
-            work = dist.broadcast(data, self.source, group=self.group, async_op=True)
-            self._under_way.append((work, data))
+        frame = parcel.new_zeros(FRAME)
+        first = parcel[:FRAME]
+        frame[: len(first)] = first
+        for data in (frame, parcel[FRAME:]):
+            if len(data):
+                work = dist.broadcast(data, self.source, group=self.group, async_op=True)
+                self._under_way.append((work, data))
 
     def receive(self) -> Any:
         """Wait for the next value."""
-        frame = bytes(self._take(FRAME).cpu().numpy())
-        length = int.from_bytes(frame[:8], "little")
-        text = frame[8 : 8 + length]
-        if len(text) < length:
-            text += bytes(self._take(length - len(text)).cpu().numpy())
-        return read(text, self._take, self.device)
+        frame = torch.empty(FRAME, dtype=torch.uint8, device=self.device)
+        dist.broadcast(frame, self.source, group=self.group)
+        size, _ = _HEAD.unpack(bytes(frame[: _HEAD.size].cpu().numpy()))
+        if size <= FRAME:
+            return unpack(frame)
+        parcel = frame.new_empty(size)
+        parcel[:FRAME] = frame
+        dist.broadcast(parcel[FRAME:], self.source, group=self.group)
+        return unpack(parcel)
 
     def flush(self) -> None:
         """Wait until everything that was sent has arrived."""
         while self._under_way:
             work, _ = self._under_way.popleft()
             work.wait()
-
-    def _take(self, size: int) -> Tensor:
-        data = torch.empty(size, dtype=torch.uint8, device=self.device)
-        dist.broadcast(data, self.source, group=self.group)
-        return data
-
-
-def written(value: Any, device: torch.device) -> tuple[bytes, list[Tensor]]:
-    """Write a value down as a text, and the bytes of its tensors: a flat uint8 tensor for each dtype.
-
-    Raises:
-        ConfigurationError: Something in it cannot be sent.
-    """
-    node, tensors = encode(value)
-    table = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
-    text = json.dumps([table, node], separators=(",", ":")).encode()
-    return text, [flat.view(torch.uint8) for flat in _flattened(tensors, device)]
-
-
-def read(text: bytes, take: Callable[[int], Tensor], device: torch.device) -> Any:
-    """Build the value that `written` has written down.
-
-    Args:
-        text: The text.
-        take: Returns the next flat tensor, given its bytes.
-        device: Where the tensors are.
-    """
-    table, node = json.loads(text)
-    kinds = [(getattr(torch, name), shape) for name, shape in table]
-    flats = {
-        dtype: take(sum(_numel(s) for d, s in kinds if d is dtype) * dtype.itemsize).view(dtype)
-        for dtype in _non_empty(kinds)
-    }
-    return decode(node, _views(kinds, flats, device))
-
-
-def _numel(shape: Sequence[int]) -> int:
-    return int(torch.Size(shape).numel())
-
-
-def _non_empty(kinds: Sequence[tuple[torch.dtype, Sequence[int]]]) -> list[torch.dtype]:
-    """Return the dtypes that have values, in order of appearance; the others get no flat tensor."""
-    return list(dict.fromkeys(dtype for dtype, shape in kinds if _numel(shape)))
-
-
-def _flattened(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Concatenate the values of all tensors of each dtype."""
-    dtypes = _non_empty([(t.dtype, t.shape) for t in tensors])
-    return [torch.cat([t.reshape(-1).to(device) for t in tensors if t.dtype is dtype]) for dtype in dtypes]
-
-
-def _views(
-    kinds: Sequence[tuple[torch.dtype, Sequence[int]]], flats: dict[torch.dtype, Tensor], device: torch.device
-) -> list[Tensor]:
-    """Cut the flat tensors into views of the given shapes; the inverse of `_flattened`."""
-    start = dict.fromkeys(flats, 0)
-    tensors = []
-    for dtype, shape in kinds:
-        size = _numel(shape)
-        if not size:
-            tensors.append(torch.empty(shape, dtype=dtype, device=device))
-            continue
-        tensors.append(flats[dtype][start[dtype] : start[dtype] + size].view(shape))
-        start[dtype] += size
-    return tensors
 
 
 # Exchange -------------------------------------------------------------------------------------------------------------
@@ -193,15 +170,15 @@ class Exchange:
         self.send(self.pack(lambda keys: {"answer": result}))
         return result
 
-    def pack(self, message: Callable[[frozenset[str] | None], Mapping[str, Any]]) -> list[list[Tensor]]:
+    def pack(self, message: Callable[[frozenset[str] | None], Mapping[str, Any]]) -> list[Tensor]:
         """Serialise a message for all stages before sending any: one that cannot be sent reaches none.
 
         Args:
             message: Builds the message for a stage, given the batch fields that it needs (None: all).
         """
-        return [channel.pack(message(keys)) for channel, keys in self._channels]
+        return [pack(message(keys), channel.device) for channel, keys in self._channels]
 
-    def send(self, parcels: Sequence[Sequence[Tensor]]) -> None:
+    def send(self, parcels: Sequence[Tensor]) -> None:
         """Send what `pack` returned."""
         for (channel, _), parcel in zip(self._channels, parcels, strict=True):
             channel.send(parcel)
@@ -239,13 +216,8 @@ class Exchange:
 # The data-parallel ranks that share a global batch: what they tell each other, and the microbatches that they send. All
 # of it runs on a gloo group of its own, from one thread: a collective of the training loop can never come in between,
 # and GPUs and their streams have no part in it.
-#
-# A microbatch travels as one uint8 tensor: eight bytes with the length of the text of `structure`, the text, and the
-# flat tensor of each dtype, each from a multiple of 64 bytes on.
 
 
-_ALIGNED = 64
-_CPU = torch.device("cpu")
 _TEXT = 4096
 
 
@@ -342,39 +314,3 @@ class Peers:
 
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self.group, rank)
-
-
-def pack(value: Any) -> Tensor:
-    """Write a microbatch down as one uint8 tensor.
-
-    Raises:
-        ConfigurationError: Something in it cannot be sent.
-    """
-    text, flats = written(value, _CPU)
-    head = len(text).to_bytes(8, "little") + text
-    starts = [_aligned(len(head))]
-    for flat in flats:
-        starts.append(_aligned(starts[-1] + len(flat)))
-    parcel = torch.empty(starts[-1], dtype=torch.uint8)
-    parcel[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-    for start, flat in zip(starts, flats, strict=False):
-        parcel[start : start + len(flat)] = flat
-    return parcel
-
-
-def unpack(parcel: Tensor) -> Any:
-    """Build the microbatch again; its tensors are views of the parcel."""
-    length = int.from_bytes(bytes(parcel[:8].numpy()), "little")
-    place = _aligned(8 + length)
-
-    def take(size: int) -> Tensor:
-        nonlocal place
-        flat = parcel[place : place + size]
-        place = _aligned(place + size)
-        return flat
-
-    return read(bytes(parcel[8 : 8 + length].numpy()), take, _CPU)
-
-
-def _aligned(size: int) -> int:
-    return size + -size % _ALIGNED

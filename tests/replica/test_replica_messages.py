@@ -17,7 +17,7 @@ from hypothesis import given, strategies as st
 from energon_bridge import CaptioningSample, SourceInfo, make_replica
 from energon_bridge.errors import ConfigurationError, UnknownArgumentError
 from energon_bridge.replica import StageKeys
-from energon_bridge.replica.exchange import FRAME, Channel
+from energon_bridge.replica.exchange import FRAME, Channel, pack
 from energon_bridge.replica.structure import check_keys, decode, encode, select
 from energon_bridge.samples import CrudeSample
 from energon_bridge.task_encoder.sequences import MultiModalBatch
@@ -130,7 +130,7 @@ def test_everything_comes_out_as_it_went_in(tmp_path: Path) -> None:
         wrong = []
         for name, value in CONTENTS.items():
             if rank == 1:
-                channel.send(channel.pack(value))
+                channel.send(pack(value, channel.device))
             elif not same(value, channel.receive()):
                 wrong.append(name)
         channel.flush()
