@@ -402,7 +402,7 @@ def plan_ranks(ranks: int, samples: int, rounds: int = 8, global_batches: int = 
         start, drawn = time.process_time(), 0
         for _ in range(global_batches):
             (shared,) = batches.next_window()
-            drawn += sum(len(batch.members) for batch in shared.batches)
+            drawn += sum(len(batch.members) for turn in shared.runs for batch in turn)
         label = "packs" if packed else f"{ROWS_PER_BATCH} rows"
         found[label] = 1e3 * (time.process_time() - start) / global_batches
         print(

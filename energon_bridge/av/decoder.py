@@ -14,7 +14,9 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Literal, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Literal, Self, TypeAlias, TypeVar, overload
+
+import numpy as np
 
 from energon_bridge.av.headers import tells_frames
 from energon_bridge.av.media import AVData, Media, opened, start_of, tensor_of, ticks
@@ -36,12 +38,6 @@ from energon_bridge.format.media import HEAD_BYTES, AVMetadata
 from energon_bridge.rng import IntArray
 from energon_bridge.storage import ByteRange, open_store
 from energon_bridge.storage.ranges import RangeReader
-
-if TYPE_CHECKING:
-    import torch
-from typing import TYPE_CHECKING, overload
-
-import numpy as np
 
 if TYPE_CHECKING:
     import torch

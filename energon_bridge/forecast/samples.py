@@ -195,8 +195,7 @@ def name_shared_steps(
             window = planned.next_window(states=False)
         shared = window[step - window[0].number]
         delivered = []
-        for rank, place in (pair for turn in shared.assignment.tolist() for pair in enumerate(turn)):
-            batch = shared.batches[place]
+        for rank, batch in (pair for turn in shared.runs for pair in enumerate(turn)):
             samples = [of_sample.of(row, *member) for row, member in enumerate(batch.members.tolist())]
             m = batch.number * run.num_lanes + batch.lane
             delivered.append(NamedMicrobatch(rank=rank, microbatch=m, lane=batch.lane, samples=tuple(samples)))

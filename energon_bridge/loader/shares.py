@@ -7,7 +7,7 @@ the number of a microbatch among those of its rank; worker `unit mod W` makes it
 Costs are integers, multiples of 2^-30 of the most costly sample, because sums of floats depend on the processor.
 
 In a *window* of K global batches, the microbatches are sorted by cost and cut into K new global batches
-(`plan.balance.cut_window`). The positions of the lanes are known at the beginning of a window; a state within a window
+(`plan.balance.divide`). The positions of the lanes are known at the beginning of a window; a state within a window
 has the lanes as they were at its beginning, and the number of microbatches delivered since.
 """
 
@@ -29,7 +29,7 @@ from energon_bridge.loader.fits import ABSENT, WINDOWS, mismatch, read_all
 from energon_bridge.loader.position import Mode, Position
 from energon_bridge.loader.run_plan import DatasetSpec, RunPlan
 from energon_bridge.mix.expression import numbers_of_samples
-from energon_bridge.plan.balance import Integers, assign_microbatches, cut_window, imbalance
+from energon_bridge.plan.balance import Integers, divide
 from energon_bridge.plan.choose import Picks, plain_cursors
 from energon_bridge.rng import fold, key_of
 from energon_bridge.stream.pipeline import PickedLoad, Pipeline
@@ -268,16 +268,13 @@ class SharedBatch:
 
     Attributes:
         number: Its number in the run.
-        batches: Its microbatches, in order.
-        assignment: The microbatch of each rank in each round, shape (rounds, ranks).
-        figures: The largest cost of a rank over the mean, before and after assignment; the sum of the largest costs of
-            the rounds over the mean, before and after; and the share of microbatches that move.
+        runs: The microbatch of each rank in each round.
+        figures: How even it is, as `divide` says.
         states: The states of the lanes after its window, if it is the last global batch in it.
     """
 
     number: int
-    batches: list[PlannedBatch]
-    assignment: Integers
+    runs: list[list[PlannedBatch]]
     figures: tuple[float, ...]
     states: dict[int, LaneState]
 
@@ -323,25 +320,16 @@ class GlobalBatches:
         self._next = numbers.stop
         batches = [self._lane(m % self._num_lanes).next() for m in numbers]
         costs: Integers = np.array([batch.cost for batch in batches], dtype=np.int64)
-        came = np.arange(sharing.group).reshape(-1, self._ranks)
-        groups = np.arange(sharing.span).reshape(-1, sharing.group)
-        before = [imbalance(costs[group], came) for group in groups]
-        if sharing.window > 1:
-            groups = cut_window(costs, sharing.group, fold(self._key, first // sharing.span))
-        found = []
-        for number, group in enumerate(groups):
-            assignment = assign_microbatches(costs[group], self._ranks)
-            after = imbalance(costs[group], assignment)
-            moved = float(np.count_nonzero(group[assignment] % self._ranks != np.arange(self._ranks))) / sharing.group
-            found.append(
-                SharedBatch(
-                    number=first // sharing.group + number,
-                    batches=[batches[place] for place in group.tolist()],
-                    assignment=assignment,
-                    figures=(before[number].step, after.step, before[number].round, after.round, moved),
-                    states={},
-                )
+        divided = divide(costs, sharing.group, self._ranks, fold(self._key, first // sharing.span))
+        found = [
+            SharedBatch(
+                number=first // sharing.group + number,
+                runs=[[batches[place] for place in turn] for turn in runs.tolist()],
+                figures=figures,
+                states={},
             )
+            for number, (runs, figures) in enumerate(divided)
+        ]
         touched = {m % self._num_lanes for m in numbers} if states else ()
         found[-1] = replace(found[-1], states={lane: self._lanes[lane].state() for lane in sorted(touched)})
         return found
@@ -402,11 +390,11 @@ class SharedStreams:
         # The worker that makes the last microbatch of a window sends the states of the lanes after it.
         last = self._batches.end // self._ranks - 1
         for shared in self._batches.next_window(states=last % self._workers == worker):
-            own = shared.assignment[:, self._rank].tolist()
-            for turn, place in enumerate(own):
+            own = [turn[self._rank] for turn in shared.runs]
+            for turn, batch in enumerate(own):
                 note = None
                 if turn == len(own) - 1:
-                    cost = sum([shared.batches[one].cost for one in own]) / self._batches.sharing.unit
+                    cost = sum([one.cost for one in own]) / self._batches.sharing.unit
                     states = {lane: state.plain() for lane, state in shared.states.items()}
                     note = (*shared.figures, cost), states
-                self._planned[shared.number * len(own) + turn] = shared.batches[place], note
+                self._planned[shared.number * len(own) + turn] = batch, note

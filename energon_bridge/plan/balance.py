@@ -114,6 +114,32 @@ def imbalance(costs: npt.ArrayLike, assignment: Integers) -> Imbalance:
     return Imbalance(step=float(table.sum(0).max()) / mean, round=float(table.max(1).sum()) / mean)
 
 
+def divide(costs: npt.ArrayLike, group: int, ranks: int, key: int) -> list[tuple[Integers, tuple[float, ...]]]:
+    """Divide the microbatches of a window of global batches among ranks; a window of one keeps its own.
+
+    Args:
+        costs: Costs of the K G microbatches of the window, 0 or more; shape (K G,). Rank `i % ranks` loads number `i`.
+        group: G.
+        ranks: R, which divides G.
+        key: The key of the window.
+
+    Returns:
+        For each global batch: the microbatches of each rank in each round, shape (G / R, R); and its figures, the step
+        before and after, the round before and after (see `Imbalance`), and the share of microbatches that move.
+    """
+    values = np.asarray(costs, np.float64)
+    groups = np.arange(len(values)).reshape(-1, group)
+    came = [imbalance(values, numbers.reshape(-1, ranks)) for numbers in groups]
+    if len(groups) > 1:
+        groups = cut_window(values, group, key)
+    divided: list[tuple[Integers, tuple[float, ...]]] = []
+    for before, numbers in zip(came, groups, strict=True):
+        runs = numbers[assign_microbatches(values[numbers], ranks)]
+        after, moved = imbalance(values, runs), int(np.count_nonzero(runs % ranks != np.arange(ranks)))
+        divided.append((runs, (before.step, after.step, before.round, after.round, moved / group)))
+    return divided
+
+
 def _best(costs: Integers, came: Integers) -> Integers:
     """Return the assignment with the lowest step, among those whose rounds are no worse than unassigned ones."""
     ranks = came.shape[1]

@@ -12,7 +12,7 @@ If costs are known before anything is loaded (`ColumnCost`), each rank loads onl
 is exchanged.
 
 In a *window* of K global batches, the microbatches of all of them are loaded and exchanged together, cut into K new
-global batches (`plan.balance.cut_window`). A state within a window has the lanes as they were at its beginning, the
+global batches (`plan.balance.divide`). A state within a window has the lanes as they were at its beginning, the
 number of microbatches delivered, and K in its settings; a resume loads the window again.
 """
 
@@ -36,7 +36,7 @@ from energon_bridge.errors import BalanceError, ConfigurationError, StepMismatch
 from energon_bridge.loader.document import State
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.shares import at_window, in_window, sharing_of, why_unplanned, window_settings
-from energon_bridge.plan.balance import assign_microbatches, cut_window, imbalance
+from energon_bridge.plan.balance import divide
 from energon_bridge.replica.balanced import BalancedLoader, OwnShareLoader
 from energon_bridge.replica.exchange import Move, Peers, pack
 from energon_bridge.replica.groups import Replica, data_parallel_group, gathered
@@ -343,11 +343,9 @@ class ExchangingLoader(BalancedLoader):
             )
         # Of turn r, rank k has loaded microbatch r R + k.
         all_costs = table[:, 2:].T.ravel()
-        groups = np.arange(len(all_costs)).reshape(self._window, -1)
-        before = [imbalance(all_costs[group], self._came) for group in groups]
-        if self._window > 1:
-            groups = cut_window(all_costs, groups.shape[1], fold(self._key, share.number))
-        parts = [group[assign_microbatches(all_costs[group], peers.size)] for group in groups]
+        group = self._rounds * peers.size
+        divided = divide(all_costs, group, peers.size, fold(self._key, share.number))
+        parts = [runs for runs, _ in divided]
         moves = [
             Move(number=number, source=number % peers.size, target=target)
             for row in np.concatenate(parts).tolist()
@@ -356,15 +354,9 @@ class ExchangingLoader(BalancedLoader):
         ]
         own = {number * peers.size + peers.rank: batch for number, batch in enumerate(share.batches)}
         own |= self._sent_and_received(share, moves, own) if moves else {}
-        for part, came in zip(parts, before, strict=True):
-            after, moved = imbalance(all_costs, part), np.count_nonzero(part % peers.size != np.arange(peers.size))
-            figures = (came.step, after.step, came.round, after.round, float(moved) / part.size)
-            self._measured(figures, float(all_costs[part[:, peers.rank]].sum()))
+        for runs, figures in divided:
+            self._measured(figures, float(all_costs[runs[:, peers.rank]].sum()))
         return [own[number] for part in parts for number in part[:, peers.rank].tolist()]
-
-    @property
-    def _came(self) -> Any:
-        return np.arange(self._rounds * self._peers.size).reshape(-1, self._peers.size)
 
     def _sent_and_received(self, share: _Share, moves: Sequence[Move], own: Mapping[int, Any]) -> dict[int, Any]:
         peers = self._peers

@@ -35,14 +35,19 @@ Listed = tuple[str, int, str]
 
 
 class Bucket(Protocol):
-    """A bucket, a container or a web server; a key is the part of a URL after its name."""
+    """A bucket, a container or a web server; a key is the part of a URL after its name.
 
-    @property
-    def name(self) -> str:
-        """Its name in messages: `the bucket 'x'`."""
+    Attributes:
+        name: Its name in messages: `the bucket 'x'`.
+    """
+
+    name: str
 
     def target(self, key: str, *, fresh: bool) -> Target: ...
-    def recover(self, refused: Refused) -> bool: ...
+
+    def recover(self, refused: Refused) -> bool:
+        """Learn from a response; return whether to try again. Most have nothing to learn."""
+        return False
 
     def list(self, prefix: str, most: int | None = None) -> Iterator[Listed]:
         """Yield the objects whose keys begin with `prefix`, `most` of them at most."""
@@ -52,7 +57,7 @@ class Bucket(Protocol):
     def delete(self, key: str) -> None: ...
 
 
-class HttpBucket:
+class HttpBucket(Bucket):
     """A web server, which is read-only."""
 
     def __init__(self, scheme: str, place: str) -> None:
@@ -62,10 +67,6 @@ class HttpBucket:
     def target(self, key: str, *, fresh: bool) -> Target:
         """Return the URL as it is."""
         return Target(f"{self._root}/{quote(key, safe=_AS_THEY_ARE)}")
-
-    def recover(self, refused: Refused) -> bool:
-        """Return False."""
-        return False
 
     def list(self, prefix: str, most: int | None = None) -> Iterator[Listed]:
         """Raise StorageError: web servers have no common way to list files."""
@@ -88,7 +89,7 @@ _AS_THEY_ARE = "/%?&=:@!$'()*+,;~"
 _READ_ONLY = "Prepare the dataset on the server's own disk, and use its URL for training only."
 
 
-class S3Bucket:
+class S3Bucket(Bucket):
     """A bucket of S3, or of a server that speaks its protocol (`AWS_ENDPOINT_URL`)."""
 
     def __init__(self, bucket: str) -> None:
@@ -183,7 +184,7 @@ class S3Bucket:
         return self._client
 
 
-class GcsBucket:
+class GcsBucket(Bucket):
     """A bucket of Google Cloud Storage, or of an emulator (`STORAGE_EMULATOR_HOST`)."""
 
     def __init__(self, bucket: str) -> None:
@@ -214,10 +215,6 @@ class GcsBucket:
             if credentials.expiry is not None:
                 left = (credentials.expiry - datetime.now(UTC).replace(tzinfo=None)).total_seconds() - 60
         self._until = time.monotonic() + max(1.0, min(left, _USED_SECONDS))
-
-    def recover(self, refused: Refused) -> bool:
-        """Return False."""
-        return False
 
     def list(self, prefix: str, most: int | None = None) -> Iterator[Listed]:
         """Yield objects."""
@@ -250,7 +247,7 @@ class GcsBucket:
         return self._client
 
 
-class AzureBucket:
+class AzureBucket(Bucket):
     """A container of Azure Blob Storage, or of an emulator (`AZURE_STORAGE_CONNECTION_STRING`).
 
     URLs name it as `container`, whose account the environment names, or as `container@account` with or without the
@@ -297,10 +294,6 @@ class AzureBucket:
             )
         self._way = base, f"?{signature}" if signature else "", headers
         self._until = time.monotonic() + max(1.0, min(left, _USED_SECONDS))
-
-    def recover(self, refused: Refused) -> bool:
-        """Return False."""
-        return False
 
     def list(self, prefix: str, most: int | None = None) -> Iterator[Listed]:
         """Yield objects; folders of a hierarchical namespace are not objects."""
