@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from made import made_once
 
 from energon_bridge import DefaultTaskEncoder
 from energon_bridge.errors import ConfigurationError
@@ -26,11 +27,7 @@ from energon_bridge.testing import create_captioning_test_dataset
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers on machines without torchvision
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_captioning_test_dataset(tmp_path_factory.mktemp("captioning"), num_train=12, num_val=3, image_size=28)
+dataset = made_once(create_captioning_test_dataset, num_train=12, num_val=3, image_size=28)
 
 
 @pytest.fixture(scope="module")

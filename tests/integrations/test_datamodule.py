@@ -15,6 +15,7 @@ import pytest
 import torch
 from engine import worker_config_of
 from forked import run_afresh
+from made import made_once
 from paths import REPOSITORY
 
 from energon_bridge import EnergonMultiModalDataModule, NoCachePool, WorkerConfig
@@ -24,12 +25,7 @@ from energon_bridge.task_encoder.base import DefaultTaskEncoder
 from energon_bridge.testing import create_captioning_test_dataset
 
 NUM_TRAIN, NUM_VAL = 30, 7
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("captioning")
-    return create_captioning_test_dataset(folder, num_train=NUM_TRAIN, num_val=NUM_VAL, samples_per_shard=5)
+dataset = made_once(create_captioning_test_dataset, num_train=NUM_TRAIN, num_val=NUM_VAL, samples_per_shard=5)
 
 
 def module(dataset: Path, **kwargs: Any) -> EnergonMultiModalDataModule:

@@ -16,6 +16,7 @@ from paths import EXAMPLES
 
 pytest.importorskip("accelerate")
 from forked import become_rank, free_port, run_forked
+from made import made_once
 
 from energon_bridge import WorkerConfig, get_loader, get_train_dataset, get_val_dataset, make_balance
 from energon_bridge.errors import ConfigurationError, MaskedMicrobatchesError, StateFormatError
@@ -24,6 +25,7 @@ from energon_bridge.testing import create_captioning_test_dataset
 
 EXAMPLE = EXAMPLES / "huggingface_trainer.py"
 STEPS, STOP = 6, 3
+data = made_once(create_captioning_test_dataset, num_train=20, num_val=7)
 
 
 def load_example() -> Any:
@@ -31,11 +33,6 @@ def load_example() -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_captioning_test_dataset(tmp_path_factory.mktemp("hf") / "captions", num_train=20, num_val=7)
 
 
 def train(

@@ -15,6 +15,7 @@ pytest.importorskip("lightning.pytorch")
 from engine import worker_config_of
 from lightning.pytorch import Trainer
 from lightning_runs import Model, fit
+from made import made_once
 
 from energon_bridge import Blender, DefaultTaskEncoder, EnergonMultiModalDataModule, get_savable_loader
 from energon_bridge.errors import ConfigurationError, DatasetMismatchError, EnergonError
@@ -27,12 +28,7 @@ EPOCH = NUM_TRAIN // MICRO_BATCH  # microbatches
 VALIDATION = ["val-00000,val-00001", "val-00002,val-00003", "val-00004"]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*", "ignore:Checkpoint directory .* exists")
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("captioning")
-    return create_captioning_test_dataset(folder, num_train=NUM_TRAIN, num_val=NUM_VAL)
+dataset = made_once(create_captioning_test_dataset, num_train=NUM_TRAIN, num_val=NUM_VAL)
 
 
 def module(dataset: Path, num_workers: int = 0) -> EnergonMultiModalDataModule:

@@ -14,6 +14,7 @@ pytest.importorskip("lightning.pytorch")
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger
+from made import made_once
 
 from energon_bridge import (
     Blender,
@@ -31,11 +32,7 @@ from energon_bridge.loader.metrics import dataset_names
 from energon_bridge.testing import create_captioning_test_dataset
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_captioning_test_dataset(tmp_path_factory.mktemp("seen") / "pictures", num_train=24, num_val=4)
+dataset = made_once(create_captioning_test_dataset, num_train=24, num_val=4)
 
 
 class Kept(Logger):

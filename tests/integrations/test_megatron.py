@@ -15,6 +15,7 @@ from forked import on_gloo
 pytest.importorskip("megatron.core")
 
 from engine import worker_config_of
+from made import made_once
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import RerunDataIterator
@@ -25,11 +26,7 @@ from energon_bridge.testing import create_captioning_test_dataset
 
 WORLD = 8
 MICRO_BATCH, NUM_LANES = 2, 8
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_captioning_test_dataset(tmp_path_factory.mktemp("captioning"), num_train=48, num_val=0)
+dataset = made_once(create_captioning_test_dataset, num_train=48, num_val=0)
 
 
 def on_ranks(function: Callable[[int], Any], **parallel: Any) -> list[Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine import worker_config_of
+from made import made_once
 from rank_states import rank_file, write_rank_file
 
 from energon_bridge import BatchCost, DefaultTaskEncoder
@@ -31,10 +32,7 @@ from energon_bridge.task_encoder.families import ChatConfig
 from energon_bridge.task_encoder.sequences import MultiModalBatch
 from energon_bridge.testing import create_captioning_test_dataset
 
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_captioning_test_dataset(tmp_path_factory.mktemp("captioning"), num_train=48, num_val=7)
+dataset = made_once(create_captioning_test_dataset, num_train=48, num_val=7)
 
 
 @pytest.fixture(scope="module")

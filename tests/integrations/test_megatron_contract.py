@@ -16,6 +16,7 @@ from forked import on_gloo
 
 pytest.importorskip("megatron.core")
 
+from made import made_once
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import (
@@ -31,11 +32,7 @@ from energon_bridge.testing import create_captioning_test_dataset
 
 WORLD = 8
 NUM_TRAIN, MICRO_BATCH = 48, 2
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_captioning_test_dataset(tmp_path_factory.mktemp("captioning"), num_train=NUM_TRAIN, num_val=7)
+dataset = made_once(create_captioning_test_dataset, num_train=NUM_TRAIN, num_val=7)
 
 
 @dataclasses.dataclass

@@ -17,6 +17,7 @@ pytest.importorskip("megatron.core")
 
 from engine import GroupingEncoder
 from keyed import write_mix
+from made import made_once
 from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import RerunDataIterator
 from rank_states import rank_file
@@ -28,11 +29,7 @@ from energon_bridge.testing import create_captioning_test_dataset
 
 GLOBAL_BATCH, MICRO_BATCH, EVAL_ITERS = 8, 2, 2
 COUNTS = (40 * GLOBAL_BATCH, EVAL_ITERS * GLOBAL_BATCH, EVAL_ITERS * GLOBAL_BATCH)
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_captioning_test_dataset(tmp_path_factory.mktemp("captioning"), num_train=48, num_val=7)
+dataset = made_once(create_captioning_test_dataset, num_train=48, num_val=7)
 
 
 def loop_arguments(save: Path, iteration: int = 0) -> SimpleNamespace:

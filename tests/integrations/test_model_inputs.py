@@ -33,6 +33,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from forked import become_rank, free_port, run_forked
+from made import made_once
 from packaging.version import Version
 from transformers import DynamicCache, TrainingArguments
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ModelOutput
@@ -54,6 +55,7 @@ from energon_bridge.training.presets import ModelBundle
 
 ALL = (*FAMILIES, "llava_next")
 COLORS = ("red", "green", "blue")
+data = made_once(create_captioning_test_dataset, num_train=8, num_val=8, image_size=24)
 
 
 @pytest.fixture(autouse=True)
@@ -213,13 +215,6 @@ def trained_encoder(family: str) -> ChatTemplateTaskEncoder:
     )
     encoder.register_encoder(CaptioningSample, as_talk)
     return encoder
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_captioning_test_dataset(
-        tmp_path_factory.mktemp("talks") / "data", num_train=8, num_val=8, image_size=24
-    )
 
 
 def trainer_of(

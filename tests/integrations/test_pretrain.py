@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from forked import free_port
 from keyed import write_mix
+from made import made_once
 from paths import REPOSITORY
 
 from energon_bridge.testing import create_captioning_test_dataset
@@ -49,6 +50,7 @@ ARGUMENTS = shlex.split("""
     --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion
     --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm
 """)
+dataset = made_once(create_captioning_test_dataset, num_train=48, num_val=8)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,12 +120,6 @@ def interpreter() -> Megatron:
 def megatron(interpreter: Megatron, record_property: Callable[[str, object], None]) -> Megatron:
     record_property("megatron.training", interpreter.version)
     return interpreter
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # One evaluation reads 8 samples: all that there are.
-    return create_captioning_test_dataset(tmp_path_factory.mktemp("captioning"), num_train=48, num_val=8)
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.utils.data
 from forked import become_rank, free_port, run_forked
+from made import made_once
 from paths import EXAMPLES
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -26,11 +27,7 @@ NUM_TRAIN, LANES = 30, 4
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*TypedStorage is deprecated", "ignore:.*torch.distributed is disabled", "ignore:.*assuming the intent"
 )
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_captioning_test_dataset(tmp_path_factory.mktemp("captioning"), num_train=NUM_TRAIN, num_val=4)
+dataset = made_once(create_captioning_test_dataset, num_train=NUM_TRAIN, num_val=4)
 
 
 class ByLength(DefaultTaskEncoder):

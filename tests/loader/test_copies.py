@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from engine import TensorEncoder, config_of, deliver, digest, loaders_of, text_dataset, train_dataset
+from made import made_once
 from workers import wait_until, worker_pids
 
 from energon_bridge import EnergonDataloader, SavableDataLoader, get_savable_loader
@@ -23,10 +24,7 @@ from energon_bridge.samples.base import over_tensors, to_device
 from energon_bridge.task_encoder.costs import BatchCost
 from energon_bridge.testing import write_shard
 
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_dataset(tmp_path_factory.mktemp("copies"), train=[5, 9, 1, 14, 8], val=[3])
+data = made_once(text_dataset, train=[5, 9, 1, 14, 8], val=[3])
 
 
 def copying(data: Path, workers: int, device: str = "cpu", **settings: Any) -> SavableDataLoader:

@@ -11,16 +11,14 @@ from typing import Any
 
 import pytest
 from engine import digest, is_masked, loaders_of, numbers_of
+from made import made_once
 from mixing import metadataset, mix_data, mixed
 
 from energon_bridge import EnergonDataloader, get_savable_loader
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.loader.savable import SavableDataLoader
 
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return mix_data(tmp_path_factory.mktemp("ends"))
+data = made_once(mix_data)
 
 
 def epochized(data: Path) -> dict[str, Any]:

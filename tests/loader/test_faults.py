@@ -23,6 +23,7 @@ from engine import Numbers, TensorEncoder, config_of, deliver, digest, loaders_o
 from forked import Program
 from keyed import KEYS, join, keyed_dataset, shards, shuffled, write_mix
 from left_behind import left_shared_memory, shared_memory
+from made import made_once
 from paths import HELPERS
 from test_workers_end import is_running
 from workers import loader_of, wait_until, worker_pids
@@ -35,11 +36,7 @@ ENDS = 100 if LONG else 4
 SHARDS = [5, 9, 1, 14, 8]
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_dataset(tmp_path_factory.mktemp("faults"), train=SHARDS, val=SHARDS)
+data = made_once(text_dataset, train=SHARDS, val=SHARDS)
 
 
 class OnCommand(TensorEncoder):

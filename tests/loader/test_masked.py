@@ -11,6 +11,7 @@ import pytest
 import torch
 from engine import config_of, deliver, loaders_of, text_dataset, train_dataset
 from forked import become_rank, free_port, run_forked
+from made import made_once
 from paths import CONFIGS
 
 from energon_bridge import (
@@ -29,11 +30,8 @@ from energon_bridge.topology import Ownership
 RANKS = [(24, ranks) for ranks in (1, 5, 16, 23)] + [(10, 7)]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_dataset(tmp_path_factory.mktemp("masked"), train=[5, 9, 1, 14, 8], val=[7])
+data = made_once(text_dataset, train=[5, 9, 1, 14, 8], val=[7])
+captions = made_once(create_captioning_test_dataset, num_train=20, num_val=1)
 
 
 @cache
@@ -156,11 +154,6 @@ def test_the_data_module_looks_at_the_lanes_of_the_state(data: Path, built: bool
 
 
 STEPS, LANES, WORLD = 3, 4, 3
-
-
-@pytest.fixture(scope="module")
-def captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_captioning_test_dataset(tmp_path_factory.mktemp("captioning"), num_train=20, num_val=1)
 
 
 @pytest.mark.parametrize("accumulate", [2])

@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from made import made_once
 from megatron.core import parallel_state
 from rank_states import rank_file, write_rank_file
 from replicas import on_ranks, save_files
@@ -21,10 +22,7 @@ from energon_bridge.integrations import megatron_lm as rank_files
 from energon_bridge.integrations.megatron_lm import read_rank_files
 from energon_bridge.testing import create_captioning_test_dataset
 
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_captioning_test_dataset(tmp_path_factory.mktemp("captioning"), num_train=48, num_val=7)
+dataset = made_once(create_captioning_test_dataset, num_train=48, num_val=7)
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ import torch
 from click.testing import CliRunner
 from engine import Numbers, TensorEncoder, config_of, deliver, digest, loaders_of, text_dataset, train_dataset
 from left_behind import descendants
+from made import made_once
 from object_server import serving
 from ray_cluster import STORE_BYTES, actor_processes, ray_cluster
 from workers import loader_of, wait_until
@@ -36,6 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
 SHARDS = [5, 9, 1, 14, 8]
+data = made_once(text_dataset, train=SHARDS, val=SHARDS)
 
 
 @pytest.fixture(autouse=True)
@@ -43,11 +45,6 @@ def nothing_for_other_tests() -> Iterator[None]:
     """Sockets of Ray's that a test has left are collected here, and not in a test of another file."""
     yield
     gc.collect()
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_dataset(tmp_path_factory.mktemp("ray"), train=SHARDS, val=SHARDS)
 
 
 @pytest.fixture(scope="module")

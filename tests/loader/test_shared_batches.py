@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from made import made_once
 
 from energon_bridge import (
     CaptioningSample,
@@ -30,6 +31,7 @@ from energon_bridge.samples.stacking import LENDER, batch_pad_stack, batch_stack
 from energon_bridge.testing import create_captioning_test_dataset
 
 ROW = (3, 400, 300)
+pictures = made_once(create_captioning_test_dataset, num_val=0, image_format="jpg")
 
 
 @pytest.fixture
@@ -160,11 +162,6 @@ class Packing(Enlarging):
         return CaptioningSample.derive_from(
             samples[0], image=batch_stack([one.image for one in samples]), caption=samples[0].caption
         )
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_captioning_test_dataset(tmp_path_factory.mktemp("pictures"), num_val=0, image_format="jpg")
 
 
 def batches(path: Path, encoder: Any, workers: int, number: int = 12, start_method: Any = "fork") -> Iterator[Any]:

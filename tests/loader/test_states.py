@@ -23,6 +23,7 @@ from engine import (
     with_prepared,
 )
 from hypothesis import given, strategies as st
+from made import made_once
 
 from energon_bridge import get_savable_loader, get_val_dataset
 from energon_bridge.errors import (
@@ -49,11 +50,7 @@ from energon_bridge.stream.state import LaneState
 from energon_bridge.testing import write_shard
 
 SHARDS = [5, 9, 1, 14, 8]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_dataset(tmp_path_factory.mktemp("states"), train=SHARDS, val=SHARDS)
+data = made_once(text_dataset, train=SHARDS, val=SHARDS)
 
 
 def states_after(dataset: DatasetSpec, steps: int, world_size: int = 1, **kwargs: Any) -> list[Any]:

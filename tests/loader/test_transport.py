@@ -13,6 +13,7 @@ import pytest
 import torch
 from engine import DefaultTaskEncoder, config_of, digest, numbers_of, slots_of, text_dataset, train_dataset
 from hypothesis import given, settings, strategies as st
+from made import made_once
 
 from energon_bridge import SavableDataLoader, get_savable_loader, get_val_dataset
 from energon_bridge.loader.transport import Arena, MemoryFile, Outbox, unpack
@@ -32,6 +33,7 @@ DTYPES = [
     torch.uint16,
     torch.float8_e4m3fn,
 ]
+data = made_once(text_dataset, train=[30, 30], val=[30, 30])
 
 
 def tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -217,11 +219,6 @@ class LargeEncoder(DefaultTaskEncoder):
 
 def is_whole(batch: Any) -> bool:
     return all((row == number).all() for row, number in zip(batch["values"], numbers_of(batch), strict=True))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_dataset(tmp_path_factory.mktemp("transport"), train=[30, 30], val=[30, 30])
 
 
 def loader_of(data: Path, elements: int, **kwargs: Any) -> SavableDataLoader:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from engine import ENCODERS, NEEDED, TensorEncoder, config_of, text_dataset
+from made import made_once
 
 from energon_bridge import (
     DefaultTaskEncoder,
@@ -31,10 +32,7 @@ from energon_bridge.errors import ConfigurationError, ResumeMismatchError
 from energon_bridge.testing import create_captioning_test_dataset
 from energon_bridge.verify import differing, fields_of
 
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_dataset(tmp_path_factory.mktemp("verify"), train=[5, 9, 1, 14, 8], val=[9, 8])
+data = made_once(text_dataset, train=[5, 9, 1, 14, 8], val=[9, 8])
 
 
 def maker(data: Path, encoder: Callable[[], Any], num_workers: int = 0, **kwargs: Any) -> Callable[..., Any]:

@@ -29,6 +29,7 @@ from engine import (
     text_dataset,
     train_dataset,
 )
+from made import made_once
 from workers import loader_of, worker_pids
 
 from energon_bridge import ErrorPolicy, SavableDataLoader, get_savable_loader
@@ -39,11 +40,7 @@ from energon_bridge.loader.workers import LocalProcesses
 SHARDS = [5, 9, 1, 14, 8]
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_dataset(tmp_path_factory.mktemp("workers"), train=SHARDS, val=SHARDS)
+data = made_once(text_dataset, train=SHARDS, val=SHARDS)
 
 
 # Dying and moving ----------------------------------------------------------------------------------------------------

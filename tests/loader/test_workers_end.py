@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from engine import config_of, text_dataset
 from left_behind import descendants, left_shared_memory, shared_memory
+from made import made_once
 from paths import HELPERS, REPOSITORY
 from recipes import captions_dataset
 from workers import loader_of, wait_until, worker_pids
@@ -28,11 +29,7 @@ from energon_bridge.storage.helpers import Threads, at_rest
 from energon_bridge.stream.pipeline import Pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_dataset(tmp_path_factory.mktemp("workers"), train=[5, 9, 1, 14, 8])
+data = made_once(text_dataset, train=[5, 9, 1, 14, 8])
 
 
 def loader_with_threads(folder: Path) -> SavableDataLoader:

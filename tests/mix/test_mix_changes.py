@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from engine import ENCODERS, NEEDED, SeveralEncoder, TensorEncoder, deliver, digest, loaders_of, text_dataset
+from made import made_once
 from mixing import metadataset, mix_data, mixed
 
 from energon_bridge import EnergonMultiModalDataModule, WeightSchedule, get_savable_loader
@@ -21,10 +22,7 @@ from energon_bridge.loader.run_plan import plan_run
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.mix import Blender
 
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return mix_data(tmp_path_factory.mktemp("changes"))
+data = made_once(mix_data)
 
 
 def by_leaf(loaders: list[SavableDataLoader], steps: int) -> dict[str, list[tuple[int, int, int]]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from engine import config_of, counts_of, digest, loaders_of
+from made import made_once
 from mixing import metadataset, mix_data, mixed
 from rival_fixtures import Encoder, rendered
 
@@ -20,10 +21,7 @@ from energon_bridge.errors import DatasetMismatchError, SettingMismatchError
 from energon_bridge.loader.document import read_leaves
 from energon_bridge.loader.run_plan import DatasetSpec
 
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return mix_data(tmp_path_factory.mktemp("mixes"))
+data = made_once(mix_data)
 
 
 MIXES: dict[str, Any] = {

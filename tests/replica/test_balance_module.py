@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
+from made import made_once
 from replicas import digest, module, on_ranks, place
 
 from energon_bridge.errors import ConfigurationError, WrongUseError
@@ -19,11 +20,7 @@ from energon_bridge.replica import StageKeys
 from energon_bridge.testing import create_captioning_test_dataset
 
 ROUNDS, STEPS = 4, 3
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_captioning_test_dataset(tmp_path_factory.mktemp("captioning"), num_train=48, num_val=7)
+dataset = made_once(create_captioning_test_dataset, num_train=48, num_val=7)
 
 
 def letters(batch: Any) -> float:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 pytest.importorskip("megatron.core")
 
+from made import made_once
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from replicas import digest, digests, module, on_ranks, place
@@ -37,11 +38,7 @@ from energon_bridge.replica import StageKeys
 from energon_bridge.testing import create_captioning_test_dataset
 
 STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_captioning_test_dataset(tmp_path_factory.mktemp("captioning"), num_train=48, num_val=7)
+dataset = made_once(create_captioning_test_dataset, num_train=48, num_val=7)
 
 
 def bytes_read(loader: Any) -> int:

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 from engine import config_of, loaders_of
 from forked import on_gloo
+from made import made_once
 from sharing import (
     COST,
     LANES,
@@ -63,11 +64,7 @@ from energon_bridge.stream.reader import LeafReader
 STEPS = 6
 
 pytestmark = [pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_sized(tmp_path_factory.mktemp("sized"))
+data = made_once(write_sized)
 
 
 @pytest.fixture(autouse=True)

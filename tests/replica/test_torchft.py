@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from engine import InProcessLoader, config_of, deliver, digest, is_masked, loaders_of, text_dataset, train_dataset
+from made import made_once
 from torch.distributed import HashStore, ProcessGroupGloo
 
 from energon_bridge import get_val_dataset
@@ -18,11 +19,7 @@ from energon_bridge.integrations.torchft import ReplicaDataloader, gather_states
 from energon_bridge.loader.run_plan import DatasetSpec
 
 LANES = 6
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_dataset(tmp_path_factory.mktemp("torchft"), train=[5, 9, 1, 14, 8], val=[7])
+data = made_once(text_dataset, train=[5, 9, 1, 14, 8], val=[7])
 
 
 def opened(dataset: DatasetSpec, workers: int = 0) -> Callable[[int, int], Any]:

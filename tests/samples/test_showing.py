@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from engine import train_dataset
+from made import made_once
 from PIL import Image
 
 from energon_bridge import (
@@ -43,10 +44,7 @@ from energon_bridge.errors import WrongUseError
 from energon_bridge.samples import Batch
 from energon_bridge.testing import create_captioning_test_dataset
 
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_captioning_test_dataset(tmp_path_factory.mktemp("showing"))
+data = made_once(create_captioning_test_dataset)
 
 
 def config(ranks: int = 1, rank: int = 0, **settings: Any) -> WorkerConfig:

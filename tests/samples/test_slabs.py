@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from engine import slots_of
+from made import made_once
 from PIL import Image
 
 from energon_bridge import (
@@ -34,11 +35,7 @@ from energon_bridge.samples.stacking import SLABS, Slab, SlabPool, batch_stack, 
 from energon_bridge.testing import create_captioning_test_dataset, write_shard
 
 MICROBATCHES = 20
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_captioning_test_dataset(tmp_path_factory.mktemp("pictures"), num_val=0, image_format="jpg")
+pictures = made_once(create_captioning_test_dataset, num_val=0, image_format="jpg")
 
 
 class Encoder(DefaultTaskEncoder):

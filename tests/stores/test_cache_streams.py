@@ -12,16 +12,13 @@ import pytest
 from caching import files_in, wait_for
 from crude import LazyEncoder, LazyPackingEncoder, crude_mix
 from engine import config_of, deliver, digest, loaders_of, train_dataset
+from made import made_once
 
 from energon_bridge import CachePool, FileStoreCachePool, NoCachePool, get_loader, get_savable_loader
 from energon_bridge.loader.savable import SavableDataLoader
 
 ENCODERS = {"lazy": (LazyEncoder, {}), "packing": (LazyPackingEncoder, {"packing_buffer_size": 7})}
-
-
-@pytest.fixture(scope="module")
-def mix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return crude_mix(tmp_path_factory.mktemp("mix"))
+mix = made_once(crude_mix)
 
 
 def owners_in(folder: Path) -> set[int]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from made import made_once
 from tar_builder import write_tar
 from two_lanes import EPOCHS, KEY, KEYS, NUM_TRAIN, PER_SHARD, SHARD, counts, lanes, loader_of, write_dataset
 
@@ -27,10 +28,7 @@ from energon_bridge.errors import (
     UnknownSplitError,
 )
 
-
-@pytest.fixture(scope="module")
-def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("intact"))
+intact = made_once(write_dataset)
 
 
 @pytest.fixture

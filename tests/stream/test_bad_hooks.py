@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made import made_once
 from two_lanes import EPOCHS, KEY, KEYS, NUM_TRAIN, SHARD, counts, lanes, loader_of, write_dataset
 
 from energon_bridge import (
@@ -24,10 +25,7 @@ from energon_bridge.errors import EmptyDatasetError, FatalSampleError
 from energon_bridge.loader.document import read_lanes
 from energon_bridge.loader.savable import SavableDataLoader
 
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("dataset"))
+dataset = made_once(write_dataset)
 
 
 class Failing(DefaultTaskEncoder):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from engine import Numbers, PrePostEncoder, deliver, digest, loaders_of, text_dataset, train_dataset
 from hypothesis import given, strategies as st
+from made import made_once
 from PIL import Image
 
 from energon_bridge.loader.document import read_lanes
@@ -28,11 +29,7 @@ from energon_bridge.task_encoder.images import IMAGE_FORMS
 
 LANES = 6
 BULK = 1000
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_dataset(tmp_path_factory.mktemp("bytes") / "text", train=[50, 31, 19])
+data = made_once(text_dataset, train=[50, 31, 19])
 
 
 class Bulky(PrePostEncoder):

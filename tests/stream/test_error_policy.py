@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from engine import PackingEncoder, counts_of, loaders_of, text_dataset, train_dataset
+from made import made_once
 
 from energon_bridge import DefaultTaskEncoder, ErrorPolicy, SkipSample, TextSample, quarantine_excludes, read_quarantine
 from energon_bridge.errors import ConfigurationError, ErrorRateError, FatalSampleError, StorageError
@@ -19,11 +20,7 @@ from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.stream.failures import SamplePlace, named
 
 SAMPLES = 40
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_dataset(tmp_path_factory.mktemp("policy") / "texts", train=[20, 20])
+data = made_once(text_dataset, train=[20, 20])
 
 
 class Failing(DefaultTaskEncoder):

@@ -24,6 +24,7 @@ from engine import (
     train_dataset,
 )
 from forked import on_gloo
+from made import made_once
 
 from energon_bridge import SkipSample, get_val_dataset
 from energon_bridge.errors import EmptyDatasetError, SettingMismatchError
@@ -31,11 +32,7 @@ from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
 
 SAMPLES = 61
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_dataset(tmp_path_factory.mktemp("groups") / "text", train=[20, 31, 10], val=[20, 31, 10])
+data = made_once(text_dataset, train=[20, 31, 10], val=[20, 31, 10])
 
 
 class ByLength(TensorEncoder):

@@ -30,6 +30,7 @@ from engine import (
     text_dataset,
     train_dataset,
 )
+from made import made_once
 
 from energon_bridge import LengthGrouper, Packer, get_val_dataset
 from energon_bridge.errors import FatalSampleError, SampleError, UnfitSampleError
@@ -37,11 +38,7 @@ from energon_bridge.stream.grouping import most_waiting
 from energon_bridge.stream.user_code import group_key
 
 SAMPLES = 40
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_dataset(tmp_path_factory.mktemp("keys") / "text", train=[15, 25], val=[15, 25])
+data = made_once(text_dataset, train=[15, 25], val=[15, 25])
 
 
 class Grouped(TensorEncoder):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from engine import config_of, counts_of, loaders_of, text_dataset
 from hypothesis import given, strategies as st
+from made import made_once
 from multimodal import PixelProcessor, WordTokenizer
 
 from energon_bridge import (
@@ -38,6 +39,7 @@ from energon_bridge.task_encoder.packing import padded_rows
 SAMPLES = 400
 BUDGET = 128
 LENGTHS = np.random.default_rng(5).lognormal(2.2, 0.8, SAMPLES).astype(int).clip(1, 60).tolist()
+path = made_once(text_dataset, train=[150, 150, 100], val=[150, 250])
 
 
 class Lengths(DefaultTaskEncoder):
@@ -57,12 +59,6 @@ class Lengths(DefaultTaskEncoder):
 
 def dropped(number: int) -> bool:
     return number % 50 == 7 or number % 40 == 9
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokens")
-    return text_dataset(folder, train=[150, 150, 100], val=[150, 250])
 
 
 def opened(path: Path, **settings: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine import Numbers, TensorEncoder, config_of, counts_of, deliver, loaders_of, train_dataset
+from made import made_once
 from mixing import mix_data, mixed
 
 from energon_bridge import Packer, SkipSample, TaskEncoder, get_val_dataset
@@ -21,11 +22,7 @@ from energon_bridge.stream.state import OVER_LONG
 
 LIMIT = 5
 POLICIES = ("drop", "truncate", "split")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return mix_data(tmp_path_factory.mktemp("long"))
+data = made_once(mix_data)
 
 
 def size_of(key: int) -> int:

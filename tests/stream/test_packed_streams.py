@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from engine import config_of, counts_of, loaders_of, text_dataset
 from keyed import write_mix
+from made import made_once
 from multimodal import PixelProcessor, WordTokenizer
 
 from energon_bridge.datasets import get_train_dataset
@@ -19,6 +20,7 @@ from energon_bridge.task_encoder import Document, LengthGrouper, MultiModalTaskE
 SAMPLES = 240
 SEQ_LENGTH = 64
 BOUNDARIES = (8, 16, 32, 64)
+path = made_once(text_dataset, train=[80, 80, 80])
 
 
 def words_of(number: int) -> int:
@@ -34,11 +36,6 @@ def encoder(kind: type[MultiModalTaskEncoder] = MultiModalTaskEncoder, **values:
     task_encoder = kind(WordTokenizer(), PixelProcessor(), None, SEQ_LENGTH, **values)
     task_encoder.register_encoder(TextSample, write_words)
     return task_encoder
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_dataset(tmp_path_factory.mktemp("words"), train=[80, 80, 80])
 
 
 def batches_of(path: Path, task_encoder: Any, count: int, **settings: Any) -> tuple[list[Any], Any]:

@@ -28,6 +28,7 @@ from engine import (
     train_dataset,
 )
 from forked import on_gloo
+from made import made_once
 
 from energon_bridge import DefaultTaskEncoder, Packer, SkipSample, get_savable_loader, get_val_dataset
 from energon_bridge.errors import ConfigurationError, FatalSampleError
@@ -35,10 +36,7 @@ from energon_bridge.loader.document import read_lanes
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.stream.state import Stage
 
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_dataset(tmp_path_factory.mktemp("packing") / "text", train=[50, 31, 19], val=[13, 24])
+data = made_once(text_dataset, train=[50, 31, 19], val=[13, 24])
 
 
 def members(batch: Any) -> list[tuple[Any, ...]]:

@@ -11,15 +11,12 @@ import numpy as np
 import pytest
 import torch
 from engine import TensorEncoder, config_of, deliver, loaders_of, text_dataset, train_dataset
+from made import made_once
 
 from energon_bridge import DefaultTaskEncoder
 
 SHARDS = [5, 9, 1, 14, 8]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_dataset(tmp_path_factory.mktemp("randomness"), train=SHARDS)
+data = made_once(text_dataset, train=SHARDS)
 
 
 def noise_of(data: Path, encoder: Any = None, seed: int = 0, batches: int = 60, **kwargs: Any) -> dict[Any, Any]:

@@ -14,17 +14,14 @@ from typing import Any
 import pytest
 from engine import PackingEncoder, config_of, text_dataset, train_dataset
 from forked import run_program
+from made import made_once
 
 from energon_bridge import DefaultTaskEncoder, TextSample, get_loader, get_savable_loader
 from energon_bridge.errors import ConfigurationError, HookTimeoutError
 from energon_bridge.loader.savable import SavableDataLoader
 
 SECRET = "hunter2"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_dataset(tmp_path_factory.mktemp("watchdog") / "texts", train=[10, 10])
+data = made_once(text_dataset, train=[10, 10])
 
 
 def spin(seconds: float) -> None:

@@ -28,6 +28,7 @@ from defects import (
 )
 from engine import counts_of, digest, loaders_of, train_dataset, with_prepared
 from keyed import keyed_dataset
+from made import made_once
 
 from energon_bridge import ErrorPolicy, read_quarantine
 from energon_bridge.errors import CorruptShardError, DuplicateKeyError, ShardMissingError, ShortReadError
@@ -36,11 +37,7 @@ from energon_bridge.loader.savable import SavableDataLoader
 
 STEPS = 24
 LANES = 4
-
-
-@pytest.fixture(scope="module")
-def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("defects") / "intact")
+intact = made_once(write)
 
 
 def open_dataset(path: Path, encoder: Any, **kwargs: Any) -> DatasetSpec:

@@ -21,6 +21,7 @@ from click.testing import CliRunner
 from engine import config_of, counts_of, digest, loaders_of, numbers_of, text_dataset, train_dataset, with_prepared
 from forked import free_port, run_afresh
 from hostile import Note, limited
+from made import made_once
 from paths import REPOSITORY
 from workers import wait_until, worker_pids
 
@@ -48,16 +49,13 @@ from energon_bridge.prepare import parse_patterns, prepare_dataset, rebuild_inde
 from energon_bridge.storage import LocalStore, OpenFiles
 from energon_bridge.testing import write_shard
 
+many_shards = made_once(text_dataset, train=[2] * 200)
+
 # Descriptors ---------------------------------------------------------------------------------------------------------
 
 
 def highest_descriptor() -> int:
     return max(int(name) for name in os.listdir("/proc/self/fd"))
-
-
-@pytest.fixture(scope="module")
-def many_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_dataset(tmp_path_factory.mktemp("many"), train=[2] * 200)
 
 
 @pytest.mark.parametrize("left", [2])

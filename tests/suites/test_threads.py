@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 import torch
 from engine import Numbers, TensorEncoder, digest, text_dataset
+from made import made_once
 from workers import loader_of
 
 from energon_bridge import DefaultTaskEncoder
 from energon_bridge.stream import steps
 
 STEPS = 40
+data = made_once(text_dataset, train=[5, 9, 1, 14, 8])
 
 
 class Drawing(TensorEncoder):
@@ -31,11 +33,6 @@ class Drawing(TensorEncoder):
         sum(range(2000))
         drawn += [random.random(), np.random.rand(), float(torch.rand(()))]
         return Numbers.derive_from(sample, text="", number=torch.tensor(drawn), noise=torch.rand(1))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_dataset(tmp_path_factory.mktemp("threads"), train=[5, 9, 1, 14, 8])
 
 
 @pytest.fixture(autouse=True)
