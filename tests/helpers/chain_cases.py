@@ -245,7 +245,7 @@ class Leg:
         processes: The workers are processes; elsewhere they are generators of this one.
         device: Where microbatches are copied to, ahead: a GPU, if there is one; None: they are not copied.
         steps: Of each rank.
-        peeks: States are saved after each step, and each microbatch is made again by its restore key.
+        peeks: After each step its microbatch is made again by its restore key, and by the state before it.
         passing: "list": of the states of all ranks, shuffled; "merged": into one; "parts": into two; "own": each rank
             has its own, where there are as many ranks in the next leg and the stream has no end, else as "list".
         codec: What the state goes through.

@@ -6,7 +6,7 @@ ahead, the state passing through files of several kinds. Weights, bans and feedb
 reference after the same microbatch. Every real microbatch must have the digest that the reference has; a change must
 hold from the same draw; and the state after each leg, merged over its ranks, must be that of the reference, with the
 counters. Of passes, only digests and counters are compared: their last step may go beyond the end. In one of ten legs
-microbatches are also made again by their restore keys.
+microbatches are also made again by their restore keys, and loaders go back by a step.
 
 One of ten has conversations with tiny images, sounds or videos, encoded by a model's own processor or natively. With
 ENERGON_CHAIN_MEDIA=1 all have.
@@ -117,15 +117,26 @@ def stepped(streams: Sequence[Iterator[Any]], loaders: Sequence[SavableDataLoade
     for loader, stream in zip(loaders, streams, strict=True):
         column = []
         for _ in range(steps):
+            before = loader.save_state_rank() if leg.peeks else None
             batch = next(stream)
             column.append(None if is_masked(batch) else digest(batch))
             if leg.peeks:
-                loader.save_state_rank()
-            if leg.peeks and column[-1] is not None:
-                key = json.loads(json.dumps(batch.__restore_key__))  # as a log would have it
-                check(digest(loader.restore_sample(key)) == column[-1], f"{key} is another when it is restored")
+                peek(loader, stream, batch, before)
         columns.append(column)
     return [found for row in zip(*columns, strict=True) for found in row if found is not None]
+
+
+def peek(loader: SavableDataLoader, stream: Iterator[Any], batch: Any, before: Any) -> None:
+    """Do what changes no run: make its last microbatch again by its key, stop the workers, draw, go back by a state."""
+    if not (masked := is_masked(batch)):
+        key = json.loads(json.dumps(batch.__restore_key__))  # as a log would have it
+        check(digest(loader.restore_sample(key)) == digest(batch), f"{key} is another when it is restored")
+    if loader.microbatches % 2:
+        loader.close()
+    random.random(), torch.rand(3)
+    loader.restore_state_rank(before)  # below a running iterator
+    again = next(stream if loader.spec.ends else iter(loader))
+    check(masked or digest(again) == digest(batch), "a microbatch is another when its loader has gone back")
 
 
 class Losses:
