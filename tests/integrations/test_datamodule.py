@@ -131,16 +131,6 @@ def test_build_gives_what_a_megatron_loop_takes_and_asking_twice_gives_the_same(
 EXPECTED_VAL = [[f"val-{i:05d}" for i in range(first, min(first + 2, NUM_VAL))] for first in range(0, NUM_VAL, 2)]
 
 
-def test_validation_is_finite_in_order_and_always_the_same(dataset: Path) -> None:
-    val = module(dataset, num_val_workers=1).val_dataloader()
-    assert len(val) == len(EXPECTED_VAL)
-    assert keys(val.one_pass()) == EXPECTED_VAL
-    assert keys(val.one_pass()) == EXPECTED_VAL
-    assert keys(islice(val.one_pass(), 1)) == EXPECTED_VAL[:1]
-    assert keys([next(val) for _ in range(len(EXPECTED_VAL) + 1)]) == [*EXPECTED_VAL, EXPECTED_VAL[0]]
-    val.close()
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_iterators_of_validation_cycle_and_keep_their_own_positions(dataset: Path, workers: int) -> None:
     """Megatron-Bridge takes an iterator, sometimes two, and calls next() on it in every evaluation of the run."""

@@ -1,9 +1,8 @@
-"""From which groups the data module takes its rank, on eight gloo ranks; and runs that come back on other groups."""
+"""From which groups the data module takes its rank, and what Megatron-LM's loop expects of it, on eight gloo ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import islice
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,14 @@ from engine import worker_config_of
 from made import made_once
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.rerun_state_machine import (
+    RerunDataIterator,
+    RerunMode,
+    destroy_rerun_state_machine,
+    initialize_rerun_state_machine,
+)
 
 from energon_bridge import DefaultTaskEncoder, EnergonMultiModalDataModule
-from energon_bridge.errors import EmptyDatasetError, MissingRankError, UnknownSplitError
 from energon_bridge.testing import create_captioning_test_dataset
 
 WORLD = 8
@@ -103,7 +106,7 @@ def test_the_rank_is_that_of_the_pure_data_parallel_group(dataset: Path) -> None
         assert [of_one[0] for of_one in of_layout] == expected * (WORLD // len(expected))
 
 
-# Loaders on some ranks only, and other groups after a restart --------------------------------------------------------
+# What the loop relies on ---------------------------------------------------------------------------------------------
 
 
 def test_the_first_and_the_last_stage_load_alike_and_save_alike(dataset: Path) -> None:
@@ -124,48 +127,80 @@ def test_the_first_and_the_last_stage_load_alike_and_save_alike(dataset: Path) -
     assert not set(first[0][1]) & set(first[1][1])
 
 
-def test_a_run_comes_back_on_another_data_parallel_size(dataset: Path, tmp_path: Path) -> None:
-    """Save as Megatron-LM does, one file per data-parallel rank, and give all files to the ranks that come back."""
-    path = "train_dataloader_dprank{:03d}.pt"
+def of_replicas(run: Callable[[Any, EnergonMultiModalDataModule], Any], dataset: Path) -> list[Any]:
+    """Return what a function of groups and data returns on tp2 x cp2 x dp2, by data-parallel rank; alike in each."""
 
-    def save(rank: int) -> Any:
-        data = module(dataset)
-        train = data.train_dataloader()
-        dp, size = rank_and_size(data)
-        seen = keys(train, 16 // size)
-        torch.save({"dataloader_state_dict": train.save_state()}, tmp_path / f"{rank}.part")
-        (tmp_path / f"{rank}.part").replace(tmp_path / path.format(dp))
-        return dp, seen
+    def on_rank(rank: int) -> tuple[int, Any]:
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        data = module(dataset, pg_collection=groups)
+        result = run(groups, data)
+        data.close()
+        return groups.dp.rank(), result
 
-    def restore(rank: int) -> Any:
-        data = module(dataset)
-        dp, size = rank_and_size(data)
-        files = sorted(tmp_path.glob("train_dataloader_dprank*.pt"))
-        states = [torch.load(file)["dataloader_state_dict"] for file in files]
-        train = data.train_dataloader()
-        with pytest.raises(MissingRankError, match="The states of some ranks are missing"):
-            train.restore_state(states[(dp + 1) % len(states)])
-        train.restore_state(states)
-        return dp, keys(train, 16 // size)
-
-    uninterrupted = keys(module(dataset).train_dataloader(), 32)
-    assert in_turn(on_ranks(save)) == uninterrupted[:16]
-    assert in_turn(on_ranks(restore, tensor_model_parallel_size=8)) == uninterrupted[16:]
+    results = on_ranks(on_rank, tensor_model_parallel_size=2, context_parallel_size=2)
+    replicas = dict(results)
+    assert all(result == replicas[dp] for dp, result in results)
+    return [replicas[0], replicas[1]]
 
 
-def in_turn(results: list[tuple[int, list[str]]]) -> list[str]:
-    """Return the microbatches of all data-parallel ranks in the order of the run."""
-    by_rank = dict(results)
-    return [key for step in zip(*(by_rank[dp] for dp in sorted(by_rank)), strict=True) for key in step]
+def in_turn(first: list[str], second: list[str]) -> list[str]:
+    return [key for pair in zip(first, second, strict=True) for key in pair]
 
 
-# What the loop relies on ---------------------------------------------------------------------------------------------
+def test_megatrons_iterator_saves_and_restores_the_stream(dataset: Path, tmp_path: Path) -> None:
+    """Re-enact `maybe_save_dataloader_state` and what a provider does to resume, context-parallel race included."""
 
+    def run(groups: Any, data: EnergonMultiModalDataModule) -> Any:
+        path = tmp_path / f"train_dataloader_dprank{groups.dp.rank():03d}.pt"
+        iterator = RerunDataIterator(data.train_dataloader())
+        keys(iterator, 7)
+        if parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0:
+            torch.save({"dataloader_state_dict": iterator.iterable.save_state()}, path)
+        dist.barrier()
+        # All context-parallel ranks of a replica would write to one file, so what they write must be the same.
+        assert torch.load(path)["dataloader_state_dict"] == iterator.iterable.save_state()
+        expected = keys(iterator, 10)
+        resumed = module(dataset, pg_collection=groups, num_workers=1)
+        resumed.train_dataloader().restore_state(torch.load(path)["dataloader_state_dict"])
+        following = keys(RerunDataIterator(resumed.train_dataloader()), 10)
+        resumed.close()
+        assert following == expected
+        return expected
 
-def test_the_loop_gets_an_endless_iterator_without_asking_for_one(dataset: Path) -> None:
+    expected = of_replicas(run, dataset)
+    # The same files on one rank: the microbatches of the two, in turn.
     train = module(dataset).train_dataloader()
-    assert iter(train) is train
-    assert keys(train, 1) != keys(RerunDataIterator(train), 1)
-    assert len(list(islice(train, 100))) == 100
-    with pytest.raises((UnknownSplitError, EmptyDatasetError), match="'val'"):
-        module(dataset).val_dataloader()
+    files = sorted(tmp_path.iterdir())
+    train.restore_state([torch.load(file)["dataloader_state_dict"] for file in files])
+    assert keys(train, 20) == in_turn(*expected)
+
+
+def test_the_state_of_the_whole_run_is_the_same_on_every_rank(dataset: Path) -> None:
+    def run(groups: Any, data: EnergonMultiModalDataModule) -> Any:
+        train = data.train_dataloader()
+        keys(train, 5)
+        return train.state_dict(), keys(train, 6)
+
+    (state, first), (same, second) = of_replicas(run, dataset)
+    assert state == same
+    train = module(dataset).train_dataloader()
+    train.load_state_dict(state)
+    assert keys(train, 12) == in_turn(first, second)
+
+
+@pytest.fixture
+def rerun_state_machine() -> Iterator[None]:
+    destroy_rerun_state_machine()  # one that another test has left
+    initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
+    yield
+    destroy_rerun_state_machine()
+
+
+@pytest.mark.usefixtures("rerun_state_machine")
+def test_a_rerun_replays_the_same_batches(dataset: Path) -> None:
+    iterator = RerunDataIterator(module(dataset).train_dataloader())
+    first = keys(iterator, 4)
+    iterator.rewind()
+    assert keys(iterator, 4) == first
+    iterator.advance()
+    assert keys(iterator, 1) != first[:1]

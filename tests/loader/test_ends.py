@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import closing
 from itertools import chain, islice
 from pathlib import Path
@@ -58,11 +57,6 @@ def test_a_pass_has_every_sample_and_the_next_another_order(data: Path, source: 
             assert len(drawn) == (30 if source == "one" else 42)
 
 
-def endless(loader: SavableDataLoader) -> Iterator[Any]:
-    while True:
-        yield from loader
-
-
 def test_a_virtual_epoch_ends_and_goes_on(data: Path) -> None:
     dataset = mixed(data, [(data / "a", 1), (data / "b", 1)])
     expected = [digest(batch) for batch in islice(get_savable_loader(dataset), 30)]
@@ -84,37 +78,6 @@ def test_virtual_epochs_over_passes_never_come_empty(data: Path) -> None:
     assert sizes == [4, 2, 4, 2, 4, 2]
     endless = iter(EnergonDataloader(loader))
     assert len(list(islice(endless, 3))) == 3
-
-
-@pytest.mark.parametrize(("source", "ranks", "workers"), [("one", 1, 2), ("repetitions", 3, 0)])
-def test_virtual_epochs_over_passes_go_on_from_any_state(data: Path, source: str, ranks: int, workers: int) -> None:
-    """Saved at the end of a virtual epoch, of a pass, of both, or anywhere else."""
-    length = 5
-    dataset = mixed(data, SOURCES[source], repeat=False, virtual_epoch_length=length)
-    rounds = epochs_of(loaders_of(dataset, ranks, workers), 7)
-    assert {0 < len(epoch) <= length for epoch in rounds} == {True}
-    whole = [digests for epoch in rounds for digests in epoch]
-    loaders = loaders_of(dataset, ranks, workers)
-    streams = [endless(loader) for loader in loaders]
-    for step in range(len(whole) - 2 * length):
-        if step not in (1, 4, 5, 6, 9, 10, 11, 14, 15, 16):  # ends of virtual epochs and passes, and beside them
-            for stream in streams:
-                next(stream)
-            continue
-        resumed = loaders_of(dataset, ranks, 0, state=[loader.save_state_rank() for loader in loaders])
-        found = epochs_of(resumed, 3)
-        assert all(found[1:])
-        assert [digests for epoch in found for digests in epoch] == whole[step : step + sum(map(len, found))]
-        assert sorted(digest(next(stream)) for stream in streams) == whole[step]
-
-
-def epochs_of(loaders: list[SavableDataLoader], count: int) -> list[list[list[str]]]:
-    """Return the digests of each step of some iterators, all ranks together."""
-    found = []
-    for _ in range(count):
-        columns = [[digest(batch) for batch in loader] for loader in loaders]
-        found.append([sorted(step) for step in zip(*columns, strict=True)])
-    return found
 
 
 def test_drop_last_leaves_out_what_is_not_full(data: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,6 @@ from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.testing import create_captioning_test_dataset
 from energon_bridge.topology import Ownership
 
-RANKS = [(24, ranks) for ranks in (1, 5, 16, 23)] + [(10, 7)]
-
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
 data = made_once(text_dataset, train=[5, 9, 1, 14, 8], val=[7])
 captions = made_once(create_captioning_test_dataset, num_train=20, num_val=1)
@@ -37,23 +34,6 @@ captions = made_once(create_captioning_test_dataset, num_train=20, num_val=1)
 @cache
 def dataset_of(data: Path) -> DatasetSpec:
     return train_dataset(data, "skipping")
-
-
-@cache
-def reference(data: Path, num_lanes: int) -> list[str]:
-    """Return the digests of the first microbatches of a run on one rank."""
-    return deliver(loaders_of(dataset_of(data), 1, 0, num_lanes=num_lanes), 5 * num_lanes).digests
-
-
-@pytest.mark.parametrize(("num_lanes", "world_size"), RANKS)
-def test_any_number_of_ranks_delivers_the_microbatches_in_order(data: Path, num_lanes: int, world_size: int) -> None:
-    steps_of_a_round = math.ceil(num_lanes / world_size)
-    loaders = loaders_of(dataset_of(data), world_size, 0, num_lanes=num_lanes)
-    delivered = deliver(loaders, 2 * steps_of_a_round)
-    assert delivered.digests == reference(data, num_lanes)[: 2 * num_lanes]
-    share = 1 - num_lanes / (world_size * steps_of_a_round)
-    assert delivered.masked / (len(delivered.digests) + delivered.masked) == pytest.approx(share)
-    assert Ownership(num_lanes, world_size, 0).masked_share == pytest.approx(share)
 
 
 REFUSAL = (
