@@ -198,9 +198,12 @@ def _batched(spec: DatasetSpec, wrapper: BatchDataset | GroupBatchDataset) -> Da
             f"{type(wrapper).__name__} around batches", "pass batch_size=None to get_train_dataset, and batch once"
         )
     hooks = {Hook.BATCH: chained([wrapper.batcher], wrapper.failure_tolerance), Hook.ENCODE_BATCH: None}
-    if isinstance(wrapper, GroupBatchDataset):
+    if isinstance(wrapper, BatchDataset):
+        size: int | None = wrapper.batch_size
+    else:
+        size = wrapper.fixed_batch_size
         hooks[Hook.GROUP] = chained([wrapper.sample_group_key], wrapper.failure_tolerance)
-    return _with_hooks(spec, hooks, batch_size=wrapper.batch_size, batch_drop_last=wrapper.drop_last)
+    return _with_hooks(spec, hooks, batch_size=size, batch_drop_last=wrapper.drop_last)
 
 
 def _shuffled(spec: DatasetSpec, wrapper: ShuffleBufferDataset) -> DatasetSpec:

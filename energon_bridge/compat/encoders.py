@@ -7,6 +7,7 @@ gives the settings in it to the engine, which needs no wrappers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -41,14 +42,13 @@ class EncodedDataset(Wrapper):
     """Samples that went through `encode_sample`."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class BatchedDataset(Wrapper):
     """Samples that were packed, if asked for, and batched."""
 
-    def __init__(
-        self, dataset: Any, *, batch_size: int | None, drop_last: bool = False, packing_buffer_size: int | None = None
-    ) -> None:
-        super().__init__(dataset)
-        self.batch_size, self.drop_last, self.packing_buffer_size = batch_size, drop_last, packing_buffer_size
+    batch_size: int | None
+    drop_last: bool = False
+    packing_buffer_size: int | None = None
 
 
 class DefaultTaskEncoder(task_encoder.DefaultTaskEncoder[SampleT, EncodedT, RawBatchT, BatchT]):

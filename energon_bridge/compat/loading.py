@@ -266,10 +266,7 @@ def get_savable_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader:
 
 def get_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader:
     """Return a loader."""
-    source = _source(dataset)
-    if isinstance(source, str):
-        source = get_train_dataset(source, batch_size=1, worker_config=kwargs.get("worker_config"))
-    return make_loader(source, **kwargs)
+    return get_savable_loader(dataset, **kwargs)
 
 
 def _flavored(dataset: Any, subflavors: Mapping[str, Any]) -> Any:

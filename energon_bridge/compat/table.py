@@ -44,7 +44,6 @@ _ELSEWHERE = {
     "collapse": "energon_bridge.format.nvmeta:collapse_braces",
     "main": "energon_bridge.cli.main:main",
     "AVData": "energon_bridge.av:AVData",
-    "AVDecoder": "energon_bridge.av:AVDecoder",
     "AVMetadata": "energon_bridge.format.media:AVMetadata",
     "EmptyDatasetError": "energon_bridge.errors:EmptyDatasetError",
     "FieldAccessError": "energon_bridge.errors:FieldAccessError",
@@ -57,90 +56,35 @@ _ELSEWHERE = {
 }
 
 _ADAPTERS = {
-    "encoders": ("DatasetBlendMode", "DefaultTaskEncoder"),
-    "hooks": ("get_train_dataset", "get_val_dataset", "get_val_datasets"),
-    "loading": (
-        "WorkerConfig",
-        "get_loader",
-        "get_savable_loader",
-        "log_exception",
-        "reraise_exception",
-    ),
-    "factories": (
-        "DatasetLoader",
-        "DatasetLoaderInterface",
-        "LoadedDataset",
-        "LoadedDatasetList",
-        "Metadataset",
-        "MetadatasetV2",
-        "TraversedDatasetReference",
-        "get_dataset_from_config",
-        "load_dataset",
-        "traverse_metadataset",
-    ),
-    "epath": ("DEFAULT_PROFILE_NAME", "EPath", "NVDATASET_CACHE_DIR"),
-    "dataset_classes": ("BaseCoreDatasetFactory", "BaseWebdatasetFactory", "CrudeJsonlDatasetFactory"),
-    "preparing": (
-        "JsonlPreparator",
-        "MediaFilterConfig",
-        "MediaFilterStrategy",
-        "WebdatasetPreparator",
-        "prepare_filesystem_dataset",
-        "prepare_metadataset",
-    ),
-    "preview": ("default_get_batch_keys", "format_sample_compact", "format_sample_detailed", "pprint"),
-    "wrapped": (
-        "BatchDataset",
-        "BlendDataset",
-        "ConcatDataset",
-        "EpochizeDataset",
-        "FilterDataset",
-        "GcDataset",
-        "GroupBatchDataset",
-        "IterMapDataset",
-        "LimitDataset",
-        "LogSampleDataset",
-        "MapDataset",
-        "MixBatchDataset",
-        "PackingDataset",
-        "RepeatDataset",
-        "SavableDataset",
-        "ShuffleBufferDataset",
-        "WatchdogDataset",
-    ),
-    "transforms": ("CustomTransform", "MergeTransform"),
-    "records": (
-        "AVDecoder",
-        "AVProbeIndex",
-        "AVProbeIndexEntry",
-        "AV_DECODE_AVAILABLE",
-        "DEFAULT_DECODER",
-        "DataclassForkMixin",
-        "EnergonDatasetType",
-        "ExtendableDataclassMixin",
-        "FatalSampleError",
-        "FileStoreCachePool",
-        "ForkMixin",
-        "IJsonlIndexReader",
-        "MockLazy",
-        "PinMemoryMixin",
-        "SYSTEM_EXCEPTIONS",
-        "SampleException",
-        "SampleDecoder",
-        "after_in_child_fork_hook",
-        "after_in_parent_fork_hook",
-        "before_fork_hook",
-        "check_dataset_info_present",
-        "get_cooker_need_cache",
-        "get_cooker_need_primary",
-        "get_dataset_info",
-        "get_dataset_type",
-        "get_failure_tolerance",
-        "get_source_info",
-        "get_stateless",
-    ),
+    "encoders": "DatasetBlendMode DefaultTaskEncoder",
+    "hooks": "get_train_dataset get_val_dataset get_val_datasets",
+    "loading": "WorkerConfig get_loader get_savable_loader log_exception reraise_exception",
+    "factories": """
+        DatasetLoader DatasetLoaderInterface LoadedDataset LoadedDatasetList Metadataset MetadatasetV2
+        TraversedDatasetReference get_dataset_from_config load_dataset traverse_metadataset
+    """,
+    "epath": "DEFAULT_PROFILE_NAME EPath NVDATASET_CACHE_DIR",
+    "dataset_classes": "BaseCoreDatasetFactory BaseWebdatasetFactory CrudeJsonlDatasetFactory",
+    "preparing": """
+        JsonlPreparator MediaFilterConfig MediaFilterStrategy WebdatasetPreparator prepare_filesystem_dataset
+        prepare_metadataset
+    """,
+    "preview": "default_get_batch_keys format_sample_compact format_sample_detailed pprint",
+    "wrapped": """
+        BatchDataset BlendDataset ConcatDataset EpochizeDataset FilterDataset GcDataset GroupBatchDataset IterMapDataset
+        LimitDataset LogSampleDataset MapDataset MixBatchDataset PackingDataset RepeatDataset SavableDataset
+        ShuffleBufferDataset WatchdogDataset
+    """,
+    "transforms": "CustomTransform MergeTransform",
+    "records": """
+        AVDecoder AVProbeIndex AVProbeIndexEntry AV_DECODE_AVAILABLE DEFAULT_DECODER DataclassForkMixin
+        EnergonDatasetType ExtendableDataclassMixin FatalSampleError FileStoreCachePool ForkMixin IJsonlIndexReader
+        MockLazy PinMemoryMixin SYSTEM_EXCEPTIONS SampleException SampleDecoder after_in_child_fork_hook
+        after_in_parent_fork_hook before_fork_hook check_dataset_info_present get_cooker_need_cache
+        get_cooker_need_primary get_dataset_info get_dataset_type get_failure_tolerance get_source_info get_stateless
+    """,
 }
-_ADAPTER_OF = {name: f"{_HERE}.{module}:{name}" for module, names in _ADAPTERS.items() for name in names}
+_ADAPTER_OF = {name: f"{_HERE}.{module}:{name}" for module, names in _ADAPTERS.items() for name in names.split()}
 
 _COMMANDS = {
     "tools.info": "info",
@@ -162,16 +106,9 @@ _VALUES: dict[str, str] = {
     "__version__": f"{VERSION}+energon-bridge.{energon_bridge.__version__}",
 }
 
-_STATES = frozenset(
-    {
-        "FlexState",
-        "SavableCheckpoint",
-        "SavableDataLoaderState",
-        "SavableDatasetCheckpoint",
-        "SavableDatasetState",
-        "SliceState",
-        "SystemRngState",
-    }
+_STATES = (
+    *("FlexState", "SavableCheckpoint", "SavableDataLoaderState", "SavableDatasetCheckpoint"),
+    *("SavableDatasetState", "SliceState", "SystemRngState"),
 )
 
 # Dataset classes by sample type; a `dataset.yaml` may name them, or a class derived from them.
@@ -320,26 +257,19 @@ def render() -> str:
 # text of its own gets that of the innermost module it belongs to.
 
 
-_WRAPPERS = (
+WRAPPERS_ADVICE = (
     "a dataset only describes what to load: put MapDataset, FilterDataset, BatchDataset and their like around it, or "
     "say what becomes of samples by hooks of a task encoder"
 )
 
 ADVICE = {
     # Dataset wrappers
-    "BaseWrapperDataset": _WRAPPERS,
+    "BaseWrapperDataset": WRAPPERS_ADVICE,
     "GcFreezeError": "garbage is collected as Python does it, and nothing is frozen that could be missing",
     "SavableSampleBuffer": "what waits to be packed or batched is in the loader's state as references",
     "SampleIndex": "ask the task encoder's current_sample_index",
     "get_sample_restore_key": "read sample.__restore_key__",
     "gc_init_worker": "garbage is collected as Python does it",
-    # Mixes
-    "DatasetLoader": "pass the path to get_train_dataset or get_val_dataset",
-    "DatasetLoaderInterface": "pass the path to get_train_dataset or get_val_dataset",
-    "Metadataset": "pass the path of the YAML file, or the same as a dict, to get_train_dataset",
-    "MetadatasetV2": "pass the path of the YAML file, or the same as a dict, to get_train_dataset",
-    "load_dataset": "pass the path to get_train_dataset; energon_bridge.mix.load_mix describes a mix",
-    "traverse_metadataset": "energon_bridge.mix.load_mix(path, split_part=…).leaves are its datasets",
     # Loading
     "CacheFileLazy": "a FileStoreCachePool makes its own lazies: get_lazy and to_cache return them",
     "FileCacheLazy": "a FileStoreCachePool makes its own lazies: get_lazy and to_cache return them",
@@ -379,16 +309,14 @@ MODULE_ADVICE = {
     "module_loader": "a dataset's own code runs with trust_remote_code=True",
     "retry_stream": "reads are retried where the storage says so",
     "rng": "Python's, numpy's and torch's generators are seeded for each sample before a hook runs: draw from them",
-    "sample_utils": "print the sample",
     "savable": "loaders keep their state themselves: save_state_rank",
-    "state": "states are plain dicts: save_state_rank",
     "tools": "run the command `energon`",
     "tools.analyze_debug": "run `energon analyze-debug`; `energon which` names the samples of any step",
     "tools.checkpoint": "states fit any number of ranks as they are, and `energon checkpoint` shows what they say",
     "tools.mount": "run `energon mount`",
     "transforms": "give MergeTransform transforms of torchvision itself",
     "typed_converter": "read your own configuration with a library for it",
-    "wrappers": _WRAPPERS,
+    "wrappers": WRAPPERS_ADVICE,
     "watchdog": "pass get_savable_loader(watchdog_timeout_seconds=…)",
 }
 

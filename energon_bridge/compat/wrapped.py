@@ -8,9 +8,10 @@ makes one task encoder of its functions, and the engine runs that, so order, sta
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, NoReturn
 
-from energon_bridge.compat.table import NoSuchPart, Refusing, not_provided
+from energon_bridge.compat.table import WRAPPERS_ADVICE, NoSuchPart, Refusing, not_provided
 from energon_bridge.errors import ConfigurationError, WrongUseError
 from energon_bridge.loader.run_plan import DATASET_IS_NO_LOADER, DatasetSpec, NotForDataLoader
 
@@ -30,8 +31,9 @@ class _Described(type):
         raise NoSuchPart(str(not_provided(f"{cls.__name__}.{name}", _ADVICE)))
 
 
+@dataclass(eq=False, repr=False)
 class Wrapper(NotForDataLoader, metaclass=_Described):
-    """A dataset with a description attached.
+    """A dataset with a description attached; the arguments of wrappers are megatron-energon's.
 
     Attributes:
         dataset: The dataset within, the first one if there are several.
@@ -41,17 +43,20 @@ class Wrapper(NotForDataLoader, metaclass=_Described):
         NotProvidedError: A class of the program has a method of its own that would never be called.
     """
 
-    def __init__(self, dataset: Any, *, worker_config: Any = None) -> None:
+    dataset: Any
+    worker_config: Any = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
         for kind in type(self).__mro__[: type(self).__mro__.index(Wrapper)]:
             own = [name for name in _NEVER_CALLED if name in vars(kind)]
             if own and kind.__module__ != __name__:
                 raise not_provided(f"{kind.__qualname__}.{own[0]}", _ADVICE)
-        if not isinstance(dataset, (DatasetSpec, Wrapper)):
+        if not isinstance(self.dataset, (DatasetSpec, Wrapper)):
             raise ConfigurationError(
-                f"{type(self).__name__}: expected a dataset from get_train_dataset or get_val_dataset, got {dataset!r}"
+                f"{type(self).__name__}: expected a dataset from get_train_dataset or get_val_dataset, got "
+                f"{self.dataset!r}"
             )
-        self.dataset = dataset
-        self.worker_config: Any = worker_config or dataset.worker_config
+        self.worker_config = self.worker_config or self.dataset.worker_config
 
     def __iter__(self) -> NoReturn:
         raise WrongUseError(DATASET_IS_NO_LOADER)
@@ -74,15 +79,13 @@ class SavableDataset(metaclass=_AnyDataset):
     """What builders return and loaders accept, for annotations and `isinstance`; subclasses cannot be instantiated."""
 
     __named__ = "a dataset derived from SavableDataset"
-    __advice__ = (
-        "a dataset only describes what to load: put MapDataset, FilterDataset, BatchDataset and their like around it, "
-        "or say what becomes of samples by hooks of a task encoder"
-    )
+    __advice__ = WRAPPERS_ADVICE
 
 
 # Functions of samples and batches ------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False, repr=False)
 class MapDataset(Wrapper):
     """Puts each sample (of a batched dataset: each batch) through a function, which may be a generator function.
 
@@ -94,30 +97,22 @@ class MapDataset(Wrapper):
         worker_config: That of the dataset.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        map_fn: Callable[[Any], Any],
-        *,
-        stateless_map_fn: bool = False,
-        map_fn_config: Any = None,
-        failure_tolerance: int = 100,
-        worker_config: Any = None,
-    ) -> None:
-        super().__init__(dataset, worker_config=worker_config)
-        self.map_fn, self.failure_tolerance = map_fn, failure_tolerance
+    map_fn: Callable[[Any], Any]
+    _: KW_ONLY
+    stateless_map_fn: bool = False
+    map_fn_config: Any = None
+    failure_tolerance: int = 100
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class FilterDataset(Wrapper):
     """Leaves out the samples (of a batched dataset: batches) for which a function is false; they count as skipped."""
 
-    def __init__(
-        self, dataset: Any, *, filter_fn: Callable[[Any], bool], filter_fn_config: Any = None, worker_config: Any = None
-    ) -> None:
-        super().__init__(dataset, worker_config=worker_config)
-        self.filter_fn = filter_fn
+    filter_fn: Callable[[Any], bool]
+    filter_fn_config: Any = None
 
 
+@dataclass(eq=False, repr=False)
 class IterMapDataset(Wrapper):
     """Puts the stream through a function of iterators, which is run on an iterator of each sample alone.
 
@@ -125,102 +120,74 @@ class IterMapDataset(Wrapper):
         NotProvidedError: Without `stateless_iter_fn`, which says that each output follows from one sample.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        iter_map_fn: Callable[[Iterator[Any]], Iterator[Any]],
-        *,
-        len_map_fn: Callable[[int], int] = lambda length: length,
-        stateless_iter_fn: bool = False,
-        iter_map_fn_config: Any = None,
-        worker_config: Any = None,
-    ) -> None:
-        super().__init__(dataset, worker_config=worker_config)
-        if not stateless_iter_fn:
+    iter_map_fn: Callable[[Iterator[Any]], Iterator[Any]]
+    _: KW_ONLY
+    len_map_fn: Callable[[int], int] = lambda length: length
+    stateless_iter_fn: bool = False
+    iter_map_fn_config: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.stateless_iter_fn:
             raise not_provided(
                 "IterMapDataset(stateless_iter_fn=False)",
                 "what a function keeps of earlier samples is in no state. Pass stateless_iter_fn=True if each output "
                 "follows from one sample; put samples together by PackingDataset, BatchDataset or GroupBatchDataset",
             )
-        self.iter_map_fn, self.len_map_fn = iter_map_fn, len_map_fn
 
     def __len__(self) -> int:
         return self.len_map_fn(len(self.dataset))
 
 
+@dataclass(eq=False, repr=False)
 class BatchDataset(Wrapper):
-    """Makes batches of `batch_size` samples or packs by a function of a list; the arguments are megatron-energon's."""
+    """Makes batches of `batch_size` samples or packs by a function of a list."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        batch_size: int,
-        batcher: Callable[[list[Any]], Any],
-        *,
-        batcher_stateless: bool = False,
-        batcher_config: Any = None,
-        drop_last: bool = False,
-        failure_tolerance: int = 100,
-        worker_config: Any = None,
-    ) -> None:
-        super().__init__(dataset, worker_config=worker_config)
-        self.batch_size, self.batcher, self.drop_last = batch_size, batcher, drop_last
-        self.failure_tolerance = failure_tolerance
+    batch_size: int
+    batcher: Callable[[list[Any]], Any]
+    _: KW_ONLY
+    batcher_stateless: bool = False
+    batcher_config: Any = None
+    drop_last: bool = False
+    failure_tolerance: int = 100
 
     def __len__(self) -> int:
         samples = len(self.dataset)
         return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
 
 
+@dataclass(eq=False, repr=False)
 class GroupBatchDataset(Wrapper):
     """Makes batches of samples of one group each, as `batch_group_criterion` of a task encoder does."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        fixed_batch_size: int | None,
-        sample_group_key: Callable[[Any], tuple[Hashable, int | None]],
-        batcher: Callable[[list[Any]], Any],
-        *,
-        batcher_stateless: bool = False,
-        batcher_config: Any = None,
-        drop_last: bool = False,
-        failure_tolerance: int = 100,
-        worker_config: Any = None,
-    ) -> None:
-        super().__init__(dataset, worker_config=worker_config)
-        self.batch_size, self.sample_group_key = fixed_batch_size, sample_group_key
-        self.batcher, self.drop_last, self.failure_tolerance = batcher, drop_last, failure_tolerance
+    fixed_batch_size: int | None
+    sample_group_key: Callable[[Any], tuple[Hashable, int | None]]
+    batcher: Callable[[list[Any]], Any]
+    _: KW_ONLY
+    batcher_stateless: bool = False
+    batcher_config: Any = None
+    drop_last: bool = False
+    failure_tolerance: int = 100
 
 
+@dataclass(eq=False, repr=False)
 class PackingDataset(Wrapper):
     """Packs samples as `select_samples_to_pack` and `pack_selected_samples` of a task encoder do.
 
     `sample_encoder` runs on samples that were selected, as `postencode_sample` does.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        buffer_size: int,
-        pre_packer: Callable[[list[Any]], list[list[Any]]],
-        final_packer: Callable[[list[Any]], Any],
-        *,
-        final_packer_stateless: bool = False,
-        sample_encoder: Callable[[Any], Any] | None = None,
-        sample_encoder_stateless: bool = False,
-        packer_config: Any = None,
-        pre_packer_failure_tolerance: int = 100,
-        final_packer_failure_tolerance: int = 100,
-        sample_encoder_failure_tolerance: int = 100,
-        worker_config: Any = None,
-    ) -> None:
-        super().__init__(dataset, worker_config=worker_config)
-        self.buffer_size, self.pre_packer, self.final_packer = buffer_size, pre_packer, final_packer
-        self.sample_encoder = sample_encoder
-        self.pre_packer_failure_tolerance = pre_packer_failure_tolerance
-        self.final_packer_failure_tolerance = final_packer_failure_tolerance
-        self.sample_encoder_failure_tolerance = sample_encoder_failure_tolerance
+    buffer_size: int
+    pre_packer: Callable[[list[Any]], list[list[Any]]]
+    final_packer: Callable[[list[Any]], Any]
+    _: KW_ONLY
+    final_packer_stateless: bool = False
+    sample_encoder: Callable[[Any], Any] | None = None
+    sample_encoder_stateless: bool = False
+    packer_config: Any = None
+    pre_packer_failure_tolerance: int = 100
+    final_packer_failure_tolerance: int = 100
+    sample_encoder_failure_tolerance: int = 100
 
 
 class LogSampleDataset(Wrapper):
@@ -236,11 +203,12 @@ class LogSampleDataset(Wrapper):
         super().__init__(dataset, worker_config=worker_config)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class GcDataset(Wrapper):
     """The dataset itself: garbage is collected as Python does it."""
 
-    def __init__(self, dataset: Any, *, worker_config: Any = None, every_n_iter: int = 10, freeze: bool = True) -> None:
-        super().__init__(dataset, worker_config=worker_config)
+    every_n_iter: int = 10
+    freeze: bool = True
 
 
 class WatchdogDataset(Wrapper):
@@ -265,6 +233,7 @@ class WatchdogDataset(Wrapper):
 # Order, length and mixing --------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class RepeatDataset(Wrapper):
     """Repeats a dataset; no effect on training, which never ends by itself.
 
@@ -274,21 +243,17 @@ class RepeatDataset(Wrapper):
         restart, worker_config: No effect.
     """
 
-    def __init__(
-        self, dataset: Any, *, repeats: float | None = None, restart: bool = True, worker_config: Any = None
-    ) -> None:
-        super().__init__(dataset, worker_config=worker_config)
-        self.repeats = repeats
+    repeats: float | None = None
+    restart: bool = True
 
 
+@dataclass(eq=False, repr=False)
 class LimitDataset(Wrapper):
     """Ends a pass over a dataset after `length` steps; the next pass over validation data starts over."""
 
-    def __init__(
-        self, dataset: Any, length: int, *, reset_after_epoch: bool = False, worker_config: Any = None
-    ) -> None:
-        super().__init__(dataset, worker_config=worker_config)
-        self.length = length
+    length: int
+    _: KW_ONLY
+    reset_after_epoch: bool = False
 
     def __len__(self) -> int:
         return min(self.length, len(self.dataset)) if _ends(self.dataset) else self.length
@@ -305,12 +270,11 @@ class EpochizeDataset(Wrapper):
         return self.length
 
 
+@dataclass(eq=False, repr=False)
 class ShuffleBufferDataset(Wrapper):
     """Mixes samples over a longer stretch: adds to `shuffle_buffer_size` of the dataset."""
 
-    def __init__(self, dataset: Any, size: int, *, worker_config: Any = None) -> None:
-        super().__init__(dataset, worker_config=worker_config)
-        self.size = size
+    size: int
 
 
 class BlendDataset(Wrapper):
