@@ -95,22 +95,10 @@ OMNI_TOKENS = SpecialTokens(
 )
 
 
-def write_tiny_llava(config: ModelConfig, folder: Path, texts: Iterable[str]) -> None:
-    """Write a model of the LLaVA family: a CLIP tower, a projector and a Llama."""
+def _llava(config: ModelConfig, tokenizer: Any) -> tuple[Any, ...]:
+    """Return a model of the LLaVA family: a CLIP tower, a projector and a Llama."""
     from transformers import CLIPImageProcessorPil, CLIPVisionConfig, LlamaConfig, LlavaConfig
 
-    _check_sizes(config, heads=2, patches=1)
-    tokenizer = train_tokenizer(texts, config.vocab_size, LLAVA_TOKENS)
-    sizes = {"hidden_size": config.hidden_size, "intermediate_size": 2 * config.hidden_size}
-    layers = {"num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads}
-    vision = CLIPVisionConfig(
-        **sizes,
-        **layers,
-        image_size=config.image_size,
-        patch_size=config.patch_size,
-        projection_dim=config.hidden_size,
-    )
-    text = LlamaConfig(**_text_sizes(config, tokenizer), max_position_embeddings=4096)
     image_processor = CLIPImageProcessorPil(
         size={"shortest_edge": config.image_size},
         crop_size={"height": config.image_size, "width": config.image_size},
@@ -119,8 +107,8 @@ def write_tiny_llava(config: ModelConfig, folder: Path, texts: Iterable[str]) ->
     )
     # The last layer, and every patch but the class token: a tower this small has no layers to leave out.
     llava = LlavaConfig(
-        vision_config=vision,
-        text_config=text,
+        vision_config=CLIPVisionConfig(**_vision(config), projection_dim=config.hidden_size),
+        text_config=LlamaConfig(**_text(config, tokenizer)),
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         image_seq_length=(config.image_size // config.patch_size) ** 2,
         vision_feature_layer=-1,
@@ -128,27 +116,26 @@ def write_tiny_llava(config: ModelConfig, folder: Path, texts: Iterable[str]) ->
         pad_token_id=tokenizer.pad_token_id,
         tie_word_embeddings=False,
     )
-    for part in (llava, tokenizer, image_processor):
-        part.save_pretrained(folder)
+    return llava, tokenizer, image_processor
 
 
-def write_tiny_qwen2_vl(config: ModelConfig, folder: Path, texts: Iterable[str]) -> None:
-    """Write a model of the Qwen2-VL family."""
+def _qwen2_vl(config: ModelConfig, tokenizer: Any) -> tuple[Any, ...]:
+    """Return a model of the Qwen2-VL family."""
     from transformers import Qwen2VLConfig
 
     vision = {"embed_dim": config.hidden_size, "hidden_size": config.hidden_size, "mlp_ratio": 2}
-    _write_qwen(Qwen2VLConfig, config, folder, texts, vision=vision)
+    return _qwen(Qwen2VLConfig, config, tokenizer, vision=vision)
 
 
-def write_tiny_qwen2_5_vl(config: ModelConfig, folder: Path, texts: Iterable[str]) -> None:
-    """Write a model of the Qwen2.5-VL family; the last layer of its vision tower sees whole images."""
+def _qwen2_5_vl(config: ModelConfig, tokenizer: Any) -> tuple[Any, ...]:
+    """Return a model of the Qwen2.5-VL family; the last layer of its vision tower sees whole images."""
     from transformers import Qwen2_5_VLConfig
 
-    _write_qwen(Qwen2_5_VLConfig, config, folder, texts, vision=_windows(config))
+    return _qwen(Qwen2_5_VLConfig, config, tokenizer, vision=_windows(config))
 
 
-def write_tiny_qwen3_vl(config: ModelConfig, folder: Path, texts: Iterable[str]) -> None:
-    """Write a model of the Qwen3-VL family; features of the first vision layer are added in the language model too."""
+def _qwen3_vl(config: ModelConfig, tokenizer: Any) -> tuple[Any, ...]:
+    """Return a model of the Qwen3-VL family; features of the first vision layer are added in the language model too."""
     from transformers import Qwen3VLConfig
 
     vision = {
@@ -159,89 +146,59 @@ def write_tiny_qwen3_vl(config: ModelConfig, folder: Path, texts: Iterable[str])
         "deepstack_visual_indexes": [0],
     }
     text = {"head_dim": config.hidden_size // config.num_heads}
-    _write_qwen(Qwen3VLConfig, config, folder, texts, vision=vision, text=text, interleaved=True)
+    return _qwen(Qwen3VLConfig, config, tokenizer, vision=vision, text=text, interleaved=True)
 
 
-def write_tiny_idefics3(config: ModelConfig, folder: Path, texts: Iterable[str]) -> None:
-    """Write a model of the Idefics 3 family: it cuts an image into up to four tiles, and gets the whole image too."""
+def _idefics3(config: ModelConfig, tokenizer: Any) -> tuple[Any, ...]:
+    """Return a model of the Idefics 3 family: it cuts an image into up to four tiles, and gets the whole image too."""
     from transformers import Idefics3Config, Idefics3ImageProcessorPil, Idefics3Processor, LlamaConfig
 
-    scale = 2  # patches along each side of what becomes a token
-    _check_sizes(config, heads=2, patches=scale)
-    tokenizer = train_tokenizer(texts, config.vocab_size, IDEFICS_TOKENS)
-    text = LlamaConfig(**_text_sizes(config, tokenizer), max_position_embeddings=4096)
-    vision = {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": 2 * config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "image_size": config.image_size,
-        "patch_size": config.patch_size,
-    }
     model = Idefics3Config(
-        vision_config=vision,
-        text_config=text.to_dict(),
-        scale_factor=scale,
+        vision_config=_vision(config),
+        text_config=LlamaConfig(**_text(config, tokenizer)).to_dict(),
+        scale_factor=_MERGE,
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         pad_token_id=tokenizer.pad_token_id,
     )
     image_processor = Idefics3ImageProcessorPil(
         size={"longest_edge": 2 * config.image_size}, max_image_size={"longest_edge": config.image_size}
     )
-    count = (config.image_size // config.patch_size // scale) ** 2
-    processor = Idefics3Processor(image_processor, tokenizer, count, chat_template=tokenizer.chat_template)
-    for part in (model, processor):
-        part.save_pretrained(folder)
+    count = (config.image_size // config.patch_size // _MERGE) ** 2
+    return model, Idefics3Processor(image_processor, tokenizer, count, chat_template=tokenizer.chat_template)
 
 
-def write_tiny_mllama(config: ModelConfig, folder: Path, texts: Iterable[str]) -> None:
-    """Write a model of the MLlama family: of five layers of text, the fourth sees images, by cross-attention."""
+def _mllama(config: ModelConfig, tokenizer: Any) -> tuple[Any, ...]:
+    """Return a model of the MLlama family: of five layers of text, the fourth sees images, by cross-attention."""
     from transformers import MllamaConfig, MllamaImageProcessorPil, MllamaProcessor
 
-    _check_sizes(config, heads=2, patches=1)
-    tokenizer = train_tokenizer(texts, config.vocab_size, MLLAMA_TOKENS)
-    sizes = _text_sizes(config, tokenizer)
-    layers = {"num_hidden_layers": 5 * config.num_layers, "max_position_embeddings": 4096}
-    seeing = list(range(3, 5 * config.num_layers, 5))
-    vision = {
-        **{"hidden_size": config.hidden_size, "intermediate_size": 2 * config.hidden_size},
-        **{"num_hidden_layers": config.num_layers, "num_global_layers": 1, "attention_heads": config.num_heads},
-        **{"image_size": config.image_size, "patch_size": config.patch_size},
-        **{"intermediate_layers_indices": [0], "vision_output_dim": 2 * config.hidden_size},
-    }
+    layers = 5 * config.num_layers
+    vision = _vision(config) | {"num_global_layers": 1, "attention_heads": config.num_heads}
+    del vision["num_attention_heads"]
     model = MllamaConfig(
-        vision_config=vision,
-        text_config={**sizes, **layers, "cross_attention_layers": seeing},
+        vision_config=vision | {"intermediate_layers_indices": [0], "vision_output_dim": 2 * config.hidden_size},
+        text_config=_text(config, tokenizer)
+        | {"num_hidden_layers": layers, "cross_attention_layers": list(range(3, layers, 5))},
         image_token_index=tokenizer.image_token_id,
     )
     image_processor = MllamaImageProcessorPil(size={"height": config.image_size, "width": config.image_size})
-    processor = MllamaProcessor(image_processor, tokenizer, chat_template=tokenizer.chat_template)
-    for part in (model, processor):
-        part.save_pretrained(folder)
+    return model, MllamaProcessor(image_processor, tokenizer, chat_template=tokenizer.chat_template)
 
 
-def write_tiny_qwen2_audio(config: ModelConfig, folder: Path, texts: Iterable[str]) -> None:
-    """Write a model of the Qwen2-Audio family, which takes sounds of up to 30 seconds."""
+def _qwen2_audio(config: ModelConfig, tokenizer: Any) -> tuple[Any, ...]:
+    """Return a model of the Qwen2-Audio family, which takes sounds of up to 30 seconds."""
     from transformers import Qwen2AudioConfig, Qwen2AudioProcessor, Qwen2Config, WhisperFeatureExtractor
 
-    _check_sizes(config, heads=2, patches=1)
-    tokenizer = train_tokenizer(texts, config.vocab_size, AUDIO_TOKENS)
     extractor = WhisperFeatureExtractor()
     model = Qwen2AudioConfig(
         audio_config=_hearing(config, extractor),
-        text_config=Qwen2Config(**_text_sizes(config, tokenizer), max_position_embeddings=4096).to_dict(),
+        text_config=Qwen2Config(**_text(config, tokenizer)).to_dict(),
         audio_token_index=tokenizer.convert_tokens_to_ids("<|AUDIO|>"),
     )
-    for part in (model, Qwen2AudioProcessor(extractor, tokenizer)):
-        part.save_pretrained(folder)
+    return model, Qwen2AudioProcessor(extractor, tokenizer)
 
 
-def write_tiny_qwen2_5_omni(config: ModelConfig, folder: Path, texts: Iterable[str]) -> None:
-    """Write the part of a model of the Qwen2.5-Omni family that reads images, videos and sounds, and writes text.
-
-    Raises:
-        ConfigurationError: torchvision is missing, which its processor needs.
-    """
+def _qwen2_5_omni(config: ModelConfig, tokenizer: Any) -> tuple[Any, ...]:
+    """Return the part of a model of the Qwen2.5-Omni family that reads images, videos and sounds, and writes text."""
     from transformers import (
         Qwen2_5OmniProcessor,
         Qwen2_5OmniThinkerConfig,
@@ -249,38 +206,25 @@ def write_tiny_qwen2_5_omni(config: ModelConfig, folder: Path, texts: Iterable[s
         Qwen2VLVideoProcessor,
         WhisperFeatureExtractor,
     )
-    from transformers.utils import is_torchvision_available
 
-    if not is_torchvision_available():
-        raise ConfigurationError(f"model.preset={config.preset}: the processor of this model needs torchvision")
-    _check_sizes(config, heads=4, patches=_MERGE)
-    tokenizer = train_tokenizer(texts, config.vocab_size, OMNI_TOKENS)
     extractor = WhisperFeatureExtractor()
-    ids: dict[str, int] = {
-        name: tokenizer.convert_tokens_to_ids(OMNI_TOKENS.named[f"{token}_token"])
-        for name, token in (
-            *((f"{kind}_token_index", kind) for kind in ("image", "video", "audio")),
-            *(("vision_start_token_id", "vision_bos"), ("vision_end_token_id", "vision_eos")),
-            *(("audio_start_token_id", "audio_bos"), ("audio_end_token_id", "audio_eos")),
-        )
-    }
+    tokens = {f"{kind}_token_index": kind for kind in ("image", "video", "audio")}
+    tokens |= {"vision_start_token_id": "vision_bos", "vision_end_token_id": "vision_eos"}
+    tokens |= {"audio_start_token_id": "audio_bos", "audio_end_token_id": "audio_eos"}
     model = Qwen2_5OmniThinkerConfig(
         audio_config={**_hearing(config, extractor), "output_dim": config.hidden_size},
         vision_config={**_qwen_vision(config), **_windows(config)},
         text_config=_qwen_text(config, tokenizer),
-        **ids,
+        **_ids(tokenizer, {name: OMNI_TOKENS.named[f"{token}_token"] for name, token in tokens.items()}),
     )
-    size = {"shortest_edge": (_MERGE * config.patch_size) ** 2, "longest_edge": config.image_size**2}
-    patches = {"patch_size": config.patch_size, "merge_size": _MERGE, "temporal_patch_size": 2}
     processor = Qwen2_5OmniProcessor(
-        image_processor=Qwen2VLImageProcessorPil(size=size, **patches),
-        video_processor=Qwen2VLVideoProcessor(size=size, **patches),
+        image_processor=Qwen2VLImageProcessorPil(**_qwen_patches(config)),
+        video_processor=Qwen2VLVideoProcessor(**_qwen_patches(config)),
         feature_extractor=extractor,
         tokenizer=tokenizer,
         chat_template=tokenizer.chat_template,
     )
-    for part in (model, processor):
-        part.save_pretrained(folder)
+    return model, processor
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, special: SpecialTokens) -> Any:
@@ -311,46 +255,38 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, special: SpecialToken
     )
 
 
-def _write_qwen(
+_MERGE = 2
+"""Patches along each side of what becomes a token, in the Qwen-VL families and Idefics 3."""
+
+
+def _qwen(
     kind: Any,
     config: ModelConfig,
-    folder: Path,
-    texts: Iterable[str],
+    tokenizer: Any,
     *,
     vision: Mapping[str, Any],
     text: Mapping[str, Any] = MappingProxyType({}),
     interleaved: bool = False,
-) -> None:
+) -> tuple[Any, ...]:
     from transformers import Qwen2VLImageProcessorPil
 
-    _check_sizes(config, heads=4, patches=_MERGE)
-    tokenizer = train_tokenizer(texts, config.vocab_size, QWEN_TOKENS)
-    ids: dict[str, int] = {
-        name: tokenizer.convert_tokens_to_ids(token)
-        for name, token in (
-            ("image_token_id", "<|image_pad|>"),
-            ("video_token_id", "<|video_pad|>"),
-            ("vision_start_token_id", "<|vision_start|>"),
-            ("vision_end_token_id", "<|vision_end|>"),
-        )
-    }
+    tokens = {f"{name}_token_id": f"<|{name}_pad|>" for name in ("image", "video")}
+    tokens |= {f"{name}_token_id": f"<|{name}|>" for name in ("vision_start", "vision_end")}
     model = kind(
         vision_config={**_qwen_vision(config), **vision},
         text_config={**_qwen_text(config, tokenizer, interleaved=interleaved), **text},
-        **ids,
+        **_ids(tokenizer, tokens),
     )
-    image_processor = Qwen2VLImageProcessorPil(
-        size={"shortest_edge": (_MERGE * config.patch_size) ** 2, "longest_edge": config.image_size**2},
-        patch_size=config.patch_size,
-        merge_size=_MERGE,
-        temporal_patch_size=2,
-    )
-    for part in (model, tokenizer, image_processor):
-        part.save_pretrained(folder)
+    return model, tokenizer, Qwen2VLImageProcessorPil(**_qwen_patches(config))
 
 
-_MERGE = 2
-"""Patches along each side of what becomes a token, in the Qwen-VL families."""
+def _ids(tokenizer: Any, tokens: Mapping[str, str]) -> dict[str, int]:
+    return {name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
+
+
+def _qwen_patches(config: ModelConfig) -> dict[str, Any]:
+    size = {"shortest_edge": (_MERGE * config.patch_size) ** 2, "longest_edge": config.image_size**2}
+    return {"size": size, "patch_size": config.patch_size, "merge_size": _MERGE, "temporal_patch_size": 2}
 
 
 def _qwen_vision(config: ModelConfig) -> dict[str, Any]:
@@ -375,7 +311,7 @@ def _qwen_text(config: ModelConfig, tokenizer: Any, *, interleaved: bool = False
     rope["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
     if interleaved:
         rope["mrope_interleaved"] = True
-    return {**_text_sizes(config, tokenizer), "max_position_embeddings": 4096, "rope_parameters": rope}
+    return {**_text(config, tokenizer), "rope_parameters": rope}
 
 
 def _hearing(config: ModelConfig, extractor: Any) -> dict[str, Any]:
@@ -390,13 +326,24 @@ def _hearing(config: ModelConfig, extractor: Any) -> dict[str, Any]:
     }
 
 
-def _text_sizes(config: ModelConfig, tokenizer: Any) -> dict[str, Any]:
+def _sizes(config: ModelConfig) -> dict[str, Any]:
+    """Return the sizes of the language model, and of vision towers."""
     return {
         "hidden_size": config.hidden_size,
         "intermediate_size": 2 * config.hidden_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
+    }
+
+
+def _vision(config: ModelConfig) -> dict[str, Any]:
+    return _sizes(config) | {"image_size": config.image_size, "patch_size": config.patch_size}
+
+
+def _text(config: ModelConfig, tokenizer: Any) -> dict[str, Any]:
+    return _sizes(config) | {
         "num_key_value_heads": config.num_heads,
+        "max_position_embeddings": 4096,
         "vocab_size": len(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,
@@ -404,33 +351,47 @@ def _text_sizes(config: ModelConfig, tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def _check_sizes(config: ModelConfig, *, heads: int, patches: int) -> None:
-    """Refuse sizes whose heads or patches do not come out even."""
-    if config.hidden_size % (heads * config.num_heads):
-        raise ConfigurationError(
-            f"model.preset={config.preset}: model.hidden_size={config.hidden_size} must be a multiple of {heads} times "
-            f"model.num_heads={config.num_heads}"
-        )
-    if config.image_size % (patches * config.patch_size):
-        times = "" if patches == 1 else f" {patches} times"
-        raise ConfigurationError(
-            f"model.preset={config.preset}: model.image_size={config.image_size} must be a multiple of{times} "
-            f"model.patch_size={config.patch_size}"
-        )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preset:
+    """A small model: its tokens, what makes its parts of sizes and a tokenizer, and what the sizes are multiples of."""
+
+    tokens: SpecialTokens
+    parts: Callable[[ModelConfig, Any], tuple[Any, ...]]
+    heads: int = 2
+    patches: int = 1
+    needs_torchvision: bool = False
+
+    def check(self, config: ModelConfig) -> None:
+        """Refuse sizes whose heads or patches do not come out even, and a processor that misses torchvision."""
+        from transformers.utils import is_torchvision_available
+
+        if self.needs_torchvision and not is_torchvision_available():
+            raise ConfigurationError(f"model.preset={config.preset}: the processor of this model needs torchvision")
+        if config.hidden_size % (self.heads * config.num_heads):
+            raise ConfigurationError(
+                f"model.preset={config.preset}: model.hidden_size={config.hidden_size} must be a multiple of "
+                f"{self.heads} times model.num_heads={config.num_heads}"
+            )
+        if config.image_size % (self.patches * config.patch_size):
+            times = "" if self.patches == 1 else f" {self.patches} times"
+            raise ConfigurationError(
+                f"model.preset={config.preset}: model.image_size={config.image_size} must be a multiple of{times} "
+                f"model.patch_size={config.patch_size}"
+            )
 
 
-Writer = Callable[[ModelConfig, Path, Iterable[str]], None]
-
-PRESETS: Mapping[str, Writer] = MappingProxyType(
+PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
-        "tiny-llava": write_tiny_llava,
-        "tiny-qwen2-vl": write_tiny_qwen2_vl,
-        "tiny-qwen2.5-vl": write_tiny_qwen2_5_vl,
-        "tiny-qwen3-vl": write_tiny_qwen3_vl,
-        "tiny-idefics3": write_tiny_idefics3,
-        "tiny-mllama": write_tiny_mllama,
-        "tiny-qwen2-audio": write_tiny_qwen2_audio,
-        "tiny-qwen2.5-omni": write_tiny_qwen2_5_omni,
+        "tiny-llava": Preset(tokens=LLAVA_TOKENS, parts=_llava),
+        "tiny-qwen2-vl": Preset(tokens=QWEN_TOKENS, parts=_qwen2_vl, heads=4, patches=_MERGE),
+        "tiny-qwen2.5-vl": Preset(tokens=QWEN_TOKENS, parts=_qwen2_5_vl, heads=4, patches=_MERGE),
+        "tiny-qwen3-vl": Preset(tokens=QWEN_TOKENS, parts=_qwen3_vl, heads=4, patches=_MERGE),
+        "tiny-idefics3": Preset(tokens=IDEFICS_TOKENS, parts=_idefics3, patches=_MERGE),
+        "tiny-mllama": Preset(tokens=MLLAMA_TOKENS, parts=_mllama),
+        "tiny-qwen2-audio": Preset(tokens=AUDIO_TOKENS, parts=_qwen2_audio),
+        "tiny-qwen2.5-omni": Preset(
+            tokens=OMNI_TOKENS, parts=_qwen2_5_omni, heads=4, patches=_MERGE, needs_torchvision=True
+        ),
     }
 )
 
@@ -475,17 +436,25 @@ def write_preset(config: ModelConfig, folder: Path, captions: Callable[[], Itera
     Raises:
         ConfigurationError: There is no such preset, or its sizes do not fit together.
     """
-    write = PRESETS.get(config.preset)
-    if write is None:
+    preset = PRESETS.get(config.preset)
+    if preset is None:
         raise ConfigurationError(
             f"unknown model preset {config.preset!r}; presets: {', '.join(PRESETS)}. For your own model, set "
             "model.name_or_path to its folder or hub name"
         )
     if folder.exists():
         return
+    preset.check(config)
+    _save(preset.parts(config, train_tokenizer(captions(), config.vocab_size, preset.tokens)), folder)
+
+
+def _save(parts: Iterable[Any], folder: Path) -> None:
+    """Write the parts of a model into a folder, in one step, in place of an older one."""
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
-    write(config, temporary, captions())
+    for part in parts:
+        part.save_pretrained(temporary)
+    shutil.rmtree(folder, ignore_errors=True)
     os.replace(temporary, folder)
 
 
@@ -575,18 +544,13 @@ def export_model(bundle: ModelBundle, folder: Path) -> None:
     """Write model, tokenizer and image processor as `load_model` reads them, in one step, in place of an older one."""
     from transformers.utils import logging as output
 
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
     bars = output.is_progress_bar_enabled()
     output.disable_progress_bar()  # a bar of one step, between the lines of the run
     try:
-        for part in (bundle.model, bundle.tokenizer, bundle.image_processor):
-            part.save_pretrained(temporary)
+        _save((bundle.model, bundle.tokenizer, bundle.image_processor), folder)
     finally:
         if bars:
             output.enable_progress_bar()
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(temporary, folder)
 
 
 def _image_token_id(config: Any, tokenizer: Any) -> int:
