@@ -39,7 +39,7 @@ from energon_bridge.format.key_index import (
     stale_key_index,
 )
 from energon_bridge.format.nvmeta import read_info
-from energon_bridge.format.parallel import map_shards
+from energon_bridge.format.parallel import Progress, map_shards, unseen
 from energon_bridge.rng import IntArray
 from energon_bridge.samples import CrudeSample
 
@@ -133,8 +133,6 @@ _NAMED_KEYS = 5
 _RUN_SAMPLES = 1 << 18
 """Samples of the primary per task, a balance between the memory of a result and the cost of a task."""
 
-Progress = Callable[[int, int], None]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Line:
@@ -176,9 +174,7 @@ class _JoinedRows:
     keys: list[list[str]]
 
 
-def find_rows(
-    parts: Sequence[JoinPart], *, num_workers: int = 1, progress: Progress = lambda done, total: None
-) -> Iterator[IntArray]:
+def find_rows(parts: Sequence[JoinPart], *, num_workers: int = 1, progress: Progress = unseen) -> Iterator[IntArray]:
     """Yield the rows of a join, in order, shape (some rows, datasets) each.
 
     `progress` is called with the number of finished shards of the primary, and of all.
@@ -330,7 +326,7 @@ def open_index(
     folders: Sequence[str],
     *,
     num_workers: int = 1,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = unseen,
 ) -> JoinIndex:
     """Return the rows of a join: from a file in one of the folders, or found now and written to the first writable one.
 

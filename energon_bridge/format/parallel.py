@@ -31,6 +31,8 @@ class Engine(Protocol):
 
 Workers = int | Engine
 """A number of processes, or an engine."""
+Progress = Callable[[int, int], object]
+"""Is told how many items are done, and how many there are."""
 
 _AHEAD = 3  # results per worker that may wait to be taken: bounds memory
 
@@ -74,6 +76,20 @@ def map_shards(
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def work_off(
+    function: Callable[[Item], object], items: Sequence[Item], *, num_workers: Workers, progress: Progress
+) -> int:
+    """Call a function with every item, for what it leaves behind; return their number. Raises as `map_shards` does."""
+    with contextlib.closing(map_shards(function, items, num_workers=num_workers)) as done:
+        for number, _ in enumerate(done, start=1):
+            progress(number, len(items))
+    return len(items)
+
+
+def unseen(done: int, total: int) -> None:
+    """Show no progress."""
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import io
 import os
-import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -27,22 +26,20 @@ from energon_bridge.av import AVDecoder
 from energon_bridge.errors import ConfigurationError, EnergonError, MetadataError, SampleError
 from energon_bridge.format.columns import COLUMNS_INDEX, Column, column_path, encode_columns, read_columns, read_numbers
 from energon_bridge.format.dataset import PreparedDataset, SplitFacts, prepared, read_index
-from energon_bridge.format.dataset_config import DatasetConfigs, fields_of
+from energon_bridge.format.dataset_config import DatasetConfigs
 from energon_bridge.format.jsonl import JsonlDataset
 from energon_bridge.format.media import kind_by_name
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, read_info
-from energon_bridge.format.parallel import Task, Workers, map_shards
+from energon_bridge.format.parallel import Progress, Task, Workers, map_shards, unseen
 from energon_bridge.format.tar import parse_sample
-from energon_bridge.prepare.lint import LEAVE_OUT, Problem, read_samples
+from energon_bridge.prepare.lint import LEAVE_OUT, Problem, made_sample, read_samples, wanted_parts
 from energon_bridge.prepare.media import read_image
-from energon_bridge.prepare.staging import Staging
+from energon_bridge.prepare.staging import Staging, forget
 from energon_bridge.rows.turns import medium_by_name
-from energon_bridge.samples import CrudeSample
-from energon_bridge.storage import LocalStore, Store, open_store
+from energon_bridge.storage import Store, open_store
 from energon_bridge.stores.base import follow_links
 from energon_bridge.task_encoder.hooks import Hook, is_overridden
 
-Progress = Callable[[int, int], None]
 Value = int | float | bool | str
 OfSample = Callable[[Any], Value | Mapping[str, Value]]
 """Takes a sample of the dataset's type, decoded, or, with `raw`, a dict of its parts as bytes."""
@@ -78,7 +75,7 @@ def add_column(
     trust_remote_code: bool = False,
     task: Task | None = None,
     finish: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = unseen,
 ) -> Added:
     """Compute a column for all samples of a prepared dataset, and write it beside the indexes.
 
@@ -104,10 +101,7 @@ def add_column(
     dataset = _whole(path, dataset_config, trust_remote_code=trust_remote_code)
     made_of = made_of or f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"
     made_of += "" if missing is None else f", else {missing!r}"
-    shards = [
-        (shard, int(count), int(size))
-        for shard, count, size in zip(dataset.shard_names, dataset.shard_counts, dataset.shard_sizes, strict=True)
-    ]
+    shards = _shards(dataset)
     folder = f"{_PIECES}/{hashlib.blake2b(f'{name} {made_of}'.encode(), digest_size=8).hexdigest()}"
     rows_of = partial(_rows_of_shard, dataset, function, name, raw, missing, decoder)
     if task is not None:
@@ -130,8 +124,7 @@ def add_column(
                 failed += bad
                 for column, values in columns.items():
                     rows.setdefault(column, {})[number] = values
-                if progress is not None:
-                    progress(number + 1, len(shards))
+                progress(number + 1, len(shards))
         if left:
             raise _UnfinishedError(
                 f"{dataset.store.root}: {len(left)} of {len(shards)} shards were not computed by any task, or changed "
@@ -174,14 +167,9 @@ def _forgetting(store: Store, folder: str) -> Iterator[None]:
 
 
 def _forget(store: Store, folder: str) -> None:
-    if isinstance(store, LocalStore):
-        shutil.rmtree(store.url(folder), ignore_errors=True)
-        with contextlib.suppress(OSError):
-            os.rmdir(store.url(_PIECES))
-        return
-    for name, _ in store.list((".npz",)):
-        if name.startswith(f"{folder}/"):
-            store.delete(name)
+    forget(store, folder, ".npz")
+    with contextlib.suppress(OSError):  # of another column, or not on a disk
+        os.rmdir(store.url(_PIECES))
 
 
 def _column_task(
@@ -194,17 +182,13 @@ def _column_task(
 ) -> Added:
     """Compute and keep the shards of one task that no column has."""
     old = _kept_rows(dataset, read_columns(dataset.store), name, made_of)
-    mine = [number for number in task.of(range(len(dataset.shard_names))) if _triple(dataset, number) not in old]
+    mine = [number for number in task.of(range(len(dataset.shard_names))) if _shard(dataset, number) not in old]
     failed = 0
     with closing(map_shards(compute, mine, num_workers=num_workers)) as computed:
         for rows in computed:
             failed += 0 if rows is None else rows[1]
-    count = sum(_triple(dataset, number)[1] for number in mine)
+    count = sum(_shard(dataset, number)[1] for number in mine)
     return Added(names=() if name is None else (name,), num_samples=count, num_computed=count, num_missing=failed)
-
-
-def _triple(dataset: PreparedDataset, shard: int) -> tuple[str, int, int]:
-    return dataset.shard_names[shard], int(dataset.shard_counts[shard]), int(dataset.shard_sizes[shard])
 
 
 def _rows(
@@ -217,7 +201,7 @@ def _rows(
     """Return the columns of a shard that an earlier run kept in `folder`, or compute them; None with `find_only`."""
     if folder is None:
         return compute(shard)
-    shard_name, count, size = _triple(dataset, shard)
+    shard_name, count, size = _shard(dataset, shard)
     path = f"{folder}/{shard_name}.npz"
     if dataset.store.exists(path):
         with contextlib.suppress(ValueError, KeyError, OSError, zipfile.BadZipFile):
@@ -323,6 +307,15 @@ def _whole(path: str | os.PathLike[str], dataset_config: str, *, trust_remote_co
 
 
 _Shard = tuple[str, int, int]
+"""Name, samples and bytes."""
+
+
+def _shards(dataset: PreparedDataset) -> list[_Shard]:
+    return [_shard(dataset, number) for number in range(len(dataset.shard_names))]
+
+
+def _shard(dataset: PreparedDataset, number: int) -> _Shard:
+    return dataset.shard_names[number], int(dataset.shard_counts[number]), int(dataset.shard_sizes[number])
 
 
 def _kept_rows(
@@ -366,7 +359,12 @@ def _rows_of_shard(
         try:
             key, parts = parse_sample(data, where=where, follow=follow)
             where = f"{dataset.store.url(dataset.shard_names[shard])}, key {key!r}"
-            value = function(_sample(dataset, decode, index, key, parts))
+            kept = {part: bytes(data) for part, data in (parts if raw else wanted_parts(dataset, parts)).items()}
+            sample: Any = {"__key__": key, **kept}
+            if decode is not None:
+                decoded = {name: value for name, value in decode(sample).items() if not name.startswith("__")}
+                sample, _ = made_sample(dataset, index, key, decoded)
+            value = function(sample)
             rows.append(dict(value) if isinstance(value, Mapping) else {name or "": value})
         except Exception as error:
             if missing is None:
@@ -383,30 +381,6 @@ def _rows_of_shard(
         column_path(column)  # refuses other names
         columns[column] = _array([missing if row is None else row.get(column, missing) for row in rows], column)
     return columns, sum(row is None for row in rows)
-
-
-def _sample(
-    dataset: PreparedDataset,
-    decode: Callable[[dict[str, Any]], dict[str, Any]] | None,
-    index: int,
-    key: str,
-    parts: dict[str, memoryview],
-) -> Any:
-    if decode is None:
-        return {"__key__": key, **{part: bytes(data) for part, data in parts.items()}}
-    wanted = dataset.part_filter
-    kept = {
-        part: bytes(data)
-        for part, data in parts.items()
-        if wanted is None or (part in wanted if isinstance(wanted, frozenset) else wanted(part))
-    }
-    decoded = {name: value for name, value in decode({"__key__": key, **kept}).items() if not name.startswith("__")}
-    if dataset.field_map is not None:
-        return dataset.sample_type(**{"__key__": key, **dataset.field_map(decoded)})
-    if dataset.sample_loader is not None:
-        raw = {"__key__": key, "__restore_key__": ("Webdataset", index), "__sources__": (), **decoded}
-        return dataset.sample_type(**{"__key__": key, **fields_of(dataset.sample_loader(raw))})
-    return CrudeSample({"__key__": key, **decoded})
 
 
 def _array(values: list[Any], column: str) -> np.ndarray:
@@ -474,11 +448,11 @@ def find_equal_samples(datasets: Sequence[PreparedDataset], *, num_workers: Work
     """
     places = _places(datasets)
     kept = [_kept_hashes(dataset) for dataset in datasets]
-    missing = [place for place in places if _shard(datasets, place) not in kept[place[0]]]
+    missing = [(number, shard) for number, shard in places if _shard(datasets[number], shard) not in kept[number]]
     hashes: list[np.ndarray] = []
     with closing(map_shards(partial(_hashes, datasets), missing, num_workers=num_workers)) as computed:
-        for place in places:
-            known = kept[place[0]].get(_shard(datasets, place))
+        for number, shard in places:
+            known = kept[number].get(_shard(datasets[number], shard))
             hashes.append(next(computed) if known is None else known)
     starts = np.cumsum([0, *(len(one) for one in hashes)])
     for group in groups_of_equal(np.concatenate(hashes)):
@@ -496,7 +470,6 @@ def find_equal_samples(datasets: Sequence[PreparedDataset], *, num_workers: Work
                     split_part=dataset.split_part,
                     shard=dataset.shard_names[shard],
                     key=key,
-                    part=None,
                     message=f"has the content of {first}",
                     remedy=f"If it is one too many, {LEAVE_OUT}.",
                 )
@@ -523,19 +496,12 @@ def _places(datasets: Sequence[PreparedDataset]) -> list[_Place]:
     return list(places.values())
 
 
-def _shard(datasets: Sequence[PreparedDataset], place: _Place) -> tuple[str, int, int]:
-    dataset, shard = datasets[place[0]], place[1]
-    return dataset.shard_names[shard], int(dataset.shard_counts[shard]), int(dataset.shard_sizes[shard])
-
-
-def _kept_hashes(dataset: PreparedDataset) -> dict[tuple[str, int, int], np.ndarray]:
+def _kept_hashes(dataset: PreparedDataset) -> dict[_Shard, np.ndarray]:
     """Return the hashes of the shards covered by the column `hash`."""
-    column = None if isinstance(dataset, JsonlDataset) else read_columns(dataset.store).get("hash")
-    if column is None or column.made_of != HASH_MADE_OF:
+    if isinstance(dataset, JsonlDataset):
         return {}
-    numbers = read_numbers(dataset.store, "hash", column)
-    ends = np.cumsum([count for _, count, _ in column.shards])
-    return {shard: numbers[end - shard[1] : end] for shard, end in zip(column.shards, ends.tolist(), strict=True)}
+    rows = _kept_rows(dataset, read_columns(dataset.store), "hash", HASH_MADE_OF)
+    return {shard: columns["hash"] for shard, columns in rows.items()}
 
 
 def _hashes(datasets: Sequence[PreparedDataset], place: _Place) -> np.ndarray:

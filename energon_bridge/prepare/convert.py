@@ -18,7 +18,7 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
@@ -31,7 +31,7 @@ import numpy as np
 from energon_bridge.errors import ConfigurationError, SampleError, SkipSample, SourceError
 from energon_bridge.format.media import HAS_HEIF, HEAD_BYTES, extension_by_head, open_heic
 from energon_bridge.format.nvmeta import INFO_JSON, META_FOLDER, has_checksums, meta_path, read_info
-from energon_bridge.format.parallel import Task, Workers, map_shards
+from energon_bridge.format.parallel import Progress, Task, Workers, map_shards, unseen
 from energon_bridge.format.tar_index import index_name
 from energon_bridge.prepare.media import MediaFilter
 from energon_bridge.prepare.run import ShardRecord
@@ -50,8 +50,6 @@ from energon_bridge.rng import Permutation, draws, key_of
 from energon_bridge.rows.base import Layout, Source, SourceSample, check_layout, contents_of, first_rows
 from energon_bridge.rows.turns import has_empty_answer
 from energon_bridge.storage import open_store
-
-Progress = Callable[[int, int], None]
 
 _FORMAT = 1  # of the shards: after a raise, everything is written again
 _OPTIONS = "options.json"
@@ -141,7 +139,7 @@ def convert(
     num_workers: Workers = 1,
     overwrite: bool = False,
     finish: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = unseen,
 ) -> Converted:
     """Write the samples of a source as a prepared dataset; `progress(done, total)` counts samples.
 
@@ -191,7 +189,7 @@ def convert_task(
     task: Task,
     *,
     num_workers: Workers = 1,
-    progress: Progress | None = None,
+    progress: Progress = unseen,
 ) -> int:
     """Write the shards of one task, and return their number; `convert(..., finish=True)` makes a dataset of all.
 
@@ -228,7 +226,7 @@ def _make_shards(
     options: ConvertOptions,
     plan: Sequence[tuple[str, np.ndarray]],
     num_workers: Workers,
-    progress: Progress | None,
+    progress: Progress,
     *,
     find_only: bool = False,
 ) -> Iterator[tuple[str, tuple[bool, list[str]] | None]]:
@@ -238,8 +236,7 @@ def _make_shards(
     with closing(map_shards(make, _Jobs(source, options.layout, plan), num_workers=num_workers)) as results:
         for (shard, numbers), made in zip(plan, results, strict=True):
             done += len(numbers)
-            if progress is not None:
-                progress(done, total)
+            progress(done, total)
             yield shard, made
 
 
@@ -391,7 +388,7 @@ def _make_shard(root: Path, options: ConvertOptions, find_only: bool, job: _Job)
                 content, fields = sample.read()
                 if options.reencodes:
                     content = [(part, reencoded(part, data, options)) for part, data in content]
-                shard.add(sample.key, content)
+                shard.add(sample.key, content, fields)
             except (SourceError, SampleError, SkipSample) as error:
                 message = str(error) if str(error).startswith(sample.where) else f"{sample.where}: {error}"
                 if not options.skip_errors and not isinstance(error, SkipSample):
@@ -402,10 +399,6 @@ def _make_shard(root: Path, options: ConvertOptions, find_only: bool, job: _Job)
             shard.record.num_rejected += sample.num_rejected
             if options.layout.is_crude and _says_nothing(dict(content).get("json", b"")):
                 shard.record.empty.append(sample.where)
-            for name, access in fields.items():
-                used = shard.record.fields.setdefault(name, [])
-                if access not in used:
-                    used.append(access)
     except BaseException:
         shard.abort()
         raise

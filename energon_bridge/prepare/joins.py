@@ -7,7 +7,8 @@ import os
 import time
 from dataclasses import dataclass
 
-from energon_bridge.format.join import JOIN_PREFIX, Progress, open_index
+from energon_bridge.format.join import JOIN_PREFIX, open_index
+from energon_bridge.format.parallel import Progress, unseen
 from energon_bridge.mix import DatasetOpener, JoinRef, load_mix, metadataset_splits, resolve_path
 from energon_bridge.mix.joins import index_folders, join_parts
 
@@ -40,7 +41,7 @@ def prepare_join(
     *,
     num_workers: int = 1,
     trust_remote_code: bool = False,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = unseen,
 ) -> PreparedJoin:
     """Look up the rows of a join, unless its index exists; the joiner is not needed.
 
@@ -55,22 +56,20 @@ def prepare_join(
 
 
 def remove_unused(path: str, indexes: set[str | None]) -> list[str]:
-    """Remove the join indexes next to a metadataset file that are not among `indexes`; return their names."""
-    path = resolve_path(path, base=os.getcwd(), where="PATH")
-    return [] if "://" in path else _remove_others(f"{path}.cache", {index for index in indexes if index is not None})
+    """Remove the join indexes next to a metadataset file that are not among `indexes`; return their names.
 
-
-def _remove_others(folder: str, keep: set[str]) -> list[str]:
-    """Remove a folder's join files except those in `keep`, and leftovers of killed processes; return their names."""
-    if not os.path.isdir(folder):
+    Leftovers of killed processes go, too.
+    """
+    folder = f"{resolve_path(path, base=os.getcwd(), where='PATH')}.cache"
+    if "://" in folder or not os.path.isdir(folder):
         return []
-    kept = {os.path.basename(path) for path in keep}
+    kept = {os.path.basename(index) for index in indexes if index is not None}
     gone = []
     for name in sorted(os.listdir(folder)):
-        path = os.path.join(folder, name)
-        if name.startswith(JOIN_PREFIX) and name not in kept and (name.endswith(".bin") or _is_old(path)):
+        file = os.path.join(folder, name)
+        if name.startswith(JOIN_PREFIX) and name not in kept and (name.endswith(".bin") or _is_old(file)):
             with contextlib.suppress(OSError):
-                os.unlink(path)
+                os.unlink(file)
             gone.append(name)
     return gone
 

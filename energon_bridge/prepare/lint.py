@@ -37,6 +37,7 @@ from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_C
 from energon_bridge.format.parallel import Task, Workers, map_shards
 from energon_bridge.format.tar import parse_sample
 from energon_bridge.format.tar_index import find_pieces
+from energon_bridge.samples import CrudeSample
 from energon_bridge.storage import open_store
 from energon_bridge.stores.base import follow_links
 
@@ -49,10 +50,10 @@ class Problem:
     """Something that keeps a sample (or, without a key, a whole shard) from loading."""
 
     dataset: str
-    split_part: str
+    split_part: str = ""
     shard: str
-    key: str | None
-    part: str | None
+    key: str | None = None
+    part: str | None = None
     message: str
     remedy: str = ""
 
@@ -83,12 +84,11 @@ def _remedy(dataset: PreparedDataset, error: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardReport:
-    """The result for one shard of one split part.
+    """The result for one shard.
 
     `blank` are the keys of samples with an empty text, `turned` of those with a JPEG that EXIF turns.
     """
 
-    split_part: str
     shard: str
     num_checked: int
     problems: tuple[Problem, ...]
@@ -151,8 +151,8 @@ def lint_splits(path: str, *, split_config: str, dataset_config: str) -> tuple[l
     named = read_document(store, meta_path(dataset_config)).text("split_config")
     splits = read_splits(store, named or split_config)
     wrong = splits.wrong_excludes(shards)
-    problem = Problem(dataset=store.root, split_part="", shard=split_config, key=None, part=None, message=wrong or "")
-    return [problem] * bool(wrong), splits.doubts(shards)
+    problems = [Problem(dataset=store.root, shard=split_config, message=wrong)] if wrong else []
+    return problems, splits.doubts(shards)
 
 
 def lint_mix(
@@ -196,11 +196,7 @@ def lint_mix(
                 message = f"{type(error).__name__}: {error}"
                 where = leaf.leaf.where or "join"
                 remedy = "Correct the keys, or set `nonmatch: skip` at the dataset of the join that lacks them."
-                problems.append(
-                    Problem(
-                        dataset=path, split_part=split, shard=where, key=None, part=None, message=message, remedy=remedy
-                    )
-                )
+                problems.append(Problem(dataset=path, split_part=split, shard=where, message=message, remedy=remedy))
     return list(datasets.values()), problems, list(doubts)
 
 
@@ -245,7 +241,6 @@ def lint_encoded(
             split_part=split_part,
             shard=one.shard,
             key=one.key,
-            part=None,
             message=f"{one.hook}: {one.error}: {one.message}",
             remedy=f"Correct the hook or the data; to leave the sample out, raise SkipSample, or {LEAVE_OUT}.",
         )
@@ -346,14 +341,7 @@ def _check_shard(
             report(MetadataError(f"`exclude` of the split file lists the sample {key!r}, which is not there.{hint}"))
     except EnergonError as error:  # the shard or its index as a whole
         report(error)
-    return ShardReport(
-        split_part=dataset.split_part,
-        shard=name,
-        num_checked=checked,
-        problems=(*problems,),
-        blank=(*blank,),
-        turned=(*turned,),
-    )
+    return ShardReport(shard=name, num_checked=checked, problems=(*problems,), blank=(*blank,), turned=(*turned,))
 
 
 def _is_turned(parts: Mapping[str, Any]) -> bool:
@@ -420,12 +408,9 @@ def _check_sample(
     report: Callable[..., None],
 ) -> bool:
     """Treat a sample as training does: decode the parts that it needs, build its fields; return if a text is empty."""
-    wanted = dataset.part_filter
     decoded: dict[str, Any] = {}
     complete = True
-    for part, data in parts.items():
-        if wanted is not None and not (part in wanted if isinstance(wanted, frozenset) else wanted(part)):
-            continue
+    for part, data in wanted_parts(dataset, parts).items():
         try:
             decoded[part] = decode(part, data)
         except (EnergonError, ImportError) as error:
@@ -435,15 +420,34 @@ def _check_sample(
         return False
     fields = decoded
     try:
-        if dataset.field_map is not None:
-            fields = dataset.field_map(decoded)
-            dataset.sample_type(**{"__key__": key, **fields})
-        elif dataset.sample_loader is not None:
-            raw = {"__key__": key, "__restore_key__": ("Webdataset", index), "__sources__": (), **decoded}
-            fields = fields_of(dataset.sample_loader(raw))
-            dataset.sample_type(**{"__key__": key, **fields})
+        _, fields = made_sample(dataset, index, key, decoded)
     except FieldAccessError as error:
         report(dataset.missing_field(decoded, parts) or error)
     except Exception as error:  # a sample loader can raise anything
         report(error)
     return _has_blank(fields)
+
+
+# Samples as training makes them, outside of a run ---------------------------------------------------------------------
+
+
+def wanted_parts(dataset: PreparedDataset, parts: Mapping[str, memoryview]) -> dict[str, memoryview]:
+    """Return the parts of a sample that its dataset decodes."""
+    wanted = dataset.part_filter
+    if wanted is None:
+        return dict(parts)
+    accepts = wanted.__contains__ if isinstance(wanted, frozenset) else wanted
+    return {part: data for part, data in parts.items() if accepts(part)}
+
+
+def made_sample(dataset: PreparedDataset, index: int, key: str, decoded: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return a sample made of its decoded parts, and its fields; raises what a sample loader or a type raises."""
+    fields = decoded
+    if dataset.field_map is not None:
+        fields = dataset.field_map(decoded)
+    elif dataset.sample_loader is not None:
+        raw = {"__key__": key, "__restore_key__": ("Webdataset", index), "__sources__": (), **decoded}
+        fields = fields_of(dataset.sample_loader(raw))
+    else:
+        return CrudeSample({"__key__": key, **decoded}), fields
+    return dataset.sample_type(**{"__key__": key, **fields}), fields

@@ -50,18 +50,10 @@ from energon_bridge.format.media import (
     kind_by_name,
     open_heic,
 )
-from energon_bridge.format.nvmeta import (
-    INDEX_SQLITE,
-    META_FOLDER,
-    is_prepared,
-    meta_path,
-    read_info,
-)
-from energon_bridge.format.parallel import Task, Workers, map_shards
-from energon_bridge.prepare.staging import Staging
+from energon_bridge.format.nvmeta import INDEX_SQLITE, META_FOLDER, is_prepared, meta_path, read_info
+from energon_bridge.format.parallel import Progress, Task, Workers, map_shards, unseen, work_off
+from energon_bridge.prepare.staging import Staging, forget
 from energon_bridge.storage import ByteRange, Store, open_store
-
-Progress = Callable[[int, int], None]
 
 _FILES_AT_A_TIME = 256
 _RESULTS_FOLDER, _RESULTS_SUFFIX = ".nv-meta.media", ".found"
@@ -97,7 +89,7 @@ def prepare_media(
     *,
     num_workers: Workers = 1,
     finish: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = unseen,
 ) -> IndexedMedia:
     """Write the metadata of the media files of a prepared dataset, or of any other folder.
 
@@ -127,9 +119,8 @@ def prepare_media(
         else:
             indexed = _index_folder(store, index, media, num_workers=num_workers, finish=finish, progress=progress)
         staging.commit()
-    for name, _ in store.list(_RESULTS_SUFFIX) if finish else ():
-        if name.startswith(f"{_RESULTS_FOLDER}/"):
-            store.delete(name)
+    if finish:
+        forget(store, _RESULTS_FOLDER, _RESULTS_SUFFIX)
     return indexed
 
 
@@ -139,7 +130,7 @@ def media_task(
     task: Task,
     *,
     num_workers: Workers = 1,
-    progress: Progress | None = None,
+    progress: Progress = unseen,
 ) -> int:
     """Read the media files of one task, for `prepare_media(..., finish=True)`, and return the number of its portions.
 
@@ -153,14 +144,8 @@ def media_task(
         index = os.path.join(folder, INDEX_SQLITE)
         if is_prepared(store):
             copy_key_index(store, index)
-        read_portion = partial(_read_portion, store, index, media)
-        with closing(
-            map_shards(partial(_store_results, store, media, read_portion), portions, num_workers=num_workers)
-        ) as done:
-            for number, _ in enumerate(done):
-                if progress is not None:
-                    progress(number + 1, len(portions))
-    return len(portions)
+        keep = partial(_store_results, store, media, partial(_read_portion, store, index, media))
+        return work_off(keep, portions, num_workers=num_workers, progress=progress)
 
 
 def _list_shards(store: Store) -> list[Portion]:
@@ -184,7 +169,7 @@ def index_dataset_media(
     *,
     num_workers: Workers,
     finish: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = unseen,
 ) -> IndexedMedia:
     """Add the metadata of a dataset's media to its key index, a local file; `shards` are in the order of the index."""
     read_portion = partial(_stored_results, store, media) if finish else partial(_read_portion, store, index, media)
@@ -192,7 +177,7 @@ def index_dataset_media(
 
 
 def _index_folder(
-    store: Store, index: str, media: MediaFilter, *, num_workers: Workers, finish: bool, progress: Progress | None
+    store: Store, index: str, media: MediaFilter, *, num_workers: Workers, finish: bool, progress: Progress
 ) -> IndexedMedia:
     portions = _list_portions(store, media)
     read_portion = partial(_stored_results, store, media) if finish else partial(_read_portion, store, index, media)
@@ -212,7 +197,7 @@ def _write_index(
     portions: Sequence[Portion],
     *,
     num_workers: Workers,
-    progress: Progress | None,
+    progress: Progress,
 ) -> IndexedMedia:
     """Read portions in several processes, and write their results to the index.
 
@@ -222,7 +207,7 @@ def _write_index(
         with tempfile.TemporaryDirectory(prefix="energon-media-") as folder:
             rows = os.path.join(folder, "rows.sqlite")
             with closing(map_shards(read_portion, portions, num_workers=num_workers)) as all_results:
-                indexed = _write_rows(rows, all_results, lambda number: progress and progress(number, len(portions)))
+                indexed = _write_rows(rows, all_results, lambda number: progress(number, len(portions)))
             _merge(rows, index, media)
     except sqlite3.Error as error:
         raise StorageError(

@@ -20,12 +20,11 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import tempfile
 import uuid
 import zlib
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -57,14 +56,12 @@ from energon_bridge.format.nvmeta import (
     render_splits,
     renumbered,
 )
-from energon_bridge.format.parallel import Task, Workers, map_shards
+from energon_bridge.format.parallel import Progress, Task, Workers, map_shards, unseen, work_off
 from energon_bridge.format.tar_index import ShardScan, encode_index, index_name, scan_tar
 from energon_bridge.prepare.split import SplitRule, find_shards, split_shards
-from energon_bridge.prepare.staging import Staging
+from energon_bridge.prepare.staging import Staging, forget
 from energon_bridge.registry import load
 from energon_bridge.storage import LocalStore, Store, open_store
-
-Progress = Callable[[int, int], None]
 
 RECORD_SUFFIX = ".rec"
 _COLUMNS = ("offsets", "part_samples", "part_offsets", "part_sizes")
@@ -160,7 +157,7 @@ def prepare_dataset(
     media: Any = None,
     finish: bool = False,
     checksums: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = unseen,
 ) -> Prepared:
     """Index all tars below a folder (or URL) and write `.nv-meta`; an earlier preparation is replaced.
 
@@ -204,7 +201,7 @@ def prepare_dataset(
         if dataset_yaml is not None:
             staging.add(meta_path(dataset_yaml_name), dataset_yaml)
         _commit(store, staging, counts, key_index=key_index, checksums=checksums)
-    _forget_scans(store)
+    forget(store, _SCANS, RECORD_SUFFIX)
     return Prepared(shard_counts=counts, split_parts=split_parts, part_names=part_names, media=indexed)
 
 
@@ -215,7 +212,7 @@ def scan_task(
     exclude: str | None = None,
     num_workers: Workers = 1,
     checksums: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = unseen,
 ) -> int:
     """Scan the tars of one task, for `prepare_dataset(..., finish=True)`, and return their number.
 
@@ -226,11 +223,7 @@ def scan_task(
     store.check_root()
     shards = task.of(find_shards(store, exclude=exclude))
     scan = partial(_scan, store, True, False, checksums or has_checksums(store))
-    with closing(map_shards(scan, shards, num_workers=num_workers)) as scans:
-        for number, _ in enumerate(scans):
-            if progress is not None:
-                progress(number + 1, len(shards))
-    return len(shards)
+    return work_off(scan, shards, num_workers=num_workers, progress=progress)
 
 
 def rebuild_index(
@@ -238,7 +231,7 @@ def rebuild_index(
     *,
     num_workers: Workers = 1,
     key_index: bool = True,
-    progress: Progress | None = None,
+    progress: Progress = unseen,
 ) -> Prepared:
     """Write the `.tar.idx` files and the key index of a prepared dataset again, for the shards of its `.info.json`.
 
@@ -273,7 +266,7 @@ def _index(
     earlier: _Earlier | None = None,
     finish: bool = False,
     checksums: bool = False,
-    progress: Progress | None,
+    progress: Progress,
 ) -> tuple[dict[str, int], tuple[str, ...], Any]:
     """Stage the indexes of all shards; return samples per shard, all part names, sorted, and the media found."""
     known = {} if earlier is None else {shard: earlier.counts[shard] for shard in shards if earlier.has(store, shard)}
@@ -320,8 +313,7 @@ def _index(
                 counts[shard] = len(record.scan.keys)
                 versions[shard] = record.made_of
                 part_names.update(record.scan.part_names)
-            if progress is not None:
-                progress(number + 1, len(shards))
+            progress(number + 1, len(shards))
         if missing:
             raise ConfigurationError(
                 f"{store.root}: {len(missing)} of {len(shards)} tars were not scanned by any task, or changed since; "
@@ -405,15 +397,6 @@ def _takes_in_place(store: Store, earlier: _Earlier, known: Mapping[str, int], n
         return False
     local_key_index(store, scratch="")
     return True
-
-
-def _forget_scans(store: Store) -> None:
-    if isinstance(store, LocalStore):
-        shutil.rmtree(store.url(_SCANS), ignore_errors=True)
-        return
-    for name, _ in store.list(RECORD_SUFFIX):
-        if name.startswith(f"{_SCANS}/"):
-            store.delete(name)
 
 
 def _commit(store: Store, staging: Staging, counts: dict[str, int], *, key_index: bool, checksums: bool) -> None:

@@ -28,6 +28,7 @@ from energon_bridge.format.media import HEAD_BYTES, extension_by_head
 from energon_bridge.format.nvmeta import INFO_JSON, INFO_YAML, meta_path
 from energon_bridge.prepare.run import ShardRecord
 from energon_bridge.prepare.shards import END_BYTES, PartsFolder, ShardFile, member_size, publish
+from energon_bridge.rows.base import SPLIT_ORDER
 from energon_bridge.samples import META_FIELDS, CrudeSample, Sample, field_names, sample_type_by_name
 
 _MEDIA_FIELDS = ("image", "video", "audio")
@@ -190,11 +191,7 @@ class ShardWriter:
             shard = ShardFile(self._folder / f"{self._prefix}{self._num_shards:05d}.tar", **self._kept)
             self._shard = shard
             self._num_shards += 1
-        shard.add(key, parts)
-        for name, access in accesses.items():
-            used = shard.record.fields.setdefault(name, [])
-            if access not in used:
-                used.append(access)
+        shard.add(key, parts, accesses)
         self.num_samples += 1
 
     def _is_full(self, shard: ShardFile, more: int) -> bool:
@@ -270,8 +267,7 @@ def _finish(parts: PartsFolder) -> dict[str, int]:
     kinds = {load(shard).made_of for shard in shards}
     if len(kinds) > 1:
         raise ConfigurationError(f"{parts.root}: the writers wrote different sample types: {', '.join(sorted(kinds))}.")
-    order = ("train", "val", "test")
-    listed = {part: split_parts.pop(part) for part in order if part in split_parts} | split_parts
+    listed = {part: split_parts.pop(part) for part in SPLIT_ORDER if part in split_parts} | split_parts
     counts = publish(parts, shards, load=load, sample_type=kinds.pop(), split_parts=listed)
     parts.remove()
     return counts

@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import ClassVar, Literal
 
 from energon_bridge.errors import ConfigurationError, DecodeError, SourceError, StorageError
@@ -106,8 +106,13 @@ class ShardFile:
         """Return the number of samples so far."""
         return len(self.record.scan.keys)
 
-    def add(self, key: str, parts: Sequence[tuple[str, bytes]]) -> None:
-        """Add a sample; raises SourceError if its key or a part name cannot be stored in a tar."""
+    def add(
+        self, key: str, parts: Sequence[tuple[str, bytes]], fields: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """Add a sample; raises SourceError if its key or a part name cannot be stored in a tar.
+
+        `fields` are the accesses of its fields to the parts.
+        """
         scan = self.record.scan
         names = [f"{key}.{part}" for part, _ in parts]
         for name, (part, _) in zip(names, parts, strict=True):
@@ -133,6 +138,10 @@ class ShardFile:
             self._write(*pieces)
             if self._media and _MEDIA.may_pass(name):
                 self._look_into(name, data)
+        for field, access in fields.items():
+            used = self.record.fields.setdefault(field, [])
+            if access not in used:
+                used.append(access)
 
     def close(self, *, made_of: str = "") -> ShardRecord:
         """Finish the tar, rename it and write its record. A shard without samples leaves only a record."""

@@ -301,11 +301,46 @@ class TarSample:
         return [(name, bytes(content)) for name, content in parts.items()], self.fields
 
 
-class TarSource:
+class _TarSamples:
+    """Samples in tars, by number; a subclass says where one lies."""
+
+    left_out: tuple[str, ...] = ()
+    _numbered: bool
+
+    def _find(self, number: int) -> tuple[Store, str, str, int, int, Follow | None]:
+        """Return of a sample the store, the shard, the key, offset and length, and what follows its links."""
+        raise NotImplementedError
+
+    def row(self, number: int) -> Row:
+        """Return a sample's parts as columns, for people to look at."""
+        return self.sample(number, _CRUDE).row()
+
+    def sample(self, number: int, layout: Layout) -> TarSample:
+        """Return a sample, not read yet."""
+        store, shard, key, offset, length, follow = self._find(number)
+        return TarSample(
+            key=f"{number:09d}" if self._numbered else key,
+            where=f"{store.url(shard)}, sample {key!r}",
+            store=store,
+            shard=shard,
+            offset=offset,
+            length=length,
+            fields=layout.fields,
+            follow=follow,
+        )
+
+    def _key_twice(self, first: int, second: int) -> DuplicateKeyError:
+        places = [self.sample(number, _CRUDE).where for number in (first, second)]
+        return DuplicateKeyError(f"{' occurs again in '.join(places)}. Give the samples new keys with --keys number.")
+
+
+_CRUDE = Layout(sample_type="CrudeSample")
+
+
+class TarSource(_TarSamples):
     """The samples of all tars below a folder, or of one tar, in the order of the tars."""
 
     kind = "WebDataset"
-    left_out: tuple[str, ...] = ()
 
     def __init__(self, path: Path, *, numbered: bool, num_workers: int) -> None:
         self.where = str(path)
@@ -333,40 +368,21 @@ class TarSource:
         self.split_parts = tuple(counts) if self._prepared else ()
         lists = [*self._lists]
         for first, second in equal_keys(key for keys, _, _ in self._samples for key in keys):
-            there, here = self._place(first), self._place(second)
+            there, here = ((store.url(shard), key) for store, shard, key, *_ in map(self._find, (first, second)))
             names = lists[self._parts[first]], lists[self._parts[second]]
             if there[0] != here[0] and set(names[0]).isdisjoint(names[1]):
                 raise other_parts(*there, names[0], here[0], names[1])
             if not numbered:
-                raise _key_twice(first, second, self.sample)
+                raise self._key_twice(first, second)
 
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def _place(self, number: int) -> tuple[str, str]:
-        """Return path and key of a sample."""
-        at = bisect_right(self._starts, number) - 1
-        return self._store.url(self._shards[at]), self._samples[at][0][number - self._starts[at]]
-
-    def row(self, number: int) -> Row:
-        """Return a sample's parts as columns, for people to look at."""
-        return self.sample(number, Layout(sample_type="CrudeSample")).row()
-
-    def sample(self, number: int, layout: Layout) -> TarSample:
-        """Return a sample to be read."""
+    def _find(self, number: int) -> tuple[Store, str, str, int, int, Follow | None]:
         at = bisect_right(self._starts, number) - 1
         keys, offsets, lengths = self._samples[at]
         index = number - self._starts[at]
-        return TarSample(
-            key=f"{number:09d}" if self._numbered else keys[index],
-            where=f"{self._store.url(self._shards[at])}, sample {keys[index]!r}",
-            store=self._store,
-            shard=self._shards[at],
-            offset=offsets[index],
-            length=lengths[index],
-            fields=layout.fields,
-            follow=self._follow[at],
-        )
+        return self._store, self._shards[at], keys[index], offsets[index], lengths[index], self._follow[at]
 
     def propose(self) -> Layout:
         """Keep the sample type of a prepared dataset; keep the parts of others as they are."""
@@ -376,7 +392,7 @@ class TarSource:
             kind, fields = config.get("sample_type"), config.get("field_map")
             if isinstance(kind, dict) and isinstance(fields, dict) and "__class__" in kind:
                 return Layout(sample_type=kind["__class__"], fields=fields)
-        return Layout(sample_type="CrudeSample")
+        return _CRUDE
 
     def _groups(self, shards: list[str]) -> list[tuple[str, list[str]]]:
         if not self._prepared:
@@ -415,11 +431,6 @@ def equal_keys(keys: Iterable[str]) -> Iterator[tuple[int, int]]:
     yield from zip(order[same].tolist(), order[same + 1].tolist(), strict=True)
 
 
-def _key_twice(first: int, second: int, sample: Callable[[int, Layout], TarSample]) -> DuplicateKeyError:
-    places = [sample(number, Layout(sample_type="CrudeSample")).where for number in (first, second)]
-    return DuplicateKeyError(f"{' occurs again in '.join(places)}. Give the samples new keys with --keys number.")
-
-
 # Mixes ----------------------------------------------------------------------------------------------------------------
 #
 # The datasets of a mix as one source: merged, with subsets and filters applied, each sample once. Weights and
@@ -430,11 +441,10 @@ def _key_twice(first: int, second: int, sample: Callable[[int, Layout], TarSampl
 _SCANS = 16
 
 
-class MixSource:
+class MixSource(_TarSamples):
     """The samples of the datasets of a mix, split by split, dataset by dataset."""
 
     kind = "mix"
-    left_out: tuple[str, ...] = ()
 
     def __init__(self, path: Path, *, numbered: bool) -> None:
         from energon_bridge.mix import MixIndex, load_mix  # only mixes need to wait for it
@@ -456,32 +466,19 @@ class MixSource:
         self.split_parts = tuple(counts)
         self._starts = np.cumsum([0, *(numbers.size for _, numbers in self._parts)]).tolist()
         if not numbered:
-            for pair in equal_keys(self.sample(n, Layout(sample_type="CrudeSample")).key for n in range(len(self))):
-                raise _key_twice(*pair, self.sample)
+            for pair in equal_keys(self.sample(n, _CRUDE).key for n in range(len(self))):
+                raise self._key_twice(*pair)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def row(self, number: int) -> Row:
-        """Return a sample's parts as columns, for display."""
-        return self.sample(number, Layout(sample_type="CrudeSample")).row()
-
-    def sample(self, number: int, layout: Layout) -> TarSample:
-        """Return a sample, not read yet."""
+    def _find(self, number: int) -> tuple[Store, str, str, int, int, Follow | None]:
         at = bisect_right(self._starts, number) - 1
         dataset, numbers = self._parts[at]
         shard, local = _place(dataset, int(numbers[number - self._starts[at]]))
         scan = _scan(dataset.path, shard)
-        return TarSample(
-            key=f"{number:09d}" if self._numbered else scan.keys[local],
-            where=f"{dataset.store.url(shard)}, sample {scan.keys[local]!r}",
-            store=dataset.store,
-            shard=shard,
-            offset=scan.offsets[local],
-            length=scan.offsets[local + 1] - scan.offsets[local],
-            fields=layout.fields,
-            follow=_links(dataset.path, shard),
-        )
+        start, end = scan.offsets[local : local + 2]
+        return dataset.store, shard, scan.keys[local], start, end - start, _links(dataset.path, shard)
 
     def propose(self) -> Layout:
         """Keep the common sample type of all datasets."""
@@ -493,7 +490,7 @@ class MixSource:
                     "as crude samples: --sample-type CrudeSample"
                 )
         if issubclass(first.sample_type, CrudeSample) or first.field_map is None:
-            return Layout(sample_type="CrudeSample")
+            return _CRUDE
         return Layout(sample_type=first.sample_type.__name__, fields=first.field_map.fields)
 
     def _leaf_samples(self, leaf: OpenLeaf) -> tuple[PreparedDataset, np.ndarray]:

@@ -30,6 +30,16 @@ STAGING_FOLDER = ".nv-meta.staging"
 _MOVES = "moves.json"
 
 
+def forget(store: Store, folder: str, suffix: str) -> None:
+    """Remove a folder of what tasks or a stopped run kept for this one, files of that suffix; it may be missing."""
+    if isinstance(store, LocalStore):
+        shutil.rmtree(store.url(folder), ignore_errors=True)
+        return
+    for name, _ in store.list(suffix):
+        if name.startswith(f"{folder}/"):
+            store.delete(name)
+
+
 class Staging:
     """Collects files for a store and moves them there in the order they were announced; a context manager."""
 

@@ -26,6 +26,7 @@ from energon_bridge.format.nvmeta import (
     read_info,
     read_splits,
 )
+from energon_bridge.rows.base import SPLIT_ORDER
 from energon_bridge.storage import LocalStore, Store, open_store
 
 _MOST_COUNTED = 10_000_000  # samples whose parts are counted: some seconds
@@ -33,7 +34,6 @@ _MEDIA_NUMBERS = {
     "image": ("width", "height"),
     "av": ("video_duration", "video_fps", "video_width", "video_height", "audio_duration", "audio_sample_rate"),
 }
-_FIRST_PARTS = ("train", "val", "test")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class PartSummary:
     name: str
     num_shards: int
     num_samples: int
-    num_excluded_samples: int
+    num_excluded_samples: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,17 +84,17 @@ class DatasetSummary:
     num_samples: int
     num_shards: int
     num_bytes: int
-    missing_shards: tuple[str, ...]
+    missing_shards: tuple[str, ...] = ()
     new_shards: tuple[str, ...] = ()
     wrong: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    energon_version: str | None
+    energon_version: str | None = None
     sample_type: str
-    field_map: dict[str, str]
-    subflavors: dict[str, Any]
-    has_key_index: bool
-    parts: tuple[PartSummary, ...]
-    columns: dict[str, Column]
+    field_map: dict[str, str] = field(default_factory=dict)
+    subflavors: dict[str, Any] = field(default_factory=dict)
+    has_key_index: bool = False
+    parts: tuple[PartSummary, ...] = ()
+    columns: dict[str, Column] = field(default_factory=dict)
     column_numbers: dict[str, ColumnNumbers] = field(default_factory=dict)
     part_types: dict[str, PartType] = field(default_factory=dict)
     media: dict[str, MediaNumbers] = field(default_factory=dict)
@@ -134,7 +134,8 @@ def summarize_dataset(
         more = f" (and {len(unknown) - 1:,} more)" * (len(unknown) > 1)
         wrong.append(f"{splits.where}, field `exclude`: {f'{shard}/{key}'!r}{more}: the shard has no such sample.")
     parts = []
-    for name in sorted(splits.parts, key=lambda part: (part not in _FIRST_PARTS, _rank(part), part)):
+    order = (*SPLIT_ORDER, *sorted(splits.parts))
+    for name in sorted(splits.parts, key=order.index):
         shards = splits.shards_of(name)
         parts.append(
             PartSummary(
@@ -255,14 +256,7 @@ def _summarize_jsonl(path: str | os.PathLike[str]) -> DatasetSummary:
         num_samples=dataset.num_samples,
         num_shards=1,
         num_bytes=int(dataset.shard_sizes[0]),
-        missing_shards=(),
-        energon_version=None,
         sample_type=dataset.sample_type.__name__,
-        field_map={},
-        subflavors={},
-        has_key_index=False,
-        parts=(),
-        columns={},
     )
 
 
@@ -274,27 +268,17 @@ def _summarize_foreign(foreign: ForeignFormat, path: str | os.PathLike[str]) -> 
         num_samples=sum(part.num_samples for part in parts),
         num_shards=sum(len(part.shard_names) for part in parts),
         num_bytes=sum(int(part.shard_sizes.sum()) for part in parts),
-        missing_shards=(),
-        energon_version=None,
         sample_type=first.sample_type.__name__,
         field_map=dict(first.fields),
-        subflavors={},
-        has_key_index=False,
         parts=tuple(
             PartSummary(
                 name=part.split_part or "all",
                 num_shards=len(part.shard_names),
                 num_samples=part.num_samples,
-                num_excluded_samples=0,
             )
             for part in parts
         ),
-        columns={},
     )
-
-
-def _rank(part: str) -> int:
-    return _FIRST_PARTS.index(part) if part in _FIRST_PARTS else 0
 
 
 def _config(store: Store, name: str) -> dict[str, Any]:
