@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 
 import click
 
-from energon_bridge.cli.output import number, print_json, print_table
-from energon_bridge.cli.run_options import open_run, run_options
+from energon_bridge.cli.output import number, print_json, print_table, width_of_output
+from energon_bridge.cli.run_options import mix_option, open_run, run_options
 from energon_bridge.errors import ConfigurationError
 
 
@@ -26,11 +25,7 @@ from energon_bridge.errors import ConfigurationError
     help="Write the picture to this .svg file (with axes) or .png file (its pixels).",
 )
 @click.option("--loader", type=int, help="Of LOGS: the number of the loader.  [default: the one that delivered most]")
-@click.option(
-    "--mix",
-    type=click.Path(),
-    help="With a state: what the run was started with, where the state alone does not say it.",
-)
+@mix_option
 @run_options
 def command(
     source: tuple[str, ...], step: int, steps: int, out: Path | None, loader: int | None, as_json: bool, **options: Any
@@ -81,7 +76,7 @@ def command(
 
         from energon_bridge.preview.terminal import half_blocks
 
-        width = max(8, shutil.get_terminal_size().columns - 2)
+        width = max(8, width_of_output() - 2)
         for line in half_blocks(picture_of(reads, columns=width, rows=48), width):
             Console().print(line)
     for note in notes:

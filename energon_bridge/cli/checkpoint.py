@@ -8,7 +8,16 @@ from typing import Any
 import click
 
 from energon_bridge.cli.main import SuggestingGroup
-from energon_bridge.cli.output import epochs, format_bytes, leaf_name, number, print_json, print_pairs, print_table
+from energon_bridge.cli.output import (
+    epochs,
+    first,
+    format_bytes,
+    leaf_name,
+    number,
+    print_json,
+    print_pairs,
+    print_table,
+)
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.loader.document import State
 from energon_bridge.loader.fits import merge
@@ -78,8 +87,8 @@ def show(files: tuple[str, ...], as_json: bool) -> None:
     )
     for ban in summary["bans"]:
         keys, where = ban["keys"], ban["dataset"] or "all datasets"
-        shown = ", ".join(keys[:_MAX_SHOWN]) + (", …" if len(keys) > _MAX_SHOWN else "")
-        click.echo(f"Banned from global draw {ban['from_draw']:,} on, in {where}: {len(keys):,} keys: {shown}")
+        said = f"{len(keys):,} keys: {first(keys, _MAX_SHOWN)}"
+        click.echo(f"Banned from global draw {ban['from_draw']:,} on, in {where}: {said}")
     for change in summary["weights"]:
         click.echo(f"Weights from global draw {change['from_draw']:,} on, set during the run:")
         paths = {row["identity"]: leaf_name(row) for row in summary["leaves"]}
@@ -99,8 +108,7 @@ def _facts(summary: State, states: int, ranks: list[tuple[int, int]]) -> Iterato
         if not missing:
             yield "lanes", f"{lanes}, all here"
         else:
-            shown = ", ".join(map(str, missing[:_MAX_SHOWN])) + (", …" if len(missing) > _MAX_SHOWN else "")
-            yield "lanes", f"{lanes - len(missing)} of {lanes}; missing: {shown}"
+            yield "lanes", f"{lanes - len(missing)} of {lanes}; missing: {first(missing, _MAX_SHOWN)}"
             world = {size for _, size in ranks}
             if len(world) == 1:
                 gone = sorted(set(range(*world)) - {rank for rank, _ in ranks})
@@ -120,15 +128,15 @@ def _facts(summary: State, states: int, ranks: list[tuple[int, int]]) -> Iterato
 
 
 @command.command("diff")
-@click.argument("first", metavar="A", type=click.Path())
-@click.argument("second", metavar="B", type=click.Path())
+@click.argument("a", type=click.Path())
+@click.argument("b", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def diff(first: str, second: str, as_json: bool) -> None:
+def diff(a: str, b: str, as_json: bool) -> None:
     """Show how state B differs from state A: settings, the mix, and the distance between their positions.
 
     Example:  energon checkpoint diff step-0000150.ckpt step-0000200.ckpt
     """
-    then, now = (merge(read_states([path])) for path in (first, second))
+    then, now = (merge(read_states([path])) for path in (a, b))
     changes = difference(then, now)
     if as_json:
         print_json(changes)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from typing import Any
 
 import click
 
 from energon_bridge.cli.output import count_of, listed, print_json, print_table
-from energon_bridge.cli.prepare_options import choose_engine, chosen_task, engine_options, shard_progress, task_options
-from energon_bridge.cli.run_options import encoder_of_model
+from energon_bridge.cli.prepare_options import (
+    choose_engine,
+    chosen_task,
+    engine_options,
+    progress_option,
+    shard_progress,
+    task_options,
+    workers_option,
+)
+from energon_bridge.cli.run_options import encoder_of_model, load_encoder, named
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.columns import read_columns
 from energon_bridge.prepare.columns import (
@@ -26,7 +31,6 @@ from energon_bridge.prepare.columns import (
     sound_seconds,
 )
 from energon_bridge.storage import open_store
-from energon_bridge.worker_config import available_cores
 
 
 @click.group("columns")
@@ -57,10 +61,10 @@ def command() -> None:
 @click.option("--bytes", "counted", is_flag=True, help="`bytes` of all parts.")
 @click.option("--missing", default=None, help="Value of samples that fail. [default: the first one stops]")
 @click.option("--trust-remote-code", is_flag=True, help="Run the sample_loader that comes with the dataset.")
-@click.option("--num-workers", type=click.IntRange(min=1), default=None, help="Processes. [default: one per core]")
+@workers_option
 @engine_options
 @task_options
-@click.option("--progress/--no-progress", default=True, help="Show a progress bar.")
+@progress_option
 def add(
     path: str,
     name: str | None,
@@ -74,7 +78,7 @@ def add(
     counted: bool,
     missing: str | None,
     trust_remote_code: bool,
-    num_workers: int | None,
+    num_workers: int,
     engine: str,
     address: str | None,
     task: str | None,
@@ -93,9 +97,9 @@ def add(
     share = chosen_task(task, finish=finish)
     chosen: list[tuple[str | None, Any, str, bool]] = []
     if function is not None:
-        chosen.append((name, _imported(function), function, raw))
+        chosen.append((name, named(function, "--of", "mine:count_words"), function, raw))
     if encoder is not None:
-        chosen.append((name or "tokens", TokenCount(_made(_imported(encoder))), f"tokens of {encoder}", False))
+        chosen.append((name or "tokens", TokenCount(load_encoder(encoder)), f"tokens of {encoder}", False))
     model = None if processor is None else encoder_of_model(processor)
     if model is not None:
         chosen.append((None, ModelTokens(model), f"tokens of {processor}", False))
@@ -112,7 +116,7 @@ def add(
             "give exactly one of --of, --encoder, --processor, --image-size, --sound-seconds, --hash and --bytes."
         )
     column, call, made_of, as_bytes = chosen[0]
-    workers = choose_engine(engine, address, num_workers or min(16, available_cores()))
+    workers = choose_engine(engine, address, num_workers)
     with shard_progress("Computing", enabled=progress) as advance:
         added = add_column(
             path,
@@ -199,22 +203,6 @@ def show_duplicates(path: str, column: str) -> None:
 
 def _kind(values: tuple[str, ...] | None) -> str:
     return "number" if values is None else f"text ({len(values):,} different)"
-
-
-def _imported(text: str) -> Any:
-    module, _, name = text.partition(":")
-    if not module or not name:
-        raise ConfigurationError(f"{text!r}: expected MODULE:NAME, such as mine:count_words.")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` has it
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigurationError(f"{text!r}: cannot import it: {error}") from error
-
-
-def _made(encoder: Any) -> Any:
-    return encoder() if isinstance(encoder, type) else encoder
 
 
 def _number(text: str) -> float | str:

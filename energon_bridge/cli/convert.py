@@ -21,7 +21,15 @@ import numpy as np
 
 from energon_bridge.cli.assistant import shorten
 from energon_bridge.cli.output import count_of, format_bytes, json_option
-from energon_bridge.cli.prepare_options import choose_engine, chosen_task, engine_options, shard_progress, task_options
+from energon_bridge.cli.prepare_options import (
+    choose_engine,
+    chosen_task,
+    engine_options,
+    progress_option,
+    shard_progress,
+    task_options,
+    workers_option,
+)
 from energon_bridge.errors import ConfigurationError, SampleError, SkipSample, SourceError
 from energon_bridge.format.field_map import describe_fields
 from energon_bridge.format.tar import parse_sample
@@ -45,7 +53,6 @@ from energon_bridge.rows.lists import check_media_meant
 from energon_bridge.rows.turns import Medium, medium_by_name, read_turns
 from energon_bridge.samples import CrudeSample, sample_type_by_name
 from energon_bridge.storage import open_store
-from energon_bridge.worker_config import available_cores
 
 _SHOWN = 3
 _KEPT = ("WebDataset", "mix")  # whose samples stay as they are
@@ -81,10 +88,10 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 @click.option("--dry-run", is_flag=True, help="Look at the first 3 samples only, and write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace what is in OUT.")
 @click.option("--ask/--no-ask", default=None, help="Ask about the proposals. [default: on a terminal]")
-@click.option("--num-workers", type=click.IntRange(min=1), default=None, help="Processes. [default: one per core]")
+@workers_option
 @engine_options
 @task_options
-@click.option("--progress/--no-progress", default=True, help="Show a progress bar.")
+@progress_option
 @json_option
 def command(
     source: Path,
@@ -108,7 +115,7 @@ def command(
     dry_run: bool,
     overwrite: bool,
     ask: bool | None,
-    num_workers: int | None,
+    num_workers: int,
     engine: str,
     address: str | None,
     task: str | None,
@@ -137,13 +144,12 @@ def command(
     if out.absolute() == source.absolute():
         raise ConfigurationError(f"{out}: this is the source itself. Write to another folder.")
     limit = _size(bytes_per_shard) if bytes_per_shard is not None else None
-    workers = num_workers or min(16, available_cores())
     if streaming:
         _check_streaming(source, shuffle, limit)
         opened = stream(source)
     else:
         source = download(source) if is_hub(source) else source
-        opened = open_source(source, kind=kind, media=media, numbered=keys == "number", num_workers=workers)
+        opened = open_source(source, kind=kind, media=media, numbered=keys == "number", num_workers=num_workers)
     asking = (_is_terminal() and not task and not finish) if ask is None else ask
     shown = opened.where if "://" in opened.where else source  # `Path` leaves one slash
     click.echo(f"{shown}: {opened.kind}, {count_of(len(opened), 'sample')}.")
@@ -175,7 +181,7 @@ def command(
     if dry_run:
         click.echo(f"A dry run: it looked only at the first {_SHOWN} samples, and wrote nothing to {out}.")
         return None
-    doing = choose_engine(engine, address, workers)
+    doing = choose_engine(engine, address, num_workers)
     with shard_progress("Converting samples", enabled=progress) as advance:
         if share is not None:
             if overwrite:

@@ -7,10 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from energon_bridge.cli.output import count_of, format_bytes, print_json, print_table
+from energon_bridge.cli.prepare_options import config_options
 from energon_bridge.format.foreign import format_of_unprepared
 from energon_bridge.format.nvmeta import CHECKSUMS
 from energon_bridge.prepare.summary import DatasetSummary, summarize_dataset
@@ -21,8 +20,7 @@ _OWN_VERSION = re.compile(r"(?P<format>.+)\+energon-bridge\.(?P<version>.+)")
 
 @click.command("info")
 @click.argument("path", type=click.Path())
-@click.option("--split-config", default="split.yaml", show_default=True, help="Split file in .nv-meta.")
-@click.option("--dataset-config", default="dataset.yaml", show_default=True, help="Dataset file in .nv-meta.")
+@config_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(path: str, split_config: str, dataset_config: str, as_json: bool) -> None:
     """Show what the dataset at PATH (a folder, a .jsonl file, or a URL) holds, or a mix (a .yaml).
@@ -45,14 +43,12 @@ def command(path: str, split_config: str, dataset_config: str, as_json: bool) ->
         click.echo(f"{name + ':':<14}{value}")
     if not summary.parts:
         return
-    table = Table("split part", "samples", "share", "shards", "excluded samples")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    rows = []
     for part in summary.parts:
         share = part.num_samples / summary.num_samples if summary.num_samples else 0.0
         excluded = str(part.num_excluded_samples)
-        table.add_row(part.name, f"{part.num_samples:,}", f"{share:.1%}", f"{part.num_shards:,}", excluded)
-    Console().print(table)
+        rows.append((part.name, f"{part.num_samples:,}", f"{share:.1%}", f"{part.num_shards:,}", excluded))
+    print_table(("split part", "samples", "share", "shards", "excluded samples"), rows)
 
 
 def _rows(summary: DatasetSummary) -> list[tuple[str, str]]:

@@ -10,7 +10,14 @@ from dataclasses import asdict, dataclass, field
 import click
 
 from energon_bridge.cli.output import count_of, print_json
-from energon_bridge.cli.prepare_options import choose_engine, chosen_task, engine_options, shard_progress
+from energon_bridge.cli.prepare_options import (
+    choose_engine,
+    chosen_task,
+    config_options,
+    engine_options,
+    progress_option,
+    shard_progress,
+)
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.parallel import Task
@@ -56,8 +63,7 @@ class _Problems:
 @click.command("lint")
 @click.argument("path", type=click.Path())
 @click.option("--split-parts", default=None, help="Parts to check, separated by commas. Default: all.")
-@click.option("--dataset-config", default="dataset.yaml", show_default=True, help="Dataset file in .nv-meta.")
-@click.option("--split-config", default="split.yaml", show_default=True, help="Split file in .nv-meta.")
+@config_options
 @click.option("--encoder", default=None, metavar="MODULE:ENCODER", help="Run this task encoder over all samples, too.")
 @click.option("--deep", is_flag=True, help="Compare the checksums of all parts, too (energon prepare --checksums).")
 @click.option("--duplicates", is_flag=True, help="Name samples of equal content, too; of the column `hash` if there.")
@@ -66,7 +72,7 @@ class _Problems:
 @engine_options
 @click.option("--task", default=None, metavar="NUMBER/COUNT", help="Check one share of the shards: 0/16 to 15/16.")
 @click.option("--trust-remote-code", is_flag=True, help="Run the sample_loader that comes with the dataset.")
-@click.option("--progress/--no-progress", default=True, help="Show a progress bar.")
+@progress_option
 def command(
     path: str,
     split_parts: str | None,

@@ -55,9 +55,17 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: 
         table.add_column(column, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))  # paths may hold what rich takes for markup
-    # Without a terminal, lines are as long as they need to be.
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDE
-    Console(width=width, highlight=False).print(table)
+    Console(width=width_of_output(), highlight=False).print(table)
+
+
+def width_of_output() -> int:
+    """Return the columns of the terminal; without one, lines are as long as they need to be."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDE
+
+
+def first(names: Sequence[object], most: int) -> str:
+    """Return the first of some names, with an ellipsis if there are more."""
+    return ", ".join(map(str, names[:most])) + (", …" if len(names) > most else "")
 
 
 def number(value: int | None) -> str:

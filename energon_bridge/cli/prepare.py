@@ -17,6 +17,7 @@ from energon_bridge.cli.prepare_options import (
     engine_options,
     media_filter,
     media_options,
+    progress_option,
     report_media,
     shard_progress,
     task_options,
@@ -39,7 +40,7 @@ _SHOWN = 10
 
 @click.command("prepare")
 @click.argument("path", type=click.Path())
-@click.option("--progress/--no-progress", default=True, help="Show a progress bar.")
+@progress_option
 @click.option("--split-ratio", default=None, help="Shares of train, val and test: 8,1,1 or 0.8,0.1,0.1.")
 @click.option(
     "--split-parts",

@@ -14,6 +14,7 @@ from energon_bridge.cli.prepare_options import (
     engine_options,
     media_filter,
     media_options,
+    progress_option,
     report_media,
     shard_progress,
     task_options,
@@ -26,7 +27,7 @@ from energon_bridge.prepare.media import media_task, prepare_media
 
 @click.command("prepare-media")
 @click.argument("path", type=click.Path())
-@click.option("--progress/--no-progress", default=True, help="Show a progress bar.")
+@progress_option
 @workers_option
 @engine_options
 @task_options

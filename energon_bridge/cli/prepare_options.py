@@ -1,8 +1,7 @@
-"""Options that the preparing commands share: where shards are processed, which files are media; their progress bar."""
+"""Options that commands share: where shards are processed, which files are media; their progress bar."""
 
 from __future__ import annotations
 
-import os
 import re
 import tempfile
 import time
@@ -15,6 +14,7 @@ import click
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.parallel import Task, Workers
 from energon_bridge.prepare.engines import RayEngine
+from energon_bridge.worker_config import available_cores
 
 if TYPE_CHECKING:
     from energon_bridge.prepare.media import IndexedMedia, MediaFilter
@@ -25,43 +25,43 @@ _SHOWN = 5
 """Files named that could not be read."""
 
 
-def workers_option(command: Command) -> Command:
-    """Add the number of processes to a command."""
-    return click.option(
-        "--num-workers",
-        default=min(16, os.cpu_count() or 1),
-        show_default="one per core, 16 at most",
-        type=click.IntRange(min=1),
-        help="Processes.",
-    )(command)
+def added(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Return a decorator that adds options to a command, which shows them in this order."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
 
 
-def engine_options(command: Command) -> Command:
-    """Add the options for a cluster to a command."""
-    for option in (
-        click.option(
-            "--address", default=None, help="Of a Ray cluster: auto, ray://host:10001. [default: RAY_ADDRESS]"
-        ),
-        click.option(
-            "--engine",
-            type=click.Choice(["processes", "ray"]),
-            default="processes",
-            show_default=True,
-            help="Processes of this machine, or tasks of a Ray cluster (extra ray), which sees the same paths.",
-        ),
-    ):
-        command = option(command)
-    return command
-
-
-def task_options(command: Command) -> Command:
-    """Add the options to share the work out to a command."""
-    for option in (
-        click.option("--finish", is_flag=True, help="Make the dataset of what all tasks have done."),
-        click.option("--task", default=None, metavar="NUMBER/COUNT", help="Do one share of the shards: 0/16 to 15/16."),
-    ):
-        command = option(command)
-    return command
+workers_option = click.option(
+    "--num-workers",
+    default=lambda: min(16, available_cores()),
+    show_default="one per core, 16 at most",
+    type=click.IntRange(min=1),
+    help="Processes.",
+)
+progress_option = click.option("--progress/--no-progress", default=True, help="Show a progress bar.")
+engine_options = added(
+    click.option(
+        "--engine",
+        type=click.Choice(["processes", "ray"]),
+        default="processes",
+        show_default=True,
+        help="Processes of this machine, or tasks of a Ray cluster (extra ray), which sees the same paths.",
+    ),
+    click.option("--address", default=None, help="Of a Ray cluster: auto, ray://host:10001. [default: RAY_ADDRESS]"),
+)
+task_options = added(
+    click.option("--task", default=None, metavar="NUMBER/COUNT", help="Do one share of the shards: 0/16 to 15/16."),
+    click.option("--finish", is_flag=True, help="Make the dataset of what all tasks have done."),
+)
+config_options = added(
+    click.option("--dataset-config", default="dataset.yaml", show_default=True, help="Dataset file in .nv-meta."),
+    click.option("--split-config", default="split.yaml", show_default=True, help="Split file in .nv-meta."),
+)
 
 
 def choose_engine(engine: str, address: str | None, num_workers: int) -> Workers:
@@ -74,33 +74,37 @@ def choose_engine(engine: str, address: str | None, num_workers: int) -> Workers
 
 
 def chosen_task(task: str | None, *, finish: bool) -> Task | None:
-    """Return the task that the options name; raises ConfigurationError."""
-    if task is not None and finish:
+    """Return the task that the options name, 3/16 the fourth of 16; raises ConfigurationError."""
+    if task is None:
+        return None
+    if finish:
         raise ConfigurationError("--task and --finish exclude each other: run --finish once, after all tasks.")
-    return None if task is None else parse_task(task)
+    match = re.fullmatch(r"(\d+)/(\d+)", task.strip())
+    if match is None:
+        raise ConfigurationError(
+            f"--task {task!r}: expected NUMBER/COUNT, from 0/16 to 15/16; in a SLURM array "
+            "--task $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT."
+        )
+    return Task(int(match[1]), int(match[2]))
 
 
 # Media ----------------------------------------------------------------------------------------------------------------
 
 
-def media_options(command: Command) -> Command:
-    """Add the three filters of media files to a command."""
-    for option in (
-        click.option(
-            "--media-metadata-by-extension", is_flag=True, help="Look into the media files that their extensions tell."
-        ),
-        click.option(
-            "--media-metadata-by-header", is_flag=True, help="Look into the media files that their first bytes tell."
-        ),
-        click.option(
-            "--media-metadata-by-glob",
-            default=None,
-            metavar="PATTERNS",
-            help="Look into the media files whose names match one of these: '*.jpg,*.png'.",
-        ),
-    ):
-        command = option(command)
-    return command
+media_options = added(
+    click.option(
+        "--media-metadata-by-glob",
+        default=None,
+        metavar="PATTERNS",
+        help="Look into the media files whose names match one of these: '*.jpg,*.png'.",
+    ),
+    click.option(
+        "--media-metadata-by-header", is_flag=True, help="Look into the media files that their first bytes tell."
+    ),
+    click.option(
+        "--media-metadata-by-extension", is_flag=True, help="Look into the media files that their extensions tell."
+    ),
+)
 
 
 def _use_folder(context: click.Context, _: click.Parameter, folder: str | None) -> None:
@@ -171,14 +175,3 @@ def shard_progress(title: str, *, enabled: bool) -> Iterator[Callable[[int, int]
                 bar.refresh()
 
         yield advance
-
-
-def parse_task(text: str) -> Task:
-    """Parse the value of `--task`: 3/16 is the fourth of 16."""
-    match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
-    if match is None:
-        raise ConfigurationError(
-            f"--task {text!r}: expected NUMBER/COUNT, from 0/16 to 15/16; in a SLURM array "
-            "--task $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT."
-        )
-    return Task(int(match[1]), int(match[2]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from energon_bridge.cli.output import count_of, print_json
+from energon_bridge.cli.output import count_of, print_json, width_of_output
 from energon_bridge.cli.run_options import (
+    CountOr,
     encoder_of_model,
     is_mix,
     load_encoder,
+    mix_option,
     open_mix,
     open_run,
     read_state,
@@ -35,23 +36,11 @@ if TYPE_CHECKING:
     from energon_bridge.preview.sources import Drawn, SampleSource
 
 _IN_TERMINAL, _ON_PAGES = 4, 1000
+_SAMPLES = CountOr("all", sys.maxsize, least=1)
 _MODELS = ("config", "encoder", "processor")
 """Options that say what the batches are for."""
 _OUTPUT = ("html", "serve", "port", "columns", "as_json")
 _WITH_CONFIG = ("source", "config", "batches", "step", "steps", "rank", "world_size", *_OUTPUT)
-
-
-class _Count(click.ParamType):
-    """A count, or `all`."""
-
-    name = "n|all"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if value == "all":
-            return sys.maxsize
-        if not str(value).isdecimal() or int(value) < 1:
-            self.fail(f"{value!r} is neither a number of at least 1 nor 'all'", param, ctx)
-        return int(value)
 
 
 class _Steps(click.ParamType):
@@ -81,7 +70,7 @@ class _Shown:
 @click.command("preview")
 @click.argument("source", nargs=-1, metavar="[SOURCE]...", type=click.Path())
 @click.option("--html", type=click.Path(path_type=Path), help="Write pages to this folder: open its index.html.")
-@click.option("--samples", type=_Count(), help="Samples to show.  [default: 4; on pages 1,000]")
+@click.option("--samples", type=_SAMPLES, help="Samples to show.  [default: 4; on pages 1,000]")
 @click.option("--key", "keys", multiple=True, help="Samples of this key; repeatable.")
 @click.option("--step", type=click.IntRange(min=0), help="Show what a run delivers in this step.")
 @click.option("--steps", type=_Steps(), help="Show what it delivers in steps A to B, B not among them.")
@@ -101,11 +90,7 @@ class _Shown:
 @click.option("--encoder", help="Show batches of your task encoder: MODULE:NAME of an object, or of what makes it.")
 @click.option("--processor", metavar="MODEL", help="Show batches as this model gets them, a folder or name.")
 @click.option("--packing-buffer-size", type=click.IntRange(min=1), help="With --encoder: pack, as training does.")
-@click.option(
-    "--mix",
-    type=click.Path(),
-    help="With a state: what the run was started with, where the state alone does not say it.",
-)
+@mix_option
 @click.option("--columns", type=click.IntRange(min=0), help="Width of pictures in a terminal; 0: none.  [default: 40]")
 @click.option("--serve", is_flag=True, help="Serve the pages on this machine, until Ctrl-C (extra view).")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Of --serve; 0: any.")
@@ -362,7 +347,7 @@ def _print(shown: _Shown, columns: int | None) -> None:
     from energon_bridge.preview.terminal import LEGEND, lines_of, lines_of_batch
 
     terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if terminal else 200
+    width = width_of_output()
     # Without a terminal, pictures are named and not drawn.
     columns = min(40 if columns is None else columns, width - 4) if terminal else 0
     console = Console(width=width, highlight=False, soft_wrap=True)

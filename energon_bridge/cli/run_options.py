@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import sys
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from energon_bridge.cli.prepare_options import added, config_options
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.foreign import format_named
 
@@ -18,30 +21,33 @@ if TYPE_CHECKING:
     from energon_bridge.loader.run_plan import DatasetSpec
 
 
-class _CountOrNone(click.ParamType):
-    """A count, or `none`."""
+class CountOr(click.ParamType):
+    """A count, or a word for a value of its own: `none`, `all`."""
 
-    name = "n|none"
+    def __init__(self, word: str, value: int | None, *, least: int = 0) -> None:
+        self.name = f"n|{word}"
+        self._word, self._value, self._least = word, value, least
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        """Return the number, or the value of the word."""
         if isinstance(value, int):
             return value
-        if str(value).lower() == "none":
-            return None
-        if not str(value).isdecimal():
-            self.fail(f"{value!r} is neither a number nor 'none'", param, ctx)
+        if str(value).lower() == self._word:
+            return self._value
+        if not str(value).isdecimal() or int(value) < self._least:
+            least = f" of at least {self._least}" if self._least else ""
+            self.fail(f"{value!r} is neither a number{least} nor {self._word!r}", param, ctx)
         return int(value)
 
 
+_COUNT = CountOr("none", None)
 _MIX_SUFFIXES = (".yaml", ".yml", ".jsonl")
 _POSITIVE = click.IntRange(min=1)
 _LONGEST = 1 << 24
 
-_OPTIONS = (
+run_options = added(
     click.option("--split-part", default=None, help="Part of the split to read.  [default: train]"),
-    click.option(
-        "--batch-size", "--micro-batch-size", type=_CountOrNone(), default=None, help="Samples in a microbatch."
-    ),
+    click.option("--batch-size", "--micro-batch-size", type=_COUNT, default=None, help="Samples in a microbatch."),
     click.option(
         "--global-batch-size",
         type=_POSITIVE,
@@ -51,28 +57,26 @@ _OPTIONS = (
     click.option("--num-workers", type=click.IntRange(min=0), default=4, show_default=True, help="Workers of a rank."),
     click.option("--num-lanes", type=_POSITIVE, help="Lanes of the run.  [default: as a loader chooses]"),
     click.option("--seed", default=0, show_default=True, help="Seed of the run."),
-    click.option("--shuffle-buffer-size", type=_CountOrNone(), default=100, show_default=True),
+    click.option("--shuffle-buffer-size", type=_COUNT, default=100, show_default=True),
     click.option(
         "--max-samples-per-sequence",
-        type=_CountOrNone(),
+        type=_COUNT,
         default=None,
         help="Most samples in a slice.  [default: none]",
     ),
     click.option("--parallel-shard-iters", type=_POSITIVE, default=16, show_default=True),
     click.option("--shuffle-over-epochs", type=int, default=1, show_default=True, help="Epochs shuffled as one."),
     click.option("--no-shuffle", is_flag=True, help="The datasets' own order."),
-    click.option("--dataset-config", default="dataset.yaml", show_default=True, help="Dataset file in .nv-meta."),
-    click.option("--split-config", default="split.yaml", show_default=True, help="Split file in .nv-meta."),
+    config_options,
     click.option("--trust-remote-code", is_flag=True, help="Load the sample_loader that comes with a dataset."),
     click.option("--json", "as_json", is_flag=True, help="Print JSON."),
 )
-
-
-def run_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options to a command, which gets them as the keyword arguments of `open_mix`."""
-    for option in reversed(_OPTIONS):
-        function = option(function)
-    return function
+"""What `open_mix` takes, and `--json`."""
+mix_option = click.option(
+    "--mix",
+    type=click.Path(),
+    help="With a state: what the run was started with, where the state alone does not say it.",
+)
 
 
 def open_mix(
@@ -221,17 +225,17 @@ def encoder_of_model(model: str) -> Any:
 
 
 def named(spec: str, option: str, example: str) -> Any:
-    """Return what `MODULE:NAME`, the value of an option, names.
+    """Return what `MODULE:NAME`, the value of an option, names; modules may lie in the current folder.
 
     Raises:
         ConfigurationError: There is none of that name.
     """
-    module, colon, name = spec.partition(":")
-    if not colon or not name:
+    module, _, name = spec.partition(":")
+    if not module or not name:
         raise ConfigurationError(f"{option} {spec!r}: expected MODULE:NAME, such as {example}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` has it
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ConfigurationError(
-            f"{option} {spec!r}: {error}. For a module in the current folder, set PYTHONPATH=."
-        ) from error
+        raise ConfigurationError(f"{option} {spec!r}: cannot import it: {error}") from error

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from energon_bridge.cli.output import count_of, print_json, print_table
-from energon_bridge.cli.run_options import open_run, run_options
+from energon_bridge.cli.run_options import mix_option, open_run, run_options
 from energon_bridge.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -35,11 +35,7 @@ _AT_A_TIME = 10_000
 @click.option("--microbatch", type=click.IntRange(min=0), help="Number of a microbatch of the run, instead of a step.")
 @click.option("--rank", type=click.IntRange(min=0), help="Only what this rank delivers.")
 @click.option("--row", type=click.IntRange(min=0), help="Only this row of each microbatch.")
-@click.option(
-    "--mix",
-    type=click.Path(),
-    help="With a state: what the run was started with, where the state alone does not say it.",
-)
+@mix_option
 @click.option(
     "--balance",
     metavar="MODULE:NAME",
