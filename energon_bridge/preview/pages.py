@@ -36,7 +36,7 @@ from energon_bridge.forecast.epochs import Forecast
 from energon_bridge.preview.batches import ShownBatch
 from energon_bridge.preview.records import Clip, Item, Picture, Record, Turn
 from energon_bridge.preview.sources import Drawn, Part, SampleSource
-from energon_bridge.storage import ByteRange
+from energon_bridge.storage import ByteRange, write_file
 
 _PER_FILE = 60
 _PER_SEARCH_FILE = 5000
@@ -328,13 +328,8 @@ def write_run(path: Path, title: str, facts: Mapping[str, object], sections: Map
         page = page.replace(f"{kind}-src 'self'", f"{kind}-src 'sha256-{digest}'")
     head, _, rest = page.partition('<link rel="stylesheet" href="preview.css">')
     body, _, end = rest.partition('<script src="preview.js"></script>\n<script src="data/meta.js"></script>')
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_text(f"{head}<style>{style}</style>{body}<script>{script}</script>{end}", "utf-8")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    whole = f"{head}<style>{style}</style>{body}<script>{script}</script>{end}"
+    write_file(path, (whole.encode(),))
 
 
 def _plan(forecast: Forecast) -> dict[str, Any]:

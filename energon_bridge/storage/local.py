@@ -303,8 +303,9 @@ class LocalStore(Rooted):
         return ShardMissingError(f"{self.url(rel)}: no such file.")
 
 
-def write_file(path: str, pieces: Iterable[bytes]) -> None:
+def write_file(path: str | os.PathLike[str], pieces: Iterable[bytes]) -> None:
     """Write a file as a whole: readers see the old content or the new, never a part. Raises OSError."""
+    path = os.path.abspath(path)
     os.makedirs(os.path.dirname(path), exist_ok=True)
     # The name is unique even if processes on several machines, whose ids may be equal, write at the same time.
     temporary = f"{path}.{secrets.token_hex(8)}.tmp"

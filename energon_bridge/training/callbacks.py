@@ -26,6 +26,7 @@ from torch import Tensor
 from energon_bridge.dataloader import EnergonDataloader
 from energon_bridge.errors import did_you_mean, optional_packages
 from energon_bridge.replica.warmup import CostWarmup
+from energon_bridge.storage import write_file
 from energon_bridge.task_encoder.costs import record_time
 from energon_bridge.training.config import CheckpointConfig
 from energon_bridge.training.module import VisionLanguageModule
@@ -260,9 +261,7 @@ def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     kept = [
         line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n") and _step(line) < first
     ]
-    temporary = path.with_name(f".{path.name}.part")
-    temporary.write_bytes(b"".join([*kept, text]))
-    os.replace(temporary, path)
+    write_file(path, [*kept, text])
     logger.info("%s: the earlier lines from step %d on are replaced: these steps ran again", path, rows[0]["step"])
 
 

@@ -60,12 +60,8 @@ class ParallelConfig:
 def _wrong_parallel(config: RunConfig) -> Iterator[str]:
     """Yield why the model or its sequences cannot be split like that, on any number of processes."""
     parallel, model, data = config.parallel, config.model, config.data
-    for name in ("tp", "pp", "cp"):
-        if (value := getattr(parallel, name)) < 1:
-            yield f"parallel.{name} must be at least 1, got {value}"
-            return
-    if parallel.replica_loading not in ("every_rank", "one_rank"):
-        yield (f"parallel.replica_loading must be 'every_rank' or 'one_rank', got {parallel.replica_loading!r}")
+    if min(parallel.tp, parallel.pp, parallel.cp) < 1:
+        return
     if config.trainer != "megatron":
         if parallel != ParallelConfig():
             yield (
@@ -86,7 +82,7 @@ def _wrong_parallel(config: RunConfig) -> Iterator[str]:
         ("checkpoint.export", config.checkpoint.export),
     ):
         if value:
-            yield (f"trainer=megatron does not support {name}={value}: leave it out, or set trainer=lightning")
+            yield f"trainer=megatron does not support {name}={value}: leave it out, or set trainer=lightning"
     if config.train.precision not in PRECISIONS:
         yield (
             f"trainer=megatron does not support train.precision={config.train.precision}; use {', '.join(PRECISIONS)}"
@@ -351,8 +347,22 @@ class FeedbackConfig:
 _POSITIVE = """
     data.micro_batch_size data.global_batch_size data.seq_length data.packing_buffer_size data.packing_max_samples
     data.packing_max_images data.max_tokens_per_microbatch data.min_pixels data.max_pixels data.max_num_images
-    data.max_num_frames data.max_video_tokens train.max_steps train.log_interval validation.max_new_tokens
+    data.max_num_frames data.max_video_tokens data.balance_window train.max_steps train.log_interval
+    validation.max_new_tokens parallel.tp parallel.pp parallel.cp
 """
+_NOT_NEGATIVE = {
+    "validation.limit_batches": " (null: all)",
+    "train.time_microbatches": " (0: none)",
+    **dict.fromkeys(("data.balance_attention", "data.balance_patches", "data.balance_warmup"), ""),
+    **dict.fromkeys(("optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_norm"), ""),
+}
+"""Numbers of at least 0, with what is said of special ones."""
+_CHOICES = {
+    "trainer": ("lightning", "megatron"),
+    "model.init": ("pretrained", "random"),
+    "data.balance": ("none", "global_batch"),
+    "parallel.replica_loading": ("every_rank", "one_rank"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -383,22 +393,21 @@ class RunConfig:
 
     def _wrong(self) -> Iterator[str]:
         """Yield all that is wrong, a line for each."""
-        values = {name: attrgetter(name)(self) for name in _POSITIVE.split()}
-        wrong = [f"{name} must be at least 1, got {n}" for name, n in values.items() if n is not None and n < 1]
-        yield from wrong
-        if (self.validation.limit_batches or 0) < 0:
-            yield (f"validation.limit_batches must be at least 0, got {self.validation.limit_batches} (null: all)")
-        if self.train.time_microbatches < 0:
-            yield (f"train.time_microbatches must be at least 0, got {self.train.time_microbatches} (0: none)")
+        values = {name: attrgetter(name)(self) for name in (*_POSITIVE.split(), *_NOT_NEGATIVE, *_CHOICES)}
+        wrong = [name for name in _POSITIVE.split() if values[name] is not None and values[name] < 1]
+        for name in wrong:
+            yield f"{name} must be at least 1, got {values[name]}"
+        for name, more in _NOT_NEGATIVE.items():
+            if not 0 <= (values[name] or 0) < math.inf:
+                yield f"{name} must be at least 0, got {values[name]}{more}"
+        for name, choices in _CHOICES.items():
+            if values[name] not in choices:
+                yield f"{name} must be {' or '.join(map(repr, choices))}, got {values[name]!r}"
         yield from self._wrong_optimizer()
         yield from self._wrong_feedback()
         yield from self._wrong_balance()
         if not wrong:
             yield from self._wrong_data()
-        if self.model.init not in ("pretrained", "random"):
-            yield f"model.init must be 'pretrained' or 'random', got {self.model.init!r}"
-        if self.trainer not in ("lightning", "megatron"):
-            yield f"trainer must be 'lightning' or 'megatron', got {self.trainer!r}"
         yield from _wrong_parallel(self)
 
     def _wrong_data(self) -> Iterator[str]:
@@ -410,7 +419,7 @@ class RunConfig:
         yield from self._wrong_packing()
         yield from self._wrong_max_tokens()
         if (self.data.min_pixels or 0) > (self.data.max_pixels or math.inf):
-            yield (f"data.min_pixels={self.data.min_pixels} is more than data.max_pixels={self.data.max_pixels}")
+            yield f"data.min_pixels={self.data.min_pixels} is more than data.max_pixels={self.data.max_pixels}"
         if self.data.shuffle_images and self.data.micro_batch_size < 2:
             yield "data.shuffle_images=true needs data.micro_batch_size of at least 2"
 
@@ -419,32 +428,21 @@ class RunConfig:
         if not 0 < settings.lr < math.inf:
             yield f"optimizer.lr must be a number above 0, got {settings.lr}"
         elif not 0 <= settings.min_lr <= settings.lr:
-            yield (f"optimizer.min_lr must be between 0 and optimizer.lr={settings.lr}, got {settings.min_lr}")
-        for name in ("warmup_steps", "weight_decay", "clip_norm"):
-            if not 0 <= (value := getattr(settings, name)) < math.inf:
-                yield f"optimizer.{name} must be at least 0, got {value}"
+            yield f"optimizer.min_lr must be between 0 and optimizer.lr={settings.lr}, got {settings.min_lr}"
         for name in ("beta1", "beta2"):
             if not 0 <= (value := getattr(settings, name)) < 1:
                 yield f"optimizer.{name} must be at least 0 and below 1, got {value}"
 
     def _wrong_balance(self) -> Iterator[str]:
         data = self.data
-        if data.balance not in ("none", "global_batch"):
-            yield f"data.balance must be 'none' or 'global_batch', got {data.balance!r}"
         for name in ("balance_attention", "balance_patches"):
-            if not 0 <= ((value := getattr(data, name)) or 0.0) < math.inf:
-                yield f"data.{name} must be at least 0, got {value}"
-            if value is not None and data.balance == "none":
+            if (value := getattr(data, name)) is not None and data.balance == "none":
                 yield (
                     f"data.{name}={value} is a cost of batches, but nothing is balanced: set data.balance=global_batch"
                 )
-        if data.balance_window < 1:
-            yield f"data.balance_window must be at least 1, got {data.balance_window}"
         for name in ("balance_column_tokens", "balance_warmup"):
             if data.balance == "none" and getattr(data, name):
                 yield f"data.{name} is set, but nothing is balanced: set data.balance=global_batch"
-        if data.balance_warmup < 0:
-            yield f"data.balance_warmup must be at least 0, got {data.balance_warmup}"
         unfit = {
             "trainer=megatron, whose schedule runs the microbatches of a step together": self.trainer == "megatron",
             "data.balance_column_tokens, by which ranks plan before anything is timed": data.balance_column_tokens,
@@ -457,7 +455,7 @@ class RunConfig:
                     "balance_patches to what `energon bench --fit-cost` prints"
                 )
         if data.balance_column_patches is not None and data.balance_column_tokens is None:
-            yield ("data.balance_column_patches needs data.balance_column_tokens, the column of tokens")
+            yield "data.balance_column_patches needs data.balance_column_tokens, the column of tokens"
 
     def _wrong_packing(self) -> Iterator[str]:
         data = self.data

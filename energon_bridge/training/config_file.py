@@ -7,7 +7,6 @@ learning rate must not become one. The error for an unknown key names the neares
 from __future__ import annotations
 
 import inspect
-import os
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
@@ -18,6 +17,7 @@ from typing import Any, Literal
 import yaml
 
 from energon_bridge.errors import ConfigurationError, UnknownArgumentError, did_you_mean
+from energon_bridge.storage import write_file
 from energon_bridge.training.config import DataConfig, ModelConfig, RunConfig
 
 PACKAGE_CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -89,10 +89,7 @@ def dump_config(config: RunConfig) -> str:
 
 def write_config(config: RunConfig, path: Path) -> None:
     """Write a configuration atomically, so that no reader ever sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(dump_config(config))
-    os.replace(temporary, path)
+    write_file(path, (dump_config(config).encode(),))
 
 
 def _read(path: Path) -> dict[str, Any]:

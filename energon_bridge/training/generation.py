@@ -10,9 +10,9 @@ Packs are taken apart to generate: each sample is prompted separately, with the 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.storage import write_file
 from energon_bridge.task_encoder.multimodal import MultiModalBatch
 
 
@@ -41,9 +42,20 @@ def exact_match(predictions: Sequence[Prediction]) -> float:
 
 def write_predictions(predictions: Sequence[Prediction], path: Path) -> None:
     """Write the predictions as JSON lines, atomically."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text("".join(json.dumps(asdict(p), ensure_ascii=False) + "\n" for p in predictions), "utf-8")
-    os.replace(temporary, path)
+    lines = (json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in predictions)
+    write_file(path, (line.encode() for line in lines))
+
+
+def predictions_of(batch: MultiModalBatch, texts: Sequence[str]) -> list[Prediction]:
+    """Return the predictions of the rows of a batch, but for invalid ones."""
+    valid = [True] * len(texts) if batch.__valid__ is None else batch.__valid__.tolist()
+    rows = zip(batch.__key__, batch.answers, texts, valid, strict=True)
+    return [Prediction(key=k, expected=e, generated=g) for k, e, g, real in rows if real]
+
+
+def in_turn(ranks: Iterable[Sequence[Sequence[Prediction]]]) -> list[Prediction]:
+    """Return the predictions of all ranks in their order: rank r of R has microbatches r, r + R, r + 2R, …"""
+    return [*chain.from_iterable(chain.from_iterable(zip_longest(*ranks, fillvalue=())))]
 
 
 def prompts_of(batch: MultiModalBatch, pad_id: int) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,6 @@ and a resumed run draws the same numbers as an uninterrupted one.
 
 from __future__ import annotations
 
-from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -34,7 +33,14 @@ from energon_bridge.task_encoder.inputs import (
 from energon_bridge.task_encoder.packed_sequences import unpack_batch
 from energon_bridge.task_encoder.sequences import MultiModalBatch, PaddingValues
 from energon_bridge.training.config import RunConfig, learning_rate_factor
-from energon_bridge.training.generation import Prediction, generate_answers, prompts_of, visible_images
+from energon_bridge.training.generation import (
+    Prediction,
+    generate_answers,
+    in_turn,
+    predictions_of,
+    prompts_of,
+    visible_images,
+)
 from energon_bridge.training.presets import ModelBundle
 
 with optional_packages():
@@ -148,9 +154,7 @@ class VisionLanguageModule(LightningModule):
         self.validated_step = self.trainer.global_step
         self.predictions = []
         for written in zip(*(of_rank for _, of_rank in ranks), strict=True):
-            # Rank r has microbatches r, r + R, r + 2R, …
-            in_turn = chain.from_iterable(zip_longest(*written, fillvalue=()))
-            self.predictions += chain.from_iterable(in_turn)
+            self.predictions += in_turn(written)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Convert Lightning's count of microbatches to the gradient accumulation of this run.
@@ -221,9 +225,7 @@ class VisionLanguageModule(LightningModule):
         texts = generate_answers(
             self.model, self.tokenizer, prompts, prompt_mask, inputs, self.config.validation.max_new_tokens
         )
-        valid = [True] * len(texts) if batch.__valid__ is None else batch.__valid__.tolist()
-        rows = zip(batch.__key__, batch.answers, texts, valid, strict=True)
-        return [Prediction(key=k, expected=e, generated=g) for k, e, g, real in rows if real]
+        return predictions_of(batch, texts)
 
     def _pad_id(self) -> int:
         pad: int | None = self.tokenizer.pad_token_id

@@ -148,8 +148,6 @@ def connected_ranks(config: RunConfig) -> Iterator[Ranks]:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         else:
-            from energon_bridge.training.megatron.ranks import cpu_backend
-
             stack.enter_context(cpu_backend())
         backend = "nccl" if device.type == "cuda" else "gloo"
         if world_size == 1 and "MASTER_ADDR" not in os.environ:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
-from itertools import chain, islice, zip_longest
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ from energon_bridge.training.config import RunConfig
 from energon_bridge.training.generation import (
     Prediction,
     exact_match,
+    in_turn,
+    predictions_of,
     prompt_lengths,
     visible_images,
     write_predictions,
@@ -290,12 +292,10 @@ def _validate(
     sums = over_replicas(sums, ranks)
     gathered: list[Any] = [None] * ranks.groups.dp.size()
     dist.all_gather_object(gathered, written, group=ranks.groups.dp)
-    # Data-parallel rank r has microbatches r, r + R, r + 2R, …
-    in_turn = chain.from_iterable(zip_longest(*gathered, fillvalue=()))
     loss = float(sums[0] / sums[1].clamp(min=1.0))
     if ranks.main:
         append_validation(Path(training.config.run_dir) / "metrics.jsonl", step, loss, {})
-    return loss, list(chain.from_iterable(in_turn))
+    return loss, in_turn(gathered)
 
 
 def _real_samples(batch: MultiModalBatch) -> int:
@@ -354,9 +354,7 @@ def write_answers(training: Training, bundle: ModelBundle, batch: MultiModalBatc
         ends += (~ended).long()
     written = [row[start:end] for row, start, end in zip(tokens.tolist(), lengths.tolist(), ends.tolist(), strict=True)]
     texts: list[str] = tokenizer.batch_decode(written, skip_special_tokens=True)
-    valid = [True] * len(texts) if batch.__valid__ is None else batch.__valid__.tolist()
-    rows_of_batch = zip(batch.__key__, batch.answers, texts, valid, strict=True)
-    return [Prediction(key=k, expected=e, generated=g) for k, e, g, real in rows_of_batch if real]
+    return predictions_of(batch, texts)
 
 
 def _most_likely(training: Training, inputs: Inputs, places: Tensor, vocab_size: int) -> Tensor:
