@@ -240,14 +240,10 @@ def open_saved(path: Path, media: Path | None) -> ArrowSource:
 
 def open_remote(where: str, root: str, files: Mapping[str, Stamp]) -> ArrowSource:
     """Open parquet files by names below a URL, with their stamps; only the rows requested are read."""
-    named = [(_split_part(PurePosixPath(name)), name) for name in sorted(files)]
-    is_split = len(named) > 1 and all(part is not None for part, _ in named)
-    if is_split:
-        named.sort(key=lambda item: (SPLIT_ORDER.index(item[0] or ""), item[1]))
+    named = [(part, str(name)) for part, name in parts_of(map(PurePosixPath, files))]
     store = open_store(root)
     groups = far_groups(store, [name for _, name in named], [files[name] for _, name in named])
-    parts = [part or "" if is_split else "" for part, _ in named]
-    return ArrowSource(where, list(zip(parts, groups, strict=True)), store, "parquet")
+    return ArrowSource(where, list(zip((part for part, _ in named), groups, strict=True)), store, "parquet")
 
 
 def parquet_files(path: Path) -> list[tuple[str, Path]]:
@@ -310,7 +306,8 @@ def groups_of(path: Path) -> list[Group]:
     parquet = path.suffix == ".parquet"
     arrow = pyarrow_modules()
     try:
-        stamp = file_stamp(path)
+        stat = path.stat()
+        stamp = stat.st_size, stat.st_mtime_ns
         if parquet:
             return _parquet_groups(str(path), stamp, parquet_file(str(path), stamp).metadata)
         table = read_table(str(path))
@@ -365,12 +362,6 @@ def pyarrow_modules() -> Any:
             "parquet files and Hugging Face datasets need pyarrow: pip install 'energon-bridge[parquet]'"
         ) from error
     return pyarrow
-
-
-def file_stamp(path: Path) -> Stamp:
-    """Return the current stamp of a file."""
-    stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns
 
 
 @lru_cache(maxsize=16)

@@ -24,6 +24,7 @@ from energon_bridge.errors import SourceError
 from energon_bridge.format.documents import UTF16, utf16_remedy
 from energon_bridge.format.media import kind_by_name
 from energon_bridge.rows.base import (
+    LOOKED_AT,
     Layout,
     Row,
     RowSample,
@@ -51,8 +52,6 @@ from energon_bridge.rows.turns import (
     has_preferences,
 )
 
-_LOOKED_AT = 100
-
 
 class TableSource:
     """Entries by number, each a mapping of columns; columns with media paths become files."""
@@ -60,7 +59,7 @@ class TableSource:
     split_parts: tuple[tuple[str, int], ...] = ()
     left_out: tuple[str, ...] = ()
 
-    def __init__(self, path: Path, entries: Entries, media: Path | None, kind: str) -> None:
+    def __init__(self, path: Path, entries: ListedEntries | LineEntries, media: Path | None, kind: str) -> None:
         self.kind = kind
         self.where = str(path)
         self._entries = entries
@@ -103,24 +102,20 @@ class TableSource:
     def _columns(self) -> tuple[str, ...]:
         """Return the columns with media, judging by the first entries."""
         first: list[Mapping[str, Any]] = []
-        for number in range(min(_LOOKED_AT, len(self))):
+        for number in range(min(LOOKED_AT, len(self))):
             with suppress(SourceError):
                 first.append(self._entries.entry(number)[0])
         return file_columns(first, self._media, self.where)
 
 
-class Entries:
-    """Mappings by number, each with its place in the source."""
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-    def entry(self, number: int) -> tuple[Mapping[str, Any], str]:
-        """Return an entry and its place; raises SourceError."""
-        raise NotImplementedError
+def _checked(entry: Any, where: str) -> tuple[Mapping[str, Any], str]:
+    """Return an entry and its place; raises SourceError if it is no object."""
+    if not isinstance(entry, Mapping):
+        raise SourceError(f"{where}: expected an object, found {str(entry)[:60]!r}.")
+    return entry, where + (f" (id {entry['id']})" if "id" in entry else "")
 
 
-class ListedEntries(Entries):
+class ListedEntries:
     """Entries in memory; `unit` and `first` number them in messages."""
 
     def __init__(self, path: Path, entries: Sequence[Any], *, unit: str = "entry", first: int = 0) -> None:
@@ -130,14 +125,11 @@ class ListedEntries(Entries):
         return len(self._entries)
 
     def entry(self, number: int) -> tuple[Mapping[str, Any], str]:
-        entry = self._entries[number]
-        where = f"{self._path}, {self._unit} {number + self._first}"
-        if not isinstance(entry, Mapping):
-            raise SourceError(f"{where}: expected an object, found {str(entry)[:60]!r}.")
-        return entry, where + (f" (id {entry['id']})" if "id" in entry else "")
+        """Return an entry and its place in the source; raises SourceError."""
+        return _checked(self._entries[number], f"{self._path}, {self._unit} {number + self._first}")
 
 
-class LineEntries(Entries):
+class LineEntries:
     """The lines of a JSONL file, parsed one by one."""
 
     def __init__(self, path: Path) -> None:
@@ -158,6 +150,7 @@ class LineEntries(Entries):
         return len(self._starts)
 
     def entry(self, number: int) -> tuple[Mapping[str, Any], str]:
+        """Return an entry and its place in the source; raises SourceError."""
         start, end = int(self._starts[number]), int(self._ends[number])
         where = f"{self._path}, line {self._lines[number]}"
         with self._path.open("rb") as file:
@@ -167,9 +160,7 @@ class LineEntries(Entries):
             entry = json.loads(data, object_pairs_hook=_object)
         except ValueError as error:
             raise SourceError(f"{where}: not valid JSON: {error}. Fix the line.") from error
-        if not isinstance(entry, Mapping):
-            raise SourceError(f"{where}: expected an object, found {str(entry)[:60]!r}.")
-        return entry, where + (f" (id {entry['id']})" if "id" in entry else "")
+        return _checked(entry, where)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
