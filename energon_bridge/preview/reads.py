@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import html
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -23,7 +24,6 @@ from energon_bridge.errors import ConfigurationError
 from energon_bridge.forecast.run import Run
 from energon_bridge.forecast.samples import name_steps
 from energon_bridge.rng import IntArray
-from energon_bridge.storage import write_file
 
 _COLUMNS, _ROWS = 1000, 500
 _FEWEST_COLUMNS, _FEWEST_ROWS = 100, 60
@@ -219,10 +219,14 @@ def write_picture(path: Path, reads: Reads, *, title: str) -> None:
     content = (
         buffer.getvalue() if path.suffix == ".png" else _svg(reads, buffer.getvalue(), title).encode("utf-8", "replace")
     )
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        write_file(path, (content,))
+        partial.write_bytes(content)
+        partial.replace(path)
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot write the picture: {error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _svg(reads: Reads, png: bytes, title: str) -> str:
