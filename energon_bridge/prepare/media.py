@@ -111,13 +111,13 @@ def prepare_media(
                 f"{store.root}: media metadata is stored in the key index, which is missing. Run `energon prepare "
                 f"--tar-index-only {store.root}` first."
             )
-        if is_dataset:
-            shards = tuple(read_info(store).shard_counts)
-            indexed = index_dataset_media(
-                store, shards, index, media, num_workers=num_workers, finish=finish, progress=progress
+        portions = _list_portions(store, media)
+        indexed = _write_index(store, index, media, portions, num_workers=num_workers, finish=finish, progress=progress)
+        if not (is_dataset or indexed.num_files):
+            raise EmptyDatasetError(
+                f"{store.root}: no media files match the filter {media.strategy} {media.patterns or ''}. For a folder "
+                "of tars, run `energon prepare` first."
             )
-        else:
-            indexed = _index_folder(store, index, media, num_workers=num_workers, finish=finish, progress=progress)
         staging.commit()
     if finish:
         forget(store, _RESULTS_FOLDER, _RESULTS_SUFFIX)
@@ -139,7 +139,7 @@ def media_task(
     """
     store = open_store(path)
     store.check_root()
-    portions = task.of(_list_shards(store) if is_prepared(store) else _list_portions(store, media))
+    portions = task.of(_list_portions(store, media))
     with tempfile.TemporaryDirectory(prefix="energon-media-") as folder:
         index = os.path.join(folder, INDEX_SQLITE)
         if is_prepared(store):
@@ -148,11 +148,9 @@ def media_task(
         return work_off(keep, portions, num_workers=num_workers, progress=progress)
 
 
-def _list_shards(store: Store) -> list[Portion]:
-    return list(enumerate(read_info(store).shard_counts))
-
-
 def _list_portions(store: Store, media: MediaFilter) -> list[Portion]:
+    if is_prepared(store):
+        return list(enumerate(read_info(store).shard_counts))
     files = [
         _File(name, name, 0, size)
         for name, size in store.list()
@@ -168,41 +166,28 @@ def index_dataset_media(
     media: MediaFilter,
     *,
     num_workers: Workers,
-    finish: bool = False,
     progress: Progress = unseen,
 ) -> IndexedMedia:
     """Add the metadata of a dataset's media to its key index, a local file; `shards` are in the order of the index."""
-    read_portion = partial(_stored_results, store, media) if finish else partial(_read_portion, store, index, media)
-    return _write_index(index, media, read_portion, list(enumerate(shards)), num_workers=num_workers, progress=progress)
-
-
-def _index_folder(
-    store: Store, index: str, media: MediaFilter, *, num_workers: Workers, finish: bool, progress: Progress
-) -> IndexedMedia:
-    portions = _list_portions(store, media)
-    read_portion = partial(_stored_results, store, media) if finish else partial(_read_portion, store, index, media)
-    indexed = _write_index(index, media, read_portion, portions, num_workers=num_workers, progress=progress)
-    if not indexed.num_files:
-        raise EmptyDatasetError(
-            f"{store.root}: no media files match the filter {media.strategy} {media.patterns or ''}. For a folder of "
-            "tars, run `energon prepare` first."
-        )
-    return indexed
+    portions: list[Portion] = list(enumerate(shards))
+    return _write_index(store, index, media, portions, num_workers=num_workers, finish=False, progress=progress)
 
 
 def _write_index(
+    store: Store,
     index: str,
     media: MediaFilter,
-    read_portion: Callable[[Portion], Results],
     portions: Sequence[Portion],
     *,
     num_workers: Workers,
+    finish: bool,
     progress: Progress,
 ) -> IndexedMedia:
-    """Read portions in several processes, and write their results to the index.
+    """Read portions in several processes, or take what tasks have stored of them, and write their results to the index.
 
     The rows go to a separate file first, since the processes are still reading the index.
     """
+    read_portion = partial(_stored_results, store, media) if finish else partial(_read_portion, store, index, media)
     try:
         with tempfile.TemporaryDirectory(prefix="energon-media-") as folder:
             rows = os.path.join(folder, "rows.sqlite")
