@@ -16,7 +16,7 @@ import click
 import fsspec
 import pytest
 import yaml
-from click.testing import CliRunner, Result
+from commands import energon, output_of, refusal_of
 from sources import picture
 from tar_builder import write_tar, write_texts
 
@@ -28,11 +28,6 @@ from energon_bridge.plan.leaf import ORDER_VERSION
 from energon_bridge.testing import write_shard
 
 PREPARE = ["prepare", "--non-interactive", "--no-progress"]
-
-
-def energon(*arguments: object, answers: str = "") -> Result:
-    """Run the command in this process."""
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], input=answers)
 
 
 @pytest.fixture
@@ -128,7 +123,7 @@ def test_version_and_help():
         output = energon(*arguments).output
         assert all(command in output for command in ("info", "lint", "prepare"))
     for command in ("info", "lint", "prepare"):
-        assert energon(command, "-h").exit_code == 0
+        output_of(command, "-h")
 
 
 STARTS = """
@@ -147,9 +142,8 @@ def test_the_command_starts_without_torch():
 
 @pytest.mark.parametrize("command", ["prepare", "info", "lint"])
 def test_errors_are_one_message_and_exit_code_1(tmp_path: Path, command: str):
-    result = energon(command, tmp_path / "nowhere")
-    assert result.exit_code == 1
-    assert result.output == f"Error: {tmp_path / 'nowhere'}: no such folder. Check the path.\n"
+    output = refusal_of(command, tmp_path / "nowhere")
+    assert output == f"Error: {tmp_path / 'nowhere'}: no such folder. Check the path.\n"
     assert isinstance(energon("--debug", command, tmp_path / "nowhere").exception, FileNotFoundError)
 
 
@@ -158,11 +152,10 @@ def test_errors_are_one_message_and_exit_code_1(tmp_path: Path, command: str):
 
 def test_prepare_from_flags_alone(tars: Path):
     flags = ["--split-ratio", "2,1,1", "--sample-type", "CaptioningSample", "--num-workers", 2]
-    result = energon(*PREPARE, tars, *flags, "--field-map", '{"image": "jpg,png", "caption": "json[caption]"}')
-    assert result.exit_code == 0, result.output
-    assert "Found 4 tar files; the first is s_0.tar, the last is s_3.tar." in result.output
-    assert "train: 4 samples in 2 shards" in result.output
-    assert result.output.endswith("Found the part types jpg, json.\nDone: 8 samples in 4 shards.\n")
+    output = output_of(*PREPARE, tars, *flags, "--field-map", '{"image": "jpg,png", "caption": "json[caption]"}')
+    assert "Found 4 tar files; the first is s_0.tar, the last is s_3.tar." in output
+    assert "train: 4 samples in 2 shards" in output
+    assert output.endswith("Found the part types jpg, json.\nDone: 8 samples in 4 shards.\n")
     assert meta(tars, "dataset.yaml") == {
         "sample_type": {"__module__": "megatron.energon", "__class__": "CaptioningSample"},
         "field_map": {"image": "jpg,png", "caption": "json[caption]"},
@@ -177,8 +170,7 @@ def test_prepare_from_flags_alone(tars: Path):
 def test_prepare_by_patterns_with_other_options(tars: Path):
     arguments = ["--split-parts", "train:s_[01]", "--split-parts", "held out:s_3", "--exclude", "s_2"]
     arguments += ["--no-key-index", "--sample-type", "CrudeWebdataset", "--dataset-yaml-name", "crude.yaml"]
-    result = energon(*PREPARE, tars, *arguments)
-    assert result.exit_code == 0, result.output
+    output_of(*PREPARE, tars, *arguments)
     assert meta(tars, "split.yaml")["split_parts"] == {"train": ["s_{0..1}.tar"], "held out": ["s_3.tar"]}
     assert meta(tars, "crude.yaml") == {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
     assert not (tars / ".nv-meta/dataset.yaml").exists()
@@ -187,22 +179,20 @@ def test_prepare_by_patterns_with_other_options(tars: Path):
 
 
 def test_prepare_twice_needs_force_or_a_yes(tars: Path):
-    assert energon(*PREPARE, tars, "--tar-index-only").exit_code == 1  # there is no .info.json to follow
-    assert energon(*PREPARE, tars, "--split-ratio", "1,0,0").exit_code == 0
+    refusal_of(*PREPARE, tars, "--tar-index-only")  # there is no .info.json to follow
+    output_of(*PREPARE, tars, "--split-ratio", "1,0,0")
     (tars / "s_1.tar.idx").unlink()
     result = energon(*PREPARE, tars, "--tar-index-only")
     assert (result.exit_code, result.output) == (0, "Indexed 8 samples in 4 shards.\n")
     assert (tars / "s_1.tar.idx").exists()
-    result = energon(*PREPARE, tars, "--split-ratio", "0,1,0")
-    assert result.exit_code == 1
-    assert "already prepared. Use --force-overwrite" in result.output
-    assert energon("prepare", tars, "--split-ratio", "0,1,0", "--skip-dataset-yaml", answers="n\n").exit_code == 1
+    assert "already prepared. Use --force-overwrite" in refusal_of(*PREPARE, tars, "--split-ratio", "0,1,0")
+    refusal_of("prepare", tars, "--split-ratio", "0,1,0", "--skip-dataset-yaml", answers="n\n")
     assert meta(tars, "split.yaml")["split_parts"] == {"train": ["s_{0..3}.tar"], "val": [], "test": []}
-    assert energon("prepare", tars, "--split-ratio", "0,1,0", "--skip-dataset-yaml", answers="y\n").exit_code == 0
+    output_of("prepare", tars, "--split-ratio", "0,1,0", "--skip-dataset-yaml", answers="y\n")
     assert meta(tars, "split.yaml")["split_parts"] == {"train": [], "val": ["s_{0..3}.tar"], "test": []}
     (tars / ".nv-meta/.info.json").write_text("{")  # damaged
-    assert energon(*PREPARE, tars, "--split-ratio", "1,0,0").exit_code == 1
-    assert energon(*PREPARE, tars, "--split-ratio", "0,0,1", "--force-overwrite").exit_code == 0
+    refusal_of(*PREPARE, tars, "--split-ratio", "1,0,0")
+    output_of(*PREPARE, tars, "--split-ratio", "0,0,1", "--force-overwrite")
     assert meta(tars, "split.yaml")["split_parts"] == {"train": [], "val": [], "test": ["s_{0..3}.tar"]}
     assert json.loads((tars / ".nv-meta/.info.json").read_text())["shard_counts"]["s_0.tar"] == 2
 
@@ -210,14 +200,14 @@ def test_prepare_twice_needs_force_or_a_yes(tars: Path):
 def test_a_folder_of_prepared_datasets_is_not_made_one_dataset_of(tmp_path: Path):
     for name in "ab":
         write_tar(tmp_path / f"all/{name}/0.tar", [(f"{name}.txt", b"a caption")])
-        assert energon(*PREPARE, tmp_path / "all" / name, "--split-ratio", "1,0,0").exit_code == 0
+        output_of(*PREPARE, tmp_path / "all" / name, "--split-ratio", "1,0,0")
     mix = "a, b in it are prepared datasets. Give one of them, or a mix, a file mix.yaml beside them: `splits: "
     mix += "{train: {datasets: [{path: a}, {path: b}]}}`"
     for command in (["info"], ["lint"], ["preview"], [*PREPARE, "--split-ratio", "1,0,0"]):
         result = energon(*command, tmp_path / "all")
         assert (result.exit_code, mix in result.output) == (1, True), result.output
     assert not (tmp_path / "all/.nv-meta").exists()
-    assert energon(*PREPARE, tmp_path / "all", "--split-ratio", "1,0,0", "--force-overwrite").exit_code == 0
+    output_of(*PREPARE, tmp_path / "all", "--split-ratio", "1,0,0", "--force-overwrite")
 
 
 @pytest.mark.parametrize(
@@ -239,22 +229,20 @@ def test_a_folder_of_prepared_datasets_is_not_made_one_dataset_of(tmp_path: Path
     ],
 )
 def test_senseless_flags_are_refused_before_anything_is_written(tars: Path, arguments: list[str], message: str):
-    result = energon(*PREPARE, tars, *arguments)
-    assert result.exit_code == 1
-    assert result.output.splitlines()[-1].startswith("Error: ")
-    assert message in result.output
+    output = refusal_of(*PREPARE, tars, *arguments)
+    assert output.splitlines()[-1].startswith("Error: ")
+    assert message in output
     assert sorted(path.name for path in tars.iterdir()) == [f"s_{number}.tar" for number in range(4)]
 
 
 def test_defect_20_a_corrupt_tar_is_named_and_leaves_nothing_behind(tars: Path):
     for content, workers in ((b"", 1), (b"PK\x03\x04" * 300, 2)):
         (tars / "s_2.tar").write_bytes(content)
-        result = energon(*PREPARE, tars, "--split-ratio", "1,0,0", "--num-workers", workers)
-        assert result.exit_code == 1
-        assert result.output.splitlines()[-1].startswith(f"Error: {tars}/s_2.tar: ")
-        assert "at byte 0" in result.output
+        output = refusal_of(*PREPARE, tars, "--split-ratio", "1,0,0", "--num-workers", workers)
+        assert output.splitlines()[-1].startswith(f"Error: {tars}/s_2.tar: ")
+        assert "at byte 0" in output
         assert sorted(path.name for path in tars.iterdir()) == [f"s_{number}.tar" for number in range(4)]
-    assert energon(*PREPARE, tars, "--split-ratio", "1,0,0", "--exclude", "s_2").exit_code == 0
+    output_of(*PREPARE, tars, "--split-ratio", "1,0,0", "--exclude", "s_2")
 
 
 # --- the assistant ------------------------------------------------------------------------------------------------
@@ -266,19 +254,15 @@ def test_the_assistant_asks_ratio_class_and_fields(tars: Path):
     answers = ["nonsense", "2,1,1", "y", "99", number]
     # The fields come in the order of the class: image, caption.
     answers += ["json[caption", "png", "json[captoin]", "jpg,png", "jpg", "json[caption]"]
-    result = energon("prepare", tars, "--no-progress", answers="\n".join(answers) + "\n")
-    assert result.exit_code == 0, result.output
-    assert "expected three numbers" in result.output
-    assert "Sample '0a' of s_0.tar has the parts jpg, json." in result.output
-    assert '"caption": "a long caption a long cap..."' in result.output
-    assert "Part types in the first shard: jpg, json" in result.output
-    assert "cannot read the access 'json[caption'" in result.output
-    assert (
-        "field `image`: nothing at 'png' in the first 2 samples of the first shard. They have the parts"
-        in result.output
-    )
-    assert "field `image`: nothing at 'json[captoin]'" in result.output
-    assert "field `caption`: CaptioningSample declares it as str, but the part `jpg` is" in result.output
+    output = output_of("prepare", tars, "--no-progress", answers="\n".join(answers) + "\n")
+    assert "expected three numbers" in output
+    assert "Sample '0a' of s_0.tar has the parts jpg, json." in output
+    assert '"caption": "a long caption a long cap..."' in output
+    assert "Part types in the first shard: jpg, json" in output
+    assert "cannot read the access 'json[caption'" in output
+    assert "field `image`: nothing at 'png' in the first 2 samples of the first shard. They have the parts" in output
+    assert "field `image`: nothing at 'json[captoin]'" in output
+    assert "field `caption`: CaptioningSample declares it as str, but the part `jpg` is" in output
     assert meta(tars, "dataset.yaml")["field_map"] == {"image": "jpg,png", "caption": "json[caption]"}
     parts = {"train": ["s_{0..1}.tar"], "val": ["s_2.tar"], "test": ["s_3.tar"]}
     assert meta(tars, "split.yaml")["split_parts"] == parts
@@ -299,9 +283,8 @@ def test_enter_gives_the_type_that_the_parts_fit(
     tmp_path: Path, samples: list[set[str]], expected: dict[str, str] | None
 ):
     write_shard(tmp_path / "0.tar", {f"{n}": dict.fromkeys(sorted(samples[n % len(samples)]), b"1") for n in range(4)})
-    result = energon("prepare", tmp_path, "--no-progress", "--split-ratio", "1,0,0", answers="\n" * 9)
-    assert result.exit_code == 0, result.output
-    assert re.search(r"Number of the sample type \[\d+\]:", result.output)
+    output = output_of("prepare", tmp_path, "--no-progress", "--split-ratio", "1,0,0", answers="\n" * 9)
+    assert re.search(r"Number of the sample type \[\d+\]:", output)
     written = meta(tmp_path, "dataset.yaml")
     assert written.get("field_map") == expected
     assert (written.get("__class__") == "CrudeWebdataset") == (expected is None)
@@ -311,38 +294,32 @@ def test_other_parts_that_fit_are_named(tmp_path: Path):
     pictures = {f"{side}.jpg": picture(0) for side in ("left", "right", "mask")}
     write_shard(tmp_path / "0.tar", {f"{n}": {"txt": b"a caption", **pictures} for n in range(3)})
     flags = ["--no-progress", "--split-ratio", "1,0,0", "--sample-type", "CaptioningSample"]
-    result = energon("prepare", tmp_path, *flags, answers="right.jpg\n\n")
-    assert result.exit_code == 0, result.output
-    assert "image (torch.Tensor; mask.jpg, right.jpg would fit, too) [left.jpg]:" in result.output
+    output = output_of("prepare", tmp_path, *flags, answers="right.jpg\n\n")
+    assert "image (torch.Tensor; mask.jpg, right.jpg would fit, too) [left.jpg]:" in output
     assert meta(tmp_path, "dataset.yaml")["field_map"] == {"image": "right.jpg", "caption": "txt"}
 
 
 def test_the_assistant_asks_only_for_what_is_left_open(tars: Path):
     flags = ["--split-ratio", "1,0,0", "--sample-type", "ImageClassificationSample"]
-    result = energon("prepare", tars, *flags, answers="jpg\n\njson[deep][key][0]\n")
-    assert result.exit_code == 0, result.output
+    output_of("prepare", tars, *flags, answers="jpg\n\njson[deep][key][0]\n")
     assert meta(tars, "dataset.yaml")["field_map"] == {"image": "jpg", "label_name": "json[deep][key][0]"}
 
 
 def test_the_assistant_leaves_dataset_yaml_out_or_makes_it_crude(tars: Path):
-    result = energon("prepare", tars, answers="1,0,0\nn\n")
-    assert result.exit_code == 0, result.output
-    assert "Write " in result.output
+    assert "Write " in output_of("prepare", tars, answers="1,0,0\nn\n")
     assert not (tars / ".nv-meta/dataset.yaml").exists()
     number = next(
         line.split()[0]
         for line in energon("prepare", tars, answers="y\n1,0,0\ny\n").output.splitlines()
         if "CrudeWebdataset" in line
     )
-    result = energon("prepare", tars, answers=f"y\n1,0,0\ny\n{number}\n")
-    assert result.exit_code == 0, result.output
+    output_of("prepare", tars, answers=f"y\n1,0,0\ny\n{number}\n")
     assert meta(tars, "dataset.yaml")["__class__"] == "CrudeWebdataset"
 
 
 def test_an_assistant_that_gets_no_answer_writes_nothing(tars: Path):
-    result = energon("prepare", tars, answers="1,0,0\n")
-    assert result.exit_code == 1
-    assert "no terminal to answer it. Answer with options: --split-ratio 8,1,1, then --sample-type" in result.output
+    output = refusal_of("prepare", tars, answers="1,0,0\n")
+    assert "no terminal to answer it. Answer with options: --split-ratio 8,1,1, then --sample-type" in output
     assert sorted(path.name for path in tars.iterdir()) == [f"s_{number}.tar" for number in range(4)]
 
 
@@ -350,9 +327,8 @@ def test_an_assistant_that_gets_no_answer_writes_nothing(tars: Path):
 
 
 def test_info_shows_the_numbers(fixtures: Path):
-    result = energon("info", fixtures / "captioning")
-    assert result.exit_code == 0, result.output
-    words = [line.split() for line in result.output.replace("│", " ").splitlines()]
+    output = output_of("info", fixtures / "captioning")
+    words = [line.split() for line in output.replace("│", " ").splitlines()]
     sized = format_bytes(sum(path.stat().st_size for path in (fixtures / "captioning").rglob("*.tar"))).split()
     for expected in (
         ["holds:", "24", "samples", "in", "4", "shards,", *sized],
@@ -362,7 +338,7 @@ def test_info_shows_the_numbers(fixtures: Path):
         ["train", "12", "50.0%", "2", "0"],
         ["val", "6", "25.0%", "1", "0"],
     ):
-        assert expected in words, result.output
+        assert expected in words, output
 
 
 def test_defect_15_info_works_for_crude_and_legacy_datasets(fixtures: Path):
@@ -371,9 +347,7 @@ def test_defect_15_info_works_for_crude_and_legacy_datasets(fixtures: Path):
     (legacy / ".nv-meta/dataset.yaml").write_text(
         "__module__: megatron.energon\n__class__: VQAWebdataset\nfield_map: {image: image.png, context: 'json[q]'}\n"
     )
-    result = energon("info", legacy)
-    assert result.exit_code == 0, result.output
-    assert "megatron.energon.VQAWebdataset" in result.output
+    assert "megatron.energon.VQAWebdataset" in output_of("info", legacy)
     (legacy / ".nv-meta/dataset.yaml").unlink()
     assert "none (no dataset.yaml)" in energon("info", legacy).output
 
@@ -386,28 +360,25 @@ def test_defect_15_lint_fails_on_a_broken_image_and_names_it(fixtures: Path):
     data = bytearray(tar.read_bytes())
     data[512:600] = bytes(88)  # the start of the JPEG of 00012
     tar.write_bytes(data)
-    result = energon("lint", fixtures / "captioning", "--no-progress")
-    assert result.exit_code == 1
+    output = refusal_of("lint", fixtures / "captioning", "--no-progress")
     assert (
-        f"{fixtures / 'captioning'}, val: shard 'parts/shard_002.tar', key '00012', part 'jpg': DecodeError"
-        in result.output
+        f"{fixtures / 'captioning'}, val: shard 'parts/shard_002.tar', key '00012', part 'jpg': DecodeError" in output
     )
-    assert result.output.endswith("Failed: 1 problem in 24 samples.\n")
-    assert energon("lint", fixtures / "captioning", "--no-progress", "--split-parts", "train,test").exit_code == 0
+    assert output.endswith("Failed: 1 problem in 24 samples.\n")
+    output_of("lint", fixtures / "captioning", "--no-progress", "--split-parts", "train,test")
 
 
 def test_lint_of_an_undecodable_shard_continues_with_the_others(tmp_path: Path):
     root = write_texts(tmp_path, {f"{n}.tar": [f"{n}a", f"{n}b"] for n in range(3)})
     arguments = ["--split-ratio", "1,0,0", "--sample-type", "TextSample", "--field-map", '{"text": "txt"}']
-    assert energon(*PREPARE, root, *arguments).exit_code == 0
+    output_of(*PREPARE, root, *arguments)
     (root / "1.tar.idx").write_bytes(b"12345678")
     write_tar(root / "2.tar", [("2a.txt", b"\xff\xfe"), ("2b.txt", b"fine")])
-    result = energon("lint", root, "--no-progress", "--parallel", 2)
-    assert result.exit_code == 1
-    assert "shard '1.tar': CorruptShardError" in result.output
-    assert "shard '2.tar', key '2a', part 'txt': DecodeError" in result.output
-    assert "The split part 'val' is empty." in result.output
-    assert result.output.endswith("Failed: 2 problems; 4 of 6 samples could be checked.\n")
+    output = refusal_of("lint", root, "--no-progress", "--parallel", 2)
+    assert "shard '1.tar': CorruptShardError" in output
+    assert "shard '2.tar', key '2a', part 'txt': DecodeError" in output
+    assert "The split part 'val' is empty." in output
+    assert output.endswith("Failed: 2 problems; 4 of 6 samples could be checked.\n")
 
 
 def test_lint_asks_for_trust(fixtures: Path):
@@ -418,10 +389,8 @@ def test_lint_asks_for_trust(fixtures: Path):
     (root / ".nv-meta/loader.py").write_text(
         "def sample_loader(raw):\n    return {'image': raw['jpg'], 'caption': raw['txt']}\n"
     )
-    result = energon("lint", root, "--no-progress")
-    assert result.exit_code == 1
-    assert "trust_remote_code=True" in result.output
-    assert energon("lint", root, "--no-progress", "--trust-remote-code").exit_code == 0
+    assert "trust_remote_code=True" in refusal_of("lint", root, "--no-progress")
+    output_of("lint", root, "--no-progress", "--trust-remote-code")
 
 
 def test_temporary_files_of_a_dataset_behind_a_url_go_where_it_is_said(
@@ -439,8 +408,7 @@ def test_temporary_files_of_a_dataset_behind_a_url_go_where_it_is_said(
     memory = fsspec.filesystem("memory")
     memory.put(str(tars), "/scratched", recursive=True)
     flags = ["--sample-type", "CrudeWebdataset", "--split-ratio", "1,0,0", "--num-workers", "1"]
-    result = energon("prepare", "memory://scratched", *flags, "--tmp-path", here)
-    assert result.exit_code == 0, result.output
+    output_of("prepare", "memory://scratched", *flags, "--tmp-path", here)
     assert made
     assert {folder.parent for folder in made} == {here}
     assert list(here.iterdir()) == []

@@ -15,8 +15,9 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from commands import answer, energon, output_of
 from engine import config_of
-from forecasts import MIXES, OPTIONS, answer, energon, opened, ranks_of, run, write_mixes
+from forecasts import MIXES, OPTIONS, opened, ranks_of, run, write_mixes
 from PIL import Image
 
 from energon_bridge.forecast.run import run_of_mix
@@ -74,9 +75,7 @@ def test_the_command_counts_and_draws(data: Path, tmp_path: Path) -> None:
     texts = ["".join(text.itertext()) for text in ElementTree.fromstring(out.read_text()).iter(f"{SVG}text")]
     assert {"rank 0", "rank 1", "step 0", "step 49", "30 samples"} <= set(texts)
     assert [path.name for path in tmp_path.iterdir()] == ["reads.svg"]
-    result = energon("analyze-debug", *arguments, "--heatmap-path", tmp_path / "reads.png")
-    assert result.exit_code == 0
-    assert "different samples" in result.output
+    assert "different samples" in output_of("analyze-debug", *arguments, "--heatmap-path", tmp_path / "reads.png")
     assert (np.asarray(Image.open(tmp_path / "reads.png")) == pixels).all()
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from commands import answer, output_of, refusal_of
 from object_server import serving
 from sources import coco, converted
 
 from energon_bridge.cli import bench
-from energon_bridge.cli.main import main
 from energon_bridge.testing import create_captioning_test_dataset
 
 RATE = bench.Rate(
@@ -41,14 +39,8 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return create_captioning_test_dataset(tmp_path_factory.mktemp("bench") / "data", num_train=24, num_val=4)
 
 
-def energon(*arguments: object) -> Result:
-    return CliRunner().invoke(main, ["bench", *map(str, arguments)])
-
-
 def test_every_number_of_workers_is_measured(dataset: Path) -> None:
-    result = energon(dataset, "--batch-size", 4, "--num-workers", 1, "--seconds", 0.2, "--json")
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.output)
+    found = answer("bench", dataset, "--batch-size", 4, "--num-workers", 1, "--seconds", 0.2)
     assert [rate["workers"] for rate in found["rates"]] == [0, 1]
     for rate in (found["reading"], *found["rates"]):
         assert rate["samples"] >= 4
@@ -67,20 +59,17 @@ def test_it_prints_stages_rates_and_a_limit(dataset: Path, tmp_path: Path, monke
         "        return sample\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    result = energon(
-        dataset, "--batch-size", 4, "--num-workers", 0, "--seconds", 0.2, "--encoder", "bench_encoders:Mine"
-    )
+    flags = ["--batch-size", 4, "--num-workers", 0, "--seconds", 0.2, "--encoder", "bench_encoders:Mine"]
+    output = output_of("bench", dataset, *flags)
     del sys.modules["bench_encoders"]
-    assert result.exit_code == 0, result.output
     for words in ("Time for a sample, without workers: reading ", "samples/s", "0 (enough)", "\nLimit: ", "\nTry: "):
-        assert words in result.output
+        assert words in output
 
 
 def test_fields_may_lie_in_json(tmp_path: Path) -> None:
     source, flags, _ = coco(tmp_path / "in", 4)
     data = converted(source, tmp_path / "out", *flags, "--split-ratio", "1,0,0")
-    result = energon(data, "--batch-size", 2, "--num-workers", 0, "--seconds", 0.2)
-    assert result.exit_code == 0, result.output
+    output_of("bench", data, "--batch-size", 2, "--num-workers", 0, "--seconds", 0.2)
 
 
 def test_it_runs_on_a_server_and_says_what_the_cache_had(
@@ -88,14 +77,12 @@ def test_it_runs_on_a_server_and_says_what_the_cache_had(
 ) -> None:
     options = ["--batch-size", 4, "--num-workers", 0, "--seconds"]
     with serving(dataset) as server:
-        result = energon(server.url, *options, 0.2, "--json")
-        assert result.exit_code == 0, result.output
-        found = json.loads(result.output)["reading"]
+        found = answer("bench", server.url, *options, 0.2)["reading"]
         assert found["requests"] > 0
         assert found["bytes_per_request"] > 0
         assert found["cache_hits"] == found["cache_misses"] == 0
         monkeypatch.setenv("ENERGON_CACHE_DIR", str(tmp_path / "cache"))
-        results = (energon(server.url, *options, seconds).output for seconds in (0.2, 2, 20))  # as the machine is busy
+        results = (output_of("bench", server.url, *options, seconds) for seconds in (0.2, 2, 20))  # a busy machine
         assert any(re.search(r"^Node cache: [1-9]\d*% of ", result, re.MULTILINE) for result in results)
 
 
@@ -103,9 +90,7 @@ def test_it_runs_on_a_server_and_says_what_the_cache_had(
     ("encoder", "message"), [("nowhere:x", "No module named"), ("json", "expected MODULE:NAME"), ("json:no", "has no")]
 )
 def test_an_encoder_that_is_not_there_is_refused(dataset: Path, encoder: str, message: str) -> None:
-    result = energon(dataset, "--batch-size", 4, "--encoder", encoder)
-    assert result.exit_code == 1
-    assert message in result.output
+    assert message in refusal_of("bench", dataset, "--batch-size", 4, "--encoder", encoder)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from forecasts import energon
+from commands import energon
 from previews import CRUDE
 
 from energon_bridge.prepare import parse_patterns, prepare_dataset

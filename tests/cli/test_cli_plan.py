@@ -6,8 +6,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from commands import answer, energon, refusal_of
 from engine import text_dataset
-from forecasts import MIXES, OPTIONS, SIZES, answer, energon, opened, ranks_of, run, write_mixes
+from forecasts import MIXES, OPTIONS, SIZES, opened, ranks_of, run, write_mixes
 
 from energon_bridge.forecast.epochs import draws_per_leaf
 from energon_bridge.forecast.run import run_of_mix
@@ -59,9 +60,8 @@ def test_what_workers_need(data: Path) -> None:
     assert answer(*asked)["workers_need"] == needs
     said = energon(*asked).output
     assert "0.0 for workers on the Ray cluster, 0.01 for each rank" in said
-    result = energon("plan", mix, "--steps", 10, *OPTIONS, "--engine", "ray", "--step-seconds", 2)
-    assert result.exit_code == 2
-    assert "--cpu-per-sample, --batch-bytes is not given" in result.output
+    output = refusal_of("plan", mix, "--steps", 10, *OPTIONS, "--engine", "ray", "--step-seconds", 2, code=2)
+    assert "--cpu-per-sample, --batch-bytes is not given" in output
 
 
 def test_weights_as_written_and_as_shares(data: Path) -> None:
@@ -142,10 +142,9 @@ def test_the_table_says_it_in_words(data: Path) -> None:
     ],
 )
 def test_mistakes_are_one_message(data: Path, arguments: tuple[object, ...], message: str) -> None:
-    result = energon("plan", data / str(arguments[0]), *arguments[1:])
-    assert result.exit_code == 1
-    assert message in result.output
-    assert result.output.startswith("Error: ")
+    output = refusal_of("plan", data / str(arguments[0]), *arguments[1:])
+    assert message in output
+    assert output.startswith("Error: ")
 
 
 def test_samples_without_batches(data: Path) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from commands import answer, output_of, refusal_of
 from engine import PackingEncoder, deliver, loaders_of, text_dataset, train_dataset
 
 from energon_bridge import DefaultTaskEncoder, ErrorPolicy
-from energon_bridge.cli.main import main
 
 
 class Failing(DefaultTaskEncoder):
@@ -52,14 +50,8 @@ def file(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def energon(*arguments: Any) -> str:
-    result = CliRunner().invoke(main, ["quarantine", "show", *map(str, arguments)])
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
 def test_failures_are_counted_by_kind_and_named(data: Path, file: Path) -> None:
-    found = json.loads(energon(file, "--json"))
+    found = answer("quarantine", "show", file)
     assert found["kinds"] == [
         {"dataset": str(data), "hook": "encode_sample", "error": error, "count": 3, "samples": 3}
         for error in ("LookupError", "ValueError")
@@ -72,27 +64,28 @@ def test_failures_are_counted_by_kind_and_named(data: Path, file: Path) -> None:
 
 
 def test_people_get_the_same(data: Path, file: Path) -> None:
-    output = energon(file)
+    output = output_of("quarantine", "show", file)
     for text in (str(data), "encode_sample", "ValueError", "no [bold]20[/bold]", "train/shard_001.tar"):
         assert text in output
     assert "more" not in output
-    short = energon(file, "--limit", 2)
+    short = output_of("quarantine", "show", file, "--limit", 2)
     assert "no [bold]20[/bold]" not in short
     assert "4 more: --limit 6 names them all." in short
 
 
 def test_files_of_ranks_may_be_given_one_by_one(file: Path) -> None:
     ranks = sorted(file.parent.iterdir())
-    assert energon(*ranks, "--json") == energon(file, "--json") == energon(file, *ranks, "--json")
-    parts = [json.loads(energon(rank, "--json"))["failures"] for rank in ranks]
+    whole = answer("quarantine", "show", file)
+    assert answer("quarantine", "show", *ranks) == whole == answer("quarantine", "show", file, *ranks)
+    parts = [answer("quarantine", "show", rank)["failures"] for rank in ranks]
     assert all(parts)
 
 
 def test_excludes_are_entries_for_split_yaml(data: Path, file: Path) -> None:
-    entries = json.loads(energon(file, "--excludes", "--json"))
+    entries = answer("quarantine", "show", file, "--excludes")
     assert list(entries) == [str(data)]
     assert len(entries[str(data)]) == 6
-    output = energon(file, "--excludes")
+    output = output_of("quarantine", "show", file, "--excludes")
     assert output.splitlines()[:2] == [f"{data}:", f"  - {entries[str(data)][0]}"]
 
 
@@ -100,17 +93,15 @@ def test_a_pack_that_failed_is_named_by_its_first_sample(data: Path, tmp_path: P
     policy = ErrorPolicy(quarantine=tmp_path / "bad.jsonl", tolerance=0)
     dataset = train_dataset(data, task_encoder=FailingPacks(), error_policy=policy, packing_buffer_size=7)
     deliver(loaders_of(dataset, 1, 0), 60)
-    found = json.loads(energon(tmp_path / "bad.jsonl", "--json"))
+    found = answer("quarantine", "show", tmp_path / "bad.jsonl")
     (kind,) = found["kinds"]
     assert (kind["hook"], kind["error"]) == ("pack_selected_samples", "ValueError")
     assert kind["samples"] > kind["count"] >= 1
     one = found["failures"][0]
     assert one["size"] == len(one["members"]) > 1
     assert one["members"][0]["index"] == one["index"]
-    assert "not this pack" in energon(tmp_path / "bad.jsonl")
+    assert "not this pack" in output_of("quarantine", "show", tmp_path / "bad.jsonl")
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    result = CliRunner().invoke(main, ["quarantine", "show", str(tmp_path / "gone.jsonl")])
-    assert result.exit_code == 1
-    assert "no such quarantine file" in result.output
+    assert "no such quarantine file" in refusal_of("quarantine", "show", tmp_path / "gone.jsonl")

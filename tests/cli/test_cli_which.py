@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from commands import answer, energon, output_of, refusal_of
 from engine import ENCODERS, SeveralEncoder, SkippingEncoder, config_of, with_prepared
-from forecasts import MIXES, NEEDS_MIX, OPTIONS, Delivered, answer, energon, opened, ranks_of, run, write_mixes
+from forecasts import MIXES, NEEDS_MIX, OPTIONS, Delivered, opened, ranks_of, run, write_mixes
 from keyed import KEYS, join, keyed_dataset, shards, shuffled, write_mix
 
 from energon_bridge import get_savable_loader, get_train_dataset, get_val_dataset
@@ -57,7 +58,7 @@ def test_a_mix_and_a_state_name_what_is_delivered(data: Path, tmp_path: Path, mi
     check(delivered, [0, 4, 13, 25], data / f"{mix}.yaml", *OPTIONS, *LANES, "--world-size", ranks)
     arguments = (tmp_path / "state.pt", "--world-size", ranks)
     if mix in NEEDS_MIX:
-        assert "--mix" in refused("which", *arguments, "--step", 3)
+        assert "--mix" in refusal_of("which", *arguments, "--step", 3)
         arguments += ("--mix", data / f"{mix}.yaml")
     check(delivered, [0, 5, 10, 11, 12, 20, 25], *arguments)
     assert answer("which", *arguments, "--step", 3)["assumption"].startswith("Exact")
@@ -91,10 +92,9 @@ def test_all_steps_up_to_one_are_written_to_a_file(data: Path, tmp_path: Path, k
     torch.save({"state": [loader.save_state_rank() for loader in loaders]}, tmp_path / "run.ckpt")
     out = tmp_path / f"seen.{kind}"
     arguments: tuple[Any, ...] = ("which", "--checkpoint", tmp_path / "run.ckpt", "--world-size", 2)
-    result = energon(*arguments, "--step", 2, "--until", 12, "--out", out)
-    assert result.exit_code == 0, result.output
-    assert result.output.startswith(f"40 samples in {out}\nExact")
-    assert "as if no sample from there on is skipped" in result.output
+    output = output_of(*arguments, "--step", 2, "--until", 12, "--out", out)
+    assert output.startswith(f"40 samples in {out}\nExact")
+    assert "as if no sample from there on is skipped" in output
     rows = parquet.read_table(out).to_pylist() if parquet else json.loads(out.read_text())
     assert {row["step"] for row in rows} == set(range(2, 12))
     found = [(row["step"], row["rank"], row["row"], row["restore_key"]) for row in rows if row["step"] < 9]
@@ -128,7 +128,7 @@ def test_files_of_no_sense_are_refused(data: Path) -> None:
         (("--until", 3, "--microbatch", 3), "either --step or --microbatch"),
         (("--step", 3, "--out", "x.csv"), "must end in .parquet or .json"),
     ):
-        assert message in refused("which", data / "single.yaml", *OPTIONS, *arguments)
+        assert message in refusal_of("which", data / "single.yaml", *OPTIONS, *arguments)
 
 
 @pytest.mark.parametrize("mix", ["weights", "linear"])
@@ -204,9 +204,7 @@ def test_passes_and_validation(data: Path, tmp_path: Path) -> None:
     for step in (0, 7, len(batches) - 1):
         assert restore_keys(answer("which", tmp_path / "val.json", "--step", step)) == [list(batches[step])]
     assert "Exact: nothing moves in a pass" in energon("which", tmp_path / "val.json", "--step", 0).output
-    beyond = energon("which", tmp_path / "val.json", "--step", len(batches))
-    assert beyond.exit_code == 1
-    assert f"a pass has {len(batches)} steps" in beyond.output
+    assert f"a pass has {len(batches)} steps" in refusal_of("which", tmp_path / "val.json", "--step", len(batches))
     ranks = restore_keys(answer("which", tmp_path / "val.json", "--step", 3, "--world-size", 3))
     assert ranks == [list(batches[9]), list(batches[10]), None]
 
@@ -256,7 +254,7 @@ def test_a_join_names_its_rows(tmp_path: Path) -> None:
             assert [sample["key"] for sample in samples] == [key for _, key in delivered[step][0] or ()]
             for sample in samples:
                 assert sample["key"] == shards(KEYS, 8, 12)[int(sample["shard"][6])][sample["shard_index"]]
-    assert "how datasets are joined" in refused("which", tmp_path / "state.json", "--step", 8)
+    assert "how datasets are joined" in refusal_of("which", tmp_path / "state.json", "--step", 8)
 
 
 def test_a_jsonl_file(tmp_path: Path) -> None:
@@ -281,7 +279,7 @@ def test_what_the_content_of_samples_decides_is_refused(data: Path, tmp_path: Pa
     (tmp_path / "state.json").write_text(json.dumps(loader.save_state_rank()))
     held = answer("checkpoint", "show", tmp_path / "state.json")["held"]
     assert held > 0
-    assert f"not delivered yet: {held} rows" in refused("which", tmp_path / "state.json", "--step", 40)
+    assert f"not delivered yet: {held} rows" in refusal_of("which", tmp_path / "state.json", "--step", 40)
 
 
 def _refuse(*_: Any, **__: Any) -> None:
@@ -289,12 +287,6 @@ def _refuse(*_: Any, **__: Any) -> None:
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------
-
-
-def refused(*arguments: object) -> str:
-    result = energon(*arguments)
-    assert result.exit_code == 1
-    return result.output
 
 
 def test_what_cannot_be_named_is_refused_by_name(data: Path, tmp_path: Path) -> None:
@@ -307,13 +299,13 @@ def test_what_cannot_be_named_is_refused_by_name(data: Path, tmp_path: Path) -> 
     assert restore_keys(answer("which", *every, "--step", 4)) == restore_keys(
         answer("which", data / "a", *OPTIONS, *LANES, "--world-size", 4, "--step", 4)
     )
-    assert "the state holds 6 of 24 lanes" in refused("which", every[0], "--step", 4)
-    assert "where no step of 5 ranks starts" in refused("which", *every, "--world-size", 5, "--step", 4)
-    assert "cannot share 24 lanes" in refused("which", *every, "--world-size", 25, "--step", 4)
-    assert "--rank 4 is not below" in refused("which", *every, "--step", 4, "--rank", 4)
-    assert "either --step or --microbatch" in refused("which", *every)
-    assert "--batch-size" in refused("which", data / "a", "--step", 4)
-    assert "identity" in refused("which", *every, "--step", 4, "--mix", data / "b")
+    assert "the state holds 6 of 24 lanes" in refusal_of("which", every[0], "--step", 4)
+    assert "where no step of 5 ranks starts" in refusal_of("which", *every, "--world-size", 5, "--step", 4)
+    assert "cannot share 24 lanes" in refusal_of("which", *every, "--world-size", 25, "--step", 4)
+    assert "--rank 4 is not below" in refusal_of("which", *every, "--step", 4, "--rank", 4)
+    assert "either --step or --microbatch" in refusal_of("which", *every)
+    assert "--batch-size" in refusal_of("which", data / "a", "--step", 4)
+    assert "identity" in refusal_of("which", *every, "--step", 4, "--mix", data / "b")
 
 
 def test_a_dataset_that_changed_and_a_mix_that_changed(data: Path, tmp_path: Path) -> None:
@@ -326,11 +318,11 @@ def test_a_dataset_that_changed_and_a_mix_that_changed(data: Path, tmp_path: Pat
     (tmp_path / "adapted.json").write_text(json.dumps(other.save_state_rank()))
     delivered = run([other], 3)
     assert restore_keys(answer("which", tmp_path / "adapted.json", "--step", 31)) == delivered_keys(delivered[1])
-    assert "the mix changed in between" in refused("which", tmp_path / "adapted.json", "--step", 29)
+    assert "the mix changed in between" in refusal_of("which", tmp_path / "adapted.json", "--step", 29)
     (root / "a" / ".nv-meta" / "dataset.yaml").write_text(
         (root / "a" / ".nv-meta" / "dataset.yaml").read_text() + "subflavors: {x: 1}\n"
     )
-    output = refused("which", tmp_path / "old.json", "--step", 31)
+    output = refusal_of("which", tmp_path / "old.json", "--step", 31)
     assert "the content changed" in output
     assert str(root / "a") in output
 

@@ -19,12 +19,11 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import output_of
 from engine import worker_config_of
 from forked import run_program
 
 import energon_bridge
-from energon_bridge.cli.main import main
 from energon_bridge.samples import sample_type_names
 from energon_bridge.testing import create_captioning_test_dataset
 
@@ -203,10 +202,8 @@ def test_preparing_with_the_answers_of_tutorial_1(tmp_path: Path) -> None:
     shutil.rmtree(root / ".nv-meta")
     kind = str(sample_type_names().index("CaptioningSample"))
     answers = "\n".join(["8,1,1", "y", kind, "jpg", "txt", ""])
-    prepared = CliRunner().invoke(main, ["prepare", str(root)], input=answers)
-    assert prepared.exit_code == 0, prepared.output
-    linted = CliRunner().invoke(main, ["lint", str(root)])
-    assert linted.exit_code == 0, linted.output
+    output_of("prepare", root, answers=answers)
+    output_of("lint", root)
     batches = get_loader(get_val_dataset(root, batch_size=4, worker_config=WorkerConfig(num_workers=0)))
     assert [caption[:2] for batch in batches for caption in batch.caption] == 10 * ["a "]
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import yaml
-from click.testing import CliRunner, Result
 from engine import TensorEncoder, config_of, is_masked, loaders_of, text_dataset
 
 from energon_bridge import get_train_dataset
-from energon_bridge.cli.main import main
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
 
@@ -62,18 +59,6 @@ def opened(folder: Path, mix: str, encoder: Any = None, **kwargs: Any) -> Datase
     config = config_of(1, 0)
     encoder = encoder or TensorEncoder()
     return get_train_dataset(folder / f"{mix}.yaml", worker_config=config, task_encoder=encoder, **(settings | kwargs))
-
-
-def energon(*arguments: object) -> Result:
-    """Run the command in this process."""
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
-
-
-def answer(*arguments: object) -> Any:
-    """Return what a command prints as JSON."""
-    result = energon(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.output)
 
 
 Delivered = list[list[list[tuple[tuple[Any, ...], str]] | None]]

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner, Result
+from click.testing import Result
+from commands import energon
 from PIL import Image
 
 from energon_bridge import WorkerConfig, get_loader, get_val_dataset
-from energon_bridge.cli.main import main
 from energon_bridge.format.nvmeta import read_info
 from energon_bridge.storage import open_store
 
@@ -39,8 +39,7 @@ def write_pictures(folder: Path, names: list[str]) -> dict[str, bytes]:
 
 
 def convert(source: Path, out: Path, *flags: object, answers: str = "") -> Result:
-    arguments = ["convert", source, out, "--no-progress", "--num-workers", "1", *flags]
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], input=answers)
+    return energon("convert", source, out, "--no-progress", "--num-workers", "1", *flags, answers=answers)
 
 
 def converted(source: Path, out: Path, *flags: object, answers: str = "") -> Path:

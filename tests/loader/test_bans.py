@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import answer
 from engine import (
     ENCODERS,
     NEEDED,
@@ -29,7 +30,6 @@ from engine import (
     text_dataset,
     train_dataset,
 )
-from forecasts import answer
 from keyed import BOTH, keyed_dataset, shards, shuffled
 from mixing import metadataset, mix_data, mixed
 from workers import worker_pids

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
+from commands import answer, energon
 from engine import TensorEncoder, config_of, digest, loaders_of, numbers_of, text_dataset
-from forecasts import answer, energon
 
 from energon_bridge import Blender, WeightSchedule, get_train_dataset, get_val_dataset
 from energon_bridge.cli.plan import describe

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from commands import energon, output_of
 
 from energon_bridge import (
     CrudeSample,
@@ -25,7 +25,6 @@ from energon_bridge import (
     get_train_dataset,
     get_val_dataset,
 )
-from energon_bridge.cli.main import main
 from energon_bridge.errors import ConfigurationError, CorruptShardError, MetadataError
 from energon_bridge.format.checksums import SAMPLED, checksums_path, crc32s, read_checksums
 from energon_bridge.format.dataset import open_dataset
@@ -185,8 +184,7 @@ def test_what_writes_tars_makes_the_same_without_reading(tmp_path: Path, monkeyp
     def converted(out: Path, *, checksums: bool) -> None:
         flags = ["--sample-type", "CrudeSample", "--samples-per-shard", "12", "--split-ratio", "1,0,0", "--no-ask"]
         flags += ["--checksums"] * checksums
-        run = CliRunner().invoke(main, ["convert", str(rows), str(out), *flags, "--num-workers", "1"])
-        assert run.exit_code == 0, run.output
+        output_of("convert", rows, out, *flags, "--num-workers", "1")
 
     plain = LocalStore.read_range
     for make in (written, converted):
@@ -206,7 +204,7 @@ def test_what_writes_tars_makes_the_same_without_reading(tmp_path: Path, monkeyp
             0,
             0,
         ]
-    run = CliRunner().invoke(main, ["convert", str(rows), str(tmp_path / "converted/later"), "--checksums", "--no-ask"])
+    run = energon("convert", rows, tmp_path / "converted/later", "--checksums", "--no-ask")
     assert "checksums was None, now True" in run.output
 
 
@@ -216,8 +214,7 @@ def test_a_conversion_that_goes_on_makes_those_of_new_shards(tmp_path: Path) -> 
     flags = ["--sample-type", "CrudeSample", "--samples-per-shard", "10", "--split-ratio", "1,0,0", "--no-ask"]
     for count in (20, 30):
         rows.write_text("".join(lines[:count]))
-        run = CliRunner().invoke(main, ["convert", str(rows), str(out), *flags])
-        assert run.exit_code == 0, run.output
+        output_of("convert", rows, out, *flags)
         if count == 20:
             prepare_dataset(out, split=parse_patterns(["train:train/.*"]), dataset_yaml=CRUDE, checksums=True)
     assert len(all_checksums(out)) == 3
@@ -313,19 +310,19 @@ def test_lint_names_all(root: Path) -> None:
     for sample in (3, 9):
         index = np.frombuffer((root / "train/0.tar.idx").read_bytes(), "<u8")
         flip(root / "train/0.tar", 8 * (int(index[sample]) + 3))  # in the key
-    run = CliRunner().invoke(main, ["lint", str(root), "--deep", "--split-parts", "val", "--json", "--no-progress"])
+    run = energon("lint", root, "--deep", "--split-parts", "val", "--json", "--no-progress")
     report = json.loads(run.output)
     assert run.exit_code == 1
     assert len(report["problems"]) >= 2
     assert all("expected" in problem["message"] or "index" in problem["message"] for problem in report["problems"])
-    plain = CliRunner().invoke(main, ["info", str(root)])
+    plain = energon("info", root)
     assert "checksums" in plain.output
     assert [len(one.problems) for one in lint_dataset(open_dataset(root, split_part="val"), deep=True)][1] == 0
 
 
 def test_lint_wants_checksums(root: Path) -> None:
     prepare_dataset(root / "train", split=parse_patterns(["val:.*"]), dataset_yaml=CRUDE)
-    run = CliRunner().invoke(main, ["lint", str(root / "train"), "--deep"])
+    run = energon("lint", root / "train", "--deep")
     assert "has no checksums for --deep: energon prepare" in run.output
 
 
@@ -349,11 +346,9 @@ def test_tasks_make_them_and_a_run_of_them_goes_on(tmp_path: Path) -> None:
     write_tar(tmp_path / "train/0.tar", 0)
     write_tar(tmp_path / "train/1.tar", 1)
     for number in range(2):
-        run = CliRunner().invoke(main, ["prepare", str(tmp_path), "--task", f"{number}/2", "--checksums"])
-        assert run.exit_code == 0, run.output
+        output_of("prepare", tmp_path, "--task", f"{number}/2", "--checksums")
     arguments = ["prepare", str(tmp_path), "--finish", "--checksums", "--non-interactive", "--split-ratio", "1,0,0"]
-    run = CliRunner().invoke(main, [*arguments, "--sample-type", "CrudeWebdataset", "--num-workers", "2"])
-    assert run.exit_code == 0, run.output
+    output_of(*arguments, "--sample-type", "CrudeWebdataset", "--num-workers", "2")
     assert len(delivered(tmp_path, split_part="train")) == 80
 
 

@@ -7,19 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from commands import energon, output_of, refusal_of
 from sources import content
 from tar_builder import write_texts
 
-from energon_bridge.cli.main import main
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.format.parallel import Task
 from energon_bridge.prepare import columns, parse_ratio, prepare_dataset, render_dataset_yaml
 from energon_bridge.prepare.columns import add_column
-
-
-def energon(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [*map(str, arguments)])
 
 
 def dataset(root: Path, shards: int = 10, samples: int = 3) -> Path:
@@ -50,19 +45,16 @@ def fails_on_nine(sample: Any) -> int:
 
 def test_tasks_share_the_shards_out(tmp_path: Path) -> None:
     root, expected = dataset(tmp_path / "data"), dataset(tmp_path / "other")
-    assert energon("columns", "add", expected, "--hash", "--num-workers", 1).exit_code == 0
+    output_of("columns", "add", expected, "--hash", "--num-workers", 1)
     for number in (2, 0):
-        done = energon("columns", "add", root, "--hash", "--task", f"{number}/3", "--num-workers", 1)
-        assert done.exit_code == 0, done.output
-        assert f"Task {number}/3:" in done.output
+        output = output_of("columns", "add", root, "--hash", "--task", f"{number}/3", "--num-workers", 1)
+        assert f"Task {number}/3:" in output
     assert not (root / ".nv-meta/columns").exists()
-    missing = energon("columns", "add", root, "--hash", "--finish", "--num-workers", 1)
-    assert missing.exit_code == 1
-    assert "3 of 10 shards were not computed by any task" in missing.output
-    assert "the first is a/s_002.tar" in missing.output
+    output = refusal_of("columns", "add", root, "--hash", "--finish", "--num-workers", 1)
+    assert "3 of 10 shards were not computed by any task" in output
+    assert "the first is a/s_002.tar" in output
     energon("columns", "add", root, "--hash", "--task", "1/3", "--num-workers", 2)
-    finished = energon("columns", "add", root, "--hash", "--finish", "--num-workers", 1)
-    assert finished.exit_code == 0, finished.output
+    output_of("columns", "add", root, "--hash", "--finish", "--num-workers", 1)
     assert made(root) == made(expected)
 
 

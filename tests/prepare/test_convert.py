@@ -13,7 +13,7 @@ import sys
 from contextlib import closing
 
 import pytest
-from click.testing import CliRunner
+from commands import energon, output_of, refusal_of
 from forked import import_for_training, run_program
 from paths import REPOSITORY
 from PIL import Image
@@ -39,7 +39,6 @@ from sources import (
     write_pictures,
 )
 
-from energon_bridge.cli.main import main
 from energon_bridge.format.nvmeta import read_info
 from energon_bridge.prepare import rebuild_index
 from energon_bridge.prepare.convert import split_numbers
@@ -258,7 +257,7 @@ def test_a_mix_is_merged_cut_and_filtered(tmp_path):
     assert "occurs again in" in refused(mix, tmp_path / "twice")
     write_texts(tmp_path / "texts", {"s.tar": ["x"]})
     run_prepare = ["prepare", str(tmp_path / "texts"), "--sample-type", "CrudeWebdataset", "--split-ratio", "1,0,0"]
-    assert CliRunner().invoke(main, run_prepare).exit_code == 0
+    output_of(*run_prepare)
     mix.write_text(f"{head}  train: {{concat: [{{path: ./a}}, {{path: ./texts}}]}}\n")
     assert "differ in sample type or field map" in refused(mix, tmp_path / "other")
     (tmp_path / "x.jsonl").write_text('{"a": 1}\n')
@@ -391,7 +390,7 @@ def test_json_is_all_that_goes_to_stdout(tmp_path):
     out = tmp_path / "out"
 
     def run(*arguments):
-        result = CliRunner().invoke(main, [*map(str, arguments), "--json"])
+        result = energon(*arguments, "--json")
         assert result.exit_code == 0, result.output
         assert result.stderr
         return json.loads(result.stdout)
@@ -406,9 +405,7 @@ def test_json_is_all_that_goes_to_stdout(tmp_path):
 def test_prepare_points_to_convert(tmp_path):
     source, _, _ = llava(tmp_path, 1)
     for path, hint in ((source, f"energon convert {source} OUT"), (tmp_path, f"energon convert {tmp_path} OUT")):
-        result = CliRunner().invoke(main, ["prepare", str(path)])
-        assert result.exit_code == 1
-        assert hint in result.output
+        assert hint in refusal_of("prepare", path)
 
 
 # --- again, and killed --------------------------------------------------------------------------------------------

@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from commands import energon, output_of, refusal_of
 from paths import HELPERS, REPOSITORY
 from ray_cluster import ray_cluster
 from sources import content, converted, llava
 from tar_builder import write_texts
 from test_killed import KILLS, LONG, WORK, check_kills
 
-from energon_bridge.cli.main import main
-from energon_bridge.cli.prepare_options import parse_task
+from energon_bridge.cli.prepare_options import chosen_task
 from energon_bridge.errors import ConfigurationError, CorruptShardError
 from energon_bridge.format.parallel import Task
 from energon_bridge.prepare import parse_ratio, prepare_dataset, render_dataset_yaml, run as preparing
@@ -30,10 +29,6 @@ from energon_bridge.prepare.engines import RayEngine
 TEXT_YAML = render_dataset_yaml("TextSample", {"text": "txt"})
 RULE = parse_ratio("8,1,1")
 CHANGING = (".nv-meta/index.uuid", ".nv-meta/tars.json")
-
-
-def energon(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [*map(str, arguments)])
 
 
 def tars_of(root: Path, count: int = 10) -> Path:
@@ -142,13 +137,11 @@ def test_tasks_share_the_tars_out(tmp_path: Path, walked: list[str]) -> None:
     root, expected = tars_of(tmp_path / "data"), prepared(tars_of(tmp_path / "other"))
     flags = ["--split-ratio", "8,1,1", "--sample-type", "TextSample", "--field-map", '{"text": "txt"}']
     for number in (2, 0):
-        result = energon("prepare", root, "--task", f"{number}/3", "--num-workers", 1)
-        assert result.exit_code == 0, result.output
+        output_of("prepare", root, "--task", f"{number}/3", "--num-workers", 1)
     assert not (root / ".nv-meta").exists()
-    missing = energon("prepare", root, "--finish", *flags, "--num-workers", 1)
-    assert missing.exit_code == 1
-    assert "3 of 10 tars were not scanned by any task" in missing.output
-    assert "the first is a/s_2.tar" in missing.output
+    output = refusal_of("prepare", root, "--finish", *flags, "--num-workers", 1)
+    assert "3 of 10 tars were not scanned by any task" in output
+    assert "the first is a/s_2.tar" in output
     energon("prepare", root, "--task", "1/3", "--num-workers", 1)
     os.utime(root / "b/s_9.tar")
     assert "1 of 10 tars were not scanned by any task, or changed since; the first is b/s_9.tar" in energon(
@@ -158,8 +151,7 @@ def test_tasks_share_the_tars_out(tmp_path: Path, walked: list[str]) -> None:
     energon("prepare", root, "--task", "2/3", "--num-workers", 1)
     energon("prepare", root, "--task", "1/3", "--num-workers", 1)
     walked.clear()
-    result = energon("prepare", root, "--finish", *flags, "--num-workers", 1)
-    assert result.exit_code == 0, result.output
+    output_of("prepare", root, "--finish", *flags, "--num-workers", 1)
     assert not walked
     found = {name: data for name, data in content(root).items() if name not in CHANGING}
     found[".nv-meta/index.sqlite"] = rows_of(root)  # type: ignore[assignment]
@@ -180,27 +172,22 @@ def test_tasks_convert_what_one_process_converts(tmp_path: Path) -> None:
     whole = content(converted(source, tmp_path / "whole", *flags))
     out = tmp_path / "out"
     for task in ("1/3", "0/3", "1/3"):
-        result = energon("convert", source, out, *flags, "--task", task)
-        assert result.exit_code == 0, result.output
-        assert f"Task {task}: 3 shards done" in result.output
-    missing = energon("convert", source, out, *flags, "--finish")
-    assert missing.exit_code == 1
-    assert f"{out}: 2 of 8 shards are missing" in missing.output
+        assert f"Task {task}: 3 shards done" in output_of("convert", source, out, *flags, "--task", task)
+    assert f"{out}: 2 of 8 shards are missing" in refusal_of("convert", source, out, *flags, "--finish")
     assert not (out / ".nv-meta").exists()
-    other = energon("convert", source, out, *flags, "--task", "2/3", "--no-media-metadata")
-    assert other.exit_code == 0  # nothing is finished: other options may begin anew
-    missing = energon("convert", source, out, *flags, "--finish")
-    assert "2 of 8 shards are missing, or were made from another source" in missing.output.replace("\n", " ")
+    # Nothing is finished: other options may begin anew.
+    output_of("convert", source, out, *flags, "--task", "2/3", "--no-media-metadata")
+    missing = refusal_of("convert", source, out, *flags, "--finish").replace("\n", " ")
+    assert "2 of 8 shards are missing, or were made from another source" in missing
     energon("convert", source, out, *flags, "--task", "2/3")
-    result = energon("convert", source, out, *flags, "--finish")
-    assert result.exit_code == 0, result.output
+    output_of("convert", source, out, *flags, "--finish")
     assert content(out) == whole
 
 
 @pytest.mark.parametrize("text", ["3", "3/3", "-1/3", "a/b", "0/0", "1/"])
 def test_tasks_that_are_none(text: str) -> None:
     with pytest.raises(ConfigurationError, match="task"):
-        parse_task(text)
+        chosen_task(text, finish=False)
 
 
 def test_options_that_do_not_go_together(tmp_path: Path) -> None:
@@ -211,11 +198,9 @@ def test_options_that_do_not_go_together(tmp_path: Path) -> None:
         (["--address", "auto"], "add --engine ray"),
         (["--tar-index-only", "--finish"], "leave out --finish"),
     ):
-        result = energon("prepare", root, *flags)
-        assert result.exit_code == 1
-        assert message in result.output.replace("\n", " ")
-    result = energon("convert", root, tmp_path / "out", "--task", "0/2", "--overwrite")
-    assert "--overwrite cannot be used with --task" in result.output.replace("\n", " ")
+        assert message in refusal_of("prepare", root, *flags).replace("\n", " ")
+    output = refusal_of("convert", root, tmp_path / "out", "--task", "0/2", "--overwrite")
+    assert "--overwrite cannot be used with --task" in output.replace("\n", " ")
 
 
 # --- a cluster ----------------------------------------------------------------------------------------------------
@@ -223,9 +208,8 @@ def test_options_that_do_not_go_together(tmp_path: Path) -> None:
 
 def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    result = energon("prepare", tars_of(tmp_path / "data", 2), "--engine", "ray", "--split-ratio", "1,0,0")
-    assert result.exit_code == 1
-    assert "pip install 'energon-bridge[ray]'" in result.output
+    output = refusal_of("prepare", tars_of(tmp_path / "data", 2), "--engine", "ray", "--split-ratio", "1,0,0")
+    assert "pip install 'energon-bridge[ray]'" in output
 
 
 @pytest.fixture(scope="module")
@@ -249,18 +233,15 @@ def test_a_cluster_makes_the_same_bytes(tmp_path: Path) -> None:
     whole = content(converted(source, tmp_path / "whole", *flags))
     assert content(converted(source, tmp_path / "out", *flags, "--engine", "ray")) == whole
     root, expected = tars_of(tmp_path / "data"), prepared(tars_of(tmp_path / "other"))
-    result = energon("prepare", root, "--engine", "ray", "--split-ratio", "8,1,1", "--skip-dataset-yaml")
-    assert result.exit_code == 0, result.output
+    output_of("prepare", root, "--engine", "ray", "--split-ratio", "8,1,1", "--skip-dataset-yaml")
     assert rows_of(root) == expected[".nv-meta/index.sqlite"]
-    assert energon("lint", tmp_path / "out", "--engine", "ray").exit_code == 0
+    output_of("lint", tmp_path / "out", "--engine", "ray")
     for name, engine in (("whole", "processes"), ("out", "ray")):
-        assert energon("columns", "add", tmp_path / name, "--hash", "--engine", engine).exit_code == 0
+        output_of("columns", "add", tmp_path / name, "--hash", "--engine", engine)
     columns = ".nv-meta/columns"
     assert content(tmp_path / "out" / columns) == content(tmp_path / "whole" / columns)
     (tmp_path / "data/a/s_4.tar").write_bytes(b"x" * 2000)
-    failing = energon("prepare", root, "--engine", "ray", "--tar-index-only")
-    assert failing.exit_code == 1
-    assert "s_4.tar" in failing.output
+    assert "s_4.tar" in refusal_of("prepare", root, "--engine", "ray", "--tar-index-only")
 
 
 def square(folder: Path, number: int) -> int:

@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from commands import energon, output_of
 from sources import convert, converted, members, picture, refused
 from tar_builder import write_tar
 
 from energon_bridge import CrudeSample, DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset
-from energon_bridge.cli.main import main
 from energon_bridge.errors import CorruptShardError
 from energon_bridge.format.jsonl import open_jsonl
 from energon_bridge.prepare import parse_ratio, prepare_dataset, render_dataset_yaml
@@ -116,9 +115,9 @@ def test_files_without_extension_in_lists(tmp_path: Path) -> None:
 def test_a_byte_order_mark_is_no_part_of_jsonl(tmp_path: Path, before: bytes) -> None:
     source = tmp_path / "x.jsonl"
     source.write_bytes(BOM + before + b'{"text": "one"}\r\n{"text": "two"}\n')
-    assert CliRunner().invoke(main, ["prepare", str(source)]).exit_code == 0
+    output_of("prepare", source)
     assert loaded(source) == [{"json": {"text": "one"}}, {"json": {"text": "two"}}]
-    assert "All 2 samples load." in CliRunner().invoke(main, ["lint", str(source), "--no-progress"]).output
+    assert "All 2 samples load." in energon("lint", source, "--no-progress").output
     if not before:
         out = converted(source, tmp_path / "out", *ALL)
         assert list(members(out).values()) == [b'{"text":"one"}', b'{"text":"two"}']
@@ -212,7 +211,7 @@ def test_parts_are_decoded_in_any_case(tmp_path: Path) -> None:
     }
     write_tar(tmp_path / "s.tar", parts.items())
     prepare_dataset(tmp_path, split=parse_ratio("0,1,0"), dataset_yaml=render_dataset_yaml("CrudeWebdataset", None))
-    assert "The one sample loads." in CliRunner().invoke(main, ["lint", str(tmp_path), "--no-progress"]).output
+    assert "The one sample loads." in energon("lint", tmp_path, "--no-progress").output
     (sample,) = loaded(tmp_path)
     assert (sample["TXT"], sample["Json"], sample["CLS"]) == ("one", {"a": 1}, 7)
     assert sample["NPY"].tolist() == [0, 1, 2]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from click.testing import CliRunner, Result
+from commands import answer, energon, output_of, refusal_of
 from engine import text_dataset
 from keyed import write_mix
 from PIL import Image
@@ -23,13 +23,8 @@ from energon_bridge import (
     basic_sample_keys,
     get_train_dataset,
 )
-from energon_bridge.cli.main import main
 from energon_bridge.prepare import parse_patterns, parse_ratio, prepare_dataset, rebuild_index, render_dataset_yaml
 from energon_bridge.prepare.media import MediaFilter
-
-
-def energon(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [*map(str, arguments)])
 
 
 def lint(*arguments: object) -> tuple[int, dict[str, Any]]:
@@ -105,7 +100,7 @@ def test_tasks_share_the_shards_out(tmp_path: Path) -> None:
     assert [code for code, _ in checked] == [0, 1, 0]
     assert [report["checked"] for _, report in checked] == [4 + 7 + 3, 5, 6]
     assert [report["samples"] for _, report in checked] == [14, 5, 6]
-    assert energon("lint", data, "--task", "0/3", "--duplicates").exit_code == 1
+    refusal_of("lint", data, "--task", "0/3", "--duplicates")
 
 
 def test_a_mix_is_linted_with_all_its_datasets(data: Path, tmp_path: Path) -> None:
@@ -121,7 +116,7 @@ def test_a_mix_is_linted_with_all_its_datasets(data: Path, tmp_path: Path) -> No
     assert code == 1
     assert [(one["dataset"], one["key"]) for one in report["problems"]] == [(str(other), "00003"), (str(lines), "2")]
     assert lint(mix, "--split-parts", "val")[0] == 0
-    assert energon("lint", mix, "--split-config", "x.yaml").exit_code == 1
+    refusal_of("lint", mix, "--split-config", "x.yaml")
 
 
 def test_joins_that_do_not_match_are_named(tmp_path: Path) -> None:
@@ -226,7 +221,7 @@ def test_an_exclude_that_leaves_nothing_out_is_an_error_of_info_and_lint_and_log
     prepare_dataset(data, split=rule, dataset_yaml=render_dataset_yaml("TextSample", {"text": "txt"}))
     split, expected = data / ".nv-meta/split.yaml", WRONG_EXCLUDES[entry]
     split.write_text(split.read_text().replace("exclude: []", f"exclude: ['{entry}', 'val/shard_000.tar/3']"))
-    summary = json.loads(energon("info", data, "--json").stdout)
+    summary = answer("info", data)
     assert f"split.yaml, field `exclude`: '{entry}'" in summary["wrong"][0]
     assert expected in summary["wrong"][0]
     assert [part["num_excluded_samples"] for part in summary["parts"]] == [0, 1]
@@ -251,7 +246,7 @@ def test_shards_in_two_parts_or_none_are_warned_of(
     (data / ".nv-meta/split.yaml").write_text(split)
     code, report = lint(data)
     assert code == 0
-    for warnings in (report["warnings"], json.loads(energon("info", data, "--json").stdout)["warnings"]):
+    for warnings in (report["warnings"], answer("info", data)["warnings"]):
         assert len(warnings) == 2
         assert "split.yaml: 1 of the shards of `train` are in `val`, too" in warnings[0]
         assert "1 of 3 shards are in no split part, so nothing reads them; the first is 'train/shard_001" in warnings[1]
@@ -306,9 +301,9 @@ def test_info_knows_parts_media_columns_and_tars_that_came_later(tmp_path: Path)
     prepare_dataset(
         root, split=parse_ratio("1,0,0"), dataset_yaml=dataset_yaml, media=MediaFilter(strategy="EXTENSION")
     )
-    assert energon("columns", "add", root, "--image-size", "--num-workers", 1).exit_code == 0
+    output_of("columns", "add", root, "--image-size", "--num-workers", 1)
     write_tar(root / "later.tar", [("c.txt", b"")])
-    found = json.loads(energon("info", root, "--json").stdout)
+    found = answer("info", root)
     assert (found["num_samples"], found["new_shards"], found["missing_shards"]) == (2, ["later.tar"], [])
     assert found["part_types"]["txt"] == {"count": 2, "num_bytes": 10}
     assert found["part_types"]["png"]["count"] == 2
@@ -325,20 +320,19 @@ def test_info_knows_parts_media_columns_and_tars_that_came_later(tmp_path: Path)
     ):
         assert line in shown
     (root / ".nv-meta/index.sqlite").write_bytes(b"no index")
-    assert json.loads(energon("info", root, "--json").stdout)["part_types"]["png"] == {"count": None, "num_bytes": None}
+    assert answer("info", root)["part_types"]["png"] == {"count": None, "num_bytes": None}
 
 
 def test_info_of_jsonl_and_mixes(data: Path, tmp_path: Path) -> None:
     lines, mix = jsonl(tmp_path / "x.jsonl"), tmp_path / "mix.yaml"
-    assert json.loads(energon("info", lines, "--json").stdout)["num_samples"] == 8
+    assert answer("info", lines)["num_samples"] == 8
     blend = [{"path": "data", "weight": 3}, {"path": "x.jsonl", "weight": 1}]
     write_mix(mix, train={"blend": blend}, val={"path": "data", "split_part": "val"})
-    found = json.loads(energon("info", mix, "--json").stdout)
+    found = answer("info", mix)
     train = {"path": str(data), "split_part": "train", "mixed": "weight 0.75", "num_samples": 9}
     assert found["splits"]["train"][0] == train
     assert [leaf["num_samples"] for leaf in found["splits"]["train"] + found["splits"]["val"]] == [9, 8, 3]
     assert [one["path"] for one in found["datasets"]] == [str(data), str(lines)]
-    shown = energon("info", mix)
-    assert shown.exit_code == 0
-    assert "train: 17 samples" in shown.output
-    assert "weight 0.75" in shown.output
+    output = output_of("info", mix)
+    assert "train: 17 samples" in output
+    assert "weight 0.75" in output

@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from commands import energon, output_of
 from tar_builder import GNU, PAX, USTAR
 from test_rival import ask_rival, read_with_ours
-
-from energon_bridge.cli.main import main
 
 pytestmark = [pytest.mark.rival, pytest.mark.slow]
 
@@ -139,7 +137,7 @@ def rival(run_rival: Callable[..., str], tmp_path_factory: pytest.TempPathFactor
 
 def test_hard_links_are_read_here_and_passed_over_there(tmp_path: Path, rival: dict[str, Any]):
     root = write(tmp_path, CASES["hard links"])
-    assert CliRunner().invoke(main, ["prepare", str(root), *PREPARE]).exit_code == 0
+    output_of("prepare", root, *PREPARE)
     ours, theirs = read_with_ours(root, "train"), rival["hard links"]["samples"]["train"]
     parts = [[(sample["key"], *sample["fields"]["text"]) for sample in found] for found in (ours, theirs)]
     assert parts[0] == [("first", "txt", "jpg"), ("a", "txt", "png"), ("b", "txt"), ("c", "txt")]
@@ -150,7 +148,7 @@ def test_hard_links_are_read_here_and_passed_over_there(tmp_path: Path, rival: d
 @pytest.mark.parametrize("name", [name for name in CASES if name != "hard links"])
 def test_the_same_samples_or_a_documented_difference(name: str, tmp_path: Path, rival: dict[str, Any]):
     root = write(tmp_path, CASES[name])
-    result = CliRunner().invoke(main, ["prepare", str(root), *PREPARE])
+    result = energon("prepare", root, *PREPARE)
     message, theirs = DIFFERENT.get(name, (REFUSED.get(name, LESS.get(name, "")), ""))
     assert result.exit_code == (1 if message else 0), result.output
     assert message in " ".join(result.output.split())

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from commands import output_of
 from tar_builder import GNU, PAX, USTAR, write_tar
 
-from energon_bridge.cli.main import main
 from energon_bridge.format.dataset import open_dataset, read_index
 from energon_bridge.format.tar import parse_sample
 from energon_bridge.stores.base import follow_links
@@ -67,8 +66,7 @@ def prepare(root: Path, name: str) -> Path:
     for shard, content in shards.items():
         write_tar(root / shard, content, tar_format=tar_format)
     arguments = ["prepare", str(root), "--non-interactive", "--no-progress", "--num-workers", "2", *options]
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 0, result.output
+    output_of(*arguments)
     if name == "excludes":
         split = root / ".nv-meta/split.yaml"
         split.write_text(

@@ -19,9 +19,10 @@ import numpy as np
 import previews
 import pytest
 import torch
+from commands import answer, energon, output_of, refusal_of
 from conversations import conversations_dataset
 from engine import ENCODERS, NEEDED, config_of, is_masked, loaders_of
-from forecasts import MIXES, OPTIONS, answer, energon, opened, ranks_of, run, write_mixes
+from forecasts import MIXES, OPTIONS, opened, ranks_of, run, write_mixes
 from keyed import KEYS, join, keyed_dataset, shards, shuffled, write_mix
 from paths import CONFIGS, REPOSITORY
 from PIL import Image
@@ -433,10 +434,9 @@ def test_what_a_configuration_decides_is_refused(tmp_path: Path) -> None:
     for option in [*given, ("--split-part", "train")]:
         for chosen in (("--config", CONFIG), (tmp_path,)):
             if option[0] != "--encoder" or chosen[0] == "--config":  # a folder with an encoder is data
-                result = energon("preview", *chosen, *option)
-                assert result.exit_code == 1
+                output = refusal_of("preview", *chosen, *option)
                 said = f"{option[0]} has no effect on the training batches of a configuration or run"
-                assert said in result.output
+                assert said in output
 
 
 # The terminal --------------------------------------------------------------------------------------------------------
@@ -444,9 +444,8 @@ def test_what_a_configuration_decides_is_refused(tmp_path: Path) -> None:
 
 def test_the_terminal_obeys_nothing_in_the_data(tmp_path: Path) -> None:
     for path in (previews.hostile_dataset(tmp_path / "hostile"), previews.hostile_jsonl(tmp_path / "x.jsonl")):
-        result = energon("preview", path, "--samples", "all")
-        assert result.exit_code == 0, result.output
-        assert [char for char in result.output if not char.isprintable() and char != "\n"] == []
+        output = output_of("preview", path, "--samples", "all")
+        assert [char for char in output if not char.isprintable() and char != "\n"] == []
     text = "\n".join(str(line) for one in records_of(tmp_path / "hostile") for line in lines_of(one, columns=20))
     assert "\\x1b[31mred" in text
     assert "\\x202e back" in text
@@ -463,18 +462,16 @@ def test_pictures_are_drawn_with_half_blocks() -> None:
 
 
 def test_no_pictures_where_nobody_looks(captions: Path) -> None:
-    result = energon("preview", captions, "--samples", 2)
-    assert result.exit_code == 0
-    assert "picture 16 x 16" in result.output
-    assert "▀" not in result.output
-    assert "the first 2 of 30 samples" in result.output
+    output = output_of("preview", captions, "--samples", 2)
+    assert "picture 16 x 16" in output
+    assert "▀" not in output
+    assert "the first 2 of 30 samples" in output
 
 
 def test_a_batch_in_the_terminal(captions: Path) -> None:
-    result = energon("preview", captions, *PACKED, *LANES, "--batches", 1)
-    assert result.exit_code == 0, result.output
-    assert "step 0, rank 0, microbatch 0: MultiModalBatch of 2 rows" in result.output
-    assert re.search(r"<s>.*\[<image> x 4\].*picture", result.output)
+    output = output_of("preview", captions, *PACKED, *LANES, "--batches", 1)
+    assert "step 0, rank 0, microbatch 0: MultiModalBatch of 2 rows" in output
+    assert re.search(r"<s>.*\[<image> x 4\].*picture", output)
     dataset = get_train_dataset(captions, batch_size=2, packing_buffer_size=10, task_encoder=previews.encoder())
     (batch,) = delivered(dataset, range(1), world_size=1)
     lines = [str(line) for line in lines_of_batch(batch, columns=8)]
@@ -522,7 +519,7 @@ def test_pages_hold_all_samples(captions: Path, tmp_path: Path) -> None:
 def test_names_and_texts_of_the_data_are_in_values_alone(tmp_path: Path) -> None:
     jsonl, tars = previews.hostile_jsonl(tmp_path / "x.jsonl"), previews.hostile_dataset(tmp_path / "hostile")
     mix = previews.mix_of(tmp_path / "mix.yaml", jsonl=jsonl, tars=tars)
-    assert energon("preview", mix, "--html", tmp_path / "out").exit_code == 0
+    output_of("preview", mix, "--html", tmp_path / "out")
     page = (tmp_path / "out" / "index.html").read_text()
     assert page == (REPOSITORY / "energon_bridge" / "preview" / "page.html").read_text()
     assert "default-src 'none'; script-src 'self'" in page
@@ -550,18 +547,15 @@ def test_names_and_texts_of_the_data_are_in_values_alone(tmp_path: Path) -> None
 def test_a_folder_of_something_else_is_left_alone(captions: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("precious")
-    result = energon("preview", captions, "--html", tmp_path / "mine")
-    assert result.exit_code == 1
-    assert "exists but is not a preview" in result.output
+    assert "exists but is not a preview" in refusal_of("preview", captions, "--html", tmp_path / "mine")
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["thesis.tex"]
-    result = energon("preview", captions, "--html", tmp_path / "mine" / "thesis.tex" / "out")
-    assert result.exit_code == 1
-    assert f"{tmp_path / 'mine' / 'thesis.tex' / 'out'}: cannot write the pages" in result.output
+    output = refusal_of("preview", captions, "--html", tmp_path / "mine" / "thesis.tex" / "out")
+    assert f"{tmp_path / 'mine' / 'thesis.tex' / 'out'}: cannot write the pages" in output
 
 
 def test_an_earlier_preview_is_replaced_or_stays_whole(captions: Path, tmp_path: Path) -> None:
     for count in (20, 3):
-        assert energon("preview", captions, "--html", tmp_path / "out", "--samples", count).exit_code == 0
+        output_of("preview", captions, "--html", tmp_path / "out", "--samples", count)
     assert len(list((tmp_path / "out" / "media").rglob("*.jpg"))) == 3
     source = source_of(captions)
 

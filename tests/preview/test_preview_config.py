@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import answer, energon, output_of, refusal_of
 from paths import CONFIGS
 
 pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
 
 from conversations import conversations_dataset
-from forecasts import answer, energon
 
 from energon_bridge.training import run as training
 from energon_bridge.training.callbacks import list_checkpoints
@@ -70,21 +70,17 @@ def test_a_step_of_a_run_is_what_its_model_was_given(
     assert [one["key"] for one in answer("preview", run, "--key", key, "--trust-remote-code")["samples"]] == [key]
     both = energon("preview", run, "--step", 5, "--batches", 2)
     assert "--batches counts steps from where a run is: leave it out, or give it without --step" in both.output
-    longer = energon("preview", tmp_path / "run", "train.max_steps=8", "--step", 7)
-    assert longer.exit_code == 0, longer.output
+    output_of("preview", tmp_path / "run", "train.max_steps=8", "--step", 7)
 
 
 def test_batches_are_shown_before_anything_was_trained(conversations: Path, tmp_path: Path) -> None:
     config = CONFIGS / "packed.yaml"
     settings = (f"data.path={conversations}", "data.trust_remote_code=true", f"run_dir={tmp_path / 'run'}")
-    result = energon("preview", "--config", config, *settings, "--batches", 1, "--html", tmp_path / "out")
-    assert result.exit_code == 0, result.output
-    assert "in 2 batches: open" in result.output
+    output = output_of("preview", "--config", config, *settings, "--batches", 1, "--html", tmp_path / "out")
+    assert "in 2 batches: open" in output
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_configuration_without_data_is_refused(tmp_path: Path) -> None:
     config = CONFIGS / "packed.yaml"
-    result = energon("preview", "--config", config, f"data.path={tmp_path / 'none'}")
-    assert result.exit_code == 1
-    assert str(tmp_path / "none") in result.output
+    assert str(tmp_path / "none") in refusal_of("preview", "--config", config, f"data.path={tmp_path / 'none'}")

@@ -13,7 +13,7 @@ from typing import Any
 import previews
 import pytest
 from browser import Page, browser
-from forecasts import energon
+from commands import answer, energon, output_of, refusal_of
 from hostile import LONG
 from paths import CONFIGS, REPOSITORY
 from PIL import Image
@@ -47,8 +47,7 @@ def captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pages_of(folder: Path, *arguments: object) -> Path:
     """Write pages, and return the one to open."""
-    result = energon("preview", *arguments, "--html", folder)
-    assert result.exit_code == 0, result.output
+    output_of("preview", *arguments, "--html", folder)
     return folder / "index.html"
 
 
@@ -148,7 +147,7 @@ def test_a_mix_is_shown_over_a_run(page: Page, captions: Path, tmp_path: Path) -
     )
     run = ("--batch-size", 2, "--world-size", 2, "--num-lanes", 4)
     out = pages_of(tmp_path / "out", tmp_path / "mix.yaml", "--over", 1000, *run)
-    planned = json.loads(energon("plan", tmp_path / "mix.yaml", "--steps", 1000, *run, "--json").output)
+    planned = answer("plan", tmp_path / "mix.yaml", "--steps", 1000, *run)
     page.open(out, "#/overview")
     rows = [row.split("\t") for row in page.texts("#plan tbody tr")]
     assert [int(row[3].replace(",", "")) for row in rows] == [leaf["draws"] for leaf in planned["leaves"]]
@@ -161,9 +160,7 @@ def test_a_mix_is_shown_over_a_run(page: Page, captions: Path, tmp_path: Path) -
     assert shares[1] == pytest.approx([weight / (1 + weight) for weight in moved], abs=2e-2)
     assert [1 - share for share in shares[1]] == pytest.approx(shares[0], abs=2e-3)
     assert page.problems() == []
-    result = energon("preview", captions, "--over", 5)
-    assert result.exit_code == 1
-    assert "energon plan MIX" in result.output
+    assert "energon plan MIX" in refusal_of("preview", captions, "--over", 5)
 
 
 def test_a_pack_is_a_bar_with_its_tokens_below(page: Page, captions: Path, packed: Path) -> None:

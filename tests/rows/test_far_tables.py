@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from clouds import Cloud, s3
+from commands import energon, output_of, refusal_of
 from engine import deliver, loaders_of
 from keyed import write_mix
 from object_server import ObjectServer, every, serving
@@ -17,7 +17,6 @@ from sources import content, converted, picture
 from test_tables import KINDS, same, trained, validated
 
 from energon_bridge import ErrorPolicy, get_loader
-from energon_bridge.cli.main import main
 from energon_bridge.errors import (
     CorruptShardError,
     DatasetError,
@@ -180,30 +179,26 @@ def test_converted_from_a_url_they_are_what_local_ones_become(
     flags = ("--samples-per-shard", "7", "--no-ask")
     converted(folder / name, tmp_path / "local", *flags)
     line = ["convert", f"{url}/{name}", str(tmp_path / "far"), *flags, "--no-progress", "--num-workers", "2"]
-    result = CliRunner().invoke(main, line)
-    assert result.exit_code == 0, result.output
-    assert f"{url}/{name}: table" in result.output
+    assert f"{url}/{name}: table" in output_of(*line)
     far, local = (
         {file: data for file, data in content(tmp_path / place).items() if "/convert/" not in file}
         for place in ("far", "local")
     )
     assert far == local
-    assert "Unchanged" in CliRunner().invoke(main, line).output
+    assert "Unchanged" in energon(*line).output
 
 
 def test_other_sources_behind_urls_are_refused(server: ObjectServer, tmp_path: Path) -> None:
     for name in ("gone.parquet", "mix.yaml", "nothing"):
-        result = CliRunner().invoke(main, ["convert", f"{server.url}/{name}", str(tmp_path / "out")])
-        assert result.exit_code == 1
-        assert server.url in result.output
+        assert server.url in refusal_of("convert", f"{server.url}/{name}", tmp_path / "out")
 
 
 @pytest.mark.parametrize("url", ["http"], indirect=True)
 def test_commands(url: str) -> None:
     for command in (["info"], ["lint"], ["plan", "--steps", "2", "--batch-size", "2"]):
-        result = CliRunner().invoke(main, [command[0], f"{url}/arrow", *command[1:]])
+        result = energon(command[0], f"{url}/arrow", *command[1:])
         assert result.exit_code == 0, (command, result.output, result.exception)
-    assert "nobody: its tables are read as they are" in CliRunner().invoke(main, ["info", f"{url}/one.parquet"]).output
+    assert "nobody: its tables are read as they are" in energon("info", f"{url}/one.parquet").output
 
 
 # Mistakes -------------------------------------------------------------------------------------------------------------

@@ -10,15 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from clouds import s3
+from commands import energon
 from engine import check_resumes, config_of, text_dataset
 from forked import run_forked
 from test_tables import run, trained, validated
 
 from benchmarks.indexes import write_sparse
 from energon_bridge import Cooker, DefaultTaskEncoder, ErrorPolicy, TextSample, get_savable_loader
-from energon_bridge.cli.main import main
 from energon_bridge.errors import (
     ConfigurationError,
     CorruptShardError,
@@ -283,7 +282,7 @@ def test_a_wrong_entry_costs_its_document_only(tmp_path: Path) -> None:
     rows = open_index(path, split_part="train").open_rows().read(np.arange(COUNT))
     (wrong,) = (row for row in rows if isinstance(row, Exception))
     assert "corpus.idx, document 5: points outside" in str(wrong)
-    assert "corpus.idx, document 5: points outside" in CliRunner().invoke(main, ["lint", str(path)]).output
+    assert "corpus.idx, document 5: points outside" in energon("lint", path).output
     with pytest.raises(FatalSampleError, match=r"corpus\.idx, document 5: .*Copy or write both files again"):
         validated(path, error_policy=ErrorPolicy(on_error="raise"))
 

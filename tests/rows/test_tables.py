@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import output_of, refusal_of
 from engine import check_resumes, config_of, counts_of, loaders_of
 from forked import run_forked
 from sources import converted, picture
@@ -27,7 +27,6 @@ from energon_bridge import (
     get_train_dataset,
     get_val_dataset,
 )
-from energon_bridge.cli.main import main
 from energon_bridge.errors import (
     ConfigurationError,
     DatasetError,
@@ -436,9 +435,8 @@ def test_what_cannot_be_is_refused(source: Any, error: type[Exception], text: st
 
 
 def run(*arguments: object) -> str:
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    assert result.exit_code == 0, result.output
-    return result.output
+    output = output_of(*[str(argument) for argument in arguments])
+    return output
 
 
 def test_commands_know_tables(folder: Path, tmp_path: Path) -> None:
@@ -460,12 +458,11 @@ def test_lint_names_rows(tmp_path: Path) -> None:
     images = [{"bytes": picture(n)[: 60 if n == 2 else None], "path": None} for n in range(5)]
     rows = {"image": images, "caption": ["0", "1", "2", None, "4"]}
     parquet.write_table(arrow.table(rows), tmp_path / "x.parquet")
-    result = CliRunner().invoke(main, ["lint", str(tmp_path / "x.parquet")])
-    assert result.exit_code == 1
-    assert "000000002" in result.output
-    assert "row 3: `caption` is null, but the field `caption` is str." in result.output
-    assert "name another column in the field map of .nv-meta/dataset.yaml." in result.output
-    assert "--on-error" not in result.output
+    output = refusal_of("lint", tmp_path / "x.parquet")
+    assert "000000002" in output
+    assert "row 3: `caption` is null, but the field `caption` is str." in output
+    assert "name another column in the field map of .nv-meta/dataset.yaml." in output
+    assert "--on-error" not in output
 
 
 def test_rows_are_banned_by_their_numbers(plain: Path) -> None:
