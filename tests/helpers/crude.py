@@ -17,7 +17,18 @@ import numpy as np
 import torch
 from engine import Numbers, PackingEncoder
 
-from energon_bridge import Cooker, DefaultTaskEncoder, FileStore, Lazy, SkipSample, basic_sample_keys, cooker
+from energon_bridge import (
+    Cooker,
+    DefaultTaskEncoder,
+    FileStore,
+    Lazy,
+    SkipSample,
+    WorkerConfig,
+    basic_sample_keys,
+    cooker,
+    get_loader,
+    get_val_dataset,
+)
 from energon_bridge.prepare import parse_ratio, prepare_dataset, render_dataset_yaml
 from energon_bridge.testing import write_shard
 
@@ -71,6 +82,22 @@ def cook_talk(sample: dict[str, Any], blobs: FileStore, notes: FileStore, primar
     text = f"{notes.get(sample['json']['note'], sample)}; {primary.get('.txt', sample)}"
     noise = torch.rand(len(blob), dtype=torch.float64) + np.random.random()
     return Numbers(**basic_sample_keys(sample), text=text, number=torch.from_numpy(blob), noise=noise)
+
+
+class Raw(DefaultTaskEncoder):
+    """Leaves samples as they are, with the bytes of all parts."""
+
+    decoder = None
+
+
+def parts_of(root: Path, encoder: Any = None, *, workers: int = 0) -> dict[str, dict[str, Any]]:
+    """Return the parts of all samples of the split part val, by key, as training gets them: as bytes, or decoded."""
+    config = WorkerConfig(rank=0, world_size=1, num_workers=workers)
+    dataset = get_val_dataset(root, batch_size=None, task_encoder=encoder or Raw(), worker_config=config)
+    return {
+        sample["__key__"]: {name: value for name, value in sample.items() if not name.startswith("__")}
+        for sample in get_loader(dataset)
+    }
 
 
 class CookingEncoder(DefaultTaskEncoder):

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import energon, output_of
+from crude import Raw
 
 from energon_bridge import (
     CrudeSample,
-    DefaultTaskEncoder,
     ShardWriter,
     WorkerConfig,
     get_savable_loader,
@@ -72,10 +72,6 @@ def root(tmp_path: Path) -> Path:
         write_tar(tmp_path / f"train/{shard}.tar", shard)
     prepare(tmp_path)
     return tmp_path
-
-
-class Raw(DefaultTaskEncoder[Any, Any, Any, Any]):
-    decoder = None
 
 
 def delivered(root: Path, which: str = "always", **settings: Any) -> dict[str, dict[str, bytes]]:

@@ -9,15 +9,15 @@ import csv
 import io
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from commands import energon, output_of
+from crude import parts_of
 from sources import convert, converted, members, picture, refused
 from tar_builder import write_tar
 
-from energon_bridge import CrudeSample, DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset
+from energon_bridge import DefaultTaskEncoder
 from energon_bridge.errors import CorruptShardError
 from energon_bridge.format.jsonl import open_jsonl
 from energon_bridge.prepare import parse_ratio, prepare_dataset, render_dataset_yaml
@@ -25,25 +25,6 @@ from energon_bridge.prepare import parse_ratio, prepare_dataset, render_dataset_
 NFC, NFD = "k\u00e9", "ke\u0301"
 BOM = b"\xef\xbb\xbf"
 ALL = ["--split-ratio", "0,1,0"]
-
-
-class Decoded(DefaultTaskEncoder[CrudeSample, CrudeSample, list[CrudeSample], list[CrudeSample]]):
-    """Leaves samples as they are, decoded."""
-
-    def batch(self, samples: list[CrudeSample]) -> list[CrudeSample]:
-        return samples
-
-
-def loaded(path: Path) -> list[dict[str, Any]]:
-    dataset = get_val_dataset(
-        path,
-        split_part="val",
-        batch_size=1,
-        task_encoder=Decoded(),
-        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
-    )
-    found = [sample for batch in get_loader(dataset) for sample in batch]
-    return [{name: value for name, value in sample.items() if not name.startswith("__")} for sample in found]
 
 
 def files(root: Path, **contents: bytes) -> Path:
@@ -116,7 +97,7 @@ def test_a_byte_order_mark_is_no_part_of_jsonl(tmp_path: Path, before: bytes) ->
     source = tmp_path / "x.jsonl"
     source.write_bytes(BOM + before + b'{"text": "one"}\r\n{"text": "two"}\n')
     output_of("prepare", source)
-    assert loaded(source) == [{"json": {"text": "one"}}, {"json": {"text": "two"}}]
+    assert [*parts_of(source, DefaultTaskEncoder()).values()] == [{"json": {"text": "one"}}, {"json": {"text": "two"}}]
     assert "All 2 samples load." in energon("lint", source, "--no-progress").output
     if not before:
         out = converted(source, tmp_path / "out", *ALL)
@@ -212,7 +193,7 @@ def test_parts_are_decoded_in_any_case(tmp_path: Path) -> None:
     write_tar(tmp_path / "s.tar", parts.items())
     prepare_dataset(tmp_path, split=parse_ratio("0,1,0"), dataset_yaml=render_dataset_yaml("CrudeWebdataset", None))
     assert "The one sample loads." in energon("lint", tmp_path, "--no-progress").output
-    (sample,) = loaded(tmp_path)
+    (sample,) = parts_of(tmp_path, DefaultTaskEncoder()).values()
     assert (sample["TXT"], sample["Json"], sample["CLS"]) == ("one", {"a": 1}, 7)
     assert sample["NPY"].tolist() == [0, 1, 2]
     assert sample["JPG"].shape == (3, 17, 16)

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 from clips import write_video
 from commands import energon, output_of, refusal_of
+from crude import Raw, parts_of
 from tar_builder import GNU, PAX, USTAR
 
-from energon_bridge import CrudeSample, DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset
+from energon_bridge import WorkerConfig, get_loader, get_val_dataset
 from energon_bridge.format.nvmeta import read_info
 from energon_bridge.format.tar_index import ShardScan
 from energon_bridge.prepare import parse_ratio, prepare_dataset, render_dataset_yaml
@@ -58,26 +59,10 @@ def unpacked(path: Path) -> dict[str, bytes]:
         return {info.name: found.extractfile(info).read() for info in found if info.isfile() or info.islnk()}  # type: ignore[union-attr]
 
 
-class Raw(DefaultTaskEncoder[CrudeSample, CrudeSample, list[CrudeSample], list[CrudeSample]]):
-    """Leaves samples as they are, with the bytes of all parts."""
-
-    decoder = None
-
-    def batch(self, samples: list[CrudeSample]) -> list[CrudeSample]:
-        return samples
-
-
 def loaded(root: Path, *, workers: int = 0) -> dict[str, bytes]:
     """Return the parts of all samples of a prepared dataset, as training gets them."""
-    config = WorkerConfig(rank=0, world_size=1, num_workers=workers)
-    dataset = get_val_dataset(root, split_part="val", batch_size=1, task_encoder=Raw(), worker_config=config)
-    samples = [sample for batch in get_loader(dataset) for sample in batch]
-    return {
-        f"{sample['__key__']}.{name}": bytes(data)
-        for sample in samples
-        for name, data in sample.items()
-        if not name.startswith("__")
-    }
+    samples = parts_of(root, workers=workers)
+    return {f"{key}.{name}": bytes(data) for key, parts in samples.items() for name, data in parts.items()}
 
 
 LINKS: dict[str, list[Entry]] = {
