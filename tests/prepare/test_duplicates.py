@@ -11,8 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from click.testing import Result
-from commands import output_of
+from commands import energon, output_of
 from paths import REPOSITORY
 from sources import content
 from tar_builder import GNU, PAX, USTAR, read_all, write_tar, write_texts
@@ -24,11 +23,8 @@ from energon_bridge.prepare.duplicates import rename_duplicates
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
 DEEP = "folder/" * 12 + "x" * 40
-FLAGS = ["--split-ratio", "1,0,0", "--sample-type", "TextSample", "--field-map", '{"text": "txt"}', "--no-progress"]
-
-
-def energon(*arguments: object) -> Result:
-    return energon(*arguments, "--num-workers", "1")
+FLAGS = ["--split-ratio", "1,0,0", "--sample-type", "TextSample", "--field-map", '{"text": "txt"}']
+FLAGS += ["--no-progress", "--num-workers", "1"]
 
 
 def tars(root: Path, tar_format: int = USTAR) -> Path:

@@ -9,23 +9,11 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from pages import PAGES, README, blocks, name_of
 from paths import REPOSITORY
 from titan import stand_in
 
-README = REPOSITORY / "README.md"
-DOCUMENTS = [README, *sorted((REPOSITORY / "docs").rglob("*.md"))]
 DATA, MORE, VIDEOS = "/data/captions", "/data/more", "/data/videos"  # the paths of datasets in the documents
-
-
-def name_of(document: Path) -> str:
-    return str(document.relative_to(REPOSITORY))
-
-
-def blocks(language: str, document: Path = README) -> list[tuple[int, str]]:
-    """Return the fenced blocks of a language with the line each one starts at."""
-    text = document.read_text()
-    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [(text[: match.start(1)].count("\n") + 1, match.group(1)) for match in found]
 
 
 @pytest.fixture
@@ -57,7 +45,7 @@ def videos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("document", "line", "code"),
     [
         pytest.param(path, *block, id=f"{name_of(path)} line {block[0]}")
-        for path in DOCUMENTS
+        for path in PAGES
         if path.name != "start.md"  # its programs and commands belong together: tests/project/test_docs.py
         for block in blocks("python", path)
     ],
@@ -87,7 +75,7 @@ def anchors(document: Path) -> set[str]:
 BESIDE = [REPOSITORY / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, *BESIDE], ids=name_of)
+@pytest.mark.parametrize("document", [*PAGES, *BESIDE], ids=name_of)
 def test_links_lead_somewhere(document):
     lost = []
     for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
@@ -111,13 +99,7 @@ def test_every_page_is_three_clicks_away_at_most():
         }
         pages = {page for page in links if page.exists()} - found
         found |= pages
-    assert [page.name for page in DOCUMENTS if page not in found] == []
-
-
-def test_scripts_that_are_named_exist():
-    named = set(re.findall(r"(?:scripts|configs)/[\w.]+", README.read_text())) - {"configs/NAME.yaml"}
-    assert "scripts/quickstart" in named
-    assert [name for name in sorted(named) if not (REPOSITORY / name).exists()] == []
+    assert [page.name for page in PAGES if page not in found] == []
 
 
 def write_raw_dataset(path: Path) -> None:

@@ -19,9 +19,11 @@ import pytest
 import sources
 from click.testing import CliRunner
 from forked import run_program
+from pages import PAGES, blocks, name_of
+from paths import REPOSITORY
 from previews import mix_of
 from recipes import captions_dataset, crude_conversations
-from test_readme import REPOSITORY, name_of, write_raw_dataset
+from test_readme import write_raw_dataset
 
 from energon_bridge import WorkerConfig, get_savable_loader, get_train_dataset
 from energon_bridge.cli.main import main as energon
@@ -77,12 +79,11 @@ def commands(block: str) -> Iterator[str]:
 
 
 def cases() -> Iterator[Any]:
-    for page in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]:
-        text = page.read_text()
-        for found in re.finditer(r"^```(?:shell|console)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-            name = f"{name_of(page)} line {text[: found.start(1)].count(chr(10)) + 1}"
+    for page in PAGES:
+        for line, block in blocks("(?:shell|console)", page):
+            name = f"{name_of(page)} line {line}"
             if not any(name.startswith(known) for known in ELSEWHERE):
-                yield pytest.param(found[1], id=name)
+                yield pytest.param(block, id=name)
 
 
 # The folder of a reader ----------------------------------------------------------------------------------------------
