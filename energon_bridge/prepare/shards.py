@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from energon_bridge.errors import ConfigurationError, DecodeError, SourceError, StorageError
@@ -251,9 +251,7 @@ class PartsFolder:
     def __enter__(self) -> PartsFolder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _claim(self, *, alone: bool) -> None:

@@ -19,7 +19,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
-from types import TracebackType
 
 from energon_bridge.errors import ConfigurationError, EnergonError, MetadataError, StorageError
 from energon_bridge.format.key_index import settle_key_index
@@ -121,9 +120,7 @@ class Staging:
     def __enter__(self) -> Staging:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if not self._is_moving:  # else the next run completes the moves
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._lock >= 0:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from forked import run_forked
-from keyed import write_mix
+from keyed import mix_document, write_mix
 
 from energon_bridge import WorkerConfig
 from energon_bridge.compat import factories, hooks, install, wrapped
@@ -142,8 +142,7 @@ def test_repetitions_are_taken_as_the_mix_has_them(path: Path) -> None:
             assert settings["blend_mode"] is DatasetBlendMode.SAMPLE_REPETITIONS
             return super().build_train_datasets(**settings)
 
-    epochs = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
-    epochs["splits"] = {"train": {"blend_epochized": [{"path": str(path), "repetitions": 2}]}}  # type: ignore[assignment]
+    epochs = mix_document(train={"blend_epochized": [{"path": str(path), "repetitions": 2}]})
     assert keys(train(epochs, Same())) == keys(train(epochs, Plain()))  # type: ignore[arg-type]
 
 

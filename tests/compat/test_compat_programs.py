@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner
+from keyed import join, mix_document, write_mix
 
 from energon_bridge import Cooker, SystemFileStore, WorkerConfig, get_val_dataset
 from energon_bridge.av import AVDecoder
@@ -108,8 +109,7 @@ def test_a_mix_is_given_as_its_datasets(folder: Path) -> None:
 
 def test_repetitions_stores_and_datasets_alone(folder: Path) -> None:
     reference = {"path": str(folder / "data"), "repetitions": 2}
-    document = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
-    mix = factories.load_dataset(document | {"splits": {"train": {"blend_epochized": [reference]}}})
+    mix = factories.load_dataset(mix_document(train={"blend_epochized": [reference]}))
     found = mix.get_datasets(training=True, split_part="train", worker_config=CONFIG)
     assert found.blend_mode is factories.DatasetBlendMode.SAMPLE_REPETITIONS
     assert [(one.weight, one.repetitions, one.aux) for one in found.datasets] == [(None, 2, None)]
@@ -119,7 +119,7 @@ def test_repetitions_stores_and_datasets_alone(folder: Path) -> None:
     assert found.blend_mode is factories.DatasetBlendMode.NONE
     assert [(len(one.dataset), one.dataset.subflavors) for one in found.datasets] == [(5, {"x": 1})]
     lines = {"path": str(folder / "lines.jsonl"), "aux": {"files": f"filesystem://{folder}"}}
-    mix = factories.load_dataset(document | {"splits": {"train": lines}})
+    mix = factories.load_dataset(mix_document(train=lines))
     (one,) = mix.get_datasets(training=True, split_part="train", worker_config=CONFIG).datasets
     assert isinstance(one.aux["files"], SystemFileStore)
     assert one.aux["files"].get("inner.yaml") == INNER.encode()
@@ -165,14 +165,11 @@ def test_a_mix_is_traversed_without_its_datasets(tmp_path: Path, folder: Path) -
         (data, "val", {"level": "outer"}),
         (data, "train", {"level": "outer"}),
     ]
-    stores = "{path: none, aux: {pictures: 'filesystem://media', labels: other}}"
-    (tmp_path / "aux.yaml").write_text(f"__class__: MetadatasetV2\nsplits: {{train: {stores}}}")
-    (one,) = factories.load_dataset(tmp_path / "aux.yaml").traverse(split_part="train")
+    stores = {"path": "none", "aux": {"pictures": "filesystem://media", "labels": "other"}}
+    (one,) = factories.load_dataset(write_mix(tmp_path / "aux.yaml", train=stores)).traverse(split_part="train")
     assert one.aux == {"pictures": epath.EPath(tmp_path / "media"), "labels": epath.EPath(tmp_path / "other")}
-    join = "{join: [{path: a}, {path: b}], joiner: {__module__: m, __class__: C}}"
-    (tmp_path / "join.yaml").write_text(f"__class__: MetadatasetV2\nsplits: {{train: {join}}}")
     with pytest.raises(NotImplementedError, match="joins"):
-        factories.traverse_metadataset(tmp_path / "join.yaml", split_part="train")
+        factories.traverse_metadataset(write_mix(tmp_path / "join.yaml", train=join()), split_part="train")
 
 
 # Metadata ------------------------------------------------------------------------------------------------------------
@@ -201,8 +198,7 @@ def test_a_dataset_yaml_may_name_its_split(tmp_path: Path) -> None:
 
     def keys() -> list[str]:
         references = [{"path": str(tmp_path), "dataset_config": "other.yaml"}] * MIN_DATASETS
-        mix = {"__class__": "MetadatasetV2", "splits": {"val": {"concat": references}}}
-        leaf = get_val_dataset(mix, batch_size=1, worker_config=CONFIG).leaves[0]
+        leaf = get_val_dataset(mix_document(val={"concat": references}), batch_size=1, worker_config=CONFIG).leaves[0]
         return sorted(key for _, key in leaf.dataset.excluded)
 
     assert keys() == ["val-00001"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
 from engine import TensorEncoder, config_of, is_masked, loaders_of, text_dataset
+from keyed import write_mix
 
 from energon_bridge import get_train_dataset
 from energon_bridge.loader.run_plan import DatasetSpec
@@ -48,8 +48,7 @@ def write_mixes(folder: Path) -> Path:
     for name, counts in SIZES.items():
         text_dataset(folder / name, train=counts, val=counts)
     for name, split in MIXES.items():
-        document = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(document | {"splits": {"train": split, "val": split}}))
+        write_mix(folder / f"{name}.yaml", train=split, val=split)
     return folder
 
 

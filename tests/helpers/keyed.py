@@ -74,9 +74,12 @@ def both(first: Any, second: Any) -> TextSample:
 BOTH = {"__module__": __name__, "__function__": "both"}
 
 
+def mix_document(**splits: Any) -> dict[str, Any]:
+    return {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": splits}
+
+
 def write_mix(path: Path, **splits: Any) -> Path:
-    document = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": splits}
-    path.write_text(yaml.safe_dump(document))
+    path.write_text(yaml.safe_dump(mix_document(**splits)))
     return path
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import TensorEncoder, config_of, text_dataset
+from keyed import mix_document, write_mix
 
 from energon_bridge import get_train_dataset
 from energon_bridge.loader.run_plan import DatasetSpec
@@ -18,9 +19,7 @@ def mix_data(folder: Path) -> Path:
     """Write the datasets a, b and c, with equal train and val parts, and a mix for validation."""
     for name, counts in SIZES.items():
         text_dataset(folder / name, train=counts, val=counts)
-    (folder / "val.yaml").write_text(
-        "__class__: MetadatasetV2\nsplits:\n  val: {blend: [{path: ./a, weight: 3}, {path: ./c, weight: 1}]}\n"
-    )
+    write_mix(folder / "val.yaml", val={"blend": [{"path": "./a", "weight": 3}, {"path": "./c", "weight": 1}]})
     return folder
 
 
@@ -36,5 +35,5 @@ def mixed(data: Path, source: Any, encoder: Any = None, **kwargs: Any) -> Datase
 
 def metadataset(data: Path, **splits: Any) -> dict[str, Any]:
     """Return a metadataset as a dict, its paths made absolute."""
-    text = json.dumps({"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": splits})
+    text = json.dumps(mix_document(**splits))
     return json.loads(text.replace("./", f"{data}/"))  # type: ignore[no-any-return]

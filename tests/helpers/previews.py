@@ -9,6 +9,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from keyed import write_mix
 from multimodal import PixelProcessor, WordTokenizer
 from PIL import Image
 
@@ -106,6 +107,4 @@ def chats(path: Path, count: int = 4) -> Path:
 def mix_of(path: Path, **weights: Path) -> Path:
     """Write a mix of datasets, each with a weight of its own."""
     entries = [{"path": str(dataset), "weight": 1 + number} for number, dataset in enumerate(weights.values())]
-    document = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": {"blend": entries}}}
-    path.write_text(json.dumps(document))
-    return path
+    return write_mix(path, train={"blend": entries})

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from commands import answer, energon, output_of, refusal_of
 from engine import NUM_LANES, deliver, loaders_of, numbers_of, text_dataset, train_dataset
-from keyed import CRUDE, write_mix
+from keyed import CRUDE, mix_document, write_mix
 from PIL import Image
 
 from energon_bridge import CaptioningSample, DefaultTaskEncoder, ShardWriter, get_savable_loader, get_val_dataset
@@ -312,9 +312,8 @@ def test_the_data_module_filters_training_and_validation(data: Path) -> None:
 def test_a_join_is_not_filtered(data: Path) -> None:
     join = {"join": [{"path": str(data)}, {"path": str(data)}], "joiner": {"__module__": "a", "__class__": "B"}}
     for split in ({"blend": [join], "filter": "number > 1"}, {**join, "filter": "number > 1"}):
-        mix = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": split}}
         with pytest.raises(MetadataError, match="filter"):
-            train_dataset(mix)  # type: ignore[arg-type]
+            train_dataset(mix_document(train=split))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from contextlib import closing
 import pytest
 from commands import energon, output_of, refusal_of
 from forked import import_for_training, run_program
+from keyed import write_mix
 from paths import REPOSITORY
 from PIL import Image
 from sources import (
@@ -246,22 +247,20 @@ def test_a_mix_is_merged_cut_and_filtered(tmp_path):
 
     first, second = (create_captioning_test_dataset(tmp_path / name, num_train=9, num_val=4) for name in "ab")
     add_column(second, "number", lambda sample: int(sample.__key__[-2:]))
-    parts = '[{path: ./a, subset: {range: [2, 5]}}, {path: ./b, filter: "number % 2 == 1", weight: 7}]'
-    mix = tmp_path / "mix.yaml"
-    head = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n"
-    mix.write_text(f"{head}  train: {{blend: {parts}}}\n  val: {{path: ./a}}\n")
+    whole = {"path": "./a"}
+    parts = [{**whole, "subset": {"range": [2, 5]}}, {"path": "./b", "filter": "number % 2 == 1", "weight": 7}]
+    mix = write_mix(tmp_path / "mix.yaml", train={"blend": parts}, val=whole)
     out = converted(mix, tmp_path / "out", "--keys", "number")
     expected = [read(first)[n].caption for n in (2, 3, 4)] + [read(second)[n].caption for n in (1, 3, 5, 7)]
     assert [batch.caption for batch in read(out)] == expected
     assert [batch.caption for batch in read(out, "val")] == [batch.caption for batch in read(first, "val")]
     assert "occurs again in" in refused(mix, tmp_path / "twice")
     write_texts(tmp_path / "texts", {"s.tar": ["x"]})
-    run_prepare = ["prepare", str(tmp_path / "texts"), "--sample-type", "CrudeWebdataset", "--split-ratio", "1,0,0"]
-    output_of(*run_prepare)
-    mix.write_text(f"{head}  train: {{concat: [{{path: ./a}}, {{path: ./texts}}]}}\n")
+    output_of("prepare", tmp_path / "texts", "--sample-type", "CrudeWebdataset", "--split-ratio", "1,0,0")
+    write_mix(mix, train={"concat": [whole, {"path": "./texts"}]})
     assert "differ in sample type or field map" in refused(mix, tmp_path / "other")
     (tmp_path / "x.jsonl").write_text('{"a": 1}\n')
-    mix.write_text(f"{head}  train: {{path: ./x.jsonl}}\n")
+    write_mix(mix, train={"path": "./x.jsonl"})
     assert "is a join, a JSONL file or a table" in refused(mix, tmp_path / "lines")
 
 

@@ -82,17 +82,9 @@ def test_samples_are_shown_by_key(data: Path, captions: Path, tmp_path: Path) ->
     assert [(one["key"], one["index"], one["shard"]) for one in shown["samples"]] == [
         (key, walked[key].index, walked[key].shard) for key in ("train-00017", "train-00003")
     ]
-    mix = tmp_path / "twice.yaml"
-    paths = [{"path": str(captions), "subset": {"range": part}} for part in (["0%", "50%"], ["50%", "100%"])]
-    mix.write_text(
-        json.dumps(
-            {
-                "splits": {"train": {"blend": [{"weight": 1, **one} for one in paths]}},
-                "__module__": "megatron.energon",
-                "__class__": "MetadatasetV2",
-            }
-        )
-    )
+    halves = (["0%", "50%"], ["50%", "100%"])
+    parts = [{"path": str(captions), "weight": 1, "subset": {"range": half}} for half in halves]
+    mix = write_mix(tmp_path / "twice.yaml", train={"blend": parts})
     assert [one["index"] for one in answer("preview", mix, "--key", "train-00017")["samples"]] == [17]
     missing = energon("preview", captions, "--key", "val-00003")
     assert "no sample has the key 'val-00003'. --split-part reads another part" in missing.output

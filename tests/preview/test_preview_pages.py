@@ -15,6 +15,7 @@ import pytest
 from browser import Page, browser
 from commands import answer, energon, output_of, refusal_of
 from hostile import LONG
+from keyed import write_mix
 from paths import CONFIGS, REPOSITORY
 from PIL import Image
 
@@ -140,11 +141,9 @@ def test_an_overview_has_shares_and_histograms(page: Page, captions: Path, mixed
 def test_a_mix_is_shown_over_a_run(page: Page, captions: Path, tmp_path: Path) -> None:
     """As `energon plan` forecasts it, with the weights moving."""
     chats = previews.chats(tmp_path / "chats.jsonl", 9)
-    (tmp_path / "mix.yaml").write_text(
-        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits: {train: {blend: [\n"
-        f"  {{path: '{captions}', weight: 1}},\n"
-        f"  {{path: '{chats}', weight: {{schedule: linear, points: [[0, 0], [2000, 3]]}}}}]}}}}\n"
-    )
+    moving = {"schedule": "linear", "points": [[0, 0], [2000, 3]]}
+    parts = [{"path": str(captions), "weight": 1}, {"path": str(chats), "weight": moving}]
+    write_mix(tmp_path / "mix.yaml", train={"blend": parts})
     run = ("--batch-size", 2, "--world-size", 2, "--num-lanes", 4)
     out = pages_of(tmp_path / "out", tmp_path / "mix.yaml", "--over", 1000, *run)
     planned = answer("plan", tmp_path / "mix.yaml", "--steps", 1000, *run)

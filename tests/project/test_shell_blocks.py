@@ -19,6 +19,7 @@ import pytest
 import sources
 from click.testing import CliRunner
 from forked import run_program
+from keyed import mix_document
 from pages import PAGES, blocks, name_of
 from paths import REPOSITORY
 from previews import mix_of
@@ -54,7 +55,6 @@ NOT_RUN = {
 }
 ELSEWHERE = {"docs/start.md": "tests/project/test_docs.py", "README.md line 11": "the same in docs/start.md"}
 CHAINS = REPOSITORY / "tests/suites/chains.py"
-METADATASET = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
 STANDS_FOR = {
     " /data/": " {here}/data/",
     " /shared/": " {here}/shared/",
@@ -142,7 +142,7 @@ def bucket(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     client.create_bucket(Bucket="bucket")
     for path in (here / "data/raw").iterdir():
         client.upload_file(str(path), "bucket", f"datasets/captions/{path.name}")
-    mix = json.dumps({**METADATASET, "splits": {"train": {"path": "s3://bucket/datasets/captions"}}})
+    mix = json.dumps(mix_document(train={"path": "s3://bucket/datasets/captions"}))
     client.put_object(Bucket="bucket", Key="mixes/stage1.yaml", Body=mix.encode())
     client.close()
     yield

@@ -14,6 +14,7 @@ from clouds import s3
 from commands import energon
 from engine import check_resumes, config_of, text_dataset
 from forked import run_forked
+from keyed import write_mix
 from test_tables import run, trained, validated
 
 from benchmarks.indexes import write_sparse
@@ -169,12 +170,10 @@ def test_a_mix_is_the_same_on_every_topology_and_resumes(
 def test_a_mix_weighs_tokens_and_filters(corpus: Path, tmp_path: Path) -> None:
     """Documents of few tokens beside long windows, half of the tokens each."""
     write(tmp_path / "data", name="long", count=200)
-    (tmp_path / "mix.yaml").write_text(
-        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    unit: tokens\n    blend:\n"
-        f"      - {{path: '{corpus}', weight: 1, filter: tokens < 4}}\n"
-        "      - {path: 'data/long.idx?window=32', weight: 1}\n"
-    )
-    batches = iter(get_savable_loader(trained(tmp_path / "mix.yaml", batch_size=None)))
+    short = {"path": str(corpus), "weight": 1, "filter": "tokens < 4"}
+    windows = {"path": "data/long.idx?window=32", "weight": 1}
+    mix = write_mix(tmp_path / "mix.yaml", train={"unit": "tokens", "blend": [short, windows]})
+    batches = iter(get_savable_loader(trained(mix, batch_size=None)))
     counts = [next(batches)["tokens"].numel() for _ in range(6000)]
     short = sum(count for count in counts if count < 4)
     assert {count for count in counts if count >= 4} == {32}

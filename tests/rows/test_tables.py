@@ -15,6 +15,7 @@ import torch
 from commands import output_of, refusal_of
 from engine import check_resumes, config_of, counts_of, loaders_of
 from forked import run_forked
+from keyed import mix_document
 from sources import converted, picture
 
 from energon_bridge import (
@@ -426,7 +427,7 @@ def test_what_cannot_be_is_refused(source: Any, error: type[Exception], text: st
             part = {"join": [part, part], "joiner": joiner}
         else:
             part["filter"] = source["filter"]
-        source = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": part}}
+        source = mix_document(train=part)
     with pytest.raises(error, match=text):
         trained(source)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from conversations import turns_of
+from keyed import write_mix
 from paths import CONFIGS, REPOSITORY
 from recipes import captions_dataset, crude_conversations, instruct_mix
 
@@ -138,8 +139,7 @@ def test_the_instruct_twin_trains_on_the_real_mix(tmp_path: Path, monkeypatch: p
 def test_data_without_validation_is_refused_before_training_unless_none_is_wanted(tmp_path: Path) -> None:
     lines = [{"messages": [{"role": "user", "content": "color?"}, {"role": "assistant", "content": "red"}]}] * 20
     (tmp_path / "text.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    mix = tmp_path / "mix.yaml"
-    mix.write_text("__class__: MetadatasetV2\nsplits: {train: {path: ./text.jsonl}}\n")
+    mix = write_mix(tmp_path / "mix.yaml", train={"path": "./text.jsonl"})
     frozen = "model.freeze=[model.vision_tower, model.language_model, lm_head]"
     own = [f"data.path={mix}", f"run_dir={tmp_path / 'run'}", "data.num_lanes=1", "train.max_steps=2", frozen]
     with pytest.raises(UnknownSplitError, match="val"):

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from keyed import write_mix
 from paths import CONFIGS, REPOSITORY
 
 pytest.importorskip("lightning.pytorch")
@@ -249,11 +250,8 @@ def test_a_mix_has_a_validation_loss_for_each_dataset(
     dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create_captioning_test_dataset(tmp_path / "more", num_train=4, num_val=3)
-    mix = {"__class__": "MetadatasetV2", "__module__": "megatron.energon", "splits": {}}
-    for part in ("train", "val"):
-        entries = [{"path": str(path), "split_part": part} for path in (dataset, tmp_path / "more")]
-        mix["splits"][part] = {"blend_epochized": [{"repetitions": 1, **entry} for entry in entries]}
-    (tmp_path / "mix.yaml").write_text(json.dumps(mix))
+    both = {"blend_epochized": [{"repetitions": 1, "path": str(path)} for path in (dataset, tmp_path / "more")]}
+    write_mix(tmp_path / "mix.yaml", train=both, val=both)
     modules = []
     step_end = VisionLanguageModule.on_validation_epoch_end
     monkeypatch.setattr(
