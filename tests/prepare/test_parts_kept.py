@@ -18,7 +18,6 @@ from commands import energon, output_of, refusal_of
 from crude import Raw, parts_of
 from tar_builder import GNU, PAX, USTAR
 
-from energon_bridge import WorkerConfig, get_loader, get_val_dataset
 from energon_bridge.format.nvmeta import read_info
 from energon_bridge.format.tar_index import ShardScan
 from energon_bridge.prepare import parse_ratio, prepare_dataset, render_dataset_yaml
@@ -364,13 +363,7 @@ def test_a_linked_video_of_a_large_sample_is_decoded_where_it_is(tmp_path: Path)
     class Frames(Raw):
         decoder = SampleDecoder()
 
-    dataset = get_val_dataset(
-        *(tmp_path / "in",),
-        split_part="val",
-        batch_size=1,
-        task_encoder=Frames(),
-        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
-    )
-    one, two = (batch[0]["mp4"].get_frames().video_clips[0] for batch in get_loader(dataset))
+    samples = parts_of(tmp_path / "in", Frames()).values()
+    one, two = (parts["mp4"].get_frames().video_clips[0] for parts in samples)
     assert one.shape[0] == 5
     assert one.equal(two)
