@@ -12,7 +12,6 @@ import torch
 from forked import become_rank, free_port, run_forked
 from megatron.core import parallel_state
 from paths import CONFIGS
-from run_outputs import read_losses
 from transformers import (
     AutoTokenizer,
     CLIPImageProcessorPil,
@@ -88,8 +87,3 @@ def rank_of(seen: list[tuple[int, list[str]]]) -> int:
     """Return the data-parallel rank that a record is of."""
     ranks = {rank for rank, _ in seen}
     return ranks.pop() if len(ranks) == 1 else -1
-
-
-def hexes(config: RunConfig) -> dict[int, str]:
-    """Return the losses of a run by step."""
-    return {step: loss.hex() for step, loss in read_losses(Path(config.run_dir) / "metrics.jsonl").items()}

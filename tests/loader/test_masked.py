@@ -176,7 +176,7 @@ def test_gradients_are_those_of_the_tokens_of_real_microbatches(
             assert gradients.keys() == expected[step].keys()
             for name, gradient in expected[step].items():
                 torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6, msg=f"{step} {name}")
-    logged = read_losses(tmp_path / "run" / "metrics.jsonl")
+    logged = read_losses(tmp_path / "run")
     assert logged == pytest.approx(dict(enumerate(losses, 1)), rel=1e-5)
 
 

@@ -127,7 +127,7 @@ def check_killed_and_resumed(whole: RunConfig, killed: RunConfig) -> None:
     child = start_forked(partial(train_until, killed, 5))  # two microbatches are a step, each second step is saved
     assert child.result() == (False, f"no result, exit status {-signal.SIGKILL}")
     training.run(killed, resume=True)
-    losses = [read_losses(Path(config.run_dir) / "metrics.jsonl") for config in (whole, killed)]
+    losses = [read_losses(config.run_dir) for config in (whole, killed)]
     assert losses[0] == losses[1]
     assert sorted(losses[0]) == list(range(1, STEPS + 1))
     assert losses[0][STEPS] < losses[0][1]

@@ -60,7 +60,7 @@ def letters_of(sample: dict[str, Any]) -> int:
 
 
 def losses(config: Any) -> list[float]:
-    return [loss for _, loss in sorted(read_losses(Path(config.run_dir) / "metrics.jsonl").items())]
+    return [loss for _, loss in sorted(read_losses(config.run_dir).items())]
 
 
 def test_megatron_core_learns_the_same(dataset: Path, tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_the_main_job_reads_digits_and_its_control_does_not(
     command += ["train.max_steps=150"] if shuffle else []
     result = run_program(command, tmp_path)
     assert result.returncode == 0, result.stderr
-    read = exact_match(read_predictions(tmp_path / "run" / "predictions.jsonl"))
+    read = exact_match(read_predictions(tmp_path / "run"))
     assert least <= read <= most
     assert result.stdout.splitlines()[-1] == f"validation digits read: {100 * read:.1f} %"
 
@@ -120,6 +120,6 @@ def test_the_main_job_reads_digits_with_megatron_core_on_two_processes(digits: P
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    read = exact_match(read_predictions(tmp_path / "run" / "predictions.jsonl"))
+    read = exact_match(read_predictions(tmp_path / "run"))
     assert read >= 0.90
     assert result.stdout.splitlines()[-1] == f"validation digits read: {100 * read:.1f} %"

@@ -91,11 +91,11 @@ def test_context_parallel_ranks_train_as_one(tmp_path: Path, packed: bool) -> No
         runs[cp] = configuration(dataset, tmp_path / f"cp{cp}", *settings, base=base)
     (alone, batches), (shared, same) = (train(config, cp) for cp, config in runs.items())
     assert same == batches
-    losses = [read_losses(Path(config.run_dir) / "metrics.jsonl") for config in runs.values()]
+    losses = [read_losses(config.run_dir) for config in runs.values()]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert losses[0][3] < losses[0][1]
     assert shared[0].validation_loss == pytest.approx(alone[0].validation_loss, rel=1e-4)
-    answers = [read_predictions(Path(config.run_dir) / "predictions.jsonl") for config in runs.values()]
+    answers = [read_predictions(config.run_dir) for config in runs.values()]
     assert answers[0] == answers[1]
 
 

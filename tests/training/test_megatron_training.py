@@ -17,8 +17,8 @@ from torch import Tensor
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
-from megatron_runs import configuration, hexes, train
-from run_outputs import read_losses, read_predictions
+from megatron_runs import configuration, train
+from run_outputs import hexes, read_losses, read_predictions
 
 from energon_bridge.task_encoder.multimodal import MultiModalBatch
 from energon_bridge.testing import create_captioning_test_dataset
@@ -84,12 +84,12 @@ def test_a_run_goes_on_as_it_would_have(
     config = continued(run, tmp_path, SAVED, dataset, *own)
     _, following = train(config, count, resume=True)
     assert following == batches[SAVED:]
-    losses, expected = hexes(config), hexes(run)
+    losses, expected = hexes(config.run_dir), hexes(run.run_dir)
     assert list(losses) == list(range(SAVED + 1, MAX_STEPS + 1))
     if layout == WHOLE:
         assert losses == {step: expected[step] for step in losses}
     # Other groups add up in another order.
-    values, wanted = (read_losses(Path(c.run_dir) / "metrics.jsonl") for c in (config, run))
+    values, wanted = (read_losses(c.run_dir) for c in (config, run))
     assert values == pytest.approx({step: wanted[step] for step in values}, rel=1e-4)
 
 
@@ -107,7 +107,7 @@ def test_half_precision_goes_on_as_it_would_have_and_a_refused_resume_leaves_its
     settings = ("train.precision=bf16-mixed", "validation.generate=false", "checkpoint.interval=2", "train.max_steps=3")
     config = configuration(dataset, tmp_path / "run", *settings)
     train(config, 1)
-    expected = hexes(config)
+    expected = hexes(config.run_dir)
     other = configuration(dataset, tmp_path / "run", *settings, "data.micro_batch_size=1", "train.max_steps=4")
     with pytest.raises(AssertionError, match="BatchSizeMismatchError"):
         train(other, 1, resume=True)
@@ -120,10 +120,10 @@ def test_half_precision_goes_on_as_it_would_have_and_a_refused_resume_leaves_its
     *kept, last, validated = metrics.read_text().splitlines(keepends=True)
     assert json.loads(validated).keys() == {"step", "validation_loss"}
     metrics.write_text("".join([*kept, last.replace('"loss": ', '"loss": 1')]))  # runs again, so it is replaced
-    assert hexes(config) != expected
+    assert hexes(config.run_dir) != expected
     train(config, 1, resume=True)
     assert metrics.read_text().splitlines(keepends=True)[3:] == [validated]
-    assert hexes(config) == expected
+    assert hexes(config.run_dir) == expected
 
 
 def test_the_answers_are_those_of_any_layout(
@@ -133,7 +133,7 @@ def test_the_answers_are_those_of_any_layout(
     config = continued(run, tmp_path, MAX_STEPS, dataset)
     results, batches = train(config, 1, resume=True)
     assert (results[0].step, batches) == (MAX_STEPS, [])
-    answers, expected = (read_predictions(Path(c.run_dir) / "predictions.jsonl") for c in (config, run))
+    answers, expected = (read_predictions(c.run_dir) for c in (config, run))
     assert [answer.key for answer in answers] == [f"val-{number:05d}" for number in range(NUM_VAL)]
     assert answers == expected
     assert all(answer.expected for answer in answers)
@@ -149,7 +149,7 @@ def test_a_run_that_is_asked_to_leave_saves_and_goes_on_with_fewer_ranks(
     results, second = train(config, 1, resume=True)
     assert {(result.step, result.stopped) for result in results} == {(MAX_STEPS, False)}
     assert first + second == uninterrupted[1]
-    assert list(read_losses(tmp_path / "run" / "metrics.jsonl")) == list(range(1, MAX_STEPS + 1))
+    assert list(read_losses(tmp_path / "run")) == list(range(1, MAX_STEPS + 1))
 
 
 def test_a_run_that_loses_a_rank_goes_on_from_its_last_checkpoint(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
 
 from lightning.pytorch import Trainer
-from run_outputs import read_losses, read_predictions
+from run_outputs import hexes, read_losses, read_predictions, run_with_a_stop
 from torch.utils.data import DataLoader
 
 from energon_bridge.errors import ConfigurationError, OverLongSampleError
@@ -214,10 +212,6 @@ def configuration(dataset: Path, run_dir: Path, *overrides: str) -> RunConfig:
     return load_config(CONFIGS / "packed.yaml", [*own, *overrides])
 
 
-def hexes(config: RunConfig) -> dict[int, str]:
-    return {step: loss.hex() for step, loss in read_losses(Path(config.run_dir) / "metrics.jsonl").items()}
-
-
 @pytest.fixture(scope="module")
 def finished(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Any]:
     """Return the configuration and the result of one whole run."""
@@ -227,11 +221,11 @@ def finished(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[R
 
 def test_the_tiny_model_learns_on_packs_and_predicts_every_sample_once(finished: tuple[RunConfig, Any]) -> None:
     config, result = finished
-    losses = read_losses(Path(config.run_dir) / "metrics.jsonl")
+    losses = read_losses(config.run_dir)
     assert list(losses) == list(range(1, 25))
     assert losses[24] < 0.4 * losses[1]
     assert result.step == 24
-    predictions = read_predictions(Path(config.run_dir) / "predictions.jsonl")
+    predictions = read_predictions(config.run_dir)
     expected = {f"val-{number:03d}": turns_of(number)[0][1] for number in range(NUM_VAL)}
     assert len(predictions) == NUM_VAL
     assert {p.key: p.expected for p in predictions} == expected
@@ -242,19 +236,8 @@ def test_a_run_on_packs_that_was_stopped_goes_on_bit_for_bit(
     finished: tuple[RunConfig, Any], dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = configuration(dataset, tmp_path / "run", "data.num_workers=2")
-    original = VisionLanguageModule.training_step
-
-    def training_step(self: VisionLanguageModule, batch: Any, batch_idx: int) -> torch.Tensor:
-        if self.trainer.global_step == 2 and batch_idx % 2 == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(self, batch, batch_idx)
-
-    monkeypatch.setattr(VisionLanguageModule, "training_step", training_step)
-    stopped = training.run(config)
-    assert (stopped.step, stopped.stopped) == (3, True)
-    monkeypatch.undo()
-    result = training.run(config, resume=True)
-    assert hexes(config) == hexes(finished[0])
+    result = run_with_a_stop(config, monkeypatch, at=3)
+    assert hexes(config.run_dir) == hexes(finished[0].run_dir)
     assert (result.validation_loss, result.read) == (finished[1].validation_loss, finished[1].read)
 
 
@@ -268,9 +251,9 @@ def test_two_ranks_train_on_the_same_packs(finished: tuple[RunConfig, Any], data
 
     losses = run_forked(2, train)
     assert losses == pytest.approx([finished[1].validation_loss] * 2, rel=1e-3)
-    alone, both = (read_losses(Path(run.run_dir) / "metrics.jsonl") for run in (finished[0], config))
+    alone, both = (read_losses(run.run_dir) for run in (finished[0], config))
     assert both == pytest.approx(alone, rel=1e-3)
-    alone_read, both_read = (read_predictions(Path(run.run_dir) / "predictions.jsonl") for run in (finished[0], config))
+    alone_read, both_read = (read_predictions(run.run_dir) for run in (finished[0], config))
     assert [(p.key, p.expected) for p in both_read] == [(p.key, p.expected) for p in alone_read]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,13 @@ from recipes import captions_dataset, crude_conversations, instruct_mix
 pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
 
-from run_outputs import read_losses, read_predictions
+from run_outputs import read_losses, read_predictions, run_with_a_stop
 
 from energon_bridge.errors import UnknownSplitError
 from energon_bridge.training import run as training
 from energon_bridge.training.assemble import assemble_llava
 from energon_bridge.training.config import RunConfig
 from energon_bridge.training.config_file import dump_config, load_config
-from energon_bridge.training.module import VisionLanguageModule
 from energon_bridge.training.presets import load_model
 
 RECIPES = (
@@ -82,23 +80,10 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return crude_conversations(tmp_path_factory.mktemp("data") / "conversations")
 
 
-def train_with_a_stop(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch, *, at: int = 12
-) -> tuple[Any, dict[int, float]]:
-    """Run, stop by SIGTERM in the middle of a step, go on; return the result and the losses."""
-    original = VisionLanguageModule.training_step
-
-    def training_step(self: VisionLanguageModule, batch: Any, batch_idx: int) -> torch.Tensor:
-        if self.trainer.global_step == at - 1 and batch_idx % 2 == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(self, batch, batch_idx)
-
-    monkeypatch.setattr(VisionLanguageModule, "training_step", training_step)
-    stopped = training.run(config)
-    assert (stopped.step, stopped.stopped) == (at, True)
-    monkeypatch.undo()
-    result = training.run(config, resume=True)
-    losses = read_losses(Path(config.run_dir) / "metrics.jsonl")
+def train_with_a_stop(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[int, float]]:
+    """Run, stop, go on; return the result and the losses."""
+    result = run_with_a_stop(config, monkeypatch, at=12)
+    losses = read_losses(config.run_dir)
     assert list(losses) == list(range(1, config.train.max_steps + 1))
     return result, losses
 
@@ -124,7 +109,7 @@ def test_each_family_trains_on_conversations_with_several_images(
     assert losses[30] < 0.5 * losses[1]
     assert result.step == 30
     if not packed:
-        predictions = read_predictions(tmp_path / "run" / "predictions.jsonl")
+        predictions = read_predictions(tmp_path / "run")
         assert {p.key: p.expected for p in predictions} == {f"val-{n:03d}": turns_of(n)[0][1] for n in range(6)}
         assert result.read is not None
 
@@ -149,7 +134,7 @@ def test_data_without_validation_is_refused_before_training_unless_none_is_wante
     result = training.run(recipe("tiny/llava15_instruct", *own), overwrite=True)
     assert (result.step, result.read, result.validation_loss) == (2, None, None)
     # Nothing that is trained sees a text: the loss stays where it was, to the last bit.
-    losses = read_losses(tmp_path / "run" / "metrics.jsonl")
+    losses = read_losses(tmp_path / "run")
     assert losses[1] == losses[2] > 0
 
 

@@ -18,7 +18,7 @@ from paths import CONFIGS, REPOSITORY
 pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
 
-from run_outputs import read_losses
+from run_outputs import hexes, read_losses
 
 from energon_bridge.cli.main import main as energon
 from energon_bridge.testing import create_captioning_test_dataset
@@ -44,17 +44,13 @@ def uninterrupted(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     """Return the losses of a run that nobody disturbs, as hex, by step."""
     config = configuration(dataset, tmp_path_factory.mktemp("uninterrupted"))
     training.run(config)
-    return hexes(config)
+    return hexes(config.run_dir)
 
 
 def configuration(dataset: Path, run_dir: Path, *overrides: str) -> RunConfig:
     settings = [f"data.path={dataset}", f"run_dir={run_dir}", f"train.max_steps={MAX_STEPS}", "train.log_interval=1"]
     settings += ["checkpoint.interval=5", "validation.generate=false"]
     return load_config(CONFIGS / "smoke.yaml", [*settings, *overrides])
-
-
-def hexes(config: RunConfig) -> dict[int, str]:
-    return {step: loss.hex() for step, loss in read_losses(Path(config.run_dir) / "metrics.jsonl").items()}
 
 
 def steps_done(config: RunConfig) -> int:
@@ -93,7 +89,7 @@ def test_losses_after_a_kill_are_those_of_the_uninterrupted_run(
     resumed_from = int(list_checkpoints(tmp_path / "run" / "checkpoints")[-1].stem[5:])
     assert 5 <= resumed_from <= killed_after
     assert training.run(config, resume=True).step == MAX_STEPS
-    assert hexes(config) == uninterrupted
+    assert hexes(config.run_dir) == uninterrupted
 
 
 def test_the_script_goes_on_after_a_kill(dataset: Path, tmp_path: Path, uninterrupted: dict[int, str]) -> None:
@@ -108,7 +104,7 @@ def test_the_script_goes_on_after_a_kill(dataset: Path, tmp_path: Path, uninterr
     assert program.wait() == -signal.SIGKILL
     resumed = run_program([*command, "--resume"], tmp_path)
     assert resumed.returncode == 0, resumed.stderr
-    assert hexes(config) == uninterrupted
+    assert hexes(config.run_dir) == uninterrupted
 
 
 # Several processes ---------------------------------------------------------------------------------------------------
@@ -163,7 +159,7 @@ def whole(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any,
     folder = tmp_path_factory.mktemp("whole")
     steps = train_on(1, configuration(dataset, folder / "run", *EPOCH), folder / "keys")
     assert {len(microbatches) for microbatches in steps.values()} == {2}
-    return steps, read_losses(folder / "run" / "metrics.jsonl")
+    return steps, read_losses(folder / "run")
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
@@ -176,7 +172,7 @@ def test_ddp_stopped_in_an_epoch_goes_on_exactly(
     assert first == {step: steps[step] for step in range(8)}
     second = train_on(after, config, tmp_path / "keys after", resume=True)
     assert second == {step: steps[step] for step in range(5, 20)}
-    losses = read_losses(Path(config.run_dir) / "metrics.jsonl")
+    losses = read_losses(config.run_dir)
     assert losses == pytest.approx(expected, rel=1e-4)
 
 

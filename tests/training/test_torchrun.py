@@ -30,8 +30,8 @@ def test_two_processes_of_torchrun_train_and_validate_as_one(tmp_path: Path) -> 
     assert two.returncode == 0, two.stderr
     assert two.stdout == one.stdout
     assert two.stdout.startswith("validation samples read: ")
-    losses = {name: read_losses(tmp_path / name / "metrics.jsonl") for name in ("one", "two")}
+    losses = {name: read_losses(tmp_path / name) for name in ("one", "two")}
     assert list(losses["two"]) == [1, 2]
     assert losses["two"] == pytest.approx(losses["one"], rel=1e-4)
-    keys = [[p.key for p in read_predictions(tmp_path / name / "predictions.jsonl")] for name in ("one", "two")]
+    keys = [[p.key for p in read_predictions(tmp_path / name)] for name in ("one", "two")]
     assert keys[0] == keys[1] == [f"val-{number:05d}" for number in range(5)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-import os
 import re
 import shutil
 import signal
@@ -22,7 +21,7 @@ pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
 
 from forked import become_rank, free_port, run_afresh, run_forked
-from run_outputs import read_losses, read_predictions
+from run_outputs import hexes, read_losses, read_predictions, run_with_a_stop
 
 from energon_bridge import read_quarantine
 from energon_bridge.errors import BatchSizeMismatchError, ConfigurationError, DatasetNotFoundError, EnergonError
@@ -67,10 +66,6 @@ def finished(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[R
     return config, training.run(config)
 
 
-def hexes(run_dir: str | Path) -> dict[int, str]:
-    return {step: loss.hex() for step, loss in read_losses(Path(run_dir) / "metrics.jsonl").items()}
-
-
 # What a run leaves ---------------------------------------------------------------------------------------------------
 
 
@@ -82,10 +77,10 @@ def test_what_a_run_leaves(finished: tuple[RunConfig, Any]) -> None:
     names = ["checkpoints", "config.yaml", "metrics.jsonl", "model", "predictions.jsonl", "report.html"]
     assert sorted(path.name for path in run_dir.iterdir()) == names
     assert load_config(run_dir / "config.yaml") == config
-    losses = read_losses(run_dir / "metrics.jsonl")
+    losses = read_losses(run_dir)
     assert list(losses) == [1, 2, 3, 4, 5, 6]
     assert losses[6] < losses[1]
-    predictions = read_predictions(run_dir / "predictions.jsonl")
+    predictions = read_predictions(run_dir)
     assert [p.key for p in predictions] == [f"val-{i:05d}" for i in range(NUM_VAL)]
     assert all(p.expected.startswith("a ") for p in predictions)
     assert exact_match(predictions) == result.read
@@ -217,7 +212,7 @@ def test_a_run_in_a_folder_stays_unless_it_is_to_be_replaced(smoke: RunConfig) -
         assert files() == before
     longer = replace(smoke, train=replace(smoke.train, max_steps=2))
     assert training.run(longer, overwrite=True).step == 2
-    assert list(read_losses(run_dir / "metrics.jsonl")) == [1, 2]
+    assert list(read_losses(run_dir)) == [1, 2]
     assert not [path for path in run_dir.iterdir() if path.name.startswith(".")]
     with pytest.raises(BatchSizeMismatchError):
         training.run(replace(longer, data=replace(longer.data, micro_batch_size=1)), resume=True)
@@ -227,22 +222,9 @@ def test_a_run_in_a_folder_stays_unless_it_is_to_be_replaced(smoke: RunConfig) -
 def test_sigterm_saves_and_leaves_and_the_run_goes_on(
     finished: tuple[RunConfig, Any], smoke: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = VisionLanguageModule.training_step
     handler = signal.getsignal(signal.SIGTERM)
-
-    def training_step(self: VisionLanguageModule, batch: Any, batch_idx: int) -> torch.Tensor:
-        # In the middle of a global batch of two microbatches: it must still be finished.
-        if self.trainer.global_step == 2 and batch_idx % 2 == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(self, batch, batch_idx)
-
-    monkeypatch.setattr(VisionLanguageModule, "training_step", training_step)
-    result = training.run(smoke)
-    assert (result.step, result.stopped, result.read) == (3, True, None)
+    assert run_with_a_stop(smoke, monkeypatch, at=3).step == 6
     assert signal.getsignal(signal.SIGTERM) == handler
-    assert [path.name for path in list_checkpoints(Path(smoke.run_dir) / "checkpoints")][-1] == "step-0000003.ckpt"
-    monkeypatch.undo()
-    assert training.run(smoke, resume=True).step == 6
     assert hexes(smoke.run_dir) == hexes(finished[0].run_dir)
 
 
@@ -266,7 +248,7 @@ def test_a_mix_has_a_validation_loss_for_each_dataset(
     assert f"{dataset.name} {first:.4f}, more {second:.4f}" in caplog.text
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert row["validation_losses"] == {dataset.name: first, "more": second}
-    predictions = read_predictions(tmp_path / "run" / "predictions.jsonl")
+    predictions = read_predictions(tmp_path / "run")
     assert [p.key for p in predictions] == [f"val-{i:05d}" for i in (0, 1, 2, 3, 4, 0, 1, 2)]
 
 
@@ -409,7 +391,7 @@ def test_exact_match_is_the_share_of_right_answers(texts: list[tuple[str, str]],
     predictions = [Prediction(key=str(i), expected=e, generated=g) for i, (e, g) in enumerate(texts)]
     assert exact_match(predictions) == share
     write_predictions(predictions, tmp_path / "predictions.jsonl")
-    assert read_predictions(tmp_path / "predictions.jsonl") == predictions
+    assert read_predictions(tmp_path) == predictions
 
 
 # The script ----------------------------------------------------------------------------------------------------------
