@@ -82,7 +82,7 @@ def command(
     if balance is not None and microbatch is not None:
         raise ConfigurationError("--balance applies to the microbatches of a step: give --step, not --microbatch")
     run, notes = open_run(source, options, by_step=microbatch is None, balance=balance, window=balance_window)
-    from energon_bridge.forecast.samples import assumption, name_microbatch, name_shared_steps, name_steps
+    from energon_bridge.forecast.samples import assumption, name_microbatch, name_steps
     from energon_bridge.topology import first_microbatch
 
     if microbatch is None and rank is not None and rank >= run.world_size:
@@ -93,8 +93,7 @@ def command(
         if microbatch is not None:
             yield None, name_microbatch(run, microbatch)
             return
-        by_step = name_steps(run, steps) if run.sharing is None else name_shared_steps(run, steps, run.sharing)
-        for number, some in zip(steps, by_step, strict=True):
+        for number, some in zip(steps, name_steps(run, steps), strict=True):
             yield from ((number, one) for one in some if rank is None or one.rank == rank)
 
     if out is not None:

@@ -223,13 +223,13 @@ def _weights(run: Run, global_draw: int) -> list[float]:
     return [weight / math.fsum(weights) for weight in weights]
 
 
-def share_curve(run: Run, steps: int, points: int = 64) -> tuple[SharePoint, ...]:
+def share_curve(run: Run, steps: int) -> tuple[SharePoint, ...]:
     """Return the shares at evenly spaced draws of a run and at the points of its schedules; empty if they never change.
 
     The leaves are in order of the mix.
     """
     draws = int(draws_per_leaf(run, steps).sum())
-    return _schedule(run, steps, draws, _order_of_mix(run), {draws * number // points for number in range(points)})
+    return _schedule(run, steps, draws, _order_of_mix(run), {draws * number // 64 for number in range(64)})
 
 
 def _order_of_mix(run: Run) -> list[int]:

@@ -127,13 +127,16 @@ def name_steps(run: Run, steps: Iterable[int], *, keys: bool = True) -> Iterator
 
     Args:
         steps: Each as the steps before it, counted from the beginning of the run (of validation: of a pass, whose steps
-            are one microbatch on every rank), on as many ranks.
+            are one microbatch on every rank), on as many ranks; rising, if ranks load their own shares.
         keys: Look keys up, which takes most of the time.
 
     Raises:
         ConfigurationError: There is no such step, or the state was saved between two steps of this number of ranks.
         MissingRankError: The state has not the lanes that are needed.
     """
+    if run.sharing is not None:
+        yield from _name_shared_steps(run, steps, run.sharing, keys=keys)
+        return
     if run.spec.ends:
         of_pass = _SampleNames(run.plan.leaves, keys=keys)
         for step in steps:
@@ -167,19 +170,9 @@ def _endless_turn(run: Run, turn: int, names: _Names) -> list[NamedMicrobatch]:
     return delivered
 
 
-def name_shared_steps(
-    run: Run, steps: Iterable[int], sharing: Sharing, *, keys: bool = True
+def _name_shared_steps(
+    run: Run, steps: Iterable[int], sharing: Sharing, *, keys: bool
 ) -> Iterator[list[NamedMicrobatch]]:
-    """Name the samples of steps of a run whose ranks load their own shares, for every rank.
-
-    Args:
-        steps: As for `name_steps`, rising.
-        sharing: How the run is divided.
-        keys: Look keys up.
-
-    Raises:
-        MissingRankError: The state has not the lanes that are needed.
-    """
     names, of_sample = _Names(run, keys=False), _SampleNames(run.plan.leaves, keys=keys)
     planned: GlobalBatches | None = None
     window: list[SharedBatch] = []
