@@ -14,7 +14,7 @@ pytest.importorskip("lightning.pytorch")
 
 from engine import worker_config_of
 from lightning.pytorch import Trainer
-from lightning_runs import Model, fit
+from lightning_runs import Model, fit, quiet_trainer
 from made import made_once
 
 from energon_bridge import Blender, DefaultTaskEncoder, EnergonMultiModalDataModule, get_savable_loader
@@ -251,9 +251,7 @@ def test_each_dataset_of_a_mix_is_validated_by_itself(dataset: Path, tmp_path: P
 def tuned(folder: Path, **settings: Any) -> tuple[Trainer, Any]:
     from lightning.pytorch.tuner import Tuner
 
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    quiet |= {"enable_checkpointing": False, "default_root_dir": folder, "limit_val_batches": 0}
-    trainer = Trainer(accelerator="cpu", **(quiet | settings))
+    trainer = quiet_trainer(folder, **({"max_epochs": None} | settings))
     return trainer, Tuner(trainer)
 
 

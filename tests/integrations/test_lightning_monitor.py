@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("lightning.pytorch")
 
-from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning_runs import Plain, quiet_trainer
 from made import made_once
 
 from energon_bridge import (
@@ -49,38 +48,15 @@ class Kept(Logger):
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
 
 
-class Model(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.layer(torch.ones(1, 1)).sum()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+def fit(data: EnergonMultiModalDataModule, folder: Path, **settings: Any) -> None:
+    quiet_trainer(folder, **({"enable_progress_bar": True} | settings)).fit(Plain(), datamodule=data)
+    data.close()
 
 
 def data_of(path: Any) -> EnergonMultiModalDataModule:
     return EnergonMultiModalDataModule(
         path, None, None, micro_batch_size=2, num_workers=0, num_lanes=4, task_encoder=DefaultTaskEncoder()
     )
-
-
-def fit(data: EnergonMultiModalDataModule, folder: Path, **settings: Any) -> None:
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=-1,
-        limit_val_batches=0,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        default_root_dir=folder,
-        **settings,
-    )
-    trainer.fit(Model(), datamodule=data)
-    data.close()
 
 
 def test_loggers_get_the_counters(dataset: Path, tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from previews import CRUDE, HOSTILE
 
 pytest.importorskip("lightning.pytorch")
 
-from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_runs import Plain, quiet_trainer
 
 from energon_bridge import (
     Blender,
@@ -73,24 +73,18 @@ def said(cell: Any) -> str:
     return cell if isinstance(cell, str) else " ".join([cell.get("text", ""), *cell.get("keys", ())]).strip()
 
 
-class Model(LightningModule):
+class Model(Plain):
     """Its loss is 3 at first and then less, and NaN at step 5 if it is told so."""
 
     def __init__(self, *, fails_at: int = -1, nan: bool = False) -> None:
         super().__init__()
-        self.layer = torch.nn.Linear(1, 1, bias=False)
         self.fails_at, self.nan = fails_at, nan
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if self.global_step == self.fails_at:
             raise RuntimeError("out of luck")
         value = float("nan") if self.nan and self.global_step == 4 else 3.0 / (1 + self.global_step)
-        return self.layer(torch.ones(1, 1)).sum() * 0.0 + value
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+        return super().training_step(batch, batch_idx) * 0.0 + value
 
 
 class Picky(DefaultTaskEncoder):
@@ -124,18 +118,7 @@ def fit(mix: Any, folder: Path, model: Model | None = None, **settings: Any) -> 
     )
     callback = RunReport(folder / "report.html", title="A run")
     checkpoint = settings.pop("ckpt_path", None)
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=-1,
-        limit_val_batches=0,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-        logger=False,
-        default_root_dir=folder,
-        **{"enable_checkpointing": False, "callbacks": []}
-        | settings
-        | {"callbacks": [callback, *settings.get("callbacks", ())]},
-    )
+    trainer = quiet_trainer(folder, callbacks=[callback, *settings.pop("callbacks", ())], **settings)
     try:
         trainer.fit(model or Model(), datamodule=data, ckpt_path=checkpoint)
     finally:
@@ -416,17 +399,7 @@ def test_balance_is_shown_as_it_came_and_as_it_was_shared_out(tmp_path: Path) ->
 
 def test_without_our_loader_there_are_the_losses(tmp_path: Path) -> None:
     callback = RunReport()
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=3,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        callbacks=[callback],
-    )
+    trainer = quiet_trainer(tmp_path, max_steps=3, callbacks=[callback])
     trainer.fit(Model(), train_dataloaders=[1, 2, 3], val_dataloaders=[1])
     text = Read(tmp_path / "report.html").text
     assert "loss, steps 1 to 3" in text

@@ -225,25 +225,21 @@ def test_any_number_of_ranks_and_workers_gives_the_same_weights(mix: Path) -> No
 
 
 def test_a_lightning_run_that_is_resumed_has_the_same_weights_and_batches(mix: Path, tmp_path: Path) -> None:
-    lightning = pytest.importorskip("lightning.pytorch")
+    pytest.importorskip("lightning.pytorch")
+    from lightning_runs import Plain, quiet_trainer
+
     from energon_bridge.integrations.lightning import MixFeedbackCallback
 
-    class Model(lightning.LightningModule):  # type: ignore[misc, name-defined]
+    class Model(Plain):
         def __init__(self, feedback: MixFeedback) -> None:
             super().__init__()
-            self.layer = torch.nn.Linear(1, 1)
             self.feedback = feedback
             self.keys: list[str] = []
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             self.keys += batch.sample_keys
             self.feedback.record(batch, losses_of(batch))
-            return self.layer(torch.ones(1, 1)).sum()
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None: ...
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.01)
+            return super().training_step(batch, batch_idx)
 
     def run(steps: int, resumed_from: Path | None = None) -> tuple[list[str], Any, Any]:
         source = Run(mix, policies(mix, "doremi"), packed=True)
@@ -258,18 +254,8 @@ def test_a_lightning_run_that_is_resumed_has_the_same_weights_and_batches(mix: P
             task_encoder=encoder(),
             packing_buffer_size=8,
         )
-        trainer = lightning.Trainer(
-            max_steps=steps,
-            accumulate_grad_batches=2,
-            callbacks=[MixFeedbackCallback(source.feedback)],
-            default_root_dir=tmp_path,
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            limit_val_batches=0,
-        )
+        callbacks = [MixFeedbackCallback(source.feedback)]
+        trainer = quiet_trainer(tmp_path, max_steps=steps, accumulate_grad_batches=2, callbacks=callbacks)
         trainer.fit(model, datamodule=data, ckpt_path=resumed_from)
         if resumed_from is None:
             trainer.save_checkpoint(tmp_path / "half.ckpt")
