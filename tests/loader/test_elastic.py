@@ -82,6 +82,15 @@ def test_a_batch_held_back_for_its_masked_twin_is_forgotten_by_a_restore(data: P
         assert deliver(loaders, 4).digests == expected[33:58]
 
 
+@pytest.mark.parametrize("group_size", [24, None])
+def test_fresh_runs_are_one_sequence_on_any_ranks_and_workers(data: Path, group_size: int | None) -> None:
+    """The default number of lanes depends on neither, however small the data is."""
+    options = {"num_lanes": None, "microbatches_per_global_batch": group_size}
+    runs = [(1, 0), (1, 4), (2, 2), (4, 1), (4, 3)]
+    loaders = (loaders_of(dataset_of(data, "tensors"), *one, **options) for one in runs)
+    assert len({tuple(deliver(of_run, 48 // len(of_run)).digests) for of_run in loaders}) == 1
+
+
 def test_what_lanes_cannot_keep_busy_is_said_once(data: Path, caplog: pytest.LogCaptureFixture) -> None:
     dataset = dataset_of(data, "default")
     for world_size, num_workers in ((4, 2), (5, 0), (12, 3)):
