@@ -95,9 +95,15 @@ class RemoteStore(Rooted):
                 return [self._size(rel) for rel in rels]  # names the one
 
     def exists(self, rel: str) -> bool:
-        if not rel or self._cache is None:
-            return bool(rel) and self._answers(self._prefix + rel)
-        return self._versions([rel])[0].size >= 0
+        if rel and self._cache is not None:
+            return self._versions([rel])[0].size >= 0
+        with self._naming(rel):
+            try:
+                return bool(rel) and bool(self._fetch([self._piece(rel, 0, 1, upto=True)]))
+            except Refused as refused:
+                if refused.status in (404, 410):
+                    return False
+                raise
 
     def read(self, rel: str) -> bytes:
         if self._cache is not None:
@@ -306,18 +312,6 @@ class RemoteStore(Rooted):
 
     def _fetch(self, pieces: Sequence[Piece]) -> Sequence[Body]:
         return self._place()[0].fetch(pieces, self._stalls) if pieces else []
-
-    def _answers(self, key: str) -> bool:
-        """Return whether an object with this key exists."""
-        client, bucket = self._place()
-        with self._naming(key[len(self._prefix) :]):
-            try:
-                client.fetch([Piece(bucket, key, 0, 1, True)], self._stalls)
-            except Refused as refused:
-                if refused.status in (404, 410):
-                    return False
-                raise
-        return True
 
     def _joined(self, rel: str, parts: Sequence[Body]) -> bytes:
         if len({part.version for part in parts}) > 1:

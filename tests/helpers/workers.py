@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine import TensorEncoder, config_of, train_dataset
+from engine import TensorEncoder, config_of, deliver, loaders_of, train_dataset
 
 from energon_bridge import SavableDataLoader, get_savable_loader
 
@@ -16,6 +16,11 @@ from energon_bridge import SavableDataLoader, get_savable_loader
 def loader_of(data: Path, num_workers: int = 2, encoder: Any = None, **kwargs: Any) -> SavableDataLoader:
     dataset = train_dataset(data, task_encoder=encoder or TensorEncoder())
     return get_savable_loader(dataset, worker_config=config_of(1, num_workers, **kwargs))
+
+
+def expected_of(data: Path, number: int, **kwargs: Any) -> list[str]:
+    """Return the digests of the first microbatches without workers."""
+    return deliver(loaders_of(train_dataset(data, **kwargs), 1, 0), number).digests
 
 
 def worker_pids() -> list[int]:

@@ -21,12 +21,12 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from engine import Numbers, TensorEncoder, config_of, deliver, digest, loaders_of, text_dataset, train_dataset
+from engine import Numbers, TensorEncoder, config_of, digest, text_dataset, train_dataset
 from left_behind import descendants
 from made import made_once
 from object_server import serving
 from ray_cluster import STORE_BYTES, actor_processes, ray_cluster
-from workers import loader_of, wait_until
+from workers import expected_of, loader_of, wait_until
 
 from energon_bridge import ErrorPolicy, WorkerConfig, get_savable_loader, get_val_dataset
 from energon_bridge.cli.main import main
@@ -69,10 +69,6 @@ def actors(cluster: Any) -> dict[str, Any]:
     """Return the settings of workers that are actors, and reached by a connection as if they were elsewhere."""
     options = {"address": cluster.address, "num_cpus": 0.5, "placement_timeout_seconds": 200, "shared_memory": False}
     return {"worker_engine": "ray", "ray_options": options}
-
-
-def expected_of(data: Path, number: int, **kwargs: Any) -> list[str]:
-    return deliver(loaders_of(train_dataset(data, **kwargs), 1, 0), number).digests
 
 
 # The stream ----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import logging
 import mmap
 import os
 import re
+import signal
 import threading
 import time
 import types
@@ -25,21 +26,27 @@ from energon_bridge.loader import workers
 from energon_bridge.loader.workers import Work
 
 
+def stick(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """Let worker 1 be stuck in its fork, deaf to SIGTERM, so many times."""
+    stuck = mmap.mmap(-1, 1)
+    original = workers.set_up_worker
+
+    def set_up(work: Work, *rest: Any) -> None:
+        if work.number == 1 and stuck[0] < times:
+            stuck[0] += 1
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(1000)
+        original(work, *rest)
+
+    monkeypatch.setattr("energon_bridge.loader.workers.set_up_worker", set_up)
+
+
 def test_a_worker_that_never_begins_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     dataset = train_dataset(text_dataset(tmp_path / "text", train=[20, 17]))
     expected = deliver(loaders_of(dataset, 1, 0), 30).digests
-    hung = mmap.mmap(-1, 1)
-    original = workers.set_up_worker
-
-    def set_up(work: Work, *rest: Any) -> None:
-        if work.number == 1 and not hung[0]:  # as a child that is stuck in its fork
-            hung[0] = 1
-            time.sleep(1000)
-        original(work, *rest)
-
-    monkeypatch.setattr("energon_bridge.loader.workers.set_up_worker", set_up)
+    stick(monkeypatch, times=1)
     monkeypatch.setattr("energon_bridge.loader.pool._BEGIN_SECONDS", 1.0)
     with (
         closing(get_savable_loader(dataset, worker_config=config_of(1, 2))) as loader,
@@ -135,17 +142,7 @@ def test_a_worker_that_never_begins_is_gone_when_the_loader_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = train_dataset(text_dataset(tmp_path / "text", train=[20, 17]))
-    original = workers.set_up_worker
-
-    def set_up(work: Work, *rest: Any) -> None:
-        if work.number == 1:
-            import signal
-
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            time.sleep(1000)
-        original(work, *rest)
-
-    monkeypatch.setattr("energon_bridge.loader.workers.set_up_worker", set_up)
+    stick(monkeypatch, times=100)
     monkeypatch.setattr("energon_bridge.loader.pool.END_SECONDS", 0.2)
     loader = get_savable_loader(dataset, worker_config=config_of(1, 2))
     next(iter(loader))  # of worker 0

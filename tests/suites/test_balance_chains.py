@@ -22,7 +22,8 @@ import numpy as np
 import pytest
 from chains import CODECS
 from engine import InProcessLoader, loaders_of
-from sharing import COST, Seen, Sized, seen, write_sized
+from mixing import metadataset
+from sharing import COST, Seen, Sized, seen, sets_of, write_sized
 
 from energon_bridge import EnergonError, get_train_dataset
 from energon_bridge.loader.document import read_lanes
@@ -233,18 +234,10 @@ def change(loaders: list[Any], kind: str, start: int) -> None:
             loader.ban([f"{n:05d}" for n in range(start % 5, 60, 4)], from_draw=start, ignore_unknown=True)
 
 
-def sets_of(found: list[list[list[Seen]]]) -> list[list[str]]:
-    return [sorted(batch.digest for rank in ranks for batch in rank) for ranks in found]
-
-
 def run_chain(data: Path, chain: Chain) -> None:
     """Run a chain and its reference, and compare them."""
-    text = {
-        "__module__": "megatron.energon",
-        "__class__": "MetadatasetV2",
-        "splits": {"train": placed(data, chain.tree)},
-    }
-    dataset = get_train_dataset(text, task_encoder=Sized(chain.bad), **chain.settings)  # type: ignore[arg-type]
+    mix = metadataset(data, train=chain.tree)
+    dataset = get_train_dataset(mix, task_encoder=Sized(chain.bad), **chain.settings)
     found: list[list[str]] = []
     changes: dict[int, tuple[str, int, int]] = {}
     ends: dict[int, Any] = {}
@@ -298,13 +291,6 @@ def earliest(states: list[Any], lanes: int) -> int:
     """Return the first global draw that no lane has made."""
     made = {number: lane.draw for state in states for number, lane in read_lanes(state).items()}
     return max((draw - 1) * lanes + number + 1 for number, draw in made.items())
-
-
-def placed(data: Path, tree: Any) -> Any:
-    """Return a tree with absolute paths."""
-    if isinstance(tree, dict):
-        return {name: f"{data}/{value[2:]}" if name == "path" else placed(data, value) for name, value in tree.items()}
-    return [placed(data, one) for one in tree] if isinstance(tree, list) else tree
 
 
 @pytest.mark.parametrize("part", range(PARTS))
