@@ -2,7 +2,7 @@
 
 It has built-in types only, so it loads with `torch.load` and its defaults, as JSON, and in restricted unpicklers::
 
-    {"format": "energon_bridge.state", "format_version": 5, "order_version": 6,
+    {"format": "energon_bridge.state", "format_version": 1, "order_version": 1,
      "kind": "train" | "passes" | "finite", "num_lanes": L, "microbatches": m0,
      "epoch": passes that are done,          # of a finite stream; m0 counts in the pass
      "epoch_steps": steps delivered of the virtual epoch,

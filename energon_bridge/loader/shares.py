@@ -233,30 +233,20 @@ def check_windows(then: State, now: Mapping[str, object]) -> None:
             raise mismatch(name, before, after)
 
 
-def in_window(state: State, done: int, settings: Mapping[str, Any]) -> State:
+def in_window(state: State, done: int) -> State:
     """Return the state within a window, from the state at its beginning and the microbatches delivered since."""
-    if not settings:
-        return state
-    more = {"microbatches": state["microbatches"] + done, "settings": state["settings"] | dict(settings)}
-    return sign(state | more)
+    return sign(state | {"microbatches": state["microbatches"] + done}) if done else state
 
 
-def at_window(states: Sequence[State], span: int, settings: Mapping[str, Any]) -> tuple[list[State], int]:
-    """Return the states at the beginning of a window, and the microbatches delivered of it.
+def at_window(states: Sequence[State], span: int) -> tuple[list[State], int]:
+    """Return the states of some or all ranks at the beginning of a window, and the microbatches delivered of it.
 
     Args:
         states: States of some or all ranks.
         span: Microbatches in a window.
-        settings: Those of this run, from `window_settings`.
-
-    Raises:
-        SettingMismatchError: The run that saved them had other windows.
     """
-    saved = read_all(states)
-    check_windows(saved.settings, settings)
-    done = saved.microbatches % span
-    rest = {name: value for name, value in saved.settings.items() if name not in settings}
-    return [sign(state | {"microbatches": saved.microbatches - done, "settings": rest}) for state in states], done
+    done = read_all(states).microbatches % span
+    return [in_window(state, -done) for state in states], done
 
 
 # Planning ------------------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from energon_bridge.errors import BalanceError, ConfigurationError, StepMismatchError, is_whole
 from energon_bridge.loader.document import State
+from energon_bridge.loader.position import Mode
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.shares import at_window, in_window, sharing_of, why_unplanned, window_settings
 from energon_bridge.plan.balance import divide
@@ -248,7 +249,7 @@ class ExchangingLoader(BalancedLoader):
         self._cost = balance.cost
         self._peers = Peers(balance.group)
         self._key = key_of("balance window", loader.config.run_seed)
-        self._settings = window_settings(balance.window, size)
+        loader.follow(Mode(), window_settings(balance.window, size))
         self._stream: Iterator[Any] | None = None
         self._ready: deque[Any] = deque()
         self._exchange: _Exchange | None = None
@@ -390,14 +391,14 @@ class ExchangingLoader(BalancedLoader):
     def _document(self) -> State:
         # In the middle of a global batch, only complete ones are counted.
         done = self._within // self._rounds
-        return in_window(self._state(), done * self._rounds * self._peers.size, self._settings)
+        return in_window(self._state(), done * self._rounds * self._peers.size)
 
     def restore_state_rank(self, state: Any, **kwargs: Any) -> None:
         self._drop()
         done = 0
         if self._window > 1:
             states = state if isinstance(state, (list, tuple)) else [state]
-            state, done = at_window(states, self._span, self._settings)
+            state, done = at_window(states, self._span)
             self._check_place(done)
         self.loader.restore_state_rank(state, **kwargs)
         self._moved()
