@@ -80,6 +80,7 @@ _INLINE = re.compile(r"<img>([^<>]+)</img>")  # of Qwen-VL
 _PLACES = re.compile(r"<(image|video|audio)>")
 _SOUNDS = ("aac", "aif", "aiff", "amr", "flac", "m4a", "mp3", "mka", "oga", "ogg", "opus", "wav", "wma")
 _SHOWN = 200
+MAPPING = (dict, Mapping)  # in this order: an abstract class takes long to say what is one
 
 
 def read_turns(entry: Mapping[str, Any]) -> list[Turn] | None:
@@ -130,7 +131,7 @@ def known_turns(turns: Sequence[Any]) -> list[Turn]:
                 )
         elif name in _RESULTS:
             known.append({**_without(turn, "from", "value"), "role": "tool", "content": _content(turn)})
-        elif name is not None and isinstance(turn.get("function_call"), Mapping) and not turn.get("tool_calls"):
+        elif name is not None and _has_call(turn):
             calls = _calls(turn["function_call"])
             known.append({**_without(turn, "function_call"), "content": _content(turn) or "", "tool_calls": calls})
         else:
@@ -266,8 +267,13 @@ def _pair_turn(turn: Any) -> list[Turn]:
     return [turn]
 
 
+def _has_call(turn: Turn) -> bool:
+    call = turn.get("function_call")
+    return call is not None and isinstance(call, MAPPING) and not turn.get("tool_calls")
+
+
 def _role_name(turn: Any) -> str | None:
-    name = (turn.get("role") or turn.get("from")) if isinstance(turn, Mapping) else None
+    name = (turn.get("role") or turn.get("from")) if isinstance(turn, MAPPING) else None
     return name.strip().lower() if isinstance(name, str) else None
 
 
@@ -438,6 +444,8 @@ def placed(turns: Sequence[Turn], there: Mapping[Medium, int]) -> list[Turn]:
         SampleError: A text may or may not be a place.
     """
     places, literal, answered = _counted(turns)
+    if not (places or literal or answered):
+        return list(turns)
     if not places["video"] and not there.get("image") and 0 < places["image"] == there.get("video"):
         turns = [_as_videos(turn) for turn in turns]
         places, literal, answered = _counted(turns)
@@ -526,19 +534,18 @@ def _counted(turns: Sequence[Turn]) -> tuple[Counter[str], Counter[str], Counter
     literal: Counter[str] = Counter()
     answered: Counter[str] = Counter()
     for turn in turns:
-        content = _content(turn) if isinstance(turn, Mapping) else None
+        content = _content(turn) if isinstance(turn, MAPPING) else None
         if isinstance(content, str):
-            if written := _PLACES.findall(content):
+            if "<" in content and (written := _PLACES.findall(content)):
                 is_answer = ROLES.get(_role_name(turn) or "") == "assistant"
                 (answered if is_answer else places).update(written)
-            continue
-        for part in content if isinstance(content, list | tuple) else ():
-            kind = part_kind(part)
-            if kind == "text":
-                if written := _PLACES.findall(part_text(part) or ""):
-                    literal.update(written)
-            elif kind is not None and own_payload(part) is None:
-                places[kind] += 1
+        elif isinstance(content, list | tuple):
+            for part in content:
+                kind = part_kind(part)
+                if kind == "text":
+                    literal.update(_PLACES.findall(part_text(part) or ""))
+                elif kind is not None and own_payload(part) is None:
+                    places[kind] += 1
     return places, literal, answered
 
 

@@ -31,6 +31,7 @@ from energon_bridge.format.media import AV_EXTENSIONS, IMAGE_EXTENSIONS
 from energon_bridge.rows.turns import (
     CONVERSATIONS as _TURNS,
     FLAGS,
+    MAPPING,
     ROLES,
     WEIGHTS,
     Medium,
@@ -56,7 +57,7 @@ _logger = logging.getLogger(__name__)
 Kind = Medium
 IMAGE, VIDEO, AUDIO = "<image>", "<video>", "<audio>"
 _PLACEHOLDERS = re.compile(rf"\n?({IMAGE}|{VIDEO}|{AUDIO})\n?")
-_BY_PLACE: Mapping[str, Kind] = {IMAGE: "image", VIDEO: "video", AUDIO: "audio"}
+_SEQUENCE = (list, Sequence)
 _OWN_KEYS = frozenset({"role", "from", "content", "value"})
 _SAYING = ("tool_calls", "function_call", "reasoning_content", "thinking", "reasoning", "refusal", "audio")
 """Keys that an assistant can say something with in place of a content."""
@@ -92,6 +93,9 @@ class Part:
     text: str = ""
 
 
+_PLACES: Mapping[str, Part] = {IMAGE: Part("image"), VIDEO: Part("video"), AUDIO: Part("audio")}
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One turn of a conversation.
@@ -116,7 +120,7 @@ class Turn:
     @property
     def text(self) -> str:
         """The texts of the content."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        return self.content if isinstance(self.content, str) else "".join([part.text for part in self.content or ()])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,31 +166,28 @@ class Document:
         return next(piece.text for piece in self.pieces if piece.learned)
 
 
-def has_turns(sample: Any) -> bool:
-    """Return whether a sample contains turns."""
-    return _turn_holder(sample) is not None
-
-
-def read_conversation(sample: Any, *, place_images: Literal["before", "after"] = "before") -> Conversation:
-    """Return the conversation of a sample that has turns.
+def read_conversation(
+    sample: Any, holder: Any = None, *, place_images: Literal["before", "after"] = "before"
+) -> Conversation:
+    """Return the conversation of a sample that has turns, in a holder (`turn_holder`).
 
     Raises:
         SampleError: The turns have an unknown shape, a flag that cannot be honoured, or other numbers of placeholders
             than there are images, videos or sounds.
     """
-    holder = _turn_holder(sample)
+    holder = turn_holder(sample) if holder is None else holder
     name = next(name for name in _TURNS if _value(holder, name) is not None)
     turns = _value(holder, name)
     if isinstance(turns, str | bytes):
         turns = parsed(turns, "turns")
     tools, system = _value(holder, "tools"), _value(holder, "system")
-    if isinstance(holder, Mapping):
+    if isinstance(holder, MAPPING):
         tools, system = read_tools(holder), system_prompt(holder)
-    if isinstance(turns, Mapping):
+    if isinstance(turns, MAPPING):
         tools = read_tools(turns) if tools is None else tools
         system = system_prompt(turns) if system is None else system
         turns = next((turns[name] for name in _TURNS if name in turns), None)
-    if not isinstance(turns, Sequence) or not turns:
+    if not isinstance(turns, _SEQUENCE) or not turns:
         raise SampleError(f"{name} must be a non-empty list of turns, got {turns!r}"[:500])
     if system:
         turns = _with_system(turns, system)
@@ -228,12 +229,12 @@ def in_parts(content: Conversation) -> Conversation:
 
 def split_places(content: str, role: str = "user") -> tuple[Part, ...]:
     """Split a text at its placeholders; a line break next to one belongs to it. In an answer they are text."""
-    if role == "assistant":
+    if role == "assistant" or (type(content) is str and "<" not in content):
         return (Part("text", content),) if content else ()
     parts: list[Part] = []
     for number, piece in enumerate(_PLACEHOLDERS.split(content)):
         if number % 2:
-            parts.append(Part(_BY_PLACE[piece]))
+            parts.append(_PLACES[piece])
         elif piece:
             parts.append(Part("text", piece))
     return tuple(parts)
@@ -249,7 +250,7 @@ def list_images(value: Any) -> list[Any]:
 def _media(sample: Any, kind: Kind) -> list[Any]:
     """Return the images, videos or sounds in a sample's own fields."""
     value = next((one for name in _FIELDS[kind] if (one := _value(sample, name)) is not None), None)
-    if value is None and isinstance(sample, Mapping):
+    if value is None and isinstance(sample, MAPPING):
         return own_media(sample, kind)
     if kind == "image":
         return list_images(value)
@@ -285,11 +286,12 @@ def _is_frame(value: Any) -> bool:
 
 
 def _read_turn(turn: Any, payloads: dict[Kind, list[Any]], waiting: dict[Kind, list[Any]]) -> Turn:
-    role = turn.get("role", turn.get("from")) if isinstance(turn, Mapping) else None
-    content = turn.get("content", turn.get("value")) if role is not None else None
+    said = turn if isinstance(turn, MAPPING) else {}
+    role = said.get("role", said.get("from"))
+    content = said.get("content", said.get("value")) if role is not None else None
     keys: dict[str, Any] = {}
-    if isinstance(turn, Mapping):
-        keys = {name: value for name, value in turn.items() if value is not None and name not in _OWN_KEYS}
+    if not said.keys() <= _OWN_KEYS:
+        keys = {name: value for name, value in said.items() if value is not None and name not in _OWN_KEYS}
     if content is None and isinstance(role, str) and any(name in keys for name in _SAYING):
         role = _known_role(role)
         return Turn(role, None, _is_learned(role, keys), keys)
@@ -339,7 +341,7 @@ def _with_system(turns: Sequence[Any], system: Any) -> list[Any]:
 
 def template_keys(content: Conversation) -> list[str]:
     """Return what only a template can use of a conversation: keys of its turns, and `tools`."""
-    names = dict.fromkeys(name for turn in content.turns for name in turn.keys if name not in FLAGS)
+    names = dict.fromkeys([name for turn in content.turns for name in turn.keys if name not in FLAGS])
     return [*names, *(["tools"] if content.tools else [])]
 
 
@@ -361,7 +363,7 @@ def check_keys(content: Conversation, unused: Sequence[str], named: set[str], wh
 def name_empty_answers(content: Conversation) -> None:
     """Warn, once, of an answer that says nothing: the model learns to end where it should speak."""
     empty = [one for one in content.turns if one.role == "assistant" and one.learned and not one.text.strip()]
-    if any(not any(map(one.keys.get, _SAYING)) for one in empty):
+    if empty and any(not any(map(one.keys.get, _SAYING)) for one in empty):
         why = "so the model learns to say nothing there; leave such samples out, or give the turns weight=0"
         warn_once("empty", _named, f"a sample has an empty answer, {why}")
 
@@ -410,7 +412,7 @@ def _part(part: Any) -> Part:
 
 def _payload(part: Any) -> Any:
     """Return the image, video or sound in a part; None for a path or URL, which is not loaded here."""
-    return own_payload(part) if isinstance(part, Mapping) else None
+    return own_payload(part) if isinstance(part, MAPPING) else None
 
 
 def _placed(
@@ -421,13 +423,15 @@ def _placed(
 ) -> list[Turn]:
     """Place media without a placeholder at the first question, and check the numbers."""
     for kind in payloads:
+        if not (waiting[kind] or payloads[kind]):
+            continue
         if waiting[kind] and not payloads[kind]:
             first = next((n for n, turn in enumerate(turns) if turn.role == "user"), None)
             if first is not None:
                 places = (Part(kind),) * len(waiting[kind])
                 parts = tuple(turns[first].parts)
                 parts = places + parts if place_images == "before" else parts + places
-                turns[first] = replace(turns[first], content=parts)
+                turns[first] = Turn(turns[first].role, parts, turns[first].learned, turns[first].keys)
                 payloads[kind], waiting[kind] = waiting[kind], []
         missing = sum(payload is None for payload in payloads[kind])
         if missing or waiting[kind]:
@@ -436,12 +440,12 @@ def _placed(
     return turns
 
 
-def _turn_holder(sample: Any) -> Any:
-    """Return the holder of the turns: the sample, or its JSON."""
+def turn_holder(sample: Any) -> Any:
+    """Return the holder of the turns: the sample, or its JSON; None if there are no turns."""
     for holder in (sample, _value(sample, "json")):
         if isinstance(holder, list) and holder:
             return {"messages": holder}
-        if holder is not sample and isinstance(holder, Mapping) and (turns := read_turns(holder)) is not None:
+        if holder is not sample and isinstance(holder, MAPPING) and (turns := read_turns(holder)) is not None:
             is_pair = all(holder.get(name) is None for name in _TURNS)
             return {**holder, "messages": turns, "system": None, "system_prompt": None} if is_pair else holder
         if holder is not None and any(_value(holder, name) is not None for name in _TURNS):
@@ -450,6 +454,7 @@ def _turn_holder(sample: Any) -> Any:
 
 
 def _value(holder: Any, name: str) -> Any:
-    if isinstance(holder, Mapping):
+    is_other = not isinstance(holder, Sample)
+    if is_other and isinstance(holder, MAPPING):
         return holder.get(name)
-    return None if isinstance(holder, list | Tensor) else getattr(holder, name, None)
+    return None if is_other and isinstance(holder, list | Tensor) else getattr(holder, name, None)

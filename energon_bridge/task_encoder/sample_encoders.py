@@ -42,11 +42,11 @@ from energon_bridge.task_encoder.conversation import (
     Document,
     Piece,
     Turn,
-    has_turns,
     list_images,
     name_control_tokens,
     name_empty_answers,
     read_conversation,
+    turn_holder,
 )
 from energon_bridge.task_encoder.layout import MultiModalSampleConfig, place_images
 
@@ -76,7 +76,7 @@ def read_sample(
         SampleError: The sample cannot be learned.
         ConfigurationError: It has neither an encoder nor turns.
     """
-    kind = next((kind for kind in type(sample).__mro__ if kind in encoders), None)
+    kind = next(filter(encoders.__contains__, type(sample).__mro__), None)
     content = sample if kind is None else encoders[kind](sample, config)
     if not isinstance(content, Conversation | Document):
         content = _with_turns(content, encoders, place_images)
@@ -100,14 +100,15 @@ def _has_sound(content: Conversation | Document) -> bool:
 def _with_turns(
     content: Any, encoders: Mapping[type, SampleEncoder], place_images: Literal["before", "after"]
 ) -> Conversation:
-    if not has_turns(content):
+    holder = turn_holder(content)
+    if holder is None:
         known = ", ".join(sorted(kind.__name__ for kind in encoders))
         raise ConfigurationError(
             f"the task encoder takes samples with messages or conversations, and encodes {known}, not "
             f"{type(content).__name__} (sample {sample_key(content)!r}): set sample_type in dataset.yaml, cook the "
             "sample to a ChatSample, call register_encoder, or pass your own task_encoder"
         )
-    return read_conversation(content, place_images=place_images)
+    return read_conversation(content, holder, place_images=place_images)
 
 
 def sample_key(sample: Any) -> Any:

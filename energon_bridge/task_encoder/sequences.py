@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from energon_bridge.errors import SampleError, UnfitSampleError
 from energon_bridge.samples import Batch, Sample, Segment, edataclass, segments_of
+from energon_bridge.task_encoder.texts import as_array
 from energon_bridge.task_encoder.visual import concat_visual
 
 
@@ -123,17 +124,16 @@ class Sequencer:
     def finish(self, ignore: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return tokens, labels and loss mask, cut to the longest length; None if that leaves nothing to learn."""
         end = self.longest + 1
-        if 1 not in self.learned[1:end]:
-            return None
-        # By way of numpy: torch takes four times as long to read a list.
-        sequence = np.array(self.tokens[:end], np.int64)
-        learned = np.frombuffer(self.learned[1:end], np.bool_)
-        labels = np.where(learned, sequence[1:], ignore)
-        return (
-            torch.from_numpy(sequence[:-1].copy()),
-            torch.from_numpy(labels),
-            torch.from_numpy(learned.astype(np.float32)),
-        )
+        return finished(as_array(self.tokens[:end]), np.array(self.learned[:end]), ignore)
+
+
+def finished(sequence: np.ndarray, learned: np.ndarray, ignore: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return tokens, labels and loss mask of int64 tokens, of which some are learned (0 or 1); None if no label is."""
+    mask = learned[1:].astype(np.float32)
+    if not np.count_nonzero(mask):
+        return None
+    labels = np.where(mask, sequence[1:], ignore)
+    return torch.from_numpy(sequence[:-1].copy()), torch.from_numpy(labels), torch.from_numpy(mask)
 
 
 TOKEN_INPUTS = ("cross_attention_mask", "moe_mm_token_type_ids")

@@ -397,12 +397,11 @@ def test_tokens_are_those_of_the_whole_text() -> None:
 def test_white_space_in_front_of_a_token_stays_with_what_it_says(segments: Any, expected: list[str]) -> None:
     tokenizer = train_tokenizer(["say yes", "yes say", "yes yes"] * 3, 300, QWEN_TOKENS)
     assert tokenizer.tokenize(" yes") == ["\u0120yes"]  # one token, the white space at its front
-    stretches = tokenize_segments([Segment(*segment) for segment in segments], [], tokenizer, {})
-    learned = [token for one in stretches for token, yes in zip(one.tokens, one.learned, strict=True) if yes]
+    tokens, are_learned, _ = tokenize_segments([Segment(*segment) for segment in segments], [], tokenizer, {}).rows
+    learned = [token for token, yes in zip(tokens.tolist(), are_learned.tolist(), strict=True) if yes]
     assert [tokenizer.decode([token]) for token in learned] == expected
-    together = [token for one in stretches for token in one.tokens]
     text = "".join(segment[0] for segment in segments)
-    assert text.startswith(tokenizer.decode(together))
+    assert text.startswith(tokenizer.decode(tokens.tolist()))
 
 
 def test_templates_that_refuse_or_change_earlier_turns_are_named() -> None:

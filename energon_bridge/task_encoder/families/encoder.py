@@ -30,7 +30,7 @@ from energon_bridge.task_encoder.families.qwen import QwenFamily
 from energon_bridge.task_encoder.families.registry import family_of, load_pretrained
 from energon_bridge.task_encoder.families.rendering import (
     Segment,
-    Stretch,
+    Tokens,
     bos_to_add,
     document_segments,
     make_renderer,
@@ -58,8 +58,8 @@ from energon_bridge.task_encoder.sequences import (
     MultiModalBatch,
     MultiModalSample,
     PaddingValues,
-    Sequencer,
     batch_sequences,
+    finished,
     with_norm,
 )
 from energon_bridge.task_encoder.templates import control_tokens
@@ -403,42 +403,42 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             control_tokens=self._control_tokens,
         )
         segments = self._rendered(content)
-        videos = self._videos(content.videos) if isinstance(content, Conversation) else []
-        sounds = self._sounds(content.audios) if isinstance(content, Conversation) else []
+        videos = self._videos(content.videos) if isinstance(content, Conversation) and content.videos else []
+        sounds = self._sounds(content.audios) if isinstance(content, Conversation) and content.audios else []
         images = self._deferred(content.images)
         plans = self._planned(segments, images, videos, sounds)
         sounds = _in_order(plans, videos, sounds)
-        stretches = tokenize_segments(segments, plans, self.tokenizer, self._placeholders)
-        if self._bos is not None and not (stretches and stretches[0].tokens[:1] == [self._bos]):
-            stretches.insert(0, Stretch(tokens=[self._bos], learned=b"\0", types=b"\0"))
-            adds_special = not (isinstance(self.family, ProcessorFamily) and self.family.adds_bos)
-        else:
-            adds_special = False
-        sequence = Sequencer(longest=self.config.seq_length)
-        types, kept = self._fill(sequence, self._limited(stretches))
-        finished = sequence.finish(self.config.ignore_index)
-        if finished is None:
+        whole = tokenize_segments(segments, plans, self.tokenizer, self._placeholders)
+        adds_bos = self._bos is not None and whole.rows[0, :1].tolist() != [self._bos]
+        if self._bos is not None and adds_bos:
+            whole = whole.after(self._bos)
+        rows, media = self._fitting(self._limited(whole))
+        kept = [place.plan for place in media]
+        done = finished(rows[0], rows[1], self.config.ignore_index)
+        if done is None:
             raise SampleError(self._nothing_learned(plans, kept))
-        if len(finished[0]) + 1 < sum(len(stretch.tokens) for stretch in stretches):
+        if rows.shape[1] < whole.rows.shape[1]:
             count_over_long("truncated")
-        tokens, labels, loss_mask = finished
-        is_own = isinstance(self.family, ProcessorFamily)
-        kinds = self.family.token_types(tokens, types) if is_own else np.frombuffer(types, np.uint8)
-        counts = Counter(plan.kind for plan in kept)
-        heard = counts["audio"] + sum(video.sound is not None for video in videos[: counts["video"]])
+        tokens, labels, loss_mask = done
+        types = rows[2, :-1]
+        if isinstance(self.family, ProcessorFamily):
+            types = self.family.token_types(rows[0, :-1], types)
+        kinds = [plan.kind for plan in kept]
+        num_videos = kinds.count("video")
+        heard = kinds.count("audio") + sum(video.sound is not None for video in videos[:num_videos])
         return PreparedSample.derive_from(
             sample,
             tokens=tokens,
             labels=labels,
             loss_mask=loss_mask,
-            mm_token_type_ids=torch.from_numpy(kinds[: len(tokens)].astype(np.int64)),
+            mm_token_type_ids=torch.from_numpy(types.astype(np.int64)),
             plans=tuple(kept),
-            images=images[: counts["image"]],
-            videos=self._deferred_videos(videos[: counts["video"]]),
+            images=images[: kinds.count("image")],
+            videos=self._deferred_videos(videos[:num_videos]),
             sounds=[DeferredSound(sound=one) if one.alone else one for one in sounds[:heard]],
             answer=content.first_answer,
             text=_text_with(segments, len(kept)) if isinstance(self.family, ProcessorFamily) else "",
-            adds_special=adds_special,
+            adds_special=adds_bos and not (isinstance(self.family, ProcessorFamily) and self.family.adds_bos),
         )
 
     def _rendered(self, content: Conversation | Document) -> list[Segment]:
@@ -521,38 +521,27 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
     def _makes_pixels_early(self) -> bool:
         return type(self.family) in _FAMILIES and type(self).postencode_sample is _POSTENCODE
 
-    def _limited(self, stretches: list[Stretch]) -> list[Stretch]:
+    def _limited(self, whole: Tokens) -> Tokens:
         """Apply the limits of images and visual tokens."""
-        images = tokens = 0
-        for number, stretch in enumerate(stretches):
-            if stretch.plan is None:
-                continue
-            images, tokens = images + 1, tokens + stretch.plan.tokens
+        tokens = 0
+        for images, place in enumerate(whole.media, 1):
+            tokens += place.plan.tokens
             for name, size in (("max_num_images", images), ("max_visual_tokens", tokens)):
                 limit = getattr(self.config, name)
                 if limit is not None and size > limit:
                     what = f"at least {size} images and videos" if name == "max_num_images" else f"{size} visual tokens"
                     self._over(self.config.over_limit, name, f"{what}, with {name}={limit}")
-                    return stretches[:number]
-        return stretches
+                    return whole.until(place.start)
+        return whole
 
-    def _fill(self, sequence: Sequencer, stretches: Sequence[Stretch]) -> tuple[bytearray, list[Plan]]:
-        """Add the stretches that fit; return the types of their tokens, and their plans."""
-        total, longest = sum(len(stretch.tokens) for stretch in stretches), self.config.seq_length
+    def _fitting(self, found: Tokens) -> Tokens:
+        """Return the tokens that fit, and one more, as the label of the last; no medium is cut."""
+        total, longest = found.rows.shape[1], self.config.seq_length
+        if total <= longest:
+            return found
         if total > longest + 1:
             self._over(self.config.over_long, "seq_length", f"{total - 1} tokens, with seq_length={longest}")
-        types, plans = bytearray(), []
-        for stretch in stretches:
-            if stretch.plan is not None:
-                if not sequence.has_room(len(stretch.tokens)):
-                    break
-                plans.append(stretch.plan)
-            sequence.tokens += stretch.tokens
-            sequence.learned += stretch.learned
-            types += stretch.types
-            if sequence.full:
-                break
-        return types, plans
+        return found.until(min([longest + 1, *(place.start for place in found.media if place.end > longest)]))
 
     def _nothing_learned(self, plans: Sequence[Plan], kept: Sequence[Plan]) -> str:
         cut = f"seq_length={self.config.seq_length}"
@@ -583,6 +572,8 @@ def _check_last_turns(content: Conversation, named: set[str]) -> None:
 
     Raises SampleError if they are questions, and hold all media of the sample: answers would be learned blind.
     """
+    if not content.turns or content.turns[-1].role == "assistant":
+        return
     numbers = (number for number, turn in enumerate(content.turns, 1) if turn.role == "assistant")
     last = max(numbers, default=len(content.turns))
     seen = any(part.kind != "text" for turn in content.turns[:last] for part in turn.parts)

@@ -134,7 +134,7 @@ class ProcessorFamily:
     refused: dict[Kind, str] = field(init=False, repr=False, compare=False, default_factory=dict)
     rope: Callable[..., Any] | None = field(init=False, repr=False, compare=False, default=None)
     rope_takes: frozenset[str] = field(init=False, repr=False, compare=False, default=frozenset())
-    kinds: Mapping[int, int] | None = field(init=False, repr=False, compare=False, default=None)
+    kinds: np.ndarray | None = field(init=False, repr=False, compare=False, default=None)
     nested: bool = field(init=False, repr=False, compare=False, default=True)
     adds_bos: bool = field(init=False, repr=False, compare=False, default=False)
     replays: bool = field(init=False, repr=False, compare=False, default=True)
@@ -587,19 +587,13 @@ class ProcessorFamily:
         runs = iter(plan.runs)
         return re.sub(repeated, lambda token: token.group() * next(runs), plan.text)
 
-    def token_types(self, tokens: Tensor, planned: bytearray) -> np.ndarray:
+    def token_types(self, tokens: np.ndarray, planned: np.ndarray) -> np.ndarray:
         """Return the type of each token: 0 text, 1 image, 2 video, 3 sound; the processor's own, where it needs
         no more than tokens.
         """
         if self.kinds is None:
             return np.array(self.processor.create_mm_token_type_ids([tokens.tolist()])[0], np.int64)
-        if not self.kinds:
-            return np.frombuffer(planned, np.uint8)
-        sequence = tokens.numpy()
-        types = np.zeros_like(sequence)
-        for token, number in self.kinds.items():
-            types[sequence == token] = number
-        return types
+        return self.kinds.take(tokens, mode="clip") if self.kinds.size else planned
 
     def positions(self, tokens: Tensor, types: Tensor, visual: Mapping[str, Tensor]) -> Tensor | None:
         """Return the model's own positions on three axes, int64 (3, tokens); None if it has one axis.
@@ -838,18 +832,20 @@ def _unfit(made: Sequence[Mapping[str, Any]], tokens: Sequence[int]) -> str | No
     return None
 
 
-def _kinds(processor: Any) -> Mapping[int, int] | None:
-    """Return the type of each token of media, where nothing else decides about types; empty: the plans say more.
-
-    None: only the processor knows.
-    """
+def _kinds(processor: Any) -> np.ndarray | None:
+    """Return the types of all tokens up to a text's behind media's; empty: the plans say more; None: only it knows."""
     create = processor.create_mm_token_type_ids
     if len(inspect.signature(create).parameters) > 1:
-        return {}
+        return np.zeros(0, np.uint8)
     if getattr(create, "__func__", None) is not _of_base("create_mm_token_type_ids"):
         return None
-    kinds = ((1, "image"), (2, "video"), (3, "audio"))
-    return {token: number for number, kind in kinds for token in getattr(processor, f"{kind}_token_ids")}
+    of_kinds = [getattr(processor, f"{kind}_token_ids") for kind in _ARGUMENTS]
+    known = {token: number for number, tokens in enumerate(of_kinds, 1) for token in tokens}
+    types = np.zeros(max(filter(None, known), default=0) + 2 if known else 0, np.uint8)
+    for token, number in known.items():
+        if token is not None:
+            types[token] = number
+    return types
 
 
 def _of_base(name: str) -> Any:

@@ -13,14 +13,15 @@ The result is a list of segments: prompts, learned text, and the placeholder of 
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import lru_cache
 from itertools import accumulate, count
-from operator import eq
 from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.task_encoder.conversation import (
@@ -50,7 +51,7 @@ from energon_bridge.task_encoder.templates import (
     only_written,
     template_source,
 )
-from energon_bridge.task_encoder.texts import is_fast, tokenize, tokens_with_places
+from energon_bridge.task_encoder.texts import as_array, is_fast, tokenize, tokens_with_places
 
 _MOST_OUTLINES = 4096
 _ODD = " \t{}. Of <b> \"an\" 'É' & \\n </think> {{{{ odd }}}} %s TEXT\n "
@@ -88,11 +89,8 @@ class Outline(NamedTuple):
         """Return the text of a conversation with these texts, in pieces."""
         return [piece for pair in zip(self.around, texts, strict=False) for piece in pair] + [self.around[-1]]
 
-    def spans(self, whole: str, texts: Sequence[str]) -> list[Span] | None:
-        """Return the answers in the rendering of a conversation with these texts; None if the rendering differs."""
-        pieces = self.pieces(texts)
-        if "".join(pieces) != whole:
-            return None
+    def spans(self, whole: str, pieces: Sequence[str]) -> list[Span] | None:
+        """Return the answers in a rendering of these pieces; None if one begins behind its end."""
         behind = [0, *accumulate(map(len, pieces))][::2]
         spans = []
         for (start_text, start), (end_text, end) in self.answers:
@@ -120,6 +118,7 @@ class ChatRenderer:
     learn: Literal["all", "last"] = "all"
     outlines: dict[Any, Outline | None] = field(default_factory=dict, init=False, repr=False, compare=False)
     named: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+    media: dict[Kind, tuple[str, str]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def template(self) -> str:
@@ -144,7 +143,10 @@ class ChatRenderer:
         if "ends" not in self.named:
             self.named.add("ends")
             template.check_ends(text, spans, placeholder_tokens(self.family).values())
-        return split_at(text, spans, self.family, marked=template.marks)
+        if not self.media:
+            known = placeholder_tokens(self.family).items()
+            self.media.update({kind: (media_text(self.family, kind), token) for kind, token in known if token})
+        return split_at(text, spans, self.media, template.marks)
 
     def _answers(self, content: Conversation) -> list[int]:
         """Return the numbers of the messages that are learned."""
@@ -164,19 +166,19 @@ class ChatRenderer:
         outline = None if content.tools or _is_shaped(content, template) else self._outline(content)
         if outline is not None:
             texts = _texts_in(content)
-            if outline.exact and all(texts) and not any(turn.keys for turn in content.turns):
-                whole = "".join(outline.pieces(texts))
-            else:
+            pieces = outline.pieces(texts)
+            whole = predicted = "".join(pieces)
+            if not (outline.exact and all(texts)) or any(turn.keys for turn in content.turns):
                 whole = template.text(self._messages(content.turns, template))
-            spans = outline.spans(whole, texts)
+            spans = outline.spans(whole, pieces) if whole == predicted else None
             if spans is not None:
                 return whole, spans
         return template.answers(self._messages(content.turns, template), content.tools, answers)
 
     def _outline(self, content: Conversation) -> Outline | None:
         """Return the outline of conversations of this shape; None if the template changes their texts."""
-        shape = tuple((turn.role, turn.learned, tuple(part.kind for part in turn.parts)) for turn in content.turns)
-        key = (shape, date.today())  # templates may write the date
+        shape = [(turn.role, turn.learned, tuple([part.kind for part in turn.parts])) for turn in content.turns]
+        key = (date.today(), *shape)  # templates may write the date
         if key not in self.outlines:
             if len(self.outlines) >= _MOST_OUTLINES:
                 self.outlines.clear()
@@ -220,7 +222,8 @@ class ChatRenderer:
         if any(turn.keys for turn in content.turns) or not only_written(self.plain, messages, numbers):
             return False
         whole, spans = self.plain.answers(messages, None, numbers)
-        return outline.spans(whole, _texts_in(content)) == spans
+        pieces = outline.pieces(_texts_in(content))
+        return "".join(pieces) == whole and outline.spans(whole, pieces) == spans
 
     def _messages(self, turns: Sequence[Turn], template: ChatTemplate) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []
@@ -316,20 +319,23 @@ def document_segments(document: Document, family: PlanningFamily | None, *, eos:
     return [*segments, Segment(eos, learned=True)]
 
 
-def split_at(text: str, spans: Sequence[Span], family: PlanningFamily | None, *, marked: bool = False) -> list[Segment]:
-    """Split a text at the borders of learned text, by marks or not, and at the placeholders of images and videos."""
-    places: dict[int, tuple[int, Kind]] = {}
-    for kind, token in placeholder_tokens(family).items():
-        if token:
-            pattern = _pattern(media_text(family, kind), token)
-            places |= {match.start(): (match.end(), kind) for match in pattern.finditer(text)}
+def split_at(text: str, spans: Sequence[Span], media: Mapping[Kind, tuple[str, str]], marked: bool) -> list[Segment]:
+    """Split a text at the borders of learned text, by marks or not, and at the forms of images, videos and sounds."""
+    places: dict[int, tuple[int, Kind | None]] = {}
+    for kind, forms in media.items():
+        if forms[0] in text or forms[1] in text:
+            places |= {match.start(): (match.end(), kind) for match in _pattern(*forms).finditer(text)}
     segments: list[Segment] = []
     position = 0
-    for start, (end, kind) in sorted(places.items()):
-        segments += _stretch(text, position, start, spans, marked)
-        segments.append(Segment(text[start:end], media=kind))
+    for start, (end, of_place) in [*sorted(places.items()), (len(text), (len(text), None))]:
+        for span in spans:
+            if span.end > position and span.start < start:
+                begin, behind = max(position, span.start), min(start, span.end)
+                segments += (Segment(text[position:begin]), Segment(text[begin:behind], True, None, marked))
+                position = behind
+        segments += (Segment(text[position:start]), Segment(text[start:end], media=of_place))
         position = end
-    return segments + _stretch(text, position, len(text), spans, marked)
+    return [segment for segment in segments if segment.text]
 
 
 @lru_cache
@@ -345,19 +351,6 @@ def media_text(family: PlanningFamily | None, kind: Kind) -> str:
     return text
 
 
-def _stretch(text: str, start: int, end: int, spans: Sequence[Span], marked: bool) -> list[Segment]:
-    segments: list[Segment] = []
-    for span in spans:
-        if span.end <= start or span.start >= end:
-            continue
-        segments.append(Segment(text[start : max(start, span.start)]))
-        learned = Span(max(start, span.start), min(end, span.end))
-        segments.append(Segment(text[learned.start : learned.end], learned=True, marked=marked))
-        start = learned.end
-    segments.append(Segment(text[start:end]))
-    return [segment for segment in segments if segment.text]
-
-
 # Tokens ---------------------------------------------------------------------------------------------------------------
 #
 # From segments of text to one token sequence, with images and videos in place. The text is tokenised as a whole, so
@@ -368,22 +361,38 @@ def _stretch(text: str, start: int, end: int, spans: Sequence[Span], marked: boo
 
 _TYPES = {"image": IMAGE_TYPE, "video": VIDEO_TYPE, "audio": AUDIO_TYPE}
 _MANY = {"image": "images", "video": "videos", "audio": "sounds"}
+_Found = tuple[np.ndarray, list[int], np.ndarray]
+"""The tokens of all segments; where those of each begin, and the last end; and whether they are learned (bool)."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Stretch:
-    """The tokens of a segment, a byte for each that is 1 if it is learned, one of its type; the plan of a medium."""
+class Place(NamedTuple):
+    """The tokens of a medium in a sequence, from `start` to before `end`."""
 
-    tokens: list[int] = field(default_factory=list)
-    learned: bytes = b""
-    types: bytes = b""
-    plan: Plan | None = None
+    plan: Plan
+    start: int
+    end: int
+
+
+class Tokens(NamedTuple):
+    """A token sequence: in three rows, int64, its tokens, whether they are learned, and their types; and its media."""
+
+    rows: np.ndarray
+    media: Sequence[Place]
+
+    def until(self, end: int) -> Tokens:
+        """Return the first tokens, and the media that end with them."""
+        return Tokens(self.rows[:, :end], [place for place in self.media if place.end <= end])
+
+    def after(self, token: int) -> Tokens:
+        """Return the sequence behind a token of text, which is not learned."""
+        media = [Place(plan, start + 1, end + 1) for plan, start, end in self.media]
+        return Tokens(np.insert(self.rows, 0, (token, 0, TEXT_TYPE), axis=1), media)
 
 
 def tokenize_segments(
     segments: Sequence[Segment], plans: Sequence[Plan], tokenizer: Any, placeholders: Mapping[str, int]
-) -> list[Stretch]:
-    """Return the tokens of each segment, up to the last one that is learned.
+) -> Tokens:
+    """Return the tokens of segments, up to the last one that is learned.
 
     Args:
         plans: The plans of its images and videos, in the order of their placeholders.
@@ -393,34 +402,15 @@ def tokenize_segments(
     Raises:
         SampleError: The numbers of placeholders and plans differ, or a text contains a placeholder token.
     """
-    written, stretches, waiting = [], [], iter(plans)
-    for segment in segments:
-        plan = None
-        if segment.media is not None:
-            plan = next(waiting, None)
-            if plan is None or plan.kind != segment.media:
-                raise SampleError(_mismatch(segments, plans))
-            segment = segment._replace(text=plan.written(segment.text))
-        written.append(segment)
-        stretches.append(Stretch(plan=plan))
-    if next(waiting, None) is not None:
+    if [segment.media for segment in segments if segment.media] != [plan.kind for plan in plans]:
         raise SampleError(_mismatch(segments, plans))
+    waiting = iter(plans)
+    planned = [next(waiting) if segment.media else None for segment in segments]
+    texts = [one.text if plan is None else plan.written(one.text) for one, plan in zip(segments, planned, strict=True)]
     tokenise = _by_offsets if is_fast(tokenizer) else _by_segment
-    tokenise(written, tokenizer, stretches)
-    for stretch in stretches:
-        _expand(stretch, placeholders)
-    return up_to_last_learned([stretch for stretch in stretches if stretch.tokens])
-
-
-def up_to_last_learned(stretches: Sequence[Stretch]) -> list[Stretch]:
-    """Drop everything after the last learned token: it is never learned."""
-    last = max((number for number, stretch in enumerate(stretches) if 1 in stretch.learned), default=-1)
-    if last < 0:
-        return list(stretches)
-    stretch = stretches[last]
-    end = stretch.learned.rindex(1) + 1
-    cut = Stretch(tokens=stretch.tokens[:end], learned=stretch.learned[:end], types=stretch.types[:end])
-    return [*stretches[:last], cut]
+    found = _expanded(tokenise(segments, texts, tokenizer), planned, placeholders)
+    last = found.rows[1].nonzero()[0][-1:].tolist()
+    return found.until(last[0] + 1) if last else found
 
 
 def placeholder_ids(tokenizer: Any, family: PlanningFamily | None) -> Mapping[str, int]:
@@ -456,64 +446,74 @@ def _mismatch(segments: Sequence[Segment], plans: Sequence[Plan]) -> str:
     )
 
 
-def _by_offsets(segments: Sequence[Segment], tokenizer: Any, stretches: Sequence[Stretch]) -> None:
-    text = "".join(segment.text for segment in segments)
+def _by_offsets(segments: Sequence[Segment], texts: Sequence[str], tokenizer: Any) -> _Found:
+    text = "".join(texts)
     tokens, starts, ends = tokens_with_places(tokenizer, text)
-    begins = starts if starts == sorted(starts) else list(accumulate(starts, max))
-    first = start = 0
-    for number, (segment, stretch) in enumerate(zip(segments, stretches, strict=True), 1):
-        end = start + len(segment.text)
-        behind = len(tokens) if number == len(segments) else bisect_left(begins, end, first)
-        if not (segment.learned and segment.text):
-            # A token with leading white space still belongs to the segment after it; to marked text, any token does.
-            is_marked = number < len(segments) and segments[number].marked
-            while behind > first and ends[behind - 1] > end:
-                if not (is_marked or text[begins[behind - 1] : end].isspace()):
-                    break
-                behind -= 1
-        stretch.tokens = tokens[first:behind]
-        if segment.marked:
-            stretch.learned = b"\1" * len(stretch.tokens)
-        elif segment.learned:
-            content = bisect_left(begins, start + len(segment.text.rstrip()), first, behind)
-            stretch.learned = b"\1" * (content - first) + bytes(map(eq, starts[content:behind], ends[content:behind]))
-        else:
-            stretch.learned = bytes(len(stretch.tokens))
-        first, start = behind, end
+    begins, learned = np.maximum.accumulate(starts), np.zeros(len(tokens), np.bool_)
+    borders = np.fromiter(accumulate(map(len, texts)), np.int64, len(texts))
+    cuts = begins.searchsorted(borders)
+    behinds = [0, *cuts[:-1].tolist(), len(tokens)]  # that of each segment follows that of the one before it
+    # Where the last token of a segment goes on behind it:
+    for number in (ends[cuts - 1] > borders).nonzero()[0].tolist() if len(tokens) else ():
+        segment, behind, end = segments[number], behinds[number + 1], borders[number]
+        # A token with leading white space still belongs to the segment after it; to marked text, any token does.
+        is_marked = number + 1 < len(segments) and segments[number + 1].marked
+        while not (segment.learned and texts[number]) and behind > behinds[number] and ends[behind - 1] > end:
+            if not (is_marked or text[begins[behind - 1] : end].isspace()):
+                break
+            behind -= 1
+        behinds[number + 1] = behind
+    for number, segment in enumerate(segments):
+        if segment.learned:
+            first, behind = behinds[number : number + 2]
+            content = behind
+            if not segment.marked:
+                said = borders[number] - len(texts[number]) + len(texts[number].rstrip())
+                content = min(max(int(begins.searchsorted(said)), first), behind)
+                learned[content:behind] = starts[content:behind] == ends[content:behind]
+            learned[first:content] = True
+    return tokens, behinds, learned
 
 
-def _by_segment(segments: Sequence[Segment], tokenizer: Any, stretches: Sequence[Stretch]) -> None:
-    for segment, stretch in zip(segments, stretches, strict=True):
-        content = segment.text.rstrip() if segment.learned and not segment.marked else segment.text
-        parts = tokenize(tokenizer, (content, segment.text[len(content) :]))
-        for tokens, learned in zip(parts, (segment.learned, False), strict=True):
-            stretch.tokens += tokens
-            stretch.learned += bytes([learned]) * len(tokens)
+def _by_segment(segments: Sequence[Segment], texts: Sequence[str], tokenizer: Any) -> _Found:
+    tokens, borders, learned = [], [0], bytearray()
+    for segment, text in zip(segments, texts, strict=True):
+        content = text.rstrip() if segment.learned and not segment.marked else text
+        said, rest = tokenize(tokenizer, (content, text[len(content) :]))
+        tokens += [*said, *rest]
+        learned += bytes([segment.learned]) * len(said) + bytes(len(rest))
+        borders.append(len(tokens))
+    return as_array(tokens), borders, np.array(learned, np.bool_)
 
 
-def _expand(stretch: Stretch, placeholders: Mapping[str, int]) -> None:
-    """Replace each placeholder token by the planned number of tokens, and set their types."""
-    if stretch.plan is None:
-        if kinds := [kind for kind, token in placeholders.items() if token in stretch.tokens]:
-            raise SampleError(f"a text of the sample contains the token reserved for a {kinds[0]}")
-        stretch.types = bytes([TEXT_TYPE]) * len(stretch.tokens)
-        return
-    kind = _TYPES[stretch.plan.kind]
-    repeated = stretch.plan.token_ids or (placeholders[stretch.plan.kind],)
-    written = sum(map(stretch.tokens.count, repeated))
-    if written != len(stretch.plan.runs):
-        raise SampleError(
-            f"{stretch.plan.text!r} has {written} placeholder tokens {repeated} after tokenizing, "
-            f"expected {len(stretch.plan.runs)}: the placeholder must be a special token of the tokenizer"
-        )
-    runs = iter(stretch.plan.runs)
-    tokens: list[int] = []
-    types = bytearray()
-    for one in stretch.tokens:
-        count = next(runs) if one in repeated else 1
-        tokens += [one] * count
-        types += bytes([kind if one in repeated else TEXT_TYPE]) * count
-    stretch.tokens, stretch.types, stretch.learned = tokens, bytes(types), bytes(len(tokens))
+def _expanded(found: _Found, planned: Sequence[Plan | None], placeholders: Mapping[str, int]) -> Tokens:
+    """Return tokens with each placeholder token replaced by the planned number of tokens, and with their types."""
+    tokens, borders, learned = found
+    rows, media, more = np.zeros((4, len(tokens)), np.int64), [], 0
+    rows[0], rows[1], rows[3] = tokens, learned, 1
+    reserved = sorted(place for token in placeholders.values() for place in (tokens == token).nonzero()[0].tolist())
+    for plan, first, end in zip(planned, borders, borders[1:], strict=False):
+        if plan is None:
+            continue
+        if reserved and reserved[0] < first:
+            break
+        repeated = plan.token_ids or (placeholders[plan.kind],)
+        places = [place for place, token in enumerate(tokens[first:end].tolist(), first) if token in repeated]
+        if len(places) != len(plan.runs):
+            raise SampleError(
+                f"{plan.text!r} has {len(places)} placeholder tokens {repeated} after tokenizing, "
+                f"expected {len(plan.runs)}: the placeholder must be a special token of the tokenizer"
+            )
+        rows[2, places], rows[3, places] = _TYPES[plan.kind], plan.runs
+        start, more = first + more, more + plan.tokens - len(places)
+        media += [Place(plan, start, end + more)] if end > first else []
+        reserved = [place for place in reserved if place >= end]
+    if reserved:
+        number = bisect_right(borders, reserved[0])
+        text = tokens[borders[number - 1] : borders[number]]
+        kind = next(kind for kind, token in placeholders.items() if token in text)
+        raise SampleError(f"a text of the sample contains the token reserved for a {kind}")
+    return Tokens(rows[:3].repeat(rows[3], axis=1), media)
 
 
 # Templates ------------------------------------------------------------------------------------------------------------
