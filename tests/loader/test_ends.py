@@ -90,9 +90,11 @@ def test_passes_without_a_microbatch_end_a_seek(data: Path) -> None:
     """They used to be counted for ever, also to rewind."""
     (loader,) = loaders_of(mixed(data, data / "b", repeat=False, batch_size=40, batch_drop_last=True), 1, 0)
     loader.seek(0)
+    state = loader.save_state_rank()
     assert list(loader) == []
     with pytest.raises(ConfigurationError, match="the run has no 3 steps more: 100 passes in a row have no microbatch"):
         loader.seek(3)
+    assert loader.save_state_rank() == state
     assert list(loader) == []
 
 

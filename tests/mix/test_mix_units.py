@@ -93,6 +93,9 @@ def test_tokens_meet_the_weights_in_every_form(data: Path) -> None:
     filtered = blend(3, 2, 1, filter="tokens != 2 and number < 30")
     dataset = opened(data, filtered)
     near(tokens_of(dataset, islice(loaders_of(dataset, 1, 0)[0], 150)), short=3, middle=2, long=1)
+    for leaf in dataset.leaves:  # the amounts are those of the samples that it has
+        tokens = [TOKENS[Path(leaf.dataset.path).name](n) for n in range(min(30, leaf.dataset.num_samples))]
+        assert leaf.amounts.total == 1024 * sum(count for count in tokens if count != 2)
 
 
 def test_a_group_shares_by_tokens(data: Path) -> None:

@@ -224,7 +224,7 @@ def test_a_long_message_is_cut_off(data: Path, caplog: pytest.LogCaptureFixture)
 
     with caplog.at_level(logging.WARNING, logger="energon_bridge"):
         keys_of(loader_of(data, Talkative()), 40)
-    (message,) = caplog.messages
+    (message,) = [record.message for record in caplog.records if record.name == "energon_bridge.stream.failures"]
     assert len(message) < 2000
     assert "(80000 characters)" in message
 
@@ -245,6 +245,8 @@ def test_a_quarantine_file_is_added_to_once_for_each_sample(data: Path, tmp_path
     assert quarantine_excludes(samples)[str(data)][:2] == ["train/shard_000.tar/00000", "train/shard_000.tar/00004"]
     with pytest.raises(StorageError, match="no such quarantine file"):
         read_quarantine(tmp_path / "other.jsonl")
+    with pytest.raises(StorageError, match="cannot read the quarantine file"):
+        read_quarantine(file.parent)
 
 
 def test_each_rank_has_a_file_of_its_own(data: Path, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from made import made_once
 
 from energon_bridge import LengthGrouper, Packer, get_val_dataset
 from energon_bridge.errors import FatalSampleError, SampleError, UnfitSampleError
-from energon_bridge.stream.grouping import most_waiting
+from energon_bridge.stream.grouping import Groups, most_waiting
 from energon_bridge.stream.user_code import group_key
 
 SAMPLES = 40
@@ -247,6 +247,25 @@ def test_other_batch_sizes_are_refused_by_name(size: Any, data: Path) -> None:
     with pytest.raises(
         FatalSampleError, match=r"batch_group_criterion of Grouped returned batch size .* for the group"
     ):
+        next(iter(InProcessLoader(spec, worker_config=config_of(1, 0))))
+
+
+def test_the_largest_batch_that_is_waited_for() -> None:
+    groups: Groups[list[int]] = Groups(None)
+    largest = []
+    for size in (2, 3, 3, 3, 2):
+        groups.add([size], size, size)
+        largest.append(groups.largest)
+    assert largest == [2, 3, 3, 2, 1]
+
+
+def test_a_group_has_one_batch_size(data: Path) -> None:
+    class Fickle(Grouped):
+        def batch_group_criterion(self, sample: Any) -> tuple[Any, Any]:
+            return "all", 20 + int(sample.__key__) % 2
+
+    spec = train_dataset(data, task_encoder=Fickle(int), batch_size=None)
+    with pytest.raises(FatalSampleError, match=r"returned batch size 2[01] for the group 'all', but 2[01] before"):
         next(iter(InProcessLoader(spec, worker_config=config_of(1, 0))))
 
 

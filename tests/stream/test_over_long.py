@@ -117,8 +117,8 @@ class InTwoSteps(Long):
 @pytest.mark.parametrize("encoder", [Long, InTwoSteps])
 def test_pieces_of_a_sample_that_is_delivered_in_part_are_counted_once(data: Path, encoder: type[Long]) -> None:
     """Without packing, saved after each sample, and so between the pieces of one."""
-    spec, state = train_dataset(data / "b", task_encoder=encoder("split"), batch_size=1), None
-    expected = deliver(loaders_of(spec, 1, 0, num_lanes=2), 30, range(31)).states
+    spec, one = (train_dataset(data / "b", task_encoder=kind("split"), batch_size=1) for kind in (encoder, Long))
+    expected, state = deliver(loaders_of(one, 1, 0, num_lanes=2), 30, range(31)).states, None
     for step in range(1, 31):
         state = deliver(loaders_of(spec, 1, 0, state=state, num_lanes=2), 1, [1]).states[1]
         assert counts_of(state[0]) == counts_of(expected[step][0])

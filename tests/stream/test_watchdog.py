@@ -153,22 +153,22 @@ def test_a_training_process_that_cannot_be_interrupted_is_ended(data: Path) -> N
 
 
 def test_the_first_microbatch_can_have_a_time_of_its_own(data: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class SlowStart(DefaultTaskEncoder):
-        calls = 0
+    class SlowOnce(DefaultTaskEncoder):
+        seconds = 0.5
 
         def encode_sample(self, sample: TextSample) -> Any:
-            self.calls += 1
-            spin(0.5 if self.calls == 1 else 0)
+            spin(self.seconds)
+            self.seconds = 0
             return sample
 
+    encoder, times = SlowOnce(), {"watchdog_timeout_seconds": 0.1, "watchdog_initial_timeout_seconds": 30}
+    loader = loader_of(data, encoder, packs=False, **times)
     with caplog.at_level(logging.ERROR, logger="energon_bridge"):
-        drain(
-            loader_of(
-                data, SlowStart(), packs=False, watchdog_timeout_seconds=0.1, watchdog_initial_timeout_seconds=30
-            ),
-            steps=1,
-        )
-    assert not caplog.messages
+        next(iter(loader))
+        assert not caplog.messages
+        encoder.seconds = 0.5
+        drain(loader, steps=1)
+    assert "(watchdog_timeout_seconds allows 0.1)" in caplog.messages[0]
 
 
 def test_no_thread_is_left_and_none_is_there_without_a_timeout(data: Path) -> None:

@@ -152,6 +152,8 @@ DAMAGES: list[tuple[str, Any, str]] = [
     ("leaves.shares", encode_text(("1", "1e999999999")), r"leaves\.shares should hold fractions"),
     ("leaves.subsets", encode_text(("", "5:9")), r"leaves\.subsets has '5:9' for 71 samples"),
     ("leaves.paths", "{{{", r"leaves\.paths cannot be unpacked"),
+    ("leaves.paths", base64.b85encode(zlib.compress(b"[")).decode(), r"leaves\.paths is not a list of strings \("),
+    ("leaves.paths", encode_text((1, 2)), r"leaves\.paths is not a list of strings\."),
     ("leaves.paths", encode_text(("a",)), r"leaves\.paths has 1 strings, expected 2"),
     ("leaves.counts.bytes", last_is(-5), r"leaves\.counts\.bytes should have numbers from 0"),
     ("leaves.counts.bytes", BOMB, r"leaves\.counts\.bytes unpacks to more than the 2 bytes"),

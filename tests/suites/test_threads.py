@@ -72,6 +72,10 @@ def test_the_generators_are_put_back_after_loaders_in_several_threads(data: Path
         thread.start()
     for thread in threads:
         thread.join()
+    with closing(loader_of(data, 1, Drawing())) as loader:
+        key = next(iter(loader)).__restore_key__
+        for one in (key, key[3][0]):  # a batch, and a sample of it
+            loader.restore_sample(one)
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before[:2]
     assert torch.equal(torch.default_generator.get_state(), before[2])
 

@@ -110,8 +110,9 @@ def test_a_broken_image_costs_its_sample_and_not_the_pack(tmp_path: Path) -> Non
     noise = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
     Image.fromarray(noise).save(buffer, "png")
     whole = buffer.getvalue()
-    # The header of every fifth is there, so that its size is known; the pixels are not.
-    samples = {f"{n:03d}": {"png": whole if n % 5 else whole[: len(whole) - 60], "txt": b"x"} for n in range(30)}
+    # The header of every fifth is there, so that its size is known; the pixels are not. Every seventh text is none.
+    png, txt = (whole, whole[: len(whole) - 60]), (b"x", b"\xff")
+    samples = {f"{n:03d}": {"png": png[n % 5 == 0], "txt": txt[n % 7 == 0]} for n in range(30)}
     (tmp_path / "train").mkdir()
     write_shard(tmp_path / "train" / "s.tar", samples)
     prepare_dataset(
@@ -124,10 +125,19 @@ def test_a_broken_image_costs_its_sample_and_not_the_pack(tmp_path: Path) -> Non
         (loader,) = loaders_of(packed(tmp_path, ByWidth(), decode_threads=threads), 1, 0)
         packs = [pack for batch in islice(loader, 30) for pack in batch.__restore_key__[3]]
         counts = counts_of(loader.save_state_rank())
-        assert all(key[1] % 5 for pack in packs for key in pack[2])
+        assert all(key[1] % 5 and key[1] % 7 for pack in packs for key in pack[2])
         assert {len(pack[2]) for pack in packs} >= {2, 3}
         assert counts["samples"] == sum(len(pack[2]) for pack in packs)
         assert counts["errors"] > 0
+
+    class Unpacked(DefaultTaskEncoder):
+        decoder, postencode_sample = ByWidth.decoder, ByWidth.postencode_sample
+
+    (loader,) = loaders_of(
+        get_train_dataset(tmp_path, worker_config=config_of(1, 0), batch_size=4, task_encoder=Unpacked()), 1, 0
+    )
+    rows = [row for batch in islice(loader, 30) for row in batch.__restore_key__[3]]
+    assert {row[1] for row in rows} == {n for n in range(30) if n % 5 and n % 7}
 
 
 def test_sizes_that_cannot_be_read_or_are_over_the_limit_are_named(data: Path) -> None:
