@@ -441,14 +441,6 @@ def test_stat_of_a_file(tmp_path: Path) -> None:
     assert abs(found.last_modified.timestamp() - (tmp_path / "x").stat().st_mtime) < 1e-3
 
 
-def test_files_behind_links_are_found(tmp_path: Path) -> None:
-    (epath.EPath(tmp_path) / "folder" / "a.txt").write_text("a")
-    (tmp_path / "link").symlink_to(tmp_path / "folder", target_is_directory=True)
-    expected = [str(tmp_path / name / "a.txt") for name in ("folder", "link")]
-    assert [str(path) for path in epath.EPath(tmp_path).walk()] == expected
-    assert [str(path) for path in epath.EPath(tmp_path).glob("**/*.txt")] == expected
-
-
 def test_excludes_may_follow_an_empty_list(path: Path, tmp_path: Path) -> None:
     root = Path(shutil.copytree(path, tmp_path / "copy"))
     split = root / ".nv-meta/split.yaml"

@@ -332,11 +332,6 @@ def test_filters_that_cannot_be(data: Path, text: str, error: type[Exception], m
         train_dataset(data, filter=text)
 
 
-def test_without_columns_the_command_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="energon columns add"):
-        train_dataset(text_dataset(tmp_path, train=[3]), filter="number > 1")
-
-
 def test_states_fit_what_is_kept_and_not_how_it_is_said(data: Path) -> None:
     dataset = train_dataset(data, "skipping", filter="number >= 30")
     delivered = deliver(loaders_of(dataset, 1, 0), 30, [9])
@@ -417,7 +412,7 @@ def test_columns_go_and_filters_with_them(tmp_path: Path) -> None:
     root = text_dataset(tmp_path, train=[8])
     add_column(root, "number", number)
     remove_column(root, "number")
-    with pytest.raises(ConfigurationError, match="no column 'number'"):
+    with pytest.raises(ConfigurationError, match=r"no column 'number'.*energon columns add"):
         train_dataset(root, filter="number > 3")
     with pytest.raises(MetadataError, match=r"no column 'number'\. Columns: none"):
         remove_column(root, "number")

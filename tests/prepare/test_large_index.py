@@ -165,12 +165,6 @@ def test_tars_that_change_make_a_new_index(tars: Path, change: str) -> None:
     check(tars)
 
 
-def test_rebuilding_makes_one_index(tars: Path) -> None:
-    added(tars, "05a")
-    rebuild_index(tars)
-    check(tars)
-
-
 def test_without_a_key_index_there_is_none(tars: Path) -> None:
     added(tars, "05a")
     prepare(tars, key_index=False)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from clouds import s3
 from commands import energon
-from engine import check_resumes, config_of, text_dataset
+from engine import check_resumes, text_dataset
 from forked import run_forked
 from keyed import write_mix
 from test_tables import run, trained, validated
@@ -178,16 +178,6 @@ def test_a_mix_weighs_tokens_and_filters(corpus: Path, tmp_path: Path) -> None:
     short = sum(count for count in counts if count < 4)
     assert {count for count in counts if count >= 4} == {32}
     assert abs(short / sum(counts) - 0.5) < 0.02
-
-
-def test_worker_processes_deliver_the_same(corpus: Path) -> None:
-    seen = []
-    for workers in (0, 2):
-        loader = get_savable_loader(trained(corpus, worker_config=config_of(1, workers)))
-        batches = iter(loader)
-        seen.append([next(batches)["tokens"].tolist() for _ in range(12)])
-        loader.close()
-    assert seen[0] == seen[1]
 
 
 def test_forks_read_at_once(corpus: Path) -> None:

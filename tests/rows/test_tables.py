@@ -228,23 +228,6 @@ def test_the_stream_is_the_same_on_every_topology_and_resumes(folder: Path, mixe
     check_resumes(dataset)
 
 
-@pytest.mark.parametrize("kind", [*KINDS])
-def test_worker_processes_deliver_the_same(kind: str, tmp_path: Path) -> None:
-    path = KINDS[kind](tmp_path / "data")
-    seen = []
-    for workers in (0, 2):
-        loader = get_savable_loader(trained(path, worker_config=config_of(1, workers)))
-        batches = iter(loader)
-        seen.append([next(batches).caption for _ in range(12)])
-        loader.close()
-    assert seen[0] == seen[1]
-
-
-def test_a_pass_has_every_row_once(folder: Path) -> None:
-    batches = get_loader(trained(folder, repeat=False, batch_size=None))
-    assert sorted(int(sample.__key__) for sample in batches) == [*range(COUNT)]
-
-
 def test_another_file_is_not_continued(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "data")
     loader = get_savable_loader(trained(path))
