@@ -10,7 +10,9 @@ from tar_builder import write_tar, write_texts
 
 from energon_bridge.errors import EmptyDatasetError, UnknownSplitError
 from energon_bridge.prepare import parse_ratio, prepare_dataset, render_dataset_yaml, summarize_dataset
+from energon_bridge.prepare.columns import add_column
 from energon_bridge.prepare.lint import lint_dataset, lint_parts
+from energon_bridge.testing import write_shard
 
 TEXT_YAML = render_dataset_yaml("TextSample", {"text": "txt"})
 ALL_TRAIN = parse_ratio("1,0,0")
@@ -31,6 +33,13 @@ def problems_of(path: Path, **options: Any) -> tuple[int, list[str]]:
     return sum(report.num_checked for report in reports), [
         str(problem) for report in reports for problem in report.problems
     ]
+
+
+def test_parts_that_no_field_takes_are_not_decoded(tmp_path: Path):
+    write_shard(tmp_path / "s.tar", {"a": {"txt": b"a text", "json": b"{", "jpg": b"no picture"}})
+    prepare_dataset(tmp_path, split=ALL_TRAIN, dataset_yaml=TEXT_YAML)
+    assert problems_of(tmp_path) == (1, [])
+    add_column(tmp_path, "length", lambda sample: len(sample.text))
 
 
 def test_lint_finds_nothing_in_good_datasets(fixtures: Path):
