@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -203,7 +204,7 @@ def test_commands_by_a_module_of_the_user(tmp_path: Path, monkeypatch: pytest.Mo
         "    def encode_sample(self, sample):\n        return {'tokens': [1] * int(sample.__key__)}\n"
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     for arguments in (["letters", "--of", "counts_of_mine:letters"], ["--encoder", "counts_of_mine:Encoder"]):
         output_of("columns", "add", "data", *arguments, "--num-workers", 2)
     assert column(root, "letters").tolist() == [6] * 5
