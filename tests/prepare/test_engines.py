@@ -163,7 +163,9 @@ def test_a_task_names_a_damaged_tar(tmp_path: Path) -> None:
     (root / "a/s_4.tar").write_bytes(b"x" * 2000)
     with pytest.raises(CorruptShardError, match=r"s_4\.tar"):
         preparing.scan_task(root, Task(2, 5))
-    assert preparing.scan_task(root, Task(0, 5)) == 2
+    seen: list[tuple[int, int]] = []
+    assert preparing.scan_task(root, Task(0, 5), progress=lambda *done: seen.append(done)) == 2
+    assert seen == [(1, 2), (2, 2)]
 
 
 def test_tasks_convert_what_one_process_converts(tmp_path: Path) -> None:
