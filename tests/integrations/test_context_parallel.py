@@ -18,7 +18,6 @@ from energon_bridge.integrations.context_parallel import (
     scheduler_pack,
     scheduler_samples,
     slice_for_context_parallel,
-    zigzag_indices,
 )
 from energon_bridge.integrations.feedback import losses_by_dataset
 from energon_bridge.task_encoder.families import ChatConfig
@@ -107,27 +106,6 @@ def test_packs_are_cut_sample_by_sample() -> None:
         first = [0, 1, 6, 7] if rank == 0 else [2, 3, 4, 5]
         assert part.tokens[0, :4].tolist() == part.position_ids[0, :4].tolist() == first
     assert batch.tokens.shape == (2, 12)
-
-
-def test_a_batch_is_sliced_as_it_is_rebuilt() -> None:
-    batch = batch_sequences([sample(5, 1), sample(8, 2)], 8, FILLING)
-    parts = [slice_for_context_parallel(batch, rank=rank, size=2) for rank in range(2)]
-    for name in ("tokens", "labels", "loss_mask", "position_ids", "attention_mask"):
-        rebuilt = torch.empty_like(batch[name])
-        for rank, part in enumerate(parts):
-            rebuilt[:, zigzag_indices(8, rank=rank, size=2)] = part[name]
-        assert torch.equal(rebuilt, batch[name])
-
-
-def test_mrope_positions_are_cut_along_their_tokens() -> None:
-    positions = torch.arange(3 * 2 * 8).reshape(3, 2, 8)
-    batch = {"input_ids": torch.zeros(2, 8, dtype=torch.int64), "position_ids": positions}
-    part = slice_for_context_parallel(batch, rank=1, size=2)
-    assert torch.equal(part["position_ids"], positions[..., 2:6])
-    whole = {**batch, "cu_seqlens": torch.tensor([0, 8, 16], dtype=torch.int32)}
-    part = slice_for_context_parallel(whole, rank=1, size=2)
-    assert part["position_ids"].shape == (3, 1, 8)
-    assert torch.equal(part["position_ids"][:, 0, 4:], positions[:, 1, 2:6])
 
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")

@@ -23,9 +23,6 @@ SHARDS = [5, 9, 1, 14, 8]  # 37 samples, 24 lanes: an epoch ends in nearly every
 ENCODERS = ["tensors", "packing", "grouping", "batches"]
 data = made_once(text_dataset, train=SHARDS)
 
-# DataLoader counts the cores and warns of more workers than these; here their number is the point.
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-
 
 @cache
 def dataset_of(data: Path, encoder: str) -> DatasetSpec:

@@ -35,7 +35,6 @@ LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
 ENDS = 100 if LONG else 4
 SHARDS = [5, 9, 1, 14, 8]
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 data = made_once(text_dataset, train=SHARDS, val=SHARDS)
 
 

@@ -43,8 +43,6 @@ MOST = 200
 ROWS = range(1, 6)
 RANKS = range(1, 9)
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -39,7 +39,6 @@ from energon_bridge.loader.workers import LocalProcesses
 
 SHARDS = [5, 9, 1, 14, 8]
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 data = made_once(text_dataset, train=SHARDS, val=SHARDS)
 
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -28,7 +27,6 @@ from energon_bridge.loader import pool
 from energon_bridge.storage.helpers import Threads, at_rest
 from energon_bridge.stream.pipeline import Pipeline
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 data = made_once(text_dataset, train=[5, 9, 1, 14, 8])
 
 
@@ -125,12 +123,12 @@ class LockedEncoder(DefaultTaskEncoder):
 def test_no_worker_is_forked_while_a_thread_of_a_dropped_loader_holds_a_lock(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submit, started = Pipeline.submit, threading.Event()
+    submit, started, released = Pipeline.submit, threading.Event(), threading.Event()
 
     def hold() -> None:
         with LockedEncoder.lock:
             started.set()
-            time.sleep(1)
+            released.wait(60)
 
     def submit_and_hold(self: Pipeline, *args: Any, **kwargs: Any) -> Any:
         if not started.is_set() and self._pool is not None:
@@ -143,6 +141,7 @@ def test_no_worker_is_forked_while_a_thread_of_a_dropped_loader_holds_a_lock(
     gc.collect()
     with closing(loader_of(data, 2, LockedEncoder(), start_method="fork")) as loader:
         assert LockedEncoder.lock.locked()
+        threading.Timer(1, released.set).start()
         next(iter(loader))
 
 

@@ -63,7 +63,6 @@ from energon_bridge.stream.reader import LeafReader
 
 STEPS = 6
 
-pytestmark = [pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")]
 data = made_once(write_sized)
 
 

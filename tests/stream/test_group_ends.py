@@ -131,7 +131,6 @@ def test_a_limit_ends_the_pass_and_its_listing(data: Path) -> None:
         assert [digest(batch) for batch in limited] == whole[: 3 * ranks]
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 def test_worker_processes_get_each_pass_its_groups(data: Path) -> None:
     spec = opened(data, "passes", "several")
     (here,) = loaders_of(spec, 1, 0)

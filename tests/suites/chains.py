@@ -36,7 +36,6 @@ import random
 import sys
 import tempfile
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -493,7 +492,6 @@ def tried(data: Path, seed: int, number: int, minimise: bool = True) -> tuple[in
 def quietly() -> None:
     """Say nothing of uneven ranks and idle workers, which are the point here."""
     logging.getLogger("energon_bridge").setLevel(logging.CRITICAL)
-    warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
     torch.set_num_threads(1)
 
 

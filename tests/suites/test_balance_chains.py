@@ -37,8 +37,6 @@ CHAINS = int(os.environ.get("ENERGON_CHAINS") or (300 if os.environ.get("ENERGON
 SEED = int(os.environ.get("ENERGON_CHAIN_SEED", "0"))
 PARTS = 4
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:

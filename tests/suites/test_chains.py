@@ -22,9 +22,6 @@ CHAINS = int(os.environ.get("ENERGON_CHAINS") or (300 if os.environ.get("ENERGON
 SEED = int(os.environ.get("ENERGON_CHAIN_SEED", "0"))
 PARTS = 8
 
-# DataLoader counts the cores and warns of more workers than these; here their number is the point.
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:

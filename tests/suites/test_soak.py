@@ -35,8 +35,6 @@ LOOKS = 12
 """How often a run is looked at; the first quarter of them is the warm-up."""
 MIB = 1 << 20
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
