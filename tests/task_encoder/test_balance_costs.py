@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import answer, energon, output_of
 from torch.utils.flop_counter import FlopCounterMode
 
 from energon_bridge import BatchCost
-from energon_bridge.cli.main import main
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.samples import Segment
 from energon_bridge.task_encoder import attention_pairs, num_tokens, vision_patches
@@ -187,12 +185,10 @@ def test_times_of_a_run_are_fitted_by_the_command(tmp_path: Path) -> None:
     assert found.cost.attention == pytest.approx(2e-8, rel=1e-4)
     assert found.cost.patches == pytest.approx(3e-6, rel=1e-4)
     assert found.constant == pytest.approx(0.002, rel=1e-4)
-    result = CliRunner().invoke(main, ["bench", "--fit-cost", str(path)])
-    assert result.exit_code == 0, result.output
-    assert eval(result.output.splitlines()[0].removeprefix("balance_cost=")) == found.cost
-    assert "data.balance_attention=0.002 data.balance_patches=0.3" in result.output
-    as_json = CliRunner().invoke(main, ["bench", "--fit-cost", str(path), "--json"])
-    assert json.loads(as_json.output)["cost"]["tokens"] == found.cost.tokens
+    output = output_of("bench", "--fit-cost", path)
+    assert eval(output.splitlines()[0].removeprefix("balance_cost=")) == found.cost
+    assert "data.balance_attention=0.002 data.balance_patches=0.3" in output
+    assert answer("bench", "--fit-cost", path)["cost"]["tokens"] == found.cost.tokens
 
 
 @pytest.mark.parametrize(
@@ -208,8 +204,7 @@ def test_times_of_a_run_are_fitted_by_the_command(tmp_path: Path) -> None:
 def test_what_cannot_be_fitted_is_said(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
     write_times(tmp_path / "SHORT", 3)
     (tmp_path / "WRONG").write_text('{"step": 1}\n')
-    named = [str(tmp_path / one) if one.isupper() else one for one in arguments]
-    result = CliRunner().invoke(main, ["bench", *named])
+    result = energon("bench", *(tmp_path / one if one.isupper() else one for one in arguments))
     assert result.exit_code
     assert message in " ".join(result.output.split())
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from click.testing import CliRunner
 from clips import write_video
+from commands import answer, output_of
 from forked import start_forked
 from paths import CONFIGS
 from PIL import Image
@@ -28,7 +28,6 @@ from sources import convert, converted
 
 from energon_bridge import WorkerConfig, get_loader, get_train_dataset, get_val_dataset
 from energon_bridge.av import AVDecoder
-from energon_bridge.cli.main import main as energon
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.columns import read_columns, read_numbers
 from energon_bridge.storage import open_store
@@ -171,9 +170,8 @@ def test_a_processor_without_a_chat_template_is_named(model_type: str, model: Pa
 
 def test_columns_count_the_tokens_of_a_model_from_headers(model_type: str, model: Path, data: Path) -> None:
     kind = {"images": "image", "audios": "audio"}[MODELS[model_type][1]]
-    result = CliRunner().invoke(energon, ["columns", "add", str(data), "--processor", str(model), "--num-workers", "1"])
-    assert result.exit_code == 0, result.output
-    assert "Added tokens, image_tokens, video_tokens and audio_tokens of 16 samples" in result.output
+    output = output_of("columns", "add", data, "--processor", model, "--num-workers", 1)
+    assert "Added tokens, image_tokens, video_tokens and audio_tokens of 16 samples" in output
     store = open_store(data)
     columns = read_columns(store)
     counted = {name: read_numbers(store, name, columns[name]) for name in ("tokens", f"{kind}_tokens", "video_tokens")}
@@ -210,10 +208,7 @@ def test_columns_count_sounds_and_videos_and_decode_nothing(
         for kind, name in ((AVDecoder, "get_audio_clips"), (AVDecoder, "get_video_clips"), (DeferredImage, "get")):
             assert hasattr(kind, name)
             patch.setattr(kind, name, lambda *a, **k: pytest.fail("decoded"))
-        result = CliRunner().invoke(
-            energon, ["columns", "add", str(data), "--processor", str(model), "--num-workers", "1"]
-        )
-    assert result.exit_code == 0, result.output
+        output_of("columns", "add", data, "--processor", model, "--num-workers", 1)
     store = open_store(data)
     columns = read_columns(store)
     names = ("tokens", "image_tokens", "audio_tokens", "video_tokens")
@@ -235,11 +230,7 @@ def test_columns_count_sounds_and_videos_and_decode_nothing(
 
 
 def test_a_preview_shows_samples_as_a_model_gets_them(model_type: str, model: Path, data: Path) -> None:
-    result = CliRunner().invoke(
-        energon, ["preview", str(data), "--processor", str(model), "--batch-size", "2", "--batches", "1", "--json"]
-    )
-    assert result.exit_code == 0, result.output
-    (batch,) = json.loads(result.output)["batches"]
+    (batch,) = answer("preview", data, "--processor", model, "--batch-size", 2, "--batches", 1)["batches"]
     encoder = ChatTemplateTaskEncoder.from_pretrained(model, ChatConfig(seq_length=10_000))
     encoder.cookers = COOKERS
     none = WorkerConfig(num_workers=0)
