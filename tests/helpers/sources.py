@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import Result
-from commands import energon
+from commands import output_of, refusal_of
 from PIL import Image
 
 from energon_bridge import WorkerConfig, get_loader, get_val_dataset
@@ -38,20 +37,21 @@ def write_pictures(folder: Path, names: list[str]) -> dict[str, bytes]:
     return found
 
 
-def convert(source: Path, out: Path, *flags: object, answers: str = "") -> Result:
-    return energon("convert", source, out, "--no-progress", "--num-workers", "1", *flags, answers=answers)
+QUIETLY = ("--no-progress", "--num-workers", 1)
+
+
+def convert(source: Path, out: Path, *flags: object, answers: str = "") -> str:
+    """Convert, and return what is printed."""
+    return output_of("convert", source, out, *QUIETLY, *flags, answers=answers)
 
 
 def converted(source: Path, out: Path, *flags: object, answers: str = "") -> Path:
-    result = convert(source, out, *flags, answers=answers)
-    assert result.exit_code == 0, result.output
+    convert(source, out, *flags, answers=answers)
     return out
 
 
 def refused(source: Path, out: Path, *flags: object) -> str:
-    result = convert(source, out, *flags)
-    assert result.exit_code == 1, result.output
-    return result.output.partition("Error: ")[2]
+    return refusal_of("convert", source, out, *QUIETLY, *flags).partition("Error: ")[2]
 
 
 def content(root: Path) -> dict[str, bytes]:

@@ -49,11 +49,10 @@ def test_a_missing_image_is_named_or_skipped(tmp_path):
     flags = [*flags, "--split-ratio", "1,0,0", "--samples-per-shard", 2]
     message = refused(source, tmp_path / "out", *flags)
     assert f"{source}, entry 4 (id 2): {tmp_path}/in/images/0/4.png: cannot read: No such file" in message
-    result = convert(source, tmp_path / "out", *flags, "--on-error", "skip")
-    assert result.exit_code == 0
-    assert "Skipped 1 sample:" in result.output
-    assert "0/4.png: cannot read" in result.output
-    assert "Unchanged: 2 shards." in result.output
+    output = convert(source, tmp_path / "out", *flags, "--on-error", "skip")
+    assert "Skipped 1 sample:" in output
+    assert "0/4.png: cannot read" in output
+    assert "Unchanged: 2 shards." in output
     assert list(read_info(open_store(tmp_path / "out")).shard_counts.values()) == [2, 2, 1]
     (tmp_path / "in/images/0/4.png").write_bytes(picture(4, "PNG"))
     converted(source, tmp_path / "out", *flags, "--on-error", "skip")
@@ -68,12 +67,12 @@ def test_all_that_is_skipped_is_named_in_a_file(tmp_path):
     entries[9] = "no object"
     source.write_text(json.dumps(entries))
     flags += ["--samples-per-shard", 1]
-    result = convert(source, tmp_path / "out", *flags, "--on-error", "skip")
+    output = convert(source, tmp_path / "out", *flags, "--on-error", "skip")
     names = tmp_path / "out/.nv-meta/convert/skipped.txt"
-    assert f"and 3 more, all in {names}" in result.output
+    assert f"and 3 more, all in {names}" in output
     lines = names.read_text().splitlines()
     assert len(lines) == 8
-    assert "--on-error" not in names.read_text() + result.output
+    assert "--on-error" not in names.read_text() + output
     assert [f"entry {number} (id" in line for number, line in zip(range(2, 9), lines, strict=False)] == [True] * 7
     assert lines[-1].startswith(f"{source}, entry 9: expected an object")
     before = members(tmp_path / "out")
@@ -81,7 +80,7 @@ def test_all_that_is_skipped_is_named_in_a_file(tmp_path):
     assert message.startswith(f"{source}, entry 2 (id 1): ")
     assert message.strip().endswith("To leave such samples out: --on-error skip.")
     assert members(tmp_path / "out") == before
-    again = convert(source, tmp_path / "out", *flags, "--on-error", "skip").output
+    again = convert(source, tmp_path / "out", *flags, "--on-error", "skip")
     assert "Unchanged: 12 shards." in again
     assert "Skipped 8 samples:" in again
 
@@ -94,10 +93,10 @@ def test_coco_gives_two_images_one_id(tmp_path):
     flags = [*flags, "--split-ratio", "1,0,0"]
     said = "image 1: `images` gives this id to 000000000001.jpg and 000000000002.jpg"
     assert said in refused(source, tmp_path / "out", *flags)
-    result = convert(source, tmp_path / "out", *flags, "--on-error", "skip")
-    assert "Skipped 2 samples:" in result.output
-    assert said in result.output
-    assert "captions of 1 image that `images` does not list" in result.output
+    output = convert(source, tmp_path / "out", *flags, "--on-error", "skip")
+    assert "Skipped 2 samples:" in output
+    assert said in output
+    assert "captions of 1 image that `images` does not list" in output
     assert {name.partition(".")[0] for name in members(tmp_path / "out")} == {"000000000000", "000000000003"}
 
 
@@ -123,11 +122,9 @@ def test_a_bad_entry_of_coco_is_named_or_skipped(tmp_path: Path, part: str, entr
     flags = [*flags, "--split-ratio", "1,0,0"]
     said = f"{source}, entry 1 of `{part}`: {message}"
     assert f"{said[:-1]}. To leave such samples out" in refused(source, tmp_path / "out", *flags)
-    result = convert(source, tmp_path / "out", *flags, "--on-error", "skip")
+    output = convert(source, tmp_path / "out", *flags, "--on-error", "skip")
     assert (tmp_path / "out/.nv-meta/convert/skipped.txt").read_text().splitlines() == [said]
-    assert ("that `images` does not list" in result.output) == (
-        message in ("`id` is '[1]'.",) or listed["images"][1] is None
-    )
+    assert ("that `images` does not list" in output) == (message in ("`id` is '[1]'.",) or listed["images"][1] is None)
     kept = {n for n in range(4) if part == "annotations" or n != 1}
     assert {name for name in members(tmp_path / "out") if name.endswith("jpg")} == {
         name for n, name in enumerate(pictures) if n in kept
@@ -155,12 +152,8 @@ def test_coco_lists_an_image_twice_two_by_one_stem_and_captions_of_none(tmp_path
     listed["annotations"] += [{"image_id": 70, "caption": "of 70"}, {"image_id": 99, "caption": "of none"}]
     source.write_text(json.dumps(listed))
     flags = [*flags, "--split-ratio", "1,0,0"]
-    result = convert(source, tmp_path / "out", *flags)
-    assert result.exit_code == 0, result.output
-    assert (
-        "Left out: 1 of 6 `images` that lists an image again, captions of 1 image that `images` does not"
-        in result.output
-    )
+    output = convert(source, tmp_path / "out", *flags)
+    assert "Left out: 1 of 6 `images` that lists an image again, captions of 1 image that `images` does not" in output
     found = members(tmp_path / "out")
     assert len(found) == 10
     assert found[f"{stem}-{first['id']}.jpg"] == (folder / first["file_name"]).read_bytes()
@@ -230,8 +223,8 @@ def test_a_parquet_row_without_bytes_is_one_sample_that_fails(tmp_path):
     files.write_table(table, tmp_path / "x.parquet")
     message = refused(tmp_path / "x.parquet", tmp_path / "out")
     assert f"x.parquet, row group 0, row 2: {tmp_path}/2.jpg: cannot read: No such file" in message
-    result = convert(tmp_path / "x.parquet", tmp_path / "out", "--on-error", "skip")
-    assert "Skipped 1 sample:" in result.output
+    output = convert(tmp_path / "x.parquet", tmp_path / "out", "--on-error", "skip")
+    assert "Skipped 1 sample:" in output
     assert sum(read_info(open_store(tmp_path / "out")).shard_counts.values()) == 4
 
 
@@ -241,12 +234,12 @@ def test_damaged_pictures_are_counted(tmp_path):
     (folder / "c.jpg").write_bytes(b"no picture")
     (folder / "d.jpg").write_bytes(b"")
     said = f"2 images cannot be opened: see energon lint {tmp_path}/out."
-    assert said in convert(folder, tmp_path / "out").output
-    assert said in convert(folder, tmp_path / "out").output  # nothing is written this time
-    assert "cannot be opened" not in convert(folder, tmp_path / "out2", "--no-media-metadata").output
+    assert said in convert(folder, tmp_path / "out")
+    assert said in convert(folder, tmp_path / "out")  # nothing is written this time
+    assert "cannot be opened" not in convert(folder, tmp_path / "out2", "--no-media-metadata")
     (folder / "d.jpg").unlink()
     (folder / "c.jpg").unlink()
-    assert "cannot be opened" not in convert(folder, tmp_path / "out3").output
+    assert "cannot be opened" not in convert(folder, tmp_path / "out3")
 
 
 def test_broken_lines_are_named_or_skipped(tmp_path):
@@ -256,9 +249,9 @@ def test_broken_lines_are_named_or_skipped(tmp_path):
     source.write_text("\n".join(lines))
     message = refused(source, tmp_path / "out", "--split-ratio", "1,0,0")
     assert f"{source}, line 3: not valid JSON: " in message
-    result = convert(source, tmp_path / "out", "--split-ratio", "1,0,0", "--on-error", "skip")
-    assert "Skipped 1 sample:" in result.output
-    assert "Done: 2 samples" in result.output
+    output = convert(source, tmp_path / "out", "--split-ratio", "1,0,0", "--on-error", "skip")
+    assert "Skipped 1 sample:" in output
+    assert "Done: 2 samples" in output
 
 
 @pytest.mark.parametrize(
@@ -361,9 +354,8 @@ def test_a_dataset_of_the_hub_is_downloaded_and_converted(tmp_path, monkeypatch)
     out = converted(Path("hf://some/thing/data/x@v2"), tmp_path / "out", *flags)
     assert asked == [("some/thing", {"repo_type": "dataset", "revision": "v2", "allow_patterns": "data/x/*"})]
     assert content(out) == content(converted(source.parent, tmp_path / "other", *flags))
-    result = convert(Path("hf://some/thing/none"), tmp_path / "out2")
-    assert "has no folder 'none'" in result.output
-    assert "expected hf://OWNER/NAME" in convert(Path("hf://some"), tmp_path / "out2").output
+    assert "has no folder 'none'" in refused(Path("hf://some/thing/none"), tmp_path / "out2")
+    assert "expected hf://OWNER/NAME" in refused(Path("hf://some"), tmp_path / "out2")
 
 
 class Hub(http.server.BaseHTTPRequestHandler):

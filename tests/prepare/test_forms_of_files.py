@@ -135,13 +135,12 @@ def table(path: Path, rows: list[list[str]], delimiter: str, encoding: str = "ut
 )
 def test_tables_with_each_separator(tmp_path: Path, suffix: str, delimiter: str, encoding: str) -> None:
     source = table(tmp_path / f"in/x{suffix}", ROWS, delimiter, encoding)
-    result = convert(source, tmp_path / "out", *ALL)
-    assert result.exit_code == 0, result.output
+    output = convert(source, tmp_path / "out", *ALL)
     found = members(tmp_path / "out")
     texts = [json.loads(data)["caption"] for name, data in found.items() if name.endswith("json")]
     assert texts == [caption for _, caption in ROWS[1:]]
     assert sum(name.endswith("png") for name in found) == 2
-    assert ("between fields" in result.output) == (delimiter != {".csv": ",", ".tsv": "\t"}[suffix])
+    assert ("between fields" in output) == (delimiter != {".csv": ",", ".tsv": "\t"}[suffix])
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import answer
 from PIL import Image
-from sources import convert, converted, members, refused
+from sources import QUIETLY, convert, converted, members, refused
 
 from energon_bridge import SampleDecoder, get_loader, get_train_dataset
 from energon_bridge.errors import DecodeError
@@ -245,17 +246,15 @@ def test_every_file_of_a_folder_is_taken_or_counted(tmp_path: Path) -> None:
         (folder / name).write_bytes(b"{}")
     for name in taken:
         (folder / name).with_suffix(".txt").write_text("a caption")
-    result = convert(folder, tmp_path / "out", *ALL)
-    assert result.exit_code == 0, result.output
+    output = convert(folder, tmp_path / "out", *ALL)
     assert (
         "Left out: 1 .db (neither media nor a caption), 2 .dng (neither media nor a caption), "
         "1 .json (.txt beside it is taken), 1 .txt (no media beside it), 1 without an extension (neither media nor a "
         "caption), 1 hidden."
-    ) in result.output
+    ) in output
     assert sum(read_info(open_store(tmp_path / "out")).shard_counts.values()) == len(taken)
     assert type_of(tmp_path / "out") == "CaptioningSample"
-    again = convert(folder, tmp_path / "out", *ALL, "--json")
-    assert len(json.loads(again.stdout)["left_out"]) == 6
+    assert len(answer("convert", folder, tmp_path / "out", *QUIETLY, *ALL)["left_out"]) == 6
 
 
 def test_captions_in_folders_of_classes_and_files_beside_tars_are_counted(tmp_path: Path) -> None:
@@ -263,13 +262,13 @@ def test_captions_in_folders_of_classes_and_files_beside_tars_are_counted(tmp_pa
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / name).write_bytes(picture("AVIF" if name.endswith("avif") else "JPEG"))
     (tmp_path / "in/cat/a.txt").write_text("a caption")
-    said = convert(tmp_path / "in", tmp_path / "out", *ALL, "--kind", "classes").output
+    said = convert(tmp_path / "in", tmp_path / "out", *ALL, "--kind", "classes")
     assert "1 .raw (neither media nor a caption), 1 .txt (a folder of classes has no captions)" in said
     (tmp_path / "tars").mkdir()
     shard = next((tmp_path / "out").rglob("*.tar"))
     (tmp_path / "tars/s.tar").write_bytes(shard.read_bytes())
     (tmp_path / "tars/lost.jpg").write_bytes(picture("JPEG"))
-    assert "1 .jpg (no tar)" in convert(tmp_path / "tars", tmp_path / "out2", *ALL).output
+    assert "1 .jpg (no tar)" in convert(tmp_path / "tars", tmp_path / "out2", *ALL)
 
 
 def test_files_of_a_folder_that_its_list_does_not_name_are_counted(tmp_path: Path) -> None:
@@ -278,7 +277,7 @@ def test_files_of_a_folder_that_its_list_does_not_name_are_counted(tmp_path: Pat
     for name in ("a.jpg", "b.jpg", "c.avif", "d.jpg"):
         (folder / name).write_bytes(picture("AVIF" if name.endswith("avif") else "JPEG"))
     as_csv(folder / "metadata.csv", [{"file_name": name, "caption": "x"} for name in ("a.jpg", "b.jpg")])
-    said = convert(folder, tmp_path / "out", *ALL).output
+    said = convert(folder, tmp_path / "out", *ALL)
     assert "Left out: 1 .avif (not named in metadata.csv), 1 .jpg (not named in metadata.csv)." in said
 
 

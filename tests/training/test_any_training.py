@@ -139,14 +139,13 @@ def test_the_command_that_convert_shows_trains_a_twin_whatever_stops_it(
     if "omni" in name:
         pytest.importorskip("torchvision")
     source = conversations(tmp_path, TWINS[name])
-    result = convert(source, tmp_path / "data", "--split-ratio", "3,1,0")
-    assert result.exit_code == 0, result.output
-    command = result.output.partition("Try it with a tiny model: ")[2].splitlines()[0]
+    output = convert(source, tmp_path / "data", "--split-ratio", "3,1,0")
+    command = output.partition("Try it with a tiny model: ")[2].splitlines()[0]
     words = shlex.split(command)
     assert words[:4] == ["python", "-m", "energon_bridge.training", "--config"]
     shown = name if "audios" in TWINS[name] else "qwen2.5_vl_instruct"  # images are for any twin
     assert words[4] == f"configs/tiny/{shown}.yaml"
-    assert f"{name}.yaml" in result.output
+    assert f"{name}.yaml" in output
     own = [f"train.max_steps={STEPS}", "train.log_interval=1", "checkpoint.interval=2", "checkpoint.export=false"]
     twin = words[4].replace(shown, name)
     runs = (load_config(twin, [*words[5:], *own, f"run_dir={tmp_path / name}"]) for name in ("whole", "killed"))

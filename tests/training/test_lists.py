@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from clips import write_sound, write_video
+from commands import answer
 from conversations import picture_of
 from forked import import_for_training, run_program
 from paths import CONFIGS, REPOSITORY
-from sources import convert, converted, members, refused
+from sources import QUIETLY, convert, converted, members, refused
 
 pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
@@ -182,9 +183,8 @@ def test_sounds_of_lists_are_converted_with_their_files(
     entry, parts = SOUNDS[name]
     wav = (media / "a.wav").read_bytes()
     source = listed(tmp_path, json.loads(json.dumps(entry).replace("WAV", base64.b64encode(wav).decode())))
-    result = convert(source, tmp_path / "out", "--media", media, *ALL_TRAIN)
-    assert result.exit_code == 0, result.output
-    assert "configs/tiny/qwen2" in result.output
+    output = convert(source, tmp_path / "out", "--media", media, *ALL_TRAIN)
+    assert "configs/tiny/qwen2" in output
     shard = members(tmp_path / "out")
     assert {name.partition(".")[2] for name in shard} == {"json", *parts}
     for part in parts:
@@ -257,9 +257,8 @@ def test_the_command_that_is_shown_trains_on_images_and_videos(tmp_path: Path, m
     kinds = [VIDEOS["LLaVA"], VIDEOS["no place"], VIDEOS["LLaVA-Video"]]
     turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "red"}]
     source = listed(tmp_path, [*kinds, {"image": "red.png", "conversations": turns}] * 5)
-    result = convert(source, tmp_path / "out", "--media", media)
-    assert result.exit_code == 0, result.output
-    line = result.output.partition("Try it with a tiny model: ")[2]
+    output = convert(source, tmp_path / "out", "--media", media)
+    line = output.partition("Try it with a tiny model: ")[2]
     words = [*shlex.split(line)[1:], f"run_dir={tmp_path / 'run'}", "train.max_steps=2", "validation.interval=2"]
     import_for_training()
     done = run_program(words, REPOSITORY)
@@ -313,9 +312,9 @@ def test_what_would_not_be_learned_is_refused_with_its_place(
     message = refused(source, tmp_path / "out", "--media", media, *ALL_TRAIN)
     assert message.startswith(f"{source}, entry 1: ")
     assert complaint in message
-    result = convert(source, tmp_path / "out", "--media", media, *ALL_TRAIN, "--on-error", "skip")
-    assert "Skipped 1 sample:" in result.output
-    assert "Done: 1 sample " in result.output
+    output = convert(source, tmp_path / "out", "--media", media, *ALL_TRAIN, "--on-error", "skip")
+    assert "Skipped 1 sample:" in output
+    assert "Done: 1 sample " in output
 
 
 def test_images_that_only_late_entries_have_are_files_too(tmp_path: Path, media: Path) -> None:
@@ -381,8 +380,8 @@ FORMS: dict[str, tuple[Any, str, str]] = {
 @pytest.mark.parametrize("name", FORMS)
 def test_other_forms_of_conversations_are_learned(tmp_path: Path, bundle: ModelBundle, name: str) -> None:
     entry, shown, said = FORMS[name]
-    result = convert(listed(tmp_path, entry), tmp_path / "out", *ALL_TRAIN)
-    assert "Try it with a tiny model: " in result.output
+    output = convert(listed(tmp_path, entry), tmp_path / "out", *ALL_TRAIN)
+    assert "Try it with a tiny model: " in output
     lines = tmp_path / "lines.jsonl"
     lines.write_text(json.dumps(entry) + "\n")
     for path in (tmp_path / "out", lines):  # JSON lines are learned as they are, too
@@ -429,8 +428,8 @@ def test_only_chosen_answers_are_learned_and_only_if_asked(tmp_path: Path, bundl
     assert "convert the list with --preferred" in refused(source, tmp_path / "out", *ALL_TRAIN)
     with pytest.raises(SampleError, match="has preferences"):
         cook_conversation({"__key__": "a", "json": PREFERENCES[name]})
-    result = convert(source, tmp_path / "out", *ALL_TRAIN, "--preferred")
-    assert "Left out 1 rejected answer of samples" in result.output
+    output = convert(source, tmp_path / "out", *ALL_TRAIN, "--preferred")
+    assert "Left out 1 rejected answer of samples" in output
     assert b"bad" not in b"".join(members(tmp_path / "out").values())
     assert [one[:2] for one in learned(tmp_path / "out", bundle)] == [("|user a |assistant good", "good<|im_end|>")]
 
@@ -448,11 +447,8 @@ def test_answers_that_are_not_desired_are_left_out_and_counted(
     source = listed(tmp_path, [entry("good", values[0]), entry("bad", values[1]), entry("fine", values[0])])
     flags = ("--media", media, *ALL_TRAIN)
     assert f"has preferences ({tag})" in refused(source, tmp_path / "out", *flags)
-    result = convert(source, tmp_path / "out", *flags, "--preferred")
-    assert result.exit_code == 0, result.output
-    assert (
-        f"Skipped 1 sample:\n  {source}, sample 1: left out by --preferred: `{tag}` is {values[1]!r}" in result.output
-    )
+    output = convert(source, tmp_path / "out", *flags, "--preferred")
+    assert f"Skipped 1 sample:\n  {source}, sample 1: left out by --preferred: `{tag}` is {values[1]!r}" in output
     assert [one[1] for one in learned(tmp_path / "out", bundle)] == ["good<|im_end|>", "fine<|im_end|>"]
 
 
@@ -599,11 +595,10 @@ def test_convert_counts_and_names_empty_answers(tmp_path: Path) -> None:
     said = {"conversations": [*ASKED, {"from": "gpt", "value": "red"}]}
     source = listed(tmp_path, [{"id": n, **(said if n % 2 else SAYS_NOTHING["an empty text"])} for n in range(14)])
     converted(source, tmp_path / "out", *ALL_TRAIN)
-    again = convert(source, tmp_path / "out", *ALL_TRAIN).output
+    again = convert(source, tmp_path / "out", *ALL_TRAIN)
     assert "7 samples with an empty answer" in again
     assert [f"entry {n} (id {n})" in again for n in range(14)] == [n % 2 == 0 and n < 10 for n in range(14)]
     assert "… and 2 more" in again
-    assert json.loads(convert(source, tmp_path / "out", *ALL_TRAIN, "--json").stdout)["empty"][6].endswith(
-        "entry 12 (id 12)"
-    )
-    assert "empty" not in convert(listed(tmp_path, [said] * 3), tmp_path / "other", *ALL_TRAIN).output
+    found = answer("convert", source, tmp_path / "out", *QUIETLY, *ALL_TRAIN)
+    assert found["empty"][6].endswith("entry 12 (id 12)")
+    assert "empty" not in convert(listed(tmp_path, [said] * 3), tmp_path / "other", *ALL_TRAIN)
