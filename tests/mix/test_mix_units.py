@@ -156,6 +156,11 @@ def test_a_new_dataset_in_the_mix_begins_at_its_share(data: Path) -> None:
     (after,) = loaders_of(dataset, 1, 0)
     after.restore_state_rank(loader.save_state_rank(), on_mismatch="adapt")
     near(tokens_of(dataset, islice(after, 150)), short=1, middle=1, long=1)
+    (without,) = loaders_of(opened(data, old), 1, 0)  # the new one rests meanwhile
+    without.restore_state_rank(after.save_state_rank(), on_mismatch="adapt")
+    list(islice(without, 50))
+    after.restore_state_rank(without.save_state_rank(), on_mismatch="adapt")
+    near(tokens_of(dataset, islice(after, 150)), short=1, middle=1, long=1)
 
 
 def test_states_know_the_unit_and_its_values(data: Path, tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.plan.balance import Imbalance, assign_microbatches, imbalance
+from energon_bridge.plan.balance import Imbalance, _exchanged, _freely_exchanged, assign_microbatches, imbalance
 
 COSTS = st.one_of(
     st.integers(0, 5).map(float), st.floats(0, 1e12, allow_subnormal=False), st.floats(1e-3, 1e-2), st.just(1.0)
@@ -53,6 +54,15 @@ def test_every_small_global_batch(ranks: int, rounds: int, highest: int) -> None
             line = sorted(costs)
             best = max(low + high for low, high in zip(line, reversed(line), strict=True))
             assert np.array(costs)[found].sum(0).max() == best
+
+
+@pytest.mark.parametrize("exchanged", [_exchanged, _freely_exchanged])
+def test_exchanges_end_where_none_helps(exchanged: Callable[..., np.ndarray]) -> None:
+    for seed in range(20):
+        costs = np.random.default_rng(seed).integers(1, 1000, 24)
+        once = exchanged(costs, as_it_comes(24, 6))
+        assert costs[once].sum(0).max() < costs[as_it_comes(24, 6)].sum(0).max()
+        assert np.array_equal(exchanged(costs, once), once)
 
 
 @pytest.mark.parametrize("seed", range(2))
