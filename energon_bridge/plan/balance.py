@@ -201,7 +201,6 @@ def _exchanged(costs: Integers, assignment: Integers) -> Integers:
         # By exchanging round i with rank j both ranks get at least `after[i, j]`.
         moved = table[:, [rank]] - table
         after = np.maximum(largest - moved, sums[None] + moved)
-        after[:, rank] = largest
         row, other = divmod(int(after.argmin()), table.shape[1])
         if after[row, other] >= largest:
             break
@@ -230,7 +229,6 @@ def _freely_exchanged(costs: Integers, assignment: Integers) -> Integers:
         # By giving away its microbatch i for microbatch (j, k) both ranks get at least `after[i, j, k]`.
         moved = table[:, rank, None, None] - table
         after = np.maximum(largest - moved, sums + moved)
-        after[:, :, rank] = largest
         own, row, other = (int(place) for place in np.unravel_index(int(after.argmin()), after.shape))
         if after[own, row, other] >= largest:
             break
