@@ -43,6 +43,7 @@ from energon_bridge import (
     make_balance,
 )
 from energon_bridge.cli.main import main
+from energon_bridge.compat.conventions import EnergonConventions
 from energon_bridge.errors import (
     BalanceError,
     ConfigurationError,
@@ -338,6 +339,11 @@ class SeveralByChance(Sized):
         return (one for one in [Sized.encode_sample(self, sample)] * 2)
 
 
+class Alike(Sized):
+    def batch_group_criterion(self, sample: Any) -> tuple[Any, None]:
+        return 0, None
+
+
 class Unpacked(Sized):
     def __init__(self) -> None:
         super().__init__()
@@ -353,6 +359,10 @@ def test_what_cannot_be_planned_is_exchanged_or_refused_by_name(data: Path, capl
     several = sized_dataset(data, "plain", task_encoder=Several())
     with pytest.raises(ConfigurationError, match=r"cannot load their own share, since encode_sample of Several is a"):
         opened(several, own_share=True)
+    with pytest.raises(ConfigurationError, match="since Alike batches by groups"):
+        opened(sized_dataset(data, "plain", task_encoder=Alike()), own_share=True)
+    with pytest.raises(ConfigurationError, match="since the loader stands in for megatron-energon"):
+        opened(sized_dataset(data, "plain").with_settings(conventions=EnergonConventions()), own_share=True)
     with caplog.at_level(logging.INFO, "energon_bridge"):
         assert isinstance(opened(several), SavableDataLoader)  # one rank has nothing to exchange
         assert isinstance(opened(sized_dataset(data, "plain")), OwnShareLoader)
