@@ -153,10 +153,22 @@ class Trimming(Long):
         return admitted
 
 
-@pytest.mark.parametrize("policy", ["truncate"])
-def test_what_is_counted_after_the_selection_is_counted_once(data: Path, policy: str) -> None:
-    settings = {"task_encoder": Trimming(policy), "packing_buffer_size": 10, "batch_size": 1}
-    spec = train_dataset(data / "b", **settings)
+class TrimmingByLength(Trimming):
+    select_samples_to_pack = TaskEncoder.select_samples_to_pack  # type: ignore[assignment]
+    pack_selected_samples = TaskEncoder.pack_selected_samples  # type: ignore[assignment]
+
+    def sample_length(self, sample: Any) -> int:
+        return len(sample.noise)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "settings"),
+    [(Trimming, {"batch_size": 1}), (TrimmingByLength, {"batch_size": None, "max_tokens_per_microbatch": 3})],
+)
+def test_what_is_counted_after_the_selection_is_counted_once(
+    data: Path, encoder: type[Trimming], settings: dict[str, Any]
+) -> None:
+    spec = train_dataset(data / "b", task_encoder=encoder("truncate"), packing_buffer_size=10, **settings)
     expected = deliver(loaders_of(spec, 1, 0, num_lanes=2), 26, range(27)).states
     state = None
     for step in range(1, 27):
