@@ -18,6 +18,7 @@ import pytest
 from commands import answer, energon, output_of
 from engine import config_of
 from forecasts import MIXES, OPTIONS, opened, ranks_of, run, write_mixes
+from made import made_once
 from PIL import Image
 
 from energon_bridge.forecast.run import run_of_mix
@@ -27,9 +28,7 @@ from energon_bridge.testing import create_captioning_test_dataset
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_mixes(tmp_path_factory.mktemp("read"))
+data = made_once(write_mixes)
 
 
 def pixels_of(path: Path) -> np.ndarray[Any, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import answer, output_of, refusal_of
+from made import made_once
 from object_server import serving
 from sources import coco, converted
 
@@ -34,9 +35,7 @@ RATE = bench.Rate(
 READING = replace(RATE, encode=0.0, batch=0.0)
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_captioning_test_dataset(tmp_path_factory.mktemp("bench") / "data", num_train=24, num_val=4)
+dataset = made_once(create_captioning_test_dataset, num_train=24, num_val=4)
 
 
 def test_every_number_of_workers_is_measured(dataset: Path) -> None:

@@ -15,15 +15,13 @@ import torch
 from commands import answer, energon, refusal_of
 from engine import SkippingEncoder, text_dataset
 from forecasts import opened, ranks_of, run, write_mixes
+from made import made_once
 
 from energon_bridge import EnergonMultiModalDataModule, get_savable_loader, get_val_dataset
 from energon_bridge.loader.fits import merge
 from energon_bridge.worker_config import WorkerConfig
 
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_mixes(tmp_path_factory.mktemp("checkpoint"))
+data = made_once(write_mixes)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from commands import energon
+from made import made_once
 from previews import CRUDE
 
 from energon_bridge.prepare import parse_patterns, prepare_dataset
@@ -23,10 +24,7 @@ from energon_bridge.preview.mount import DatasetTree, Part
 from energon_bridge.storage import open_store
 from energon_bridge.testing import create_captioning_test_dataset, write_shard
 
-
-@pytest.fixture(scope="module")
-def captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_captioning_test_dataset(tmp_path_factory.mktemp("mounted") / "captions", num_train=20, num_val=4)
+captions = made_once(create_captioning_test_dataset, num_train=20, num_val=4)
 
 
 def crude(folder: Path, samples: dict[str, dict[str, bytes]]) -> Path:

@@ -9,16 +9,14 @@ import pytest
 from commands import answer, energon, refusal_of
 from engine import text_dataset
 from forecasts import MIXES, OPTIONS, SIZES, opened, ranks_of, run, write_mixes
+from made import made_once
 
 from energon_bridge.forecast.epochs import draws_per_leaf
 from energon_bridge.forecast.run import run_of_mix
 from energon_bridge.loader.run_plan import plan_run
 from energon_bridge.worker_config import WorkerConfig
 
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_mixes(tmp_path_factory.mktemp("plan"))
+data = made_once(write_mixes)
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(1, 0), (4, 21), (5, 13)])

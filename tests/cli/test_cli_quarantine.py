@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from commands import answer, output_of, refusal_of
 from engine import PackingEncoder, deliver, loaders_of, text_dataset, train_dataset
+from made import made_once
 
 from energon_bridge import DefaultTaskEncoder, ErrorPolicy
 
@@ -33,9 +34,7 @@ class FailingPacks(PackingEncoder):
         return super().pack_selected_samples(samples)
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_dataset(tmp_path_factory.mktemp("quarantine"), train=[9, 14, 7])
+data = made_once(text_dataset, train=[9, 14, 7])
 
 
 @pytest.fixture(scope="module")

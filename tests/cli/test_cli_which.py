@@ -13,6 +13,7 @@ from commands import answer, energon, output_of, refusal_of
 from engine import ENCODERS, SeveralEncoder, SkippingEncoder, config_of, with_prepared
 from forecasts import MIXES, NEEDS_MIX, OPTIONS, Delivered, opened, ranks_of, run, write_mixes
 from keyed import KEYS, join, keyed_dataset, shards, shuffled, write_mix
+from made import made_once
 
 from energon_bridge import get_savable_loader, get_train_dataset, get_val_dataset
 from energon_bridge.forecast.run import run_of_mix
@@ -26,9 +27,7 @@ LANES = ("--num-lanes", 24)
 ON_RANKS = [*zip(MIXES, cycle([5, 1, 3, 4]))]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_mixes(tmp_path_factory.mktemp("which"))
+data = made_once(write_mixes)
 
 
 def restore_keys(found: dict[str, Any]) -> list[list[tuple[Any, ...]] | None]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from forked import run_forked
+from made import made_once
 from paths import REPOSITORY, TESTS
 
 from energon_bridge import WorkerConfig, get_loader, get_savable_loader, get_train_dataset, get_val_dataset
@@ -26,9 +27,7 @@ NAMES: dict[str, list[str]] = json.loads((TESTS / "fixtures" / "energon-7.4.1-na
 DOCUMENT = REPOSITORY / "docs" / "reference" / "compat.md"
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_captioning_test_dataset(tmp_path_factory.mktemp("compat") / "captions", num_train=40, num_val=10)
+path = made_once(create_captioning_test_dataset, num_train=40, num_val=10)
 
 
 def installed(function: Any) -> Any:

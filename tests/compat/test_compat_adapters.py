@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from made import made_once
 from PIL import Image
 
 from energon_bridge import (
@@ -29,10 +30,7 @@ from energon_bridge.compat import dataset_classes, epath, factories, loading, pr
 from energon_bridge.errors import ConfigurationError, MetadataError, NotProvidedError
 from energon_bridge.testing import create_captioning_test_dataset
 
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_captioning_test_dataset(tmp_path_factory.mktemp("adapters") / "captions", num_train=20, num_val=5)
+path = made_once(create_captioning_test_dataset, num_train=20, num_val=5)
 
 
 def config(**kwargs: Any) -> loading.WorkerConfig:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from forked import run_forked
 from keyed import mix_document, write_mix
+from made import made_once
 
 from energon_bridge import WorkerConfig
 from energon_bridge.compat import factories, hooks, install, wrapped
@@ -19,9 +20,7 @@ from energon_bridge.testing import create_captioning_test_dataset
 CONFIG = WorkerConfig(rank=0, world_size=1, num_workers=0)
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_captioning_test_dataset(tmp_path_factory.mktemp("captioning"), num_train=12, num_val=6)
+path = made_once(create_captioning_test_dataset, num_train=12, num_val=6)
 
 
 @pytest.fixture(scope="module")

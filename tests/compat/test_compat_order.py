@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made import made_once
 
 from energon_bridge.compat import loading
 from energon_bridge.compat.loading import WorkerConfig
@@ -21,10 +22,7 @@ from energon_bridge.errors import (
 from energon_bridge.task_encoder import DefaultTaskEncoder
 from energon_bridge.testing import create_captioning_test_dataset
 
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_captioning_test_dataset(tmp_path_factory.mktemp("order") / "captions", num_train=24, num_val=10)
+path = made_once(create_captioning_test_dataset, num_train=24, num_val=10)
 
 
 def config(rank: int = 0, ranks: int = 1, workers: int = 0, **settings: Any) -> WorkerConfig:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from made import made_once
 
 from energon_bridge.compat import hooks, loading
 from energon_bridge.compat.encoders import DefaultTaskEncoder
@@ -29,10 +30,7 @@ from energon_bridge.compat.wrapped import (
 from energon_bridge.errors import ConfigurationError, FatalSampleError, NotProvidedError, SkipSample
 from energon_bridge.testing import create_captioning_test_dataset
 
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_captioning_test_dataset(tmp_path_factory.mktemp("wrappers") / "captions", num_train=40, num_val=10)
+path = made_once(create_captioning_test_dataset, num_train=40, num_val=10)
 
 
 def config(rank: int = 0, ranks: int = 1, workers: int = 0, **settings: Any) -> WorkerConfig:

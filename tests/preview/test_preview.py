@@ -24,6 +24,7 @@ from conversations import conversations_dataset
 from engine import ENCODERS, NEEDED, config_of, is_masked, loaders_of
 from forecasts import MIXES, OPTIONS, opened, ranks_of, run, write_mixes
 from keyed import KEYS, join, keyed_dataset, shards, shuffled, write_mix
+from made import made_once
 from paths import CONFIGS, REPOSITORY
 from PIL import Image
 
@@ -42,14 +43,10 @@ CONFIG = CONFIGS / "packed.yaml"
 LANES = ("--num-lanes", 24)
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_mixes(tmp_path_factory.mktemp("preview"))
+data = made_once(write_mixes)
 
 
-@pytest.fixture(scope="module")
-def captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_captioning_test_dataset(tmp_path_factory.mktemp("preview-captions") / "captions", num_train=30)
+captions = made_once(create_captioning_test_dataset, num_train=30)
 
 
 def source_of(path: Path) -> SampleSource:
@@ -109,7 +106,7 @@ def test_a_mix_shows_of_each_dataset_and_its_share(data: Path, captions: Path, t
     source = source_of(mix)
     assert [(part.num_samples, round(part.share, 3)) for part in source.parts()] == [(12, 0.167), (30, 0.333), (4, 0.5)]
     found = list(source.records(source.in_order(20), lambda record: Path(record.dataset).name))
-    assert found == ["a"] * 8 + ["captions"] * 8 + ["x.jsonl"] * 4
+    assert found == ["a"] * 8 + [captions.name] * 8 + ["x.jsonl"] * 4
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from commands import answer, energon, output_of, refusal_of
+from made import made_once
 from paths import CONFIGS
 
 pytest.importorskip("lightning.pytorch")
@@ -22,9 +23,7 @@ from energon_bridge.training.module import VisionLanguageModule
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
 
 
-@pytest.fixture(scope="module")
-def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return conversations_dataset(tmp_path_factory.mktemp("preview-config") / "data", num_train=30, num_val=3)
+conversations = made_once(conversations_dataset, num_train=30, num_val=3)
 
 
 def test_a_step_of_a_run_is_what_its_model_was_given(

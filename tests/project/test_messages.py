@@ -20,6 +20,7 @@ import torch
 from commands import energon, output_of, refusal_of
 from engine import text_dataset, train_dataset
 from fsspec.spec import AbstractFileSystem
+from made import made_once
 from PIL import Image
 
 from energon_bridge import (
@@ -66,10 +67,7 @@ from energon_bridge.storage import open_store
 from energon_bridge.stream.policy import ErrorPolicy
 from energon_bridge.testing import create_captioning_test_dataset, write_shard
 
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_dataset(tmp_path_factory.mktemp("messages"), train=[10, 10, 10])
+whole = made_once(text_dataset, train=[10, 10, 10])
 
 
 @pytest.fixture

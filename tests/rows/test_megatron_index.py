@@ -15,6 +15,7 @@ from commands import energon
 from engine import check_resumes, text_dataset
 from forked import run_forked
 from keyed import write_mix
+from made import made_once
 from test_tables import run, trained, validated
 
 from benchmarks.indexes import write_sparse
@@ -68,9 +69,7 @@ def tokens_of(path: Any, **settings: Any) -> list[list[int]]:
     return [sample["tokens"].tolist() for sample in validated(path, batch_size=None, **settings)]
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("corpus") / "data")
+corpus = made_once(write)
 
 
 # Samples --------------------------------------------------------------------------------------------------------------

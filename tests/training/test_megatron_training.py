@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from made import made_once
 from torch import Tensor
 
 pytest.importorskip("megatron.core")
@@ -35,9 +36,7 @@ NUM_VAL = 5
 WHOLE = ("parallel.tp=2",)
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_captioning_test_dataset(tmp_path_factory.mktemp("captioning"), num_train=24, num_val=NUM_VAL)
+dataset = made_once(create_captioning_test_dataset, num_train=24, num_val=NUM_VAL)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conversations import colors_of, conversations_dataset, picture_of, turns_of
 from forked import become_rank, free_port, run_forked
+from made import made_once
 from paths import CONFIGS
 
 pytest.importorskip("lightning.pytorch")
@@ -202,9 +203,7 @@ def test_images_are_told_apart_by_the_text_between_them(bundle: ModelBundle) -> 
 # Runs ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return conversations_dataset(tmp_path_factory.mktemp("data") / "talks", num_train=NUM_TRAIN, num_val=NUM_VAL)
+dataset = made_once(conversations_dataset, num_train=NUM_TRAIN, num_val=NUM_VAL)
 
 
 def configuration(dataset: Path, run_dir: Path, *overrides: str) -> RunConfig:

@@ -12,6 +12,7 @@ import torch
 import yaml
 from conversations import turns_of
 from keyed import write_mix
+from made import made_once
 from paths import CONFIGS, REPOSITORY
 from recipes import captions_dataset, crude_conversations, instruct_mix
 
@@ -75,9 +76,7 @@ def test_the_documentation_has_a_command_for_each_recipe() -> None:
 # Training ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return crude_conversations(tmp_path_factory.mktemp("data") / "conversations")
+conversations = made_once(crude_conversations)
 
 
 def train_with_a_stop(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[int, float]]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from commands import output_of, refusal_of
 from forked import Program, become_rank, free_port, import_for_training, run_forked, run_program, start_forked
+from made import made_once
 from paths import CONFIGS, REPOSITORY
 
 pytest.importorskip("lightning.pytorch")
@@ -33,9 +34,7 @@ NUM_TRAIN = 60  # 15 steps of 4 are an epoch
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_captioning_test_dataset(tmp_path_factory.mktemp("captioning"), num_train=NUM_TRAIN, num_val=3)
+dataset = made_once(create_captioning_test_dataset, num_train=NUM_TRAIN, num_val=3)
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from keyed import write_mix
+from made import made_once
 from paths import CONFIGS, REPOSITORY
 
 pytest.importorskip("lightning.pytorch")
@@ -45,9 +46,7 @@ NUM_VAL = 5
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_captioning_test_dataset(tmp_path_factory.mktemp("captioning"), num_train=12, num_val=NUM_VAL)
+dataset = made_once(create_captioning_test_dataset, num_train=12, num_val=NUM_VAL)
 
 
 @pytest.fixture
