@@ -45,6 +45,7 @@ from energon_bridge.errors import (
 )
 from energon_bridge.loader.document import FORMAT_VERSION, decode_column, encode_column, sign, write_lanes
 from energon_bridge.loader.run_plan import DatasetSpec
+from energon_bridge.loader.summary import rank_of
 from energon_bridge.prepare import parse_patterns, prepare_dataset
 from energon_bridge.stream.state import LaneState
 from energon_bridge.testing import write_shard
@@ -187,7 +188,7 @@ def test_a_state_of_other_data_is_refused(data: Path, tmp_path: Path, change: st
     assert lines[1].split("identity ")[1] != lines[2].split("identity ")[1]
 
 
-def test_missing_ranks_and_different_steps_are_refused(data: Path) -> None:
+def test_missing_ranks_and_different_steps_are_refused(data: Path, tmp_path: Path) -> None:
     dataset = train_dataset(data)
     states = deliver(loaders_of(dataset, 4, 0), 6, [5, 6]).states
     (loader,) = loaders_of(dataset, 1, 0)
@@ -203,6 +204,18 @@ def test_missing_ranks_and_different_steps_are_refused(data: Path) -> None:
     other = states_after(train_dataset(data, worker_config=config_of(1, 0, seed=3)), 20, seed=3)
     with pytest.raises(StateFormatError, match="state 1 belongs to another run than state 0: seed: 0 and 3"):
         loader.restore_state_rank([states[5][0], *other])
+    other = states_after(train_dataset(text_dataset(tmp_path / "other", train=[71])), 20)
+    with pytest.raises(StateFormatError, match="state 1 belongs to another run than state 0: leaves"):
+        loader.restore_state_rank([states[5][0], *other])
+
+
+@pytest.mark.parametrize("ranks", [4, 5])
+def test_a_state_tells_its_rank(data: Path, ranks: int) -> None:
+    dataset = train_dataset(data)
+    for before in (0, 3):  # microbatches that one rank delivered
+        loaders = loaders_of(dataset, ranks, 0, state=states_after(dataset, before))
+        states = deliver(loaders, 2, [2]).states[2]
+        assert [rank_of(state) for state in states] == [(rank, ranks) for rank in range(ranks)]
 
 
 def test_more_ranks_than_lanes_are_refused(data: Path) -> None:

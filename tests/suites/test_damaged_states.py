@@ -222,6 +222,14 @@ def test_a_change_is_noticed_where_all_else_fits(data: Path, state: Any, path: s
 def test_a_checksum_is_needed(state: Any) -> None:
     with pytest.raises(StateFormatError, match="checksum is None"):
         read({name: value for name, value in state.items() if name != "checksum"})
+    read({name: state[name] for name in reversed(state)})  # in any order of its fields
+
+
+def test_a_filter_may_have_several_lines(state: Any) -> None:
+    subset = "0:71 where size > 1\nand size < 9"
+    assert subset in [
+        leaf["subset"] for leaf in read(changed(state, "leaves.subsets", encode_text((subset, "")))).leaves
+    ]
 
 
 def other_column(text: Any, chance: random.Random) -> Any:
