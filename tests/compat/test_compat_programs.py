@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner
-from keyed import join, mix_document, write_mix
+from keyed import CRUDE, join, mix_document, write_mix
 
 from energon_bridge import Cooker, SystemFileStore, WorkerConfig, get_val_dataset
 from energon_bridge.av import AVDecoder
@@ -25,7 +25,6 @@ from energon_bridge.errors import ConfigurationError, DatasetNotFoundError, Meta
 from energon_bridge.format.dataset import open_dataset
 from energon_bridge.mix.opener import MIN_DATASETS
 from energon_bridge.prepare import prepare_dataset
-from energon_bridge.prepare.dataset_yaml import render_dataset_yaml
 from energon_bridge.prepare.lint import lint_parts
 from energon_bridge.prepare.split import parse_patterns
 from energon_bridge.prepare.summary import summarize_dataset
@@ -282,8 +281,7 @@ def tone(seconds: float) -> bytes:
 def test_sound_is_that_of_the_file(tmp_path: Path) -> None:
     pytest.importorskip("av")
     write_shard(tmp_path / "a.tar", {"k": {"wav": tone(1.0), "pkl": pickle.dumps([1])}})
-    crude = render_dataset_yaml("CrudeWebdataset", None)
-    prepare_dataset(tmp_path, split=parse_patterns(["val:.*"]), dataset_yaml=crude)
+    prepare_dataset(tmp_path, split=parse_patterns(["val:.*"]), dataset_yaml=CRUDE)
     dataset = loading.get_val_dataset(tmp_path, batch_size=None, worker_config=CONFIG, task_encoder=Plain())
     (sample,) = loading.get_loader(dataset)
     ours = get_val_dataset(tmp_path, batch_size=None, worker_config=CONFIG, task_encoder=Plain())

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch  # noqa: F401 - imported once, for all processes that are forked
 from forked import run_forked, run_program
+from keyed import CRUDE
 from paths import REPOSITORY
 
 from energon_bridge.compat.__main__ import main
@@ -30,7 +31,6 @@ from energon_bridge.testing import create_captioning_test_dataset, write_shard
 PROGRAMS = Path(__file__).with_name("dropin")
 
 SKIPPED = (4, 9, 14)  # of the references for training: validation counts draws, and so has shorter batches here
-CRUDE = b"__module__: megatron.energon\n__class__: CrudeWebdataset\n"
 MIX = """
 __module__: megatron.energon
 __class__: MetadatasetV2

@@ -11,11 +11,12 @@ from typing import Any
 import yaml
 
 from energon_bridge import TextSample, register_joiner
-from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
+from energon_bridge.prepare import parse_patterns, parse_ratio, prepare_dataset, render_dataset_yaml
 from energon_bridge.testing import write_shard
 
 TEXT = render_dataset_yaml("TextSample", {"text": "txt"})
 CRUDE = b"__module__: megatron.energon\n__class__: CrudeWebdataset\n"
+ALL_TRAIN = parse_ratio("1,0,0")
 
 Shards = Sequence[Sequence[str]]
 

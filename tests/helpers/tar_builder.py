@@ -48,6 +48,11 @@ def write_texts(root: Path, shards: dict[str, Iterable[str]], *, tar_format: int
     return root
 
 
+def tars_of(root: Path, count: int = 10) -> Path:
+    """Write tars of three texts each in two folders: `a/s_0.tar`, `b/s_1.tar`, `a/s_2.tar`, ..."""
+    return write_texts(root, {f"{'ab'[n % 2]}/s_{n}.tar": [f"{n}-{k}" for k in range(3)] for n in range(count)})
+
+
 def read_all(dataset: PreparedDataset) -> list[tuple[str, dict[str, bytes]]]:
     """Read (key, needed parts) of all samples in the order of the shards."""
     samples = []

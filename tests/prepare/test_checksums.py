@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from commands import energon, output_of
 from crude import Raw
+from keyed import CRUDE
 
 from energon_bridge import (
     CrudeSample,
@@ -37,7 +38,6 @@ from energon_bridge.stream import reader
 from energon_bridge.stream.policy import ErrorPolicy
 
 CONFIG = WorkerConfig(rank=0, world_size=1, num_workers=0)
-CRUDE = b"__module__: megatron.energon\n__class__: CrudeWebdataset\n"
 
 
 def content(shard: int, sample: int, part: int) -> bytes:

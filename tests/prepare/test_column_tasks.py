@@ -8,19 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import energon, output_of, refusal_of
+from keyed import ALL_TRAIN, TEXT
 from sources import content
-from tar_builder import write_texts
+from tar_builder import tars_of, write_texts
 
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.format.parallel import Task
-from energon_bridge.prepare import columns, parse_ratio, prepare_dataset, render_dataset_yaml
+from energon_bridge.prepare import columns, prepare_dataset
 from energon_bridge.prepare.columns import add_column
 
 
-def dataset(root: Path, shards: int = 10, samples: int = 3) -> Path:
-    write_texts(root, {f"{'ab'[n % 2]}/s_{n:03d}.tar": [f"{n}-{k}" for k in range(samples)] for n in range(shards)})
-    text_yaml = render_dataset_yaml("TextSample", {"text": "txt"})
-    prepare_dataset(root, split=parse_ratio("1,0,0"), dataset_yaml=text_yaml, key_index=False)
+def dataset(root: Path) -> Path:
+    prepare_dataset(tars_of(root), split=ALL_TRAIN, dataset_yaml=TEXT, key_index=False)
     return root
 
 
@@ -52,7 +51,7 @@ def test_tasks_share_the_shards_out(tmp_path: Path) -> None:
     assert not (root / ".nv-meta/columns").exists()
     output = refusal_of("columns", "add", root, "--hash", "--finish", "--num-workers", 1)
     assert "3 of 10 shards were not computed by any task" in output
-    assert "the first is a/s_002.tar" in output
+    assert "the first is a/s_2.tar" in output
     energon("columns", "add", root, "--hash", "--task", "1/3", "--num-workers", 2)
     output_of("columns", "add", root, "--hash", "--finish", "--num-workers", 1)
     assert made(root) == made(expected)
@@ -63,14 +62,14 @@ def test_what_tasks_did_is_of_the_shard_and_of_the_function(tmp_path: Path) -> N
     assert add_column(root, None, both, task=Task(0, 1)).num_samples == 30
     with pytest.raises(ConfigurationError, match="10 of 10 shards were not computed by any task"):
         add_column(root, "length", length, finish=True)
-    write_texts(root, {"b/s_003.tar": ["only-1", "only-2"]})
-    prepare_dataset(root, split=parse_ratio("1,0,0"), key_index=False)
+    write_texts(root, {"b/s_3.tar": ["only-1", "only-2"]})
+    prepare_dataset(root, split=ALL_TRAIN, key_index=False)
     with pytest.raises(
         ConfigurationError,
-        match=r"1 of 10 shards were not computed by any task, or changed since; the first is b/s_003\.tar",
+        match=r"1 of 10 shards were not computed by any task, or changed since; the first is b/s_3\.tar",
     ):
         add_column(root, None, both, finish=True)
-    piece = next(root.glob(".nv-meta.columns/*/a/s_000.tar.npz"))
+    piece = next(root.glob(".nv-meta.columns/*/a/s_0.tar.npz"))
     piece.write_bytes(b"damaged")
     add_column(root, None, both, task=Task(0, 1))
     assert add_column(root, None, both, finish=True).names == ("first", "size")

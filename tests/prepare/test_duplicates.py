@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 from commands import energon, output_of
+from keyed import ALL_TRAIN
 from paths import REPOSITORY
 from sources import content
 from tar_builder import GNU, PAX, USTAR, read_all, write_tar, write_texts
 
 from energon_bridge.errors import ConfigurationError, DuplicateKeyError, MetadataError
 from energon_bridge.format.dataset import open_dataset
-from energon_bridge.prepare import duplicates, parse_ratio, prepare_dataset
+from energon_bridge.prepare import duplicates, prepare_dataset
 from energon_bridge.prepare.duplicates import rename_duplicates
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
@@ -78,7 +79,7 @@ def test_a_name_that_becomes_too_long_is_split_in_two(tmp_path: Path) -> None:
 def test_prepared_tars_keep_their_keys(tmp_path: Path) -> None:
     """A tar that comes later is the one that changes, wherever its name stands."""
     root = write_texts(tmp_path / "data", {"m.tar": ["a", "b"]})
-    prepare_dataset(root, split=parse_ratio("1,0,0"))
+    prepare_dataset(root, split=ALL_TRAIN)
     before = only_tars(root)
     write_texts(root, {"c.tar": ["b", "x"]})
     assert [(one.shard, one.key, one.new_key) for one in rename_duplicates(root)] == [("c.tar", "b", "b~2")]

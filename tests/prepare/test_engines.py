@@ -14,25 +14,21 @@ from typing import Any
 
 import pytest
 from commands import energon, output_of, refusal_of
+from keyed import TEXT
 from paths import HELPERS, REPOSITORY
 from ray_cluster import ray_cluster
 from sources import content, converted, llava
-from tar_builder import write_texts
+from tar_builder import tars_of, write_texts
 from test_killed import KILLS, LONG, WORK, check_kills
 
 from energon_bridge.cli.prepare_options import chosen_task
 from energon_bridge.errors import ConfigurationError, CorruptShardError
 from energon_bridge.format.parallel import Task
-from energon_bridge.prepare import parse_ratio, prepare_dataset, render_dataset_yaml, run as preparing
+from energon_bridge.prepare import parse_ratio, prepare_dataset, run as preparing
 from energon_bridge.prepare.engines import RayEngine
 
-TEXT_YAML = render_dataset_yaml("TextSample", {"text": "txt"})
 RULE = parse_ratio("8,1,1")
 CHANGING = (".nv-meta/index.uuid", ".nv-meta/tars.json")
-
-
-def tars_of(root: Path, count: int = 10) -> Path:
-    return write_texts(root, {f"{'ab'[n % 2]}/s_{n}.tar": [f"{n}-{k}" for k in range(3)] for n in range(count)})
 
 
 def rows_of(root: Path) -> list[list[Any]]:
@@ -46,7 +42,7 @@ def rows_of(root: Path) -> list[list[Any]]:
 
 def prepared(root: Path, **options: Any) -> dict[str, Any]:
     """Prepare, and return all that it wrote, the key index as rows."""
-    prepare_dataset(root, split=RULE, dataset_yaml=TEXT_YAML, **options)
+    prepare_dataset(root, split=RULE, dataset_yaml=TEXT, **options)
     return {
         name: rows_of(root) if name == ".nv-meta/index.sqlite" else data
         for name, data in content(root).items()

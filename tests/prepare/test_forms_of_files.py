@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 from commands import energon, output_of
 from crude import parts_of
+from keyed import CRUDE
 from sources import convert, converted, members, picture, refused
 from tar_builder import write_tar
 
 from energon_bridge import DefaultTaskEncoder
 from energon_bridge.errors import CorruptShardError
 from energon_bridge.format.jsonl import open_jsonl
-from energon_bridge.prepare import parse_ratio, prepare_dataset, render_dataset_yaml
+from energon_bridge.prepare import parse_ratio, prepare_dataset
 
 NFC, NFD = "k\u00e9", "ke\u0301"
 BOM = b"\xef\xbb\xbf"
@@ -190,7 +191,7 @@ def test_parts_are_decoded_in_any_case(tmp_path: Path) -> None:
         "1.CLS": b"7",
     }
     write_tar(tmp_path / "s.tar", parts.items())
-    prepare_dataset(tmp_path, split=parse_ratio("0,1,0"), dataset_yaml=render_dataset_yaml("CrudeWebdataset", None))
+    prepare_dataset(tmp_path, split=parse_ratio("0,1,0"), dataset_yaml=CRUDE)
     assert "The one sample loads." in energon("lint", tmp_path, "--no-progress").output
     (sample,) = parts_of(tmp_path, DefaultTaskEncoder()).values()
     assert (sample["TXT"], sample["Json"], sample["CLS"]) == ("one", {"a": 1}, 7)

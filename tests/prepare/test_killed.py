@@ -20,6 +20,7 @@ from typing import IO, Any
 
 import pytest
 from forked import Program
+from keyed import ALL_TRAIN, TEXT
 from paths import REPOSITORY
 from sources import content, llava
 from tar_builder import read_all, write_texts
@@ -27,7 +28,7 @@ from tar_builder import read_all, write_texts
 from energon_bridge.errors import DatasetNotFoundError, NotPreparedError
 from energon_bridge.format.columns import column_of, read_columns
 from energon_bridge.format.dataset import open_dataset
-from energon_bridge.prepare import parse_ratio, prepare_dataset, render_dataset_yaml
+from energon_bridge.prepare import prepare_dataset
 from energon_bridge.storage import open_store
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
@@ -99,8 +100,7 @@ def prepare_work(folder: Path) -> Work:
 
 def columns_work(folder: Path) -> Work:
     root = texts(folder / "data")
-    text_yaml = render_dataset_yaml("TextSample", {"text": "txt"})
-    prepare_dataset(root, split=parse_ratio("1,0,0"), dataset_yaml=text_yaml, key_index=False)
+    prepare_dataset(root, split=ALL_TRAIN, dataset_yaml=TEXT, key_index=False)
     (root / ".nv-meta/tars.json").unlink()  # it has the times of the tars
     line = ["columns", "add", str(root), "--hash"]
     return Work(

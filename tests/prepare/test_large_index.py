@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forked import run_program
+from keyed import ALL_TRAIN, TEXT
 from PIL import Image
 from tar_builder import read_all, tar_bytes, write_texts
 
@@ -33,10 +34,8 @@ from energon_bridge.format.key_index import find_keys, keys_at, keys_of_shard, l
 from energon_bridge.format.nvmeta import read_info
 from energon_bridge.loader.bans import samples_by_key
 from energon_bridge.prepare import (
-    parse_ratio,
     prepare_dataset,
     rebuild_index,
-    render_dataset_yaml,
     run as preparing,
     summarize_dataset,
 )
@@ -45,8 +44,6 @@ from energon_bridge.prepare.staging import STAGING_FOLDER, Staging
 from energon_bridge.storage import open_store
 from energon_bridge.stores import WebdatasetFileStore
 
-TEXT_YAML = render_dataset_yaml("TextSample", {"text": "txt"})
-ALL_TRAIN = parse_ratio("1,0,0")
 FIRST = {f"{number:02d}.tar": [f"{number}-{sample}" for sample in range(3)] for number in range(16)}
 
 
@@ -64,7 +61,7 @@ def tars(tmp_path: Path) -> Path:
 
 
 def prepare(root: Path, **options: object) -> None:
-    prepare_dataset(root, split=ALL_TRAIN, dataset_yaml=TEXT_YAML, **options)  # type: ignore[arg-type]
+    prepare_dataset(root, split=ALL_TRAIN, dataset_yaml=TEXT, **options)  # type: ignore[arg-type]
 
 
 def added(root: Path, *names: str) -> list[str]:

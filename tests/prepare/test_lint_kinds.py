@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 from commands import answer, energon, output_of, refusal_of
 from engine import text_dataset
-from keyed import write_mix
+from keyed import ALL_TRAIN, CRUDE, TEXT, write_mix
 from PIL import Image
 from tar_builder import write_tar, write_texts
 
@@ -23,7 +23,7 @@ from energon_bridge import (
     basic_sample_keys,
     get_train_dataset,
 )
-from energon_bridge.prepare import parse_patterns, parse_ratio, prepare_dataset, rebuild_index, render_dataset_yaml
+from energon_bridge.prepare import parse_patterns, prepare_dataset, rebuild_index, render_dataset_yaml
 from energon_bridge.prepare.media import MediaFilter
 
 
@@ -62,7 +62,7 @@ def break_text(tar: Path, key: str) -> None:
 
 def crude(root: Path) -> Path:
     write_tar(root / "s.tar", [(f"{n}.json", json.dumps({"text": f"text {n}"}).encode()) for n in range(8)])
-    prepare_dataset(root, split=parse_ratio("1,0,0"), dataset_yaml=render_dataset_yaml("CrudeWebdataset", None))
+    prepare_dataset(root, split=ALL_TRAIN, dataset_yaml=CRUDE)
     return root
 
 
@@ -164,8 +164,7 @@ def test_equal_samples_are_named_both(tmp_path: Path) -> None:
     root = tmp_path / "data"
     for shard, texts in shards.items():
         write_tar(root / f"{shard}.tar", [(f"{shard}-{n}.txt", text.encode()) for n, text in enumerate(texts)])
-    text_yaml = render_dataset_yaml("TextSample", {"text": "txt"})
-    prepare_dataset(root, split=parse_ratio("1,0,0"), dataset_yaml=text_yaml)
+    prepare_dataset(root, split=ALL_TRAIN, dataset_yaml=TEXT)
     expected = [
         ("s_0.tar", "s_0-2", f"has the content of key 's_0-0' in {root}/s_0.tar"),
         ("s_1.tar", "s_1-1", f"has the content of key 's_0-1' in {root}/s_0.tar"),
@@ -178,7 +177,7 @@ def test_equal_samples_are_named_both(tmp_path: Path) -> None:
         assert [(one["shard"], one["key"], one["message"]) for one in report["problems"]] == expected
     assert "4 samples in 2 groups" in energon("columns", "duplicates", root).output
     write_tar(root / "s_2.tar", [("new.txt", b"z")])
-    prepare_dataset(root, split=parse_ratio("1,0,0"), dataset_yaml=text_yaml)
+    prepare_dataset(root, split=ALL_TRAIN, dataset_yaml=TEXT)
     report = lint(root, "--duplicates", "--parallel", 2)[1]
     assert [one["key"] for one in report["problems"]] == ["s_0-2", "s_1-1", "new"]
     split = root / ".nv-meta/split.yaml"
@@ -218,7 +217,7 @@ def test_an_exclude_that_leaves_nothing_out_is_an_error_of_info_and_lint_and_log
 ) -> None:
     data = write_texts(tmp_path / "data", {"train/shard_000.tar": ["1", "2"], "val/shard_000.tar": ["3"]})
     rule = parse_patterns(["train:train", "val:val"])
-    prepare_dataset(data, split=rule, dataset_yaml=render_dataset_yaml("TextSample", {"text": "txt"}))
+    prepare_dataset(data, split=rule, dataset_yaml=TEXT)
     split, expected = data / ".nv-meta/split.yaml", WRONG_EXCLUDES[entry]
     split.write_text(split.read_text().replace("exclude: []", f"exclude: ['{entry}', 'val/shard_000.tar/3']"))
     summary = answer("info", data)
@@ -262,7 +261,7 @@ def test_shards_in_two_parts_or_none_are_warned_of(
 def test_empty_texts_are_counted(tmp_path: Path) -> None:
     tar = write_tar(tmp_path / "data/s.tar", [("a.txt", b"text"), ("b.txt", b" \n"), ("c.txt", b"")])
     for kind, fields in (("TextSample", {"text": "txt"}), ("CrudeWebdataset", None)):
-        prepare_dataset(tmp_path / "data", split=parse_ratio("1,0,0"), dataset_yaml=render_dataset_yaml(kind, fields))
+        prepare_dataset(tmp_path / "data", split=ALL_TRAIN, dataset_yaml=render_dataset_yaml(kind, fields))
         code, report = lint(tar.parent)
         assert code == 0
         (warning,) = report["warnings"]
@@ -279,7 +278,7 @@ def test_turned_images_are_counted(tmp_path: Path) -> None:
         members.append((f"{number}.jpg", file.getvalue()))
     tar = write_tar(tmp_path / "data/s.tar", members)
     fields = render_dataset_yaml("ImageSample", {"image": "jpg"})
-    prepare_dataset(tmp_path / "data", split=parse_ratio("1,0,0"), dataset_yaml=fields)
+    prepare_dataset(tmp_path / "data", split=ALL_TRAIN, dataset_yaml=fields)
     code, report = lint(tar.parent)
     assert code == 0
     (warning,) = report["warnings"]
@@ -297,10 +296,7 @@ def test_info_knows_parts_media_columns_and_tars_that_came_later(tmp_path: Path)
         file = io.BytesIO()
         Image.new("RGB", size).save(file, "PNG")
         write_tar(root / f"{name}.tar", [(f"{name}.png", file.getvalue()), (f"{name}.txt", b"text!")])
-    dataset_yaml = render_dataset_yaml("CrudeWebdataset", None)
-    prepare_dataset(
-        root, split=parse_ratio("1,0,0"), dataset_yaml=dataset_yaml, media=MediaFilter(strategy="EXTENSION")
-    )
+    prepare_dataset(root, split=ALL_TRAIN, dataset_yaml=CRUDE, media=MediaFilter(strategy="EXTENSION"))
     output_of("columns", "add", root, "--image-size", "--num-workers", 1)
     write_tar(root / "later.tar", [("c.txt", b"")])
     found = answer("info", root)

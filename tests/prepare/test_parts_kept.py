@@ -16,11 +16,12 @@ import pytest
 from clips import write_video
 from commands import energon, output_of, refusal_of
 from crude import Raw, parts_of
+from keyed import CRUDE
 from tar_builder import GNU, PAX, USTAR
 
 from energon_bridge.format.nvmeta import read_info
 from energon_bridge.format.tar_index import ShardScan
-from energon_bridge.prepare import parse_ratio, prepare_dataset, render_dataset_yaml
+from energon_bridge.prepare import parse_ratio, prepare_dataset
 from energon_bridge.prepare.lint import lint_encoded
 from energon_bridge.storage import open_store
 from energon_bridge.stores import WebdatasetFileStore
@@ -28,7 +29,6 @@ from energon_bridge.task_encoder import SampleDecoder
 
 LINK, HARD, PIPE, DEVICE = tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE
 FLAGS = ["--split-ratio", "0,1,0", "--sample-type", "CrudeWebdataset", "--no-progress", "--num-workers", "1"]
-CRUDE = render_dataset_yaml("CrudeWebdataset", None)
 LONG = "a folder/" * 13
 Entry = tuple[str, bytes | str] | tuple[str, bytes, str]  # a file, or a name with type and target
 

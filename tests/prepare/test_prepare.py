@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tar_builder import read_all, write_tar, write_texts
+from keyed import ALL_TRAIN, TEXT
+from tar_builder import read_all, tars_of, write_tar, write_texts
 
 from energon_bridge.errors import (
     ConfigurationError,
@@ -33,9 +34,6 @@ from energon_bridge.format.parallel import map_shards
 from energon_bridge.prepare import parse_ratio, prepare_dataset, rebuild_index, render_dataset_yaml
 from energon_bridge.prepare.staging import STAGING_FOLDER
 
-TEXT_YAML = render_dataset_yaml("TextSample", {"text": "txt"})
-ALL_TRAIN = parse_ratio("1,0,0")
-
 
 def snapshot(root: Path) -> dict[str, bytes]:
     """Return the content of every file below a folder."""
@@ -45,9 +43,7 @@ def snapshot(root: Path) -> dict[str, bytes]:
 @pytest.fixture
 def tars(tmp_path: Path) -> Path:
     """Return a folder with ten tars of three samples each, not prepared."""
-    return write_texts(
-        tmp_path / "data", {f"{'ab'[n % 2]}/s_{n}.tar": [f"{n}-{k}" for k in range(3)] for n in range(10)}
-    )
+    return tars_of(tmp_path / "data")
 
 
 # --- preparing ----------------------------------------------------------------------------------------------------
@@ -60,7 +56,7 @@ def test_what_is_prepared_can_be_read(tars: Path, num_workers: int):
         tars,
         split=parse_ratio("8,1,1"),
         num_workers=num_workers,
-        dataset_yaml=TEXT_YAML,
+        dataset_yaml=TEXT,
         progress=lambda done, total: seen.append((done, total)),
     )
     assert prepared.num_samples == 30
@@ -155,7 +151,7 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], type[EnergonError], str]] =
 @pytest.mark.parametrize(("num_workers", "before"), [(1, "fresh"), (2, "prepared")])
 def test_a_bad_shard_is_named_and_nothing_changes(tars: Path, breakage: str, num_workers: int, before: str):
     if before == "prepared":
-        prepare_dataset(tars, split=parse_ratio("8,1,1"), dataset_yaml=TEXT_YAML)
+        prepare_dataset(tars, split=parse_ratio("8,1,1"), dataset_yaml=TEXT)
     damage, error, message = BREAKAGES[breakage]
     damage(tars / "a/s_4.tar")
     files = snapshot(tars)
@@ -176,7 +172,7 @@ def test_a_failing_move_leaves_no_dataset_that_claims_to_be_prepared(tars: Path)
     with pytest.raises(StorageError, match=r"\.info\.json: cannot write"):
         prepare_dataset(tars, split=ALL_TRAIN)
     (tars / ".nv-meta/.info.json").rmdir()
-    prepare_dataset(tars, split=ALL_TRAIN, dataset_yaml=TEXT_YAML)
+    prepare_dataset(tars, split=ALL_TRAIN, dataset_yaml=TEXT)
     assert open_dataset(tars, split_part="train").num_samples == 30
     assert not (tars / STAGING_FOLDER).exists()
 
@@ -197,7 +193,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def test_a_killed_run_can_be_repeated(tars: Path):
-    prepare_dataset(tars, split=parse_ratio("8,1,1"), dataset_yaml=TEXT_YAML)
+    prepare_dataset(tars, split=parse_ratio("8,1,1"), dataset_yaml=TEXT)
     files = snapshot(tars)
     for tar in tars.rglob("*.tar"):
         os.utime(tar)  # all of them are read again
@@ -216,7 +212,7 @@ def test_a_killed_run_can_be_repeated(tars: Path):
     while any(Path(f"/proc/{worker}").exists() for worker in workers):
         assert time.monotonic() < deadline, "worker processes outlive the process that started them"
         time.sleep(0.01)
-    prepare_dataset(tars, split=parse_ratio("8,1,1"), dataset_yaml=TEXT_YAML)
+    prepare_dataset(tars, split=parse_ratio("8,1,1"), dataset_yaml=TEXT)
     again = snapshot(tars)
     for changing in (".nv-meta/index.uuid", ".nv-meta/index.sqlite", ".nv-meta/tars.json"):
         del files[changing], again[changing]
@@ -224,7 +220,7 @@ def test_a_killed_run_can_be_repeated(tars: Path):
 
 
 def test_rebuilding_follows_the_tars(tars: Path):
-    prepare_dataset(tars, split=ALL_TRAIN, dataset_yaml=TEXT_YAML)
+    prepare_dataset(tars, split=ALL_TRAIN, dataset_yaml=TEXT)
     split = (tars / ".nv-meta/split.yaml").read_bytes()
     write_texts(tars, {"a/s_0.tar": ["n1", "n2", "n3", "n4"], "new.tar": ["x"]})
     rebuild_index(tars, num_workers=2)
@@ -235,7 +231,7 @@ def test_rebuilding_follows_the_tars(tars: Path):
 def test_an_old_info_yaml_is_kept_in_step(tars: Path):
     (tars / ".nv-meta").mkdir()
     (tars / ".nv-meta/.info.yaml").write_text("shard_counts: {old.tar: 3}\n")
-    prepare_dataset(tars, split=ALL_TRAIN, dataset_yaml=TEXT_YAML)
+    prepare_dataset(tars, split=ALL_TRAIN, dataset_yaml=TEXT)
     (tars / ".nv-meta/.info.json").unlink()
     assert open_dataset(tars, split_part="train").num_samples == 30
 
@@ -271,7 +267,7 @@ def test_a_dataset_yaml_that_could_not_be_read_is_not_written(sample_type, field
 @pytest.mark.parametrize("name", ["sub/x.yaml", "x.txt", "../x.yaml"])
 def test_the_name_of_dataset_yaml_stays_in_nv_meta(tars: Path, name: str):
     with pytest.raises(ConfigurationError, match="--dataset-yaml-name"):
-        prepare_dataset(tars, split=ALL_TRAIN, dataset_yaml=TEXT_YAML, dataset_yaml_name=name)
+        prepare_dataset(tars, split=ALL_TRAIN, dataset_yaml=TEXT, dataset_yaml_name=name)
 
 
 # --- work in processes --------------------------------------------------------------------------------------------

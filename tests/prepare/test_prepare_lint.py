@@ -6,24 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tar_builder import write_tar, write_texts
+from keyed import ALL_TRAIN, TEXT
+from tar_builder import tars_of, write_tar
 
 from energon_bridge.errors import EmptyDatasetError, UnknownSplitError
-from energon_bridge.prepare import parse_ratio, prepare_dataset, render_dataset_yaml, summarize_dataset
+from energon_bridge.prepare import parse_ratio, prepare_dataset, summarize_dataset
 from energon_bridge.prepare.columns import add_column
 from energon_bridge.prepare.lint import lint_dataset, lint_parts
 from energon_bridge.testing import write_shard
-
-TEXT_YAML = render_dataset_yaml("TextSample", {"text": "txt"})
-ALL_TRAIN = parse_ratio("1,0,0")
 
 
 @pytest.fixture
 def tars(tmp_path: Path) -> Path:
     """Return a folder with ten tars of three samples each, not prepared."""
-    return write_texts(
-        tmp_path / "data", {f"{'ab'[n % 2]}/s_{n}.tar": [f"{n}-{k}" for k in range(3)] for n in range(10)}
-    )
+    return tars_of(tmp_path / "data")
 
 
 def problems_of(path: Path, **options: Any) -> tuple[int, list[str]]:
@@ -37,7 +33,7 @@ def problems_of(path: Path, **options: Any) -> tuple[int, list[str]]:
 
 def test_parts_that_no_field_takes_are_not_decoded(tmp_path: Path):
     write_shard(tmp_path / "s.tar", {"a": {"txt": b"a text", "json": b"{", "jpg": b"no picture"}})
-    prepare_dataset(tmp_path, split=ALL_TRAIN, dataset_yaml=TEXT_YAML)
+    prepare_dataset(tmp_path, split=ALL_TRAIN, dataset_yaml=TEXT)
     assert problems_of(tmp_path) == (1, [])
     add_column(tmp_path, "length", lambda sample: len(sample.text))
 
@@ -101,7 +97,7 @@ def test_lint_sees_an_index_of_another_tar(fixtures: Path):
 
 
 def test_lint_of_parts(tars: Path):
-    prepare_dataset(tars, split=ALL_TRAIN, dataset_yaml=TEXT_YAML)
+    prepare_dataset(tars, split=ALL_TRAIN, dataset_yaml=TEXT)
     datasets, empty = lint_parts(tars)
     assert ([dataset.split_part for dataset in datasets], empty) == (["train"], ["val", "test"])
     with pytest.raises(EmptyDatasetError, match=r"no samples in the split parts val"):
@@ -111,7 +107,7 @@ def test_lint_of_parts(tars: Path):
 
 
 def test_lint_runs_a_trusted_sample_loader(tars: Path):
-    prepare_dataset(tars, split=ALL_TRAIN, dataset_yaml=TEXT_YAML)
+    prepare_dataset(tars, split=ALL_TRAIN, dataset_yaml=TEXT)
     (tars / ".nv-meta/sample_loader.py").write_text(
         "def sample_loader(raw):\n"
         "    if raw['__key__'] == '3-1':\n"
