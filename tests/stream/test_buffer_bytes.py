@@ -117,6 +117,30 @@ def test_groups_keep_to_the_budget_too(
     assert resumed.digests == expected.digests[17:27]
 
 
+class Once(Grouped):
+    """Fails for every fourth sample when it is encoded again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def preencode_sample(self, sample: Any) -> Any:
+        if sample.__key__ in self.seen and int(sample.__key__) % 4 == 0:
+            raise ValueError("gone")
+        self.seen.add(sample.__key__)
+        return super().preencode_sample(sample)
+
+
+def test_a_group_that_has_lost_rows_waits_for_others(data: Path) -> None:
+    (loader,) = loaders_of(
+        train_dataset(data, task_encoder=Once(), batch_size=None), 1, 0, num_lanes=LANES, buffer_bytes=0
+    )
+    assert {len(batch.__key__) for batch in islice(loader, 12)} == {5}
+    found = loader.metrics()
+    assert found["errors"] > 0
+    assert found["draws"] == sum(found[name] for name in ("samples", "errors", "skipped", "waiting_in_groups"))
+
+
 def test_contents_of_groups_are_encoded_again(data: Path) -> None:
     spec = train_dataset(data, task_encoder=Grouped(), batch_size=None)
     again = []

@@ -55,8 +55,8 @@ def noisy(first: Any, second: Any) -> TextSample:
     return TextSample(__key__=first.__key__, text=f"{first.text} + {second.text} {noise}")
 
 
-def with_code(folder: Path, yaml: bytes, keys: list[str]) -> Path:
-    keyed_dataset(folder, train=shards(keys, 11, 14, 15))
+def with_code(folder: Path, yaml: bytes, keys: list[str], **kwargs: Any) -> Path:
+    keyed_dataset(folder, train=shards(keys, 11, 14, 15), **kwargs)
     (folder / ".nv-meta" / "code.py").write_text(CODE)
     (folder / ".nv-meta" / "dataset.yaml").write_bytes(yaml)
     return folder
@@ -85,6 +85,14 @@ def trained(folder: Path, name: str, **kwargs: Any) -> Any:
     settings: dict[str, Any] = {"batch_size": 2, "shuffle_buffer_size": 7, "max_samples_per_sequence": 3}
     settings |= {"worker_config": config_of(1, 0), "trust_remote_code": True}
     return get_train_dataset(folder / f"{name}.yaml", task_encoder=DefaultTaskEncoder(), **settings | kwargs)
+
+
+def test_excluded_samples_are_left_out(tmp_path: Path) -> None:
+    folder = with_code(tmp_path / "a", LOADER, KEYS, exclude=["train/0.tar/003"])
+    settings: dict[str, Any] = {"worker_config": config_of(1, 0), "trust_remote_code": True}
+    loader = get_savable_loader(get_train_dataset(folder, batch_size=1, repeat=False, **settings))
+    assert {key for batch in loader for key in batch.__key__} == {*KEYS} - {"003", "007", "008"}
+    assert counts_of(loader.save_state_rank())["excluded"] == 1
 
 
 def test_a_loader_may_hand_on_what_the_reader_sets(folder: Path, tmp_path: Path) -> None:
