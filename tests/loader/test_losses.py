@@ -180,6 +180,12 @@ def test_validation_names_losses_at_the_end_of_a_pass(data: Path, losses: Losses
     assert "40 % of this dataset's samples are left out: of 20 drawn on this rank, 8 failed" in said
 
 
+def test_a_virtual_epoch_names_losses_at_its_end(data: Path, losses: Losses) -> None:
+    loader = loader_of(data / "poor", Losing(lambda number: number % 2 == 0), virtual_epoch_length=10)
+    assert len(list(loader)) == 10
+    assert len(losses()) == 1
+
+
 def test_excluded_samples_are_no_loss_unless_they_are_all(tmp_path: Path, data: Path, losses: Losses) -> None:
     folder = text_dataset(tmp_path / "listed", train=[10])
     split = folder / ".nv-meta" / "split.yaml"
