@@ -351,7 +351,8 @@ def _report(out: Path, done: Converted, options: ConvertOptions) -> None:
         others = done.num_unread - done.num_unread_images
         each = (done.num_unread_images, "image"), (others, "video or sound file")
         said = " and ".join(f"{count_of(count, noun)} cannot be opened" for count, noun in each if count)
-        click.echo(f"{said}{' (no PyAV)' * (others > 0 and find_spec('av') is None)}: see energon lint {out}.")
+        needs = "pip install 'energon-bridge[video]', then " if others and find_spec("av") is None else ""
+        click.echo(f"{said}: {needs}energon lint {out} names them.")
     total = count_of(sum(done.shard_counts.values()), "sample")
     click.echo(f"Done: {total} in {count_of(len(done.shard_counts), 'shard')} in {out}.")
     layout = options.layout

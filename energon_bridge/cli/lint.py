@@ -140,17 +140,20 @@ def command(
     for dataset in datasets:
         blank: list[str] = []
         turned: list[str] = []
+        unopened: list[str] = []
         with shard_progress(f"Checking {dataset.split_part or path}", enabled=progress) as advance:
             for number, report in enumerate(lint_dataset(dataset, num_workers=workers, task=share, deep=deep), start=1):
                 checked += report.num_checked
                 blank += [f"{report.shard}/{key}" for key in report.blank]
                 turned += [f"{report.shard}/{key}" for key in report.turned]
+                unopened += [f"{report.shard}/{key}" for key in report.unopened]
                 for problem in report.problems:
                     problems.add(problem)
                 advance(number, len(dataset.shard_names if share is None else share.of(dataset.shard_names)))
         for keys, what, remedy in (
             (blank, "an empty text", f"To leave one out, {LEAVE_OUT}."),
             (turned, "a JPEG that its EXIF turns", "Training turns them with data.autorotate=true only."),
+            (unopened, "a video or sound, not opened", "To check them: pip install 'energon-bridge[video]'"),
         ):
             if keys:
                 count = count_of(len(keys), "sample")

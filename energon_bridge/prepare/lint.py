@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from energon_bridge.format.documents import read_document
 from energon_bridge.format.foreign import ForeignDataset, ForeignRow, field_map_of, format_of_unprepared
 from energon_bridge.format.jpeg import jpeg_orientation
 from energon_bridge.format.jsonl import PART, JsonlDataset, is_jsonl, open_jsonl, parse_line
+from energon_bridge.format.media import AV_EXTENSIONS
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG, meta_path, read_info, read_splits
 from energon_bridge.format.parallel import Task, Workers, map_shards
 from energon_bridge.format.tar import parse_sample
@@ -86,7 +88,8 @@ def _remedy(dataset: PreparedDataset, error: str) -> str:
 class ShardReport:
     """The result for one shard.
 
-    `blank` are the keys of samples with an empty text, `turned` of those with a JPEG that EXIF turns.
+    `blank` are the keys of samples with an empty text, `turned` of those with a JPEG that EXIF turns, `unopened` of
+    those with a video or sound, where PyAV is not installed.
     """
 
     shard: str
@@ -94,6 +97,7 @@ class ShardReport:
     problems: tuple[Problem, ...]
     blank: tuple[str, ...] = ()
     turned: tuple[str, ...] = ()
+    unopened: tuple[str, ...] = ()
 
 
 def lint_parts(
@@ -286,6 +290,7 @@ def _check_shard(
     follow = follow_links(dataset.path)
     blank: list[str] = []
     turned: list[str] = []
+    unopened: list[str] = []
     excluded: set[str] = set()
     keys: list[str] = []
     names: list[frozenset[str]] = []
@@ -306,6 +311,8 @@ def _check_shard(
                     blank.append(sample.key)
                 if _is_turned(sample.parts):
                     turned.append(sample.key)
+                if _is_unopened(sample.parts):
+                    unopened.append(sample.key)
         for index, data in () if isinstance(dataset, ForeignDataset) else read_samples(dataset, shard):
             if isinstance(dataset, JsonlDataset):
                 checked += 1
@@ -333,6 +340,8 @@ def _check_shard(
                 blank.append(key)
             if _is_turned(parts):
                 turned.append(key)
+            if _is_unopened(parts):
+                unopened.append(key)
         for number, rest in find_pieces(keys, names.__getitem__, dataset.store.url(name)):
             report(rest, key=keys[number])
         unknown = {key for shard, key in dataset.excluded if shard == name} - excluded
@@ -341,7 +350,18 @@ def _check_shard(
             report(MetadataError(f"`exclude` of the split file lists the sample {key!r}, which is not there.{hint}"))
     except EnergonError as error:  # the shard or its index as a whole
         report(error)
-    return ShardReport(shard=name, num_checked=checked, problems=(*problems,), blank=(*blank,), turned=(*turned,))
+    return ShardReport(
+        shard=name,
+        num_checked=checked,
+        problems=(*problems,),
+        blank=(*blank,),
+        turned=(*turned,),
+        unopened=(*unopened,),
+    )
+
+
+def _is_unopened(parts: Iterable[str]) -> bool:
+    return find_spec("av") is None and any(name.rpartition(".")[2].lower() in AV_EXTENSIONS for name in parts)
 
 
 def _is_turned(parts: Mapping[str, Any]) -> bool:

@@ -161,7 +161,9 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
             visual = self._fill(sequence, rendered, content.images)
             finished = sequence.finish(self.config.ignore_place_holder)
             if finished is None:
-                raise SampleError(f"nothing to learn: seq_length={self.seq_length} cuts off all tokens of the answer")
+                raise SampleError(
+                    f"nothing to learn: seq_length={self.seq_length} is too short for an answer's first token"
+                )
             if sequence.cut:
                 count_over_long("truncated")
         except SampleError as error:

@@ -262,7 +262,7 @@ def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n") and _step(line) < first
     ]
     write_file(path, [*kept, text])
-    logger.info("%s: the earlier lines from step %d on are replaced: these steps ran again", path, rows[0]["step"])
+    logger.info("%s: the earlier lines from step %d on are replaced by those of this run", path, rows[0]["step"])
 
 
 _TAIL = 4096
@@ -294,6 +294,12 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints of a folder, oldest first."""
     return sorted(folder.glob(f"step-*{_SUFFIX}"))
+
+
+def say_complete(step: int, max_steps: int) -> None:
+    """Warn that a run has no step left after this one."""
+    if step >= max_steps:
+        logger.warning("the run is complete at step %d: to go on, raise train.max_steps (%d)", step, max_steps)
 
 
 def say_fresh_start(run_dir: Path) -> None:

@@ -62,6 +62,7 @@ from energon_bridge.training.callbacks import (
     ProgressReporter,
     list_checkpoints,
     read_losses,
+    say_complete,
     say_fresh_start,
 )
 from energon_bridge.training.config import SIZES, DataConfig, RunConfig
@@ -76,6 +77,7 @@ with optional_packages():
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import LambdaCallback
     from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +127,10 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     checkpointer = Checkpointer(run_dir / "checkpoints", config.checkpoint)
     feedback = build_feedback(config)
-    trainer = _build_trainer(config, run_dir, checkpointer, feedback)
+    try:
+        trainer = _build_trainer(config, run_dir, checkpointer, feedback)
+    except (MisconfigurationException, ValueError) as error:
+        raise ConfigurationError(f"train.accelerator={config.train.accelerator}: {error}") from error
     # The process group is needed before training, so that the other ranks can wait for the first one.
     trainer.strategy.setup_environment()
     with ExitStack() as stack:
@@ -146,6 +151,7 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
         checkpoints = list_checkpoints(run_dir / "checkpoints") if resume else []
         if checkpoints:
             logger.info("resuming from %s", checkpoints[-1])
+            say_complete(int(checkpoints[-1].stem.rpartition("-")[2]), config.train.max_steps)
         elif resume and trainer.is_global_zero:
             say_fresh_start(run_dir)
         if trainer.is_global_zero:
@@ -580,10 +586,8 @@ class _TextOnly(TaskEncoder[Any, list[str], list[str], list[str]]):
         return [text for texts in samples for text in texts]
 
 
-def dataset_captions(
-    path: str, *, limit: int, split_part: str = "train", trust_remote_code: bool = False
-) -> Iterator[str]:
-    """Yield the texts of up to `limit` samples, in split order: captions, questions, answers, documents."""
+def dataset_captions(path: str, *, limit: int, split_part: str = "train", trust_remote_code: bool = False) -> list[str]:
+    """Return the texts of up to `limit` samples, in split order: captions, questions, answers, documents."""
     batch_size = 64
     dataset = get_val_dataset(
         path,
@@ -594,8 +598,7 @@ def dataset_captions(
         task_encoder=_TextOnly(),
         trust_remote_code=trust_remote_code,
     )
-    for texts in get_loader(dataset):
-        yield from texts
+    return [text for texts in get_loader(dataset) for text in texts]
 
 
 # Freezing -------------------------------------------------------------------------------------------------------------

@@ -233,7 +233,7 @@ def test_damaged_pictures_are_counted(tmp_path):
     write_pictures(folder, ["a.jpg", "b.png", "c.jpg", "d.jpg"])
     (folder / "c.jpg").write_bytes(b"no picture")
     (folder / "d.jpg").write_bytes(b"")
-    said = f"2 images cannot be opened: see energon lint {tmp_path}/out."
+    said = f"2 images cannot be opened: energon lint {tmp_path}/out names them."
     assert said in convert(folder, tmp_path / "out")
     assert said in convert(folder, tmp_path / "out")  # nothing is written this time
     assert "cannot be opened" not in convert(folder, tmp_path / "out2", "--no-media-metadata")

@@ -287,6 +287,17 @@ def test_turned_images_are_counted(tmp_path: Path) -> None:
     )
 
 
+def test_sounds_that_cannot_be_opened_are_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tar = write_tar(tmp_path / "data/s.tar", [(f"{number}.wav", b"RIFF") for number in range(3)])
+    prepare_dataset(tmp_path / "data", split=ALL_TRAIN, dataset_yaml=CRUDE)
+    monkeypatch.setattr("energon_bridge.prepare.lint.find_spec", lambda name: None)  # PyAV is not there
+    code, report = lint(tar.parent)
+    assert code == 0
+    (warning,) = report["warnings"]
+    said = "train: 3 samples with a video or sound, not opened; the first is s.tar/0. To check them: pip install"
+    assert warning.startswith(f"{tar.parent}, {said}")
+
+
 # --- info ---------------------------------------------------------------------------------------------------------
 
 

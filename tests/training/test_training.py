@@ -8,6 +8,7 @@ import logging
 import re
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -116,11 +117,14 @@ def test_the_same_seed_gives_the_same_losses_whatever_is_validated_kept_and_logg
 # Stopping and going on -----------------------------------------------------------------------------------------------
 
 
-def test_a_finished_run_can_be_resumed_and_gives_the_same_result(finished: tuple[RunConfig, Any]) -> None:
+def test_a_finished_run_can_be_resumed_and_gives_the_same_result(
+    finished: tuple[RunConfig, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     config, result = finished
     before = (Path(config.run_dir) / "predictions.jsonl").read_bytes()
     assert training.run(config, resume=True) == result
     assert (Path(config.run_dir) / "predictions.jsonl").read_bytes() == before
+    assert f"the run is complete at step {result.step}: to go on, raise train.max_steps" in caplog.text
 
 
 def test_resume_without_a_checkpoint_starts_the_run_and_says_so(
@@ -284,6 +288,12 @@ def test_a_package_that_is_missing_is_named_with_its_extra(
     assert f"{package}, which is not installed: pip install 'energon-bridge[{extra}]'" in done.stderr
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_an_accelerator_that_is_not_there_is_named(smoke: RunConfig) -> None:
+    with pytest.raises(ConfigurationError, match=r"train\.accelerator=gpu: "):
+        training.run(replace(smoke, train=replace(smoke.train, accelerator="gpu")))
+
+
 def test_a_dry_run_describes_and_leaves_nothing(smoke: RunConfig) -> None:
     text = training.dry_run(smoke)
     assert "model: LlavaForConditionalGeneration" in text
@@ -380,8 +390,14 @@ def test_a_configuration_says_where_its_data_and_model_come_from(path: Path) -> 
     assert re.search(r"(Model|Data and model): ", head)
 
 
-def test_captions_are_those_of_the_split(dataset: Path) -> None:
-    assert len(list(dataset_captions(str(dataset), limit=1000))) == 12
+def test_captions_are_those_of_the_split(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("energon_bridge.stream.steps._has_warned", False)
+    captions = dataset_captions(str(dataset), limit=1000)
+    with ThreadPoolExecutor(1) as pool:  # a tokenizer that is trained on them has a thread
+        assert len(pool.submit(list, captions).result()) == 12
+    assert "run in thread" not in caplog.text
     assert len(list(dataset_captions(str(dataset), limit=1000, split_part="val"))) == NUM_VAL
 
 

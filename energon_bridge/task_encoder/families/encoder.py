@@ -548,7 +548,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         if len(kept) < len(plans):
             plan = plans[len(kept)]
             cut += f", or a limit, cuts off {plan.kind} {len(kept) + 1} of {len(plans)} ({plan.tokens} tokens)"
-        return f"nothing to learn: {cut}, before the first of the learned tokens"
+        return f"nothing to learn: {cut}, before the first of the learned tokens; raise it"
 
     def _over(self, policy: str, limit: str, complaint: str) -> None:
         """Apply a policy: count the sample, and raise unless the policy cuts it."""

@@ -42,6 +42,7 @@ from energon_bridge.training.callbacks import (
     append_validation,
     clock,
     read_losses,
+    say_complete,
     say_fresh_start,
 )
 from energon_bridge.training.config import RunConfig
@@ -188,6 +189,8 @@ def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataM
     feedback = build_feedback(config, ranks.groups.dp)
     record = None if feedback is None else partial(record_losses, feedback)
     step = _resume(training, loader, run_dir / "checkpoints", feedback) if resume else 0
+    if ranks.main:
+        say_complete(step, config.train.max_steps)
     progress = Progress(run_dir / "metrics.jsonl", ranks, loader, max_steps=config.train.max_steps)
     accumulate = config.accumulate(ranks.groups.dp.size())
     recorder = RunRecorder()
