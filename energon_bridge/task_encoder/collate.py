@@ -197,7 +197,7 @@ def _check_same_fields(samples: Sequence[Any], rows: list[dict[str, Any]], resul
         if all(issubclass(kind, dict) for kind in kinds):
             raise UnfitSampleError(
                 f"the rows of a batch have different fields: {names} is in row 0 or in row {number}, not in both; make "
-                "them equal in encode_sample, load single samples (batch_size=1), or use a task encoder with a batch"
+                "them equal in encode_sample, collate them in batch, or load single samples (batch_size=1)"
             )
         raise ConfigurationError(
             f"the rows of a batch have different fields: {names} is not in all of them (row 0 is a "
