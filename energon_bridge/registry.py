@@ -23,6 +23,7 @@ def registered(kind: str) -> dict[str, str]:
     return _table()[kind]
 
 
+@cache
 def load(kind: str, name: str) -> Any:
     """Import what has this kind and name."""
     place, _, attribute = registered(kind)[name].partition(":")

@@ -26,6 +26,8 @@ MediaKind = Literal["image", "av"]
 
 HEAD_BYTES = 64
 """The first bytes of a file needed to find out its kind."""
+MAX_PIXELS = 89_478_485
+"""Default of `SampleDecoder(max_pixels=...)`: Pillow's own limit for its warning; 1.1 GB as floats."""
 
 
 class MediaFormat(NamedTuple):

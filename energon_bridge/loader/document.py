@@ -57,7 +57,8 @@ from energon_bridge.errors import (
     StateVersionError,
 )
 from energon_bridge.mix import WeightSchedule, parse_weight
-from energon_bridge.plan.changes import Ban, ChangedWeights, GivenWeights, LeafBans
+from energon_bridge.mix.weights import ChangedWeights, GivenWeights
+from energon_bridge.plan.changes import Ban, LeafBans
 from energon_bridge.plan.leaf import ORDER_VERSION
 from energon_bridge.rng import IntArray
 from energon_bridge.stream.settings import StreamKind

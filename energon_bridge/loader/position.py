@@ -30,7 +30,8 @@ from energon_bridge.loader.bans import (
 from energon_bridge.loader.fits import check_fits, check_lanes, merge
 from energon_bridge.loader.run_plan import RunPlan, open_pipeline
 from energon_bridge.mix import parse_weight
-from energon_bridge.plan.changes import Ban, GivenWeights, new_keys, with_ban
+from energon_bridge.mix.weights import GivenWeights
+from energon_bridge.plan.changes import Ban, new_keys, with_ban
 from energon_bridge.plan.choose import BucketBlend, standing
 from energon_bridge.stream.finite import FiniteStream, Listing, drawn_rows, listed_rows, listing_of_pass
 from energon_bridge.stream.lane import LaneStreams, Stream

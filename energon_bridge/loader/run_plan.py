@@ -23,8 +23,9 @@ from energon_bridge.format.jsonl import JsonlDataset
 from energon_bridge.format.media import IMAGE_EXTENSIONS
 from energon_bridge.mix import Mix
 from energon_bridge.mix.leaves import OpenLeaf
+from energon_bridge.mix.weights import ChangedWeights, MixWeights
 from energon_bridge.plan.blend import EpochizedBlend, InTurns, WeightedBlend
-from energon_bridge.plan.changes import ChangedWeights, LeafBans, LeafWeights, MixWeights
+from energon_bridge.plan.changes import LeafBans, LeafWeights
 from energon_bridge.plan.choose import AnyBlend, BucketBlend, PassDraws
 from energon_bridge.plan.leaf import LeafOrder, slice_length
 from energon_bridge.registry import load

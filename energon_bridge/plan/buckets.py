@@ -31,8 +31,9 @@ from energon_bridge.errors import ConfigurationError
 from energon_bridge.mix import Mix, WeightSchedule
 from energon_bridge.mix.expression import values_of_samples
 from energon_bridge.mix.leaves import OpenLeaf, number_leaves
+from energon_bridge.mix.weights import GivenWeights
 from energon_bridge.plan.blend import WeightedBlend
-from energon_bridge.plan.changes import GivenWeights, LeafWeights
+from energon_bridge.plan.changes import LeafWeights
 from energon_bridge.plan.leaf import Memo
 from energon_bridge.rng import IntArray, fold
 from energon_bridge.samples.showing import counted

@@ -1,6 +1,6 @@
 """Parts that are arrays, tensors or records of other libraries: npy, npz, pth, safetensors, tenbin, msgpack, CBOR.
 
-The decoder of samples (`decoder.py`, which lists them) asks for `CODECS` by the registry.
+The decoder of samples (`decoder.py`, which lists them) asks for `codec_of` by the registry.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import struct
 import zipfile
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -20,24 +20,27 @@ from typing import Any
 import numpy as np
 import torch
 
+from energon_bridge.task_encoder.decoder import too_large
+
 logger = logging.getLogger(__name__)
 
-ARCHIVES = ("npz", "pth")
-"""What `bounded` looks into: a few bytes of these can demand any amount of memory."""
+_ARCHIVES = ("npz", "pth")
+"""What `_bounded` looks into: a few bytes of these can demand any amount of memory."""
 
 
-def bounded(data: bytes, codec: Callable[[bytes], Any], most: int) -> Any:
+def codec_of(extension: str, most: int | None) -> Callable[[bytes], Any]:
+    """Return what decodes parts with an extension; one that unpacks to more than `most` bytes raises ValueError."""
+    codec = _CODECS[extension]
+    return partial(_bounded, codec=codec, most=most) if most is not None and extension in _ARCHIVES else codec
+
+
+def _bounded(data: bytes, codec: Callable[[bytes], Any], most: int) -> Any:
     """Decode a part that may be a ZIP archive, if its content is small enough."""
     if data[:2] == b"PK":
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             if sum(entry.file_size for entry in archive.infolist()) > most:
                 raise ValueError(too_large(most))
     return codec(data)
-
-
-def too_large(most: int) -> str:
-    """Return what is wrong with a part that unpacks to more bytes than it may."""
-    return f"it unpacks to more than {most:,} bytes; allow more with SampleDecoder(max_part_bytes=...)"
 
 
 def _npy(data: bytes) -> np.ndarray:
@@ -138,7 +141,7 @@ def _first_installed(*packages: str) -> ModuleType | None:
     return None
 
 
-CODECS: dict[str, Callable[[bytes], Any]] = {
+_CODECS: dict[str, Callable[[bytes], Any]] = {
     **dict.fromkeys(("ten", "tb"), _tenbin),
     **dict.fromkeys(("mp", "msg"), _msgpack),
     "cbor": _cbor,
@@ -147,4 +150,4 @@ CODECS: dict[str, Callable[[bytes], Any]] = {
     "pth": _pth,
     "safetensors": _safetensors,
 }
-"""By extension."""
+"""By extension; `decoder.py` has their names."""

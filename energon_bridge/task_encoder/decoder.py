@@ -31,11 +31,11 @@ from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from energon_bridge.errors import ConfigurationError, DecodeError, check_choice, check_number
 from energon_bridge.format.documents import BOM
-from energon_bridge.format.media import AV_EXTENSIONS, HEAD_BYTES, IMAGE_EXTENSIONS, kind_by_head
+from energon_bridge.format.media import AV_EXTENSIONS, HEAD_BYTES, IMAGE_EXTENSIONS, MAX_PIXELS, kind_by_head
 from energon_bridge.registry import load
 from energon_bridge.samples.stacking import Slab
 from energon_bridge.storage import ByteRange
@@ -43,11 +43,36 @@ from energon_bridge.task_encoder.hooks import DELIVERING
 
 logger = logging.getLogger(__name__)
 
-_images: Any = load("decoder", "image")
-_arrays: Any = load("decoder", "arrays")
 MAX_PART_BYTES = 2 << 30
 """Default of `SampleDecoder(max_part_bytes=...)`."""
 AV_FORMS = ("AVDecoder", "pyav", "torch")
+
+
+class ImageCodec(Protocol):
+    """What decodes images; the registry has it (`decoder`, `image`), and it is asked for at the first image."""
+
+    DeferredImage: Callable[[bytes, Any, str], Any]
+
+    def image_form(
+        self, name: str, target: int | tuple[int, int] | None, *, max_pixels: int | None, backend: str, autorotate: bool
+    ) -> Any:
+        """Return the form of decoded images that has a name; raises ConfigurationError for an unknown one."""
+
+    def guess_image_extension(self, data: bytes | bytearray | memoryview) -> str | None:
+        """Return the extension of an image from its first bytes; None if it is not an image."""
+
+    def decode_image(self, data: bytes | bytearray | memoryview, form: Any, *, part: str) -> Any:
+        """Decode an image; raises DecodeError, naming the part."""
+
+    def decode_rows(
+        self, images: list[tuple[int, str, Any]], form: Any, slab: Slab, turn: Callable[[int], None] | None
+    ) -> dict[int, tuple[str, Any]]:
+        """Decode images, given as (row, part, bytes), into rows of a slab; return part and image by row."""
+
+
+def _images() -> ImageCodec:
+    codec: ImageCodec = load("decoder", "image")
+    return codec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,11 +119,12 @@ class SampleDecoder:
     image_target: int | tuple[int, int] | None = None
     image_backend: Literal["auto", "torchcodec"] = "auto"
     autorotate: bool = False
-    max_pixels: int | None = _images.MAX_PIXELS
+    max_pixels: int | None = MAX_PIXELS
     max_part_bytes: int | None = MAX_PART_BYTES
     read_pickles: bool = False
     av_class: Callable[..., Any] | None = None
-    _form: Any = field(init=False, repr=False, compare=False)
+    _alpha: str = field(default="drop", init=False, repr=False, compare=False)
+    _known_form: Any = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def unread_from(self) -> int | None:
@@ -116,32 +142,46 @@ class SampleDecoder:
 
     def with_alpha(self, alpha: str) -> Self:
         """Return this decoder with another rule for transparency in forms without alpha."""
-        if self._form is None or self._form.alpha == alpha:
+        if self.image_decode is None or self._alpha == alpha:
             return self
         made = copy(self)
-        object.__setattr__(made, "_form", replace(self._form, alpha=alpha))
+        object.__setattr__(made, "_alpha", alpha)
+        object.__setattr__(made, "_known_form", None)
         return made
+
+    @property
+    def _form(self) -> Any:
+        """The form of images; None: they stay bytes."""
+        if self._known_form is None and self.image_decode is not None:
+            object.__setattr__(self, "_known_form", self._make_form())
+        return self._known_form
+
+    def _make_form(self) -> Any:
+        form = _images().image_form(
+            str(self.image_decode),
+            self.image_target,
+            max_pixels=self.max_pixels,
+            backend=self.image_backend,
+            autorotate=self.autorotate,
+        )
+        return replace(form, alpha=self._alpha)
 
     def __post_init__(self) -> None:
         for name in ("max_pixels", "max_part_bytes"):
             limit = check_number(f"SampleDecoder: {name}", getattr(self, name), 1, optional=True)
             object.__setattr__(self, name, limit)
-        form = None
-        if self.image_decode is not None:
-            form = _images.image_form(
-                self.image_decode,
-                self.image_target,
-                max_pixels=self.max_pixels,
-                backend=self.image_backend,
-                autorotate=self.autorotate,
-            )
-        elif self.defer_images or self.image_target is not None or self.image_backend != "auto":
+        chosen = (self.image_decode, self.image_target, self.image_backend)
+        if self.image_decode is not None and chosen != _DEFAULT_IMAGES:
+            # What was chosen is checked now; the default needs no codec before the first image.
+            object.__setattr__(self, "_known_form", self._make_form())
+            object.__setattr__(self, "image_target", self._known_form.target)
+        elif self.image_decode is None and (
+            self.defer_images or self.image_target is not None or self.image_backend != "auto"
+        ):
             raise ConfigurationError(
                 "SampleDecoder(image_decode=None) leaves images as bytes, so defer_images, image_target and "
                 "image_backend have no effect: leave them out, or choose a form such as image_decode='torchrgb'"
             )
-        object.__setattr__(self, "_form", form)
-        object.__setattr__(self, "image_target", None if form is None else form.target)
         check_choice("av_decode", self.av_decode, AV_FORMS)
 
     def __call__(self, parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,19 +214,20 @@ class SampleDecoder:
         if kind.zipped:
             raw = _run("gz", partial(_gunzip, most=self.max_part_bytes), part_name, raw)
         heic = self.image_backend != "auto" and kind.extension in _HEIC
-        if kind.is_image or heic or (self.guess_content and _images.guess_image_extension(raw)):
-            if self._form is None:
+        if kind.is_image or heic or (self.guess_content and _images().guess_image_extension(raw)):
+            form = self._form
+            if form is None:
                 return bytes(raw)
             if self.defer_images and not DELIVERING.get():
-                return _images.DeferredImage(bytes(raw), self._form, part_name)
-            return _images.decode_image(raw, self._form, part=part_name)
+                return _images().DeferredImage(bytes(raw), form, part_name)
+            return _images().decode_image(raw, form, part=part_name)
         if kind.is_av or (self.guess_content and kind_by_head(bytes(raw[:HEAD_BYTES])) == "av"):
             return self._av(bytes(raw), part_name)
         codec = _CODECS.get(kind.extension)
         if self.read_pickles and kind.extension in _PICKLES:
             codec = load("decoder", "pickle")
-        if kind.extension in _arrays.ARCHIVES and self.max_part_bytes is not None and codec is not None:
-            codec = partial(_arrays.bounded, codec=codec, most=self.max_part_bytes)
+        elif kind.extension in _ARRAYS:
+            codec = load("decoder", "arrays").codec_of(kind.extension, self.max_part_bytes)
         # A memoryview would keep the whole read alive.
         return bytes(raw) if codec is None else _run(kind.extension, codec, part_name, bytes(raw))
 
@@ -202,7 +243,7 @@ class SampleDecoder:
         image by number. Images left out, possibly all, must go through `decode`.
         """
         changed = self.takes_samples or type(self).decode is not SampleDecoder.decode
-        if self._form is None or self.defer_images or changed:
+        if self.image_decode is None or self.defer_images or changed:
             return {}
 
         images = []
@@ -212,8 +253,7 @@ class SampleDecoder:
                 if kind.is_image and not kind.zipped:
                     images.append((number, name, data))
                     break
-        found: dict[int, tuple[str, Any]] = _images.decode_rows(images, self._form, slab, turn)
-        return found
+        return _images().decode_rows(images, self._form, slab, turn) if images else {}
 
     def _av(self, data: bytes | ByteRange, part_name: str) -> Any:
         decoder = (self.av_class or load("decoder", "av"))(data, name=part_name)
@@ -226,12 +266,18 @@ class SampleDecoder:
     def config(self) -> dict[str, Any]:
         """Return the settings as plain values; those that change pixels are also in the state of a run."""
         names = (
-            entry.name for entry in fields(SampleDecoder) if entry.name not in ("read_pickles", "av_class", "_form")
+            entry.name
+            for entry in fields(SampleDecoder)
+            if entry.name not in ("read_pickles", "av_class", "_alpha", "_known_form")
         )
         return {"type": type(self).__qualname__} | {name: getattr(self, name) for name in names}
 
 
 _DECODE_PARTS = SampleDecoder.__call__
+_DEFAULT_IMAGES = ("torchrgb", None, "auto")
+"""The defaults of `image_decode`, `image_target` and `image_backend`."""
+_ARRAYS = frozenset(("npy", "npz", "pth", "safetensors", "ten", "tb", "mp", "msg", "cbor"))
+"""What the codecs of arrays decode; the registry has them."""
 _HEIC = ("heic", "heif")
 """Images that torchcodec decodes without pillow-heif."""
 _PICKLES = ("pkl", "pickle", "pyd")
@@ -261,6 +307,11 @@ def _text(data: bytes) -> str:
     return data.decode("utf-8").removeprefix(BOM)
 
 
+def too_large(most: int) -> str:
+    """Return what is wrong with a part that unpacks to more bytes than it may."""
+    return f"it unpacks to more than {most:,} bytes; allow more with SampleDecoder(max_part_bytes=...)"
+
+
 def _gunzip(data: bytes | bytearray | memoryview, most: int | None) -> bytes:
     if most is None:
         return gzip.decompress(data)
@@ -277,7 +328,7 @@ def _gunzip(data: bytes | bytearray | memoryview, most: int | None) -> bytes:
             pieces.append(piece)
             size += len(piece)
             if size > most:
-                raise ValueError(_arrays.too_large(most))
+                raise ValueError(too_large(most))
     return b"".join(pieces)
 
 
@@ -285,7 +336,6 @@ _CODECS: dict[str, Callable[[bytes], Any]] = {
     **dict.fromkeys(("txt", "text", "transcript"), _text),
     **dict.fromkeys(("cls", "cls2", "id", "index", "inx"), int),
     **dict.fromkeys(("json", "jsn"), json.loads),
-    **_arrays.CODECS,
 }
 
 

@@ -45,6 +45,7 @@ from energon_bridge.format.media import (
     HAS_HEIF,
     HEAD_BYTES,
     IMAGE_EXTENSIONS,
+    MAX_PIXELS,
     MediaFormat,
     format_by_head,
     open_heic,
@@ -62,9 +63,6 @@ Backend = Literal["auto", "torchcodec"]
 Alpha = Literal["drop", "white", "white, no key", "keep"]
 """What becomes of transparency where a form has no alpha: it is dropped; replaced by white, also where one colour of an
 RGB image counts as transparent (its key), or not there; or a Pillow image keeps it, as RGBA or as the key of RGB."""
-
-MAX_PIXELS = 89_478_485
-"""Default of `SampleDecoder(max_pixels=...)`: Pillow's own limit for its warning; 1.1 GB as floats."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

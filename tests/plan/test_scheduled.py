@@ -11,8 +11,8 @@ from hypothesis import given, settings, strategies as st
 from test_blend import drawn
 
 from energon_bridge.mix import WeightSchedule
+from energon_bridge.mix.weights import GivenWeights
 from energon_bridge.plan.blend import WeightedBlend
-from energon_bridge.plan.changes import GivenWeights
 
 LANES = 24
 LANE_MISS, WINDOW_MISS = 9, 6

@@ -21,7 +21,7 @@ from PIL import Image
 from webdataset import tenbin
 
 from energon_bridge.errors import ConfigurationError, DecodeError
-from energon_bridge.task_encoder import SampleDecoder, arrays as array_codecs, decoder as decoder_module
+from energon_bridge.task_encoder import SampleDecoder, arrays as array_codecs
 
 ARRAY = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -279,7 +279,7 @@ def test_an_error_of_the_interpreter_is_tried_again(
             raise SystemError("AST constructor recursion depth mismatch")
         return "decoded"
 
-    monkeypatch.setitem(decoder_module._CODECS, "npy", disturbed)
+    monkeypatch.setitem(array_codecs._CODECS, "npy", disturbed)
     if fails:
         with pytest.raises(DecodeError, match=r"part 'npy'.*SystemError"):
             SampleDecoder().decode("npy", b"")
