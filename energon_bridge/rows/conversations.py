@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import binascii
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from energon_bridge.rows.base import (
     media_file,
     shown,
 )
+from energon_bridge.rows.questions import chosen, filled, first_answer, options_of
 from energon_bridge.rows.turns import (
     CONVERSATIONS,
     Medium,
@@ -263,11 +265,57 @@ def only_preferred(entry: Mapping[str, Any], layout: Layout) -> tuple[Mapping[st
         raise SourceError(str(error)) from error
 
 
+def as_told(row: Row, layout: Layout) -> Row:
+    """Return a row without the columns to be ignored, its question and answer as turns if the layout says how.
+
+    Raises:
+        SourceError: They are not understood.
+    """
+    if not (layout.ignored or layout.question or layout.answers_as):
+        return row
+    values = {name: value for name, value in row.values.items() if name not in layout.ignored}
+    files = {name: content for name, content in row.files.items() if name not in layout.ignored}
+    pair = find_pair(values)
+    is_told = layout.question is not None or (layout.answers_as is not None and pair is not None)
+    if layout.is_crude and is_told and not any(name in values for name in CONVERSATIONS):
+        entry = dict(values)
+        with as_source():
+            if layout.question is not None:
+                question, right, letter = filled(layout.question, values, pair, layout.answers_as)
+                entry = {name: values[name] for name in ("system", "system_prompt", "history") if name in values}
+                entry |= {"question": question, "answer": letter or first_answer(values[right]) or str(values[right])}
+            values["messages"] = read_turns(entry, layout.answers_as)
+    return replace(row, values=values, files=files)
+
+
+def with_choice(row: Row, layout: Layout) -> Row:
+    """Return a row for a MultiChoiceVQASample with the number of the right choice, which a list may name otherwise."""
+    column, choices = (layout.fields.get(name, "") for name in ("correct_choice_idx", "choices"))
+    if column not in row.values or choices not in row.values:
+        return row
+    with as_source():
+        options = options_of({"choices": row.values[choices]})
+        number = options and chosen(row.values[column], options, "correct_choice_idx", layout.answers_as)
+    return replace(row, values={**row.values, column: number})
+
+
+@contextmanager
+def as_source() -> Iterator[None]:
+    """Raise SourceError for a SampleError raised inside."""
+    try:
+        yield
+    except SampleError as error:
+        raise SourceError(f"{error}. {_REMEDY}") from error
+
+
 def learnable(row: Row, layout: Layout, is_chat: bool) -> Row:
     """Return a row of a crude layout, its media by their kinds, if training takes all of it; raises SourceError.
 
     A row that is no conversation passes, unless the first rows are (`is_chat`).
     """
+    row = as_told(row, layout)
+    if layout.sample_type == "MultiChoiceVQASample":
+        return with_choice(row, layout)
     try:
         if not layout.is_crude:
             if has_preferences(row.values, tags_only=True):

@@ -6,6 +6,7 @@
     response; and the other PAIRS             Alpaca, LLaMA-Factory, ms-swift
     function_call, tool_call                  turns with the JSON of calls: the assistant's `tool_calls`
     observation, tool_response, function      turns with the result of a call: the role `tool`
+    context, options, A, B, …                 what else belongs to a question (`questions`)
     chosen, rejected…; kto_tag, label         preferences, which are no conversation to learn (`preferred` makes one)
 
 `energon convert` and the training script read conversations by these functions, so that one refuses what the other
@@ -25,6 +26,13 @@ from typing import Any, Literal
 
 from energon_bridge.errors import SampleError, SkipSample
 from energon_bridge.format.media import kind_by_name
+from energon_bridge.rows.questions import (
+    AnswersAs,
+    choice_pair,
+    composed,
+    first_answer,
+    unknown_texts,
+)
 
 Medium = Literal["image", "video", "audio"]
 MEDIA: tuple[Medium, ...] = ("image", "video", "audio")
@@ -37,7 +45,13 @@ PAIRS = (
     *(("user", "assistant"), ("human", "gpt"), ("input", "output")),
 )
 BESIDE_PAIRS = ("input", "history", "system", "tools")
-"""What else belongs to a pair."""
+"""What else belongs to a pair, and is no part of its question (`questions` has those)."""
+KNOWN_BESIDE = frozenset(
+    (*BESIDE_PAIRS, "system_prompt", "functions", "objects", "files", "kto_tag", "label")
+    + ("chosen", "rejected", "rejected_response", "rejected_messages", "rejected_images")
+    + tuple(f"{kind}{ending}" for kind in ("image", "img", "video", "audio", "sound") for ending in ("", "s"))
+)
+"""Names that never are texts of a question."""
 
 _CALLS, _RESULTS = ("function_call", "tool_call"), ("observation", "tool_response", "function", "ipython")
 _KNOWN = ("system", "user", "assistant", "tool")
@@ -83,11 +97,11 @@ _SHOWN = 200
 MAPPING = (dict, Mapping)  # in this order: an abstract class takes long to say what is one
 
 
-def read_turns(entry: Mapping[str, Any]) -> list[Turn] | None:
+def read_turns(entry: Mapping[str, Any], answers_as: AnswersAs | None = None) -> list[Turn] | None:
     """Return the turns of an entry in one form; None if it is no conversation.
 
     Raises:
-        SampleError: It is one that is not understood, or has preferences.
+        SampleError: It is one that is not understood, has preferences, or texts that may belong to its question.
     """
     name, pair = _named(entry), find_pair(entry)
     if name is None and pair is None and not has_preferences(entry):
@@ -97,7 +111,17 @@ def read_turns(entry: Mapping[str, Any]) -> list[Turn] | None:
             f"has preferences ({', '.join(_preferences(entry))}), which are not learned: to learn only the preferred "
             "answers, convert the list with --preferred; a column that means something else needs another name"
         )
-    turns = known_turns(_listed(entry, name)) if name is not None else _turns_of_pair(entry, pair)  # type: ignore[arg-type]
+    if name is not None:
+        turns = known_turns(_listed(entry, name))
+    else:
+        assert pair is not None
+        if unknown := unknown_texts(entry, KNOWN_BESIDE, pair):
+            raise SampleError(
+                f"`{unknown[0]}` has a text beside `{pair[0]}` and `{pair[1]}` ({_short(entry[unknown[0]])}), which may "
+                f"belong to the question: convert the list with --ignore {unknown[0]}, or with the text of the question, "
+                f"as --question '{{{unknown[0]}}}\\n{{{pair[0]}}}'"
+            )
+        turns = _turns_of_pair(entry, pair, answers_as)
     if entry.get("objects") and (mark := next((one for one in _OBJECTS if one in str(turns)), None)):
         raise SampleError(
             f"has `objects` for the places {mark!r} in its texts, which would be learned as they are: write the names "
@@ -108,7 +132,8 @@ def read_turns(entry: Mapping[str, Any]) -> list[Turn] | None:
 
 def find_pair(entry: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the names of an entry's question and answer, texts or turns, if it is a known pair."""
-    return next((pair for pair in PAIRS if all(_is_said(entry.get(name)) for name in pair)), None)
+    pair = next((pair for pair in PAIRS if all(_is_said(entry.get(name)) for name in pair)), None)
+    return choice_pair(entry) if pair is None else pair
 
 
 def known_turns(turns: Sequence[Any]) -> list[Turn]:
@@ -239,11 +264,15 @@ def _listed(entry: Mapping[str, Any], name: str) -> Sequence[Any]:
     return turns
 
 
-def _turns_of_pair(entry: Mapping[str, Any], pair: tuple[str, str]) -> list[Turn]:
-    asked = entry[pair[0]]
-    more = entry.get("input")
-    if isinstance(more, str) and more and pair[0] != "input" and isinstance(asked, str):
-        asked = f"{asked}\n{more}" if asked else more
+def _turns_of_pair(entry: Mapping[str, Any], pair: tuple[str, str], answers_as: AnswersAs | None = None) -> list[Turn]:
+    asked, answer = entry[pair[0]], entry[pair[1]]
+    if not isinstance(answer, str | list) or pair[1] == "answers":
+        answer = first_answer(answer)
+    if isinstance(asked, str):
+        asked, letter = composed(entry, pair, answers_as)
+        answer = letter or answer
+    if answer is None:
+        raise SampleError(f"`{pair[1]}`: the answer is {_short(entry[pair[1]])}, and no text or choice")
     turns: list[Turn] = []
     if isinstance(system_prompt(entry), str):
         turns.append({"role": "system", "content": system_prompt(entry)})
@@ -255,7 +284,7 @@ def _turns_of_pair(entry: Mapping[str, Any], pair: tuple[str, str]) -> list[Turn
         if len(pair_turns) != 2 and _role_name(earlier) is None:
             raise SampleError(f"`history`: expected pairs of texts, found {_short(earlier)}")
         turns += pair_turns
-    return [*turns, *_as_turns(asked, "user"), *_as_turns(entry[pair[1]], "assistant")]
+    return [*turns, *_as_turns(asked, "user"), *_as_turns(answer, "assistant")]
 
 
 def _pair_turn(turn: Any) -> list[Turn]:

@@ -161,6 +161,11 @@ def encode_multiple_choice(sample: MultiChoiceVQASample, config: MultiModalSampl
         SampleError: There are no choices, more than letters, or no right one among them.
     """
     choices = sample.choices or []
+    if sample.correct_choice_idx is None:
+        raise SampleError(
+            "a MultiChoiceVQASample does not say which choice is right: its dataset must give correct_choice_idx (the "
+            "field_map of .nv-meta/dataset.yaml)"
+        )
     if not 0 <= sample.correct_choice_idx < len(choices) <= len(ascii_uppercase):
         raise SampleError(
             f"correct_choice_idx={sample.correct_choice_idx} of {len(choices)} choices: a question needs 1 to "
