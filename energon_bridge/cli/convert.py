@@ -254,7 +254,8 @@ def _layout(source: Source, sample_type: str | None, fields: tuple[str, ...], to
         if column not in columns:
             flag = "--ignore" if column in told.ignored else "--question"
             raise ConfigurationError(
-                f"{flag} names {column!r}, but the first rows have no such column; they have {', '.join(sorted(columns))}."
+                f"{flag} names {column!r}, but the first rows have no such column; they have "
+                f"{', '.join(sorted(columns))}."
             )
     proposed = source.propose()
     if told.ignored or told.question:

@@ -196,7 +196,8 @@ class Layout:
     Crude samples have no fields and keep all columns. Parts of `bare` columns are named after their format alone
     (`jpg`), others after column and format. With `preferred`, only the preferred answers of an entry are taken.
     `ignored` columns are left out; `question` is the text of a question, with columns in braces, and `answers_as` says
-    what answers to choices are. Rows that are read `in_place`, not converted, have their layout from a dataset.yaml, others from flags.
+    what answers to choices are. Rows that are read `in_place`, not converted, have their layout from a dataset.yaml,
+    others from flags.
     """
 
     sample_type: str

@@ -25,6 +25,7 @@ from energon_bridge.rows.base import (
     shown,
 )
 from energon_bridge.rows.questions import chosen, filled, first_answer, options_of
+from energon_bridge.rows.segments import OPTIONS, entry_segments, part_options
 from energon_bridge.rows.turns import (
     CONVERSATIONS,
     Medium,
@@ -40,6 +41,7 @@ from energon_bridge.rows.turns import (
     preferred,
     read_tools,
     read_turns,
+    typed_turns,
 )
 
 _MEDIA_KEYS = {
@@ -151,7 +153,7 @@ def conversation_row(entry: Mapping[str, Any], where: str, media: MediaRoot) -> 
             if not isinstance(value, list) or not all(isinstance(turn, Mapping | list) for turn in value):
                 raise SourceError(f"`{name}`: expected a list of turns, found {str(value)[:60]!r}.")
             try:
-                values[name] = [_without_media(turn, take) for turn in value]
+                values[name] = [_without_media(turn, take) for turn in typed_turns(value)]
             except SampleError as error:
                 raise SourceError(f"`{name}`: {error}. {_REMEDY}") from error
         else:
@@ -225,7 +227,9 @@ def _stored(piece: Any, take: Callable[[str, Any, str], None]) -> Any:
     payload = part_payload(piece, kind)
     if payload is not None:
         take(f"{kind}s", _content(payload), "messages")
-    return {"type": kind, **({} if piece.get("index") is None else {"index": piece["index"]})}
+    part_options(piece, kind)  # says what cannot be honoured
+    kept = {name: piece[name] for name in ("index", *sorted(OPTIONS[kind])) if piece.get(name) is not None}
+    return {"type": kind, **kept}
 
 
 def _content(payload: Any) -> Any:
@@ -320,6 +324,9 @@ def learnable(row: Row, layout: Layout, is_chat: bool) -> Row:
         if not layout.is_crude:
             if has_preferences(row.values, tags_only=True):
                 read_turns(row.values)  # says so
+            kinds = Counter(medium_by_name(f"x.{one.extension}") for of in row.files.values() for one in _several(of))
+            if entry_segments(row.values, kinds) is not None:  # type: ignore[arg-type]
+                raise SampleError(f"has a segment of its file, which a {layout.sample_type} is not cut to")
             return row
         turns = read_turns(row.values)
         if turns is None:
@@ -334,7 +341,9 @@ def learnable(row: Row, layout: Layout, is_chat: bool) -> Row:
         if not row.files:
             _check_no_media(row.values)
         files = {name: _of_known_kind(name, content) for name, content in row.files.items()}
-        check_places(turns, Counter(_medium(name, one) for name, of in files.items() for one in _several(of)))
+        there = Counter(_medium(name, one) for name, of in files.items() for one in _several(of))
+        check_places(turns, there)
+        entry_segments(row.values, there)
     except SampleError as error:
         raise SourceError(f"{error}. {_REMEDY}") from error
     return replace(row, files=files)

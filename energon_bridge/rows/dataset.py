@@ -78,8 +78,8 @@ from energon_bridge.storage.helpers import PerProcess
 _SUFFIXES = (".parquet", ".arrow")
 _VERSION = 1
 _LEFT_OUT = (
-    "Convert the table (energon convert) with --ignore COLUMN, or with the text of the question: --question. Or name the type "
-    "and its columns in .nv-meta/dataset.yaml."
+    "Convert the table (energon convert) with --ignore COLUMN, or with the text of the question (--question), or name "
+    "the type and its columns in .nv-meta/dataset.yaml."
 )
 _KEPT_BYTES = 1 << 30
 """Bytes of row groups that a process keeps; a single large group may exceed it."""
@@ -183,8 +183,8 @@ def open_tables(
     if any(name in columns for name in CONVERSATIONS) or not wanted <= {*columns}:
         wanted = set()  # labels have names of their own, and conversations name their media
     said = [layout.sample_type, sorted(layout.fields.items()), sorted(layout.bare), list(source.columns)]
-    said += [layout.answers_as] * (layout.answers_as is not None)
-    content = json.dumps([_VERSION, "table", names, counts, sizes, said], separators=(",", ":"))
+    told = [layout.answers_as] * (layout.answers_as is not None)
+    content = json.dumps([_VERSION, "table", names, counts, sizes, [*said, *told]], separators=(",", ":"))
     sample_type = sample_type_by_name(layout.sample_type)
     release_tables()  # that were looked at
     return TableDataset(

@@ -56,6 +56,7 @@ from energon_bridge.rows.questions import (
     template_columns,
     unknown_texts,
 )
+from energon_bridge.rows.segments import OPTIONS
 from energon_bridge.rows.turns import (
     BESIDE_PAIRS,
     CONVERSATIONS,
@@ -480,8 +481,8 @@ def check_beside(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
 def _beside(column: str, value: Any, pair: tuple[str, str] | None, remedy: str) -> str:
     asked = "a question" if pair is None else f"`{pair[0]}`"
     return (
-        f"the column `{column}` beside {asked} has a text ({shown(value)}) that may belong to the question, and would not "
-        f"be learned. {remedy.replace('COLUMN', column)}"
+        f"the column `{column}` beside {asked} has a text ({shown(value)}) that may belong to the question, and would "
+        f"not be learned. {remedy.replace('COLUMN', column)}"
     )
 
 
@@ -495,7 +496,7 @@ def unused_columns(rows: Sequence[Row], layout: Layout) -> list[str]:
             pair = find_pair(row.values)
             if pair is None and not any(name in row.values for name in CONVERSATIONS):
                 continue
-            taken = (*CONVERSATIONS, *KNOWN_BESIDE, *row.files, *(pair or ()))
+            taken = (*CONVERSATIONS, *KNOWN_BESIDE, *row.files, *(pair or ()), *(OPTIONS["video"] if row.files else ()))
             taken = (*taken, *(template_columns(layout.question) if layout.question else columns_of(row.values)))
         filled = (name for name, value in {**row.values, **row.files}.items() if value not in (None, "", []))
         names |= dict.fromkeys(name for name in filled if name not in taken and name not in used)

@@ -26,7 +26,7 @@ from energon_bridge.rows.turns import (
 )
 from energon_bridge.samples import MultiChoiceVQASample, VQAOCRSample, VQASample
 from energon_bridge.stores import FileStore
-from energon_bridge.task_encoder.conversation import own_media
+from energon_bridge.task_encoder.conversation import own_media, with_segments
 from energon_bridge.task_encoder.cooking import Cooker, basic_sample_keys
 from energon_bridge.task_encoder.families import (
     CHATML_TEMPLATE,
@@ -257,13 +257,13 @@ def cook_conversation(sample: Mapping[str, Any], **stores: FileStore) -> ChatSam
         )
     assert isinstance(content, Mapping)
     check_turns(turns)
-    images, videos, sounds = (_media(kind, sample, content, stores) for kind in MEDIA)
+    media = with_segments(content, {kind: _media(kind, sample, content, stores) for kind in MEDIA})
     return ChatSample(
         **basic_sample_keys(sample),
         messages=turns,
-        images=images,
-        videos=videos or None,
-        audios=sounds or None,
+        images=media["image"],
+        videos=media["video"] or None,
+        audios=media["audio"] or None,
         tools=read_tools(content),
         system=system_prompt(content),
     )

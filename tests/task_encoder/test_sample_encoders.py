@@ -150,7 +150,14 @@ def test_several_images_come_as_a_list_or_as_one_array(stack: Any) -> None:
 @pytest.mark.parametrize(
     ("sample", "complaint"),
     [
-        (MultiChoiceVQASample(**VALUES, image=picture(), context="q"), "correct_choice_idx=0 of 0 choices"),
+        (
+            MultiChoiceVQASample(**VALUES, image=picture(), context="q", correct_choice_idx=0),
+            "correct_choice_idx=0 of 0 choices",
+        ),
+        (
+            MultiChoiceVQASample(**VALUES, image=picture(), context="q", choices=["x", "y"]),
+            "does not say which choice is right",
+        ),
         (
             MultiChoiceVQASample(**VALUES, image=picture(), context="q", choices=["x"], correct_choice_idx=1),
             "correct_choice_idx=1 of 1 choices",
