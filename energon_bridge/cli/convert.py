@@ -64,6 +64,7 @@ from energon_bridge.storage import open_store
 
 _SHOWN = 3
 _KEPT = ("WebDataset", "mix")  # whose samples stay as they are
+_WITHOUT_TURNS = (*_KEPT, "folder", "COCO")
 _LOOKED_AT = 20  # samples, for the media that they have
 _OMNI = "qwen2.5_omni_instruct"
 _TRAINED = ("CaptioningSample", "ImageClassificationSample", "VQASample")
@@ -181,7 +182,9 @@ def command(
     layout = replace(_layout(opened, sample_type, fields, told, asking=asking), preferred=preferred)
     check_layout(layout)
     flags = {"--preferred": preferred, "--ignore": ignored, "--question": question, "--answers-as": answers_as}
-    if opened.kind in _KEPT and (flag := next((name for name, value in flags.items() if value), None)):
+    if opened.kind.startswith(_WITHOUT_TURNS) and (
+        flag := next((name for name, value in flags.items() if value), None)
+    ):
         raise ConfigurationError(f"{flag} is for lists and tables, but {shown} is a {opened.kind}: leave it out.")
     rule = _rule(opened, split_ratio, asking=asking)
     if samples_per_shard is None and limit is None:

@@ -54,6 +54,7 @@ from energon_bridge.rows.questions import (
     options_of,
     short_text,
     template_columns,
+    texts_in,
     unknown_texts,
 )
 from energon_bridge.rows.segments import OPTIONS
@@ -461,7 +462,11 @@ def check_beside(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
     short: dict[str, list[str]] = {}
     for row in rows:
         pair = find_pair(row.values)
-        if any(name in row.values for name in CONVERSATIONS) or (pair is None and not mapped):
+        if any(name in row.values for name in CONVERSATIONS):
+            if lost := [name for name in _not_in_turns(row.values) if name not in known]:
+                raise SourceError(f"{row.where}: {_beside(lost[0], row.values[lost[0]], None, remedy)}")
+            continue
+        if pair is None and not mapped:
             continue
         with located(row.where), as_source():
             unknown = unknown_texts(row.values, known, pair)
@@ -476,6 +481,14 @@ def check_beside(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
     for name, texts in short.items():
         if len(texts) < 4 or 2 * len({*texts}) > len(texts):  # else it names categories
             raise SourceError(f"{rows[0].where}: {_beside(name, texts[0], None, remedy)}")
+
+
+def _not_in_turns(values: Mapping[str, Any]) -> list[str]:
+    """Return the columns beside turns that are known to belong to questions, and whose texts no turn has."""
+    turns = " ".join(texts_in([values[name] for name in CONVERSATIONS if name in values]))
+    with suppress(SampleError):
+        return [name for name in columns_of(values) if not all(text in turns for text in texts_in(values[name]))]
+    return []
 
 
 def _beside(column: str, value: Any, pair: tuple[str, str] | None, remedy: str) -> str:

@@ -401,6 +401,15 @@ def is_metadata(column: str) -> bool:
     return column.startswith("__") or name in _METADATA or name in _OF_ANSWERS or bool(_ENDINGS.fullmatch(name))
 
 
+def texts_in(value: Any) -> list[str]:
+    """Return all texts in a value."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [text for one in value for text in texts_in(one)]
+    return [value.strip()] if isinstance(value, str) else []
+
+
 def short_text(value: Any) -> str | None:
     """Return a value that is a text of few words; None for numbers, names of files and the like."""
     text = value.strip() if isinstance(value, str) else ""

@@ -281,3 +281,19 @@ def test_a_context_that_is_no_text_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(SampleError, match="is not understood"):
         read_conversation({"json": entries[0]})
+
+
+def test_what_stands_beside_turns_must_be_in_them(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "It opened in 1999. When?"}, {"role": "assistant", "content": "In 1999."}]
+    known = {"messages": turns, "context": "It opened in 1999.", "source": "a set of texts"}
+    assert learned(converted(listed(tmp_path, [known]), tmp_path / "known", "--split-ratio", "1,0,0"))
+    lost = listed(tmp_path, [{**known, "context": "The line opened late."}])
+    assert "the column `context` beside a question has a text" in refused(lost, tmp_path / "out")
+    out = converted(lost, tmp_path / "out", "--ignore", "context", "--split-ratio", "1,0,0")
+    assert learned(out) == [["It opened in 1999. When?", "In 1999."]]
+
+
+def test_flags_of_questions_are_refused_where_there_are_none(tmp_path: Path) -> None:
+    write_pictures(tmp_path / "photos", ["cat/a.png", "dog/b.png"])
+    for flags in (("--ignore", "label"), ("--question", "{label}"), ("--answers-as", "index")):
+        assert refused(tmp_path / "photos", tmp_path / "out", *flags)

@@ -469,6 +469,18 @@ def test_turns_with_a_type_are_media_at_their_place(tmp_path: Path, media: Path)
     assert np.abs(heard.get() - samples.mean(axis=1) / 32768).max() < 1e-6
 
 
+def test_turns_with_a_type_name_files_of_a_store() -> None:
+    class Store:
+        def get(self, name: str, sample: Any) -> str:
+            return f"{name} of the store"
+
+    said = {"from": "User", "value": "a.wav", "type": "audio", "duration": 0.1, "offset": 0.05}
+    turns = [said, {"from": "Assistant", "value": "hello", "type": "text"}]
+    cooked = cook_conversation({"__key__": "a", "json": {"conversations": turns}}, audios=Store())  # type: ignore[arg-type]
+    (heard,) = read_conversation(cooked).audios
+    assert heard == MediaWithOptions("a.wav of the store", MediaOptions(begin=0.05, end=0.05 + 0.1))
+
+
 @pytest.mark.parametrize(("begin", "end"), [(0.6, None), (0.3, 1.5)])
 def test_a_segment_beyond_its_file_is_refused(media: Path, begin: float, end: float | None) -> None:
     sound = MediaWithOptions(AVDecoder((media / "a.wav").read_bytes()), MediaOptions(begin=begin, end=end))

@@ -602,7 +602,7 @@ def _video_at_size(video: VideoFrames, value: Any, family: Any) -> VideoFrames:
     if options.total_pixels is not None:
         most = min(most, options.total_pixels * 2 // count)
     area = (least, max(most, int(least * 1.05)))
-    return replace(video, size=_told_size(options, (height, width), factor, area))
+    return replace(video, scaled_to=_told_size(options, (height, width), factor, area))
 
 
 def _told_size(options: MediaOptions, size: tuple[int, int], factor: int, area: tuple[int, int]) -> tuple[int, int]:

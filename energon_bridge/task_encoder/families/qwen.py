@@ -227,8 +227,8 @@ class QwenFamily:
         return [path.scaled(path.rgb(frame), size) for frame in frames]
 
     def _video_size(self, video: VideoFrames) -> tuple[int, int]:
-        if video.size is not None:
-            return video.size
+        if video.scaled_to is not None:
+            return video.scaled_to
         count, height, width = frames_shape(video.frames)
         area = (self.video_min_pixels, self.video_max_pixels)
         if not self.video_timestamps:
