@@ -107,6 +107,8 @@ def as_files(value: Any, media: MediaRoot, column: str) -> Content | tuple[Conte
             )
         return tuple(item for item in files if not isinstance(item, tuple))
     if isinstance(value, Mapping):
+        if said := [name for name in value if name in OPTIONS["video"] and value[name] is not None]:
+            raise SourceError(f"`{column}`: {', '.join(said)} of a file would be lost: write it beside `{column}`.")
         data, path = value.get("bytes"), value.get("path")
         if data is None and isinstance(path, str):
             return media_file(path, media, any_kind=not is_media_column(column))

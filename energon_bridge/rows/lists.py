@@ -473,7 +473,8 @@ def check_beside(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
             if not layout.is_crude:
                 unknown += [name for name in columns_of(row.values) if name not in known]
             if unknown:
-                raise SourceError(_beside(unknown[0], row.values[unknown[0]], pair, remedy))
+                asked = (layout.fields["context"], "") if "context" in layout.fields else pair
+                raise SourceError(_beside(unknown[0], row.values[unknown[0]], asked, remedy))
             used = (*known, *(pair or ()), *columns_of(row.values))
         for name, value in row.values.items():
             if name not in used and not is_metadata(name) and (text := short_text(value)) is not None:
@@ -492,10 +493,11 @@ def _not_in_turns(values: Mapping[str, Any]) -> list[str]:
 
 
 def _beside(column: str, value: Any, pair: tuple[str, str] | None, remedy: str) -> str:
-    asked = "a question" if pair is None else f"`{pair[0]}`"
+    asked = "question" if pair is None else pair[0]
+    beside = "a question" if pair is None else f"`{asked}`"
     return (
-        f"the column `{column}` beside {asked} has a text ({shown(value)}) that may belong to the question, and would "
-        f"not be learned. {remedy.replace('COLUMN', column)}"
+        f"the column `{column}` beside {beside} has a text ({shown(value)}) that may belong to the question, and would "
+        f"not be learned. {remedy.replace('COLUMN', column).replace('{question}', f'{{{asked}}}')}"
     )
 
 

@@ -16,7 +16,7 @@ import ast
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from string import ascii_uppercase
 from typing import Any, Literal
 
@@ -66,8 +66,8 @@ _METADATA = frozenset(
     )
 )
 _ENDINGS = re.compile(
-    r".*[_-](ids?|idx|index|urls?|source|category|type|split|licen[cs]e|lang|language|date|time|model|name|path|file|key"
-    r"|hash|tags?|scores?|labels?|level|topic|domain|format|version|count)"
+    r".*[_-](id|idx|index|url|source|category|type|split|licen[cs]e|lang|language|date|time|model|name|path|file|key"
+    r"|hash|tag|score|label|level|topic|domain|format|version|count)s?"
 )
 _CJK = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
 _WORDS = 4
@@ -116,7 +116,7 @@ def options_of(entry: Mapping[str, Any]) -> Options | None:
         keys = sorted(found)
         if len(keys) > 1 and keys[0] in ("a", "0", "1") and keys[1] in ("b", "1", "2"):
             columns = tuple(found[key][0] for key in keys)
-            return Options(columns, tuple(keys), tuple(str(found[key][1]).strip() for key in keys))
+            return _options(columns, keys, [found[key][1] for key in keys])
     return None
 
 
@@ -148,7 +148,16 @@ def _listed(column: str, value: Any) -> Options | None:
         return None
     if labels is None or len(labels) != len(texts) or None in labels:
         labels = list(ascii_uppercase[: len(texts)])
-    return Options((column,), tuple(str(one).strip() for one in labels), tuple(str(one).strip() for one in texts))
+    return _options((column,), labels, texts)
+
+
+def _options(columns: tuple[str, ...], labels: Sequence[Any], texts: Sequence[Any]) -> Options:
+    """Return choices, without the letters that their texts may begin with."""
+    made = Options(columns, tuple(str(one).strip() for one in labels), tuple(str(one).strip() for one in texts))
+    marked = [
+        re.fullmatch(rf"\(?{a}[).:]\s*(.+)", one, re.DOTALL) for a, one in zip(made.letters, made.texts, strict=True)
+    ]
+    return replace(made, texts=tuple(match[1] for match in marked if match)) if all(marked) else made
 
 
 def _labelled(choice: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -166,6 +175,11 @@ def _parsed(text: str) -> Any:
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
     return None
+
+
+def _is_missing(value: Any) -> bool:
+    """Return whether a value is null: None, or what tables of floats have for it."""
+    return value is None or (isinstance(value, float) and value != value)
 
 
 def _is_plain(value: Any) -> bool:
@@ -187,7 +201,7 @@ def choice_pair(entry: Mapping[str, Any]) -> tuple[str, str] | None:
         options = options_of(entry)
     except SampleError:
         return None
-    right = None if options is None else _column(entry, _RIGHT, _is_plain)
+    right = None if options is None else _column(entry, _RIGHT, lambda value: _is_plain(only(value)))
     return None if right is None or right == asked else (asked, right)
 
 
@@ -197,6 +211,11 @@ def first_answer(value: Any) -> str | None:
     if isinstance(texts, list | tuple) and texts and all(isinstance(one, str) for one in texts):
         return texts[0]
     return texts if isinstance(texts, str) else None
+
+
+def only(value: Any) -> Any:
+    """Return the one thing in a list; anything else as it is."""
+    return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
 
 
 def _column(entry: Mapping[str, Any], names: Sequence[str], fits: Any) -> str | None:
@@ -223,7 +242,7 @@ def _meanings(value: Any, options: Options) -> dict[AnswersAs, int]:
     for number, (letter, one) in enumerate(zip(letters, options.texts, strict=True)):
         if re.fullmatch(rf"\(?{letter}[).:]+\s*{re.escape(one)}\.?", text, re.IGNORECASE):
             found["letter"] = number
-    if re.fullmatch(r"\d{1,2}", text) and not any(label.isdigit() for label in labels):
+    if re.fullmatch(r"\d{1,2}", text) and (len(columns) > 1 or not any(label.isdigit() for label in labels)):
         number, count = int(text), len(options.texts)
         found |= {"index": number} if number < count else {}
         found |= {"number": number - 1} if 0 < number <= count else {}
@@ -237,20 +256,25 @@ def answers_as(entries: Iterable[tuple[Mapping[str, Any], str]]) -> AnswersAs | 
         SampleError: One counts from 0, another from 1.
     """
     fitting: set[AnswersAs] | None = None
+    rows: list[dict[AnswersAs, int]] = []
     alone: dict[AnswersAs, Any] = {}  # an answer that only means this
     for entry, right in entries:
         options = options_of(entry)
-        if options is None or options.written or not _is_plain(entry.get(right)):
+        answer = only(entry.get(right))
+        if options is None or options.written or not _is_plain(answer):
             continue
-        found = set(_meanings(entry[right], options))
+        rows.append(_meanings(answer, options))
+        found = set(rows[-1])
         fitting = found if fitting is None else fitting & found
-        alone |= dict.fromkeys(found, entry[right]) if len(found) == 1 else {}
+        alone |= dict.fromkeys(found, answer) if len(found) == 1 else {}
     if "index" in alone and "number" in alone:
         raise SampleError(
             f"answers to choices are {alone['index']!r} in one row, which counts from 0, and {alone['number']!r} in "
             "another, as many as there are choices, which counts from 1: write the letters of the right choices"
         )
-    return next(iter(fitting)) if fitting is not None and len(fitting) == 1 else None
+    if not fitting or any(len({row[name] for name in fitting}) > 1 for row in rows):
+        return None
+    return min(fitting)
 
 
 def chosen(value: Any, options: Options, column: str, given: AnswersAs | None = None) -> int | None:
@@ -290,7 +314,11 @@ def chosen(value: Any, options: Options, column: str, given: AnswersAs | None = 
 def columns_of(entry: Mapping[str, Any]) -> list[str]:
     """Return the columns beside a question that are known to belong to it, and are filled."""
     options = options_of(entry)
-    contexts = [name for name, value in entry.items() if name.lower() in CONTEXTS and value not in (None, "", [], {})]
+    contexts = [
+        name
+        for name, value in entry.items()
+        if name.lower() in CONTEXTS and value not in ("", [], {}) and not _is_missing(value)
+    ]
     return [*contexts, *(options.columns if options is not None else ())]
 
 
@@ -317,7 +345,7 @@ def composed(entry: Mapping[str, Any], pair: tuple[str, str], given: AnswersAs |
         question = f"{question}\n{options.lines}"
     if options.written:
         return question, answer
-    right = entry[pair[1]]
+    right = only(entry[pair[1]])
     number = chosen(right, options, pair[1], given) if _is_plain(right) else None
     if number is None:
         return question, answer
@@ -362,7 +390,7 @@ def filled(
 
 
 def _context(column: str, value: Any) -> str:
-    texts = list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
+    texts = list(value) if isinstance(value, list | tuple) else [] if _is_missing(value) else [value]
     if not all(isinstance(text, str) for text in texts):
         raise SampleError(
             f"`{column}` belongs to the question, and is not understood: expected a text, found {str(value)[:200]!r}. "
@@ -397,7 +425,7 @@ def unknown_texts(entry: Mapping[str, Any], known: Iterable[str], pair: tuple[st
 
 def is_metadata(column: str) -> bool:
     """Return whether a column is known to say something of a sample, or of its answer, and not to be part of it."""
-    name = column.lower().replace(" ", "_")
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])|[ -]", "_", column).lower()  # fullAnswer, l2-category
     return column.startswith("__") or name in _METADATA or name in _OF_ANSWERS or bool(_ENDINGS.fullmatch(name))
 
 

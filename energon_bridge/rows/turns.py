@@ -308,7 +308,7 @@ def _listed(entry: Mapping[str, Any], name: str) -> Sequence[Any]:
 
 def _turns_of_pair(entry: Mapping[str, Any], pair: tuple[str, str], answers_as: AnswersAs | None = None) -> list[Turn]:
     asked, answer = entry[pair[0]], entry[pair[1]]
-    if not isinstance(answer, str | list) or pair[1] == "answers":
+    if not _is_said(answer):
         answer = first_answer(answer)
     if isinstance(asked, str):
         asked, letter = composed(entry, pair, answers_as)
