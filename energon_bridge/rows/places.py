@@ -53,7 +53,8 @@ class Place(NamedTuple):
 
 def spelled(text: str) -> list[Place]:
     """Return the places in a text, those of LLaVA too, in their order."""
-    if not any(mark in text for mark in "<[{"):
+    lower = text.lower() if any(map(text.__contains__, "<[{")) else ""
+    if not any(map(lower.__contains__, _KINDS)):  # which takes a tenth of the time
         return []
     found = []
     for match in _SPELLED.finditer(text):

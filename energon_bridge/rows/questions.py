@@ -15,10 +15,11 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from string import ascii_uppercase
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from energon_bridge.errors import SampleError
 
@@ -104,20 +105,40 @@ class Options:
 
 def options_of(entry: Mapping[str, Any]) -> Options | None:
     """Return the choices of an entry; None if it has none. Raises SampleError for what is not understood."""
-    for column, value in entry.items():
-        if column.lower() in CHOICES and (listed := _listed(column, value)) is not None:
+    names = _named(tuple(entry))
+    for column in names.choices:
+        if (listed := _listed(column, entry[column])) is not None:
             return listed
     series: dict[str, dict[str, tuple[str, Any]]] = {}
-    for column, value in entry.items():
-        match = _SERIES.fullmatch(column.lower())
-        if match is not None and (match[1] or column.isupper()) and _is_plain(value):
-            series.setdefault(match[1], {})[match[2]] = (column, value)
+    for column, start, key in names.series:
+        if _is_plain(entry[column]):
+            series.setdefault(start, {})[key] = (column, entry[column])
     for found in series.values():
         keys = sorted(found)
         if len(keys) > 1 and keys[0] in ("a", "0", "1") and keys[1] in ("b", "1", "2"):
             columns = tuple(found[key][0] for key in keys)
             return _options(columns, keys, [found[key][1] for key in keys])
     return None
+
+
+class _Named(NamedTuple):
+    """Columns by what their names say: contexts in their order, lists of choices, series of them, and unknown ones."""
+
+    contexts: tuple[str, ...]
+    choices: tuple[str, ...]
+    series: tuple[tuple[str, str, str], ...]
+    unknown: tuple[str, ...]
+
+
+@lru_cache(maxsize=256)
+def _named(columns: tuple[str, ...]) -> _Named:
+    lower = {column.lower(): column for column in columns}
+    contexts = tuple(lower[name] for name in CONTEXTS if name in lower)
+    choices = tuple(column for column in columns if column.lower() in CHOICES)
+    matches = ((column, _SERIES.fullmatch(column.lower())) for column in columns)
+    series = tuple((one, match[1], match[2]) for one, match in matches if match and (match[1] or one.isupper()))
+    unknown = tuple(column for column in columns if column not in contexts and not is_metadata(column))
+    return _Named(contexts, choices, series, unknown)
 
 
 def _listed(column: str, value: Any) -> Options | None:
@@ -314,11 +335,8 @@ def chosen(value: Any, options: Options, column: str, given: AnswersAs | None = 
 def columns_of(entry: Mapping[str, Any]) -> list[str]:
     """Return the columns beside a question that are known to belong to it, and are filled."""
     options = options_of(entry)
-    contexts = [
-        name
-        for name, value in entry.items()
-        if name.lower() in CONTEXTS and value not in ("", [], {}) and not _is_missing(value)
-    ]
+    names = _named(tuple(entry)).contexts
+    contexts = [name for name in names if entry[name] not in ("", [], {}) and not _is_missing(entry[name])]
     return [*contexts, *(options.columns if options is not None else ())]
 
 
@@ -330,8 +348,7 @@ def composed(entry: Mapping[str, Any], pair: tuple[str, str], given: AnswersAs |
     """
     asked, answer = entry[pair[0]], None
     beside = {name: value for name, value in entry.items() if name not in pair}
-    lower = {name.lower(): name for name in beside}
-    contexts = [_context(lower[name], beside[lower[name]]) for name in CONTEXTS if name in lower]
+    contexts = [_context(name, beside[name]) for name in _named(tuple(beside)).contexts]
     contexts = [text for text in contexts if text and text not in asked]
     is_behind = pair[0] == "instruction"
     question = "\n".join(filter(None, [asked, *contexts] if is_behind else [*contexts, asked]))
@@ -407,20 +424,19 @@ def _has_lines(asked: str, options: Options) -> bool:
     return all(re.search(rf"\(?\b{letter}\s?[).:]+\s*{re.escape(text)}", asked) for letter, text in pairs)
 
 
-def unknown_texts(entry: Mapping[str, Any], known: Iterable[str], pair: tuple[str, str] | None = None) -> list[str]:
+def unknown_texts(entry: Mapping[str, Any], known: Collection[str], pair: tuple[str, str] | None = None) -> list[str]:
     """Return the columns whose texts, of some words, may belong to a question, beside those that are known."""
-    options = options_of(entry)
-    taken = {*known, *(pair or ()), *(options.columns if options is not None else ())}
-    said = [str(entry[name]) for name in pair or ()]
-    return [
+    found = [
         name
-        for name, value in entry.items()
-        if name not in taken
-        and name.lower() not in CONTEXTS
-        and not is_metadata(name)
-        and _is_long(value)
-        and not (said and all(one in str(value) for one in said))  # Alpaca's `text` has both
+        for name in _named(tuple(entry)).unknown
+        if name not in known and (pair is None or name not in pair) and _is_long(entry[name])
     ]
+    if not found:
+        return found
+    options = options_of(entry)
+    said = [str(entry[name]) for name in pair or ()]
+    found = [name for name in found if options is None or name not in options.columns]
+    return [name for name in found if not said or not all(one in str(entry[name]) for one in said)]  # Alpaca's `text`
 
 
 def is_metadata(column: str) -> bool:

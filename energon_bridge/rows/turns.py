@@ -202,9 +202,10 @@ def typed_turns(turns: Sequence[Any]) -> Sequence[Any]:
 
 def _turn_kind(turn: Any) -> Literal["text"] | Medium | None:
     """Return what the value of a turn with a `type` is; None for one without."""
-    kind = turn.get("type") if isinstance(turn, Mapping) and _role_name(turn) is not None else None
-    is_plain = isinstance(kind, str) and isinstance(turn.get("value", turn.get("content")), str)
-    return PARTS.get(kind) if is_plain and isinstance(kind, str) else None
+    kind = turn.get("type") if isinstance(turn, MAPPING) else None
+    if not isinstance(kind, str) or _role_name(turn) is None:
+        return None
+    return PARTS.get(kind) if isinstance(turn.get("value", turn.get("content")), str) else None
 
 
 def _goes_with(turn: Turn, before: Turn) -> bool:
@@ -643,16 +644,20 @@ def own_payload(part: Mapping[str, Any]) -> Any:
 
 def _respelled(turns: Sequence[Turn], there: Mapping[Medium, int]) -> Sequence[Turn]:
     """Return turns with other spellings of places in questions as parts, for media that have no places."""
-    asks = [
-        number
+    texts = {
+        number: text
         for number, turn in enumerate(turns)
-        if isinstance(turn, MAPPING) and ROLES.get(_role_name(turn) or "") != "assistant"
-    ]
-    texts = {number: text for number in asks if isinstance(text := _content(turns[number]), str)}
-    in_parts = [part for turn in turns if isinstance(turn, MAPPING) for part in _parts_of(turn)]
-    if not any(map(spelled, texts.values())) and not any(there.values()):
+        if isinstance(turn, MAPPING)
+        and isinstance(text := _content(turn), str)
+        and any(map(text.__contains__, "<[{"))
+        and ROLES.get(_role_name(turn) or "") != "assistant"
+    }
+    has_places: set[str | None] = {kind for text in texts.values() if "<" in text for kind in _PLACES.findall(text)}
+    media = [kind for kind in MEDIA if there.get(kind)]
+    if has_places.issuperset(media) and (media or not any(map(spelled, texts.values()))):
         return turns
-    has_places = {kind for text in texts.values() for kind in _PLACES.findall(text)} | {*map(part_kind, in_parts)}
+    in_parts = [part for turn in turns if isinstance(turn, MAPPING) for part in _parts_of(turn)]
+    has_places.update(map(part_kind, in_parts))
     if "image" in has_places and not there.get("image"):
         has_places.add("video")  # LLaVA-Video
     wanted: dict[Medium, int] = {kind: there.get(kind, 0) for kind in MEDIA if kind not in has_places}
