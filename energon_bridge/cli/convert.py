@@ -48,17 +48,29 @@ from energon_bridge.prepare.hub import download, is_hub, stream
 from energon_bridge.prepare.sources import KINDS, open_source
 from energon_bridge.prepare.split import SplitRule, parse_ratio
 from energon_bridge.rows.base import Layout, Source, check_layout, first_rows
-from energon_bridge.rows.conversations import is_conversation
-from energon_bridge.rows.lists import check_media_meant
+from energon_bridge.rows.conversations import as_told, is_conversation
+from energon_bridge.rows.lists import (
+    answers_of,
+    check_beside,
+    check_media_meant,
+    other_text,
+    propose_layout,
+    unused_columns,
+)
+from energon_bridge.rows.questions import AnswersAs, template_columns
 from energon_bridge.rows.turns import Medium, medium_by_name, read_turns
 from energon_bridge.samples import CrudeSample, sample_type_by_name
 from energon_bridge.storage import open_store
 
 _SHOWN = 3
 _KEPT = ("WebDataset", "mix")  # whose samples stay as they are
+_WITHOUT_TURNS = (*_KEPT, "folder", "COCO")
 _LOOKED_AT = 20  # samples, for the media that they have
 _OMNI = "qwen2.5_omni_instruct"
 _TRAINED = ("CaptioningSample", "ImageClassificationSample", "VQASample")
+_TOLD = (
+    "Leave the column out with --ignore COLUMN, or write the text of the question: --question '{COLUMN}\\n{question}'."
+)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
@@ -82,6 +94,13 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 @click.option("--quality", type=click.IntRange(1, 100), default=None, help="Encode JPEG and WebP images again.")
 @click.option("--keys", type=click.Choice(["keep", "number"]), default="keep", help="Keys of a WebDataset's samples.")
 @click.option("--on-error", type=click.Choice(["stop", "skip"]), default="stop", help="What samples that fail do.")
+@click.option("--ignore", "ignored", multiple=True, metavar="COLUMN", help="A column that is left out.")
+@click.option("--question", default=None, metavar="TEXT", help="Text of a question: '{passage}\\n{question}'.")
+@click.option(
+    "--answers-as",
+    type=click.Choice(["letter", "text", "index", "number"]),
+    help="What answers to choices are; an index counts from 0, a number from 1. [default: by the first rows]",
+)
 @click.option("--preferred", is_flag=True, help="Of lists of preferences (DPO, KTO), take the preferred answers only.")
 @click.option("--media-metadata/--no-media-metadata", default=True, help="Write down sizes and lengths of media.")
 @click.option("--checksums", is_flag=True, help="Keep checksums of all samples and parts, which readers compare.")
@@ -109,6 +128,9 @@ def command(
     quality: int | None,
     keys: str,
     on_error: str,
+    ignored: tuple[str, ...],
+    question: str | None,
+    answers_as: AnswersAs | None,
     preferred: bool,
     media_metadata: bool,
     checksums: bool,
@@ -156,10 +178,14 @@ def command(
     if opened.left_out:
         click.echo(f"Left out: {', '.join(opened.left_out)}.")
     check_first_files(opened)
-    layout = replace(_layout(opened, sample_type, fields, asking=asking), preferred=preferred)
+    told = Layout(sample_type="CrudeSample", ignored=ignored, question=question, answers_as=answers_as)
+    layout = replace(_layout(opened, sample_type, fields, told, asking=asking), preferred=preferred)
     check_layout(layout)
-    if preferred and opened.kind in _KEPT:
-        raise ConfigurationError(f"--preferred is for lists and tables, but {shown} is a {opened.kind}: leave it out.")
+    flags = {"--preferred": preferred, "--ignore": ignored, "--question": question, "--answers-as": answers_as}
+    if opened.kind.startswith(_WITHOUT_TURNS) and (
+        flag := next((name for name, value in flags.items() if value), None)
+    ):
+        raise ConfigurationError(f"{flag} is for lists and tables, but {shown} is a {opened.kind}: leave it out.")
     rule = _rule(opened, split_ratio, asking=asking)
     if samples_per_shard is None and limit is None:
         samples_per_shard = propose_samples_per_shard(opened, layout)
@@ -219,11 +245,38 @@ def _size(text: str) -> int:
     return size
 
 
-def _layout(source: Source, sample_type: str | None, fields: tuple[str, ...], *, asking: bool) -> Layout:
-    """Return the proposal, changed by flags and answers."""
-    if sample_type is None and source.kind not in _KEPT:
-        check_media_meant(first_rows(source), "convert without them: --sample-type CrudeSample")
+def _layout(source: Source, sample_type: str | None, fields: tuple[str, ...], told: Layout, *, asking: bool) -> Layout:
+    """Return the proposal, changed by flags and answers; `told` says what becomes of questions."""
+    if source.kind in _KEPT:
+        return _chosen_layout(source, source.propose(), sample_type, fields, asking=asking)
+    rows = first_rows(source)
+    if sample_type is None:
+        check_media_meant(rows, "convert without them: --sample-type CrudeSample")
+    columns = {name for row in rows for name in (*row.files, *row.values)}
+    for column in (*told.ignored, *template_columns(told.question or "")):
+        if column not in columns:
+            flag = "--ignore" if column in told.ignored else "--question"
+            raise ConfigurationError(
+                f"{flag} names {column!r}, but the first rows have no such column; they have "
+                f"{', '.join(sorted(columns))}."
+            )
     proposed = source.propose()
+    if told.ignored or told.question:
+        proposed = propose_layout([as_told(row, told) for row in rows])
+    layout = _chosen_layout(source, proposed, sample_type, fields, asking=asking)
+    if told.question is not None and not layout.is_crude:
+        raise ConfigurationError(
+            f"--question makes conversations, which a {layout.sample_type} is not: leave out --sample-type."
+        )
+    given = told.answers_as or (answers_of(rows) if layout.is_crude else None)
+    layout = replace(layout, ignored=told.ignored, question=told.question, answers_as=given)
+    check_beside(rows, layout, _TOLD)
+    return layout
+
+
+def _chosen_layout(
+    source: Source, proposed: Layout, sample_type: str | None, fields: tuple[str, ...], *, asking: bool
+) -> Layout:
     name = sample_type or proposed.sample_type
     if sample_type is None and asking:
         name = click.prompt("Sample type", default=name)
@@ -303,6 +356,11 @@ def _show(source: Source, options: ConvertOptions) -> None:
     rows = first_rows(source) if layout.is_crude and source.kind not in _KEPT else ()
     if rows and not any(is_conversation(row.values) for row in rows):
         click.echo("  all columns as they are, and no fields: training needs a cooker, or another --sample-type")
+    looked_at = first_rows(source) if source.kind not in _KEPT else []
+    if unused := unused_columns(looked_at, layout):
+        click.echo(f"  not used: {', '.join(unused)}")
+    if (other := other_text(looked_at, layout)) is not None:
+        click.echo(f"  to take {other[0]} instead: {other[1]}")
     if options.split is None:
         parts = ", ".join(f"{name} {count:,}" for name, count in source.split_parts)
     else:

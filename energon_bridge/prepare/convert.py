@@ -437,7 +437,10 @@ def _key(options: ConvertOptions) -> bytes:
 
 
 def _plain_layout(layout: Layout) -> list[Any]:
-    return [layout.sample_type, dict(layout.fields), sorted(layout.bare), *["preferred"] * layout.preferred]
+    told: dict[str, Any] = {"ignored": sorted(layout.ignored)} if layout.ignored else {}
+    told |= {name: value for name in ("question", "answers_as") if (value := getattr(layout, name)) is not None}
+    kept = [*["preferred"] * layout.preferred, *[told] * bool(told)]
+    return [layout.sample_type, dict(layout.fields), sorted(layout.bare), *kept]
 
 
 def _load(root: Path, shard: str) -> ShardRecord | None:

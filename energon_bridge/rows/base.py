@@ -33,8 +33,9 @@ from energon_bridge.errors import (
 )
 from energon_bridge.format.field_map import FieldMap, describe_fields, parse_access
 from energon_bridge.format.media import HEAD_BYTES, extension_by_head, kind_by_name
+from energon_bridge.rows.questions import AnswersAs
 from energon_bridge.rows.turns import medium_by_name
-from energon_bridge.samples import CrudeSample, sample_type_by_name
+from energon_bridge.samples import CrudeSample, MultiChoiceVQASample, sample_type_by_name
 from energon_bridge.storage import Store
 
 SPLIT_NAMES = {
@@ -194,13 +195,18 @@ class Layout:
 
     Crude samples have no fields and keep all columns. Parts of `bare` columns are named after their format alone
     (`jpg`), others after column and format. With `preferred`, only the preferred answers of an entry are taken.
-    Rows that are read `in_place`, not converted, have their layout from a dataset.yaml, others from flags.
+    `ignored` columns are left out; `question` is the text of a question, with columns in braces, and `answers_as` says
+    what answers to choices are. Rows that are read `in_place`, not converted, have their layout from a dataset.yaml,
+    others from flags.
     """
 
     sample_type: str
     fields: Mapping[str, str] = field(default_factory=dict)
     bare: frozenset[str] = frozenset()
     preferred: bool = False
+    ignored: tuple[str, ...] = ()
+    question: str | None = None
+    answers_as: AnswersAs | None = None
     in_place: bool = False
 
     def naming(self, field: str, column: str = "COLUMN") -> str:
@@ -451,6 +457,11 @@ def check_layout(layout: Layout) -> None:
         if len(parse_access(access, where="--field", field=name)) > 1:
             raise FieldMapError(f"--field {name}={access}: names several columns; a column has no comma in its name.")
     declared = _declared(layout.sample_type)
+    if cls is MultiChoiceVQASample and "correct_choice_idx" not in layout.fields:
+        raise FieldMapError(
+            f"a {cls.__name__} without correct_choice_idx does not say which choice is right: name its column "
+            f"{layout.naming('correct_choice_idx')}, or make conversations of the list (CrudeSample)."
+        )
     for name in layout.fields:
         if name not in declared:
             raise FieldMapError(f"--field {name}: {cls.__name__} has no such field; it has {', '.join(declared)}.")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import binascii
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,8 @@ from energon_bridge.rows.base import (
     media_file,
     shown,
 )
+from energon_bridge.rows.questions import chosen, filled, first_answer, options_of
+from energon_bridge.rows.segments import OPTIONS, entry_segments, part_options
 from energon_bridge.rows.turns import (
     CONVERSATIONS,
     Medium,
@@ -38,6 +41,7 @@ from energon_bridge.rows.turns import (
     preferred,
     read_tools,
     read_turns,
+    typed_turns,
 )
 
 _MEDIA_KEYS = {
@@ -103,6 +107,8 @@ def as_files(value: Any, media: MediaRoot, column: str) -> Content | tuple[Conte
             )
         return tuple(item for item in files if not isinstance(item, tuple))
     if isinstance(value, Mapping):
+        if said := [name for name in value if name in OPTIONS["video"] and value[name] is not None]:
+            raise SourceError(f"`{column}`: {', '.join(said)} of a file would be lost: write it beside `{column}`.")
         data, path = value.get("bytes"), value.get("path")
         if data is None and isinstance(path, str):
             return media_file(path, media, any_kind=not is_media_column(column))
@@ -149,7 +155,7 @@ def conversation_row(entry: Mapping[str, Any], where: str, media: MediaRoot) -> 
             if not isinstance(value, list) or not all(isinstance(turn, Mapping | list) for turn in value):
                 raise SourceError(f"`{name}`: expected a list of turns, found {str(value)[:60]!r}.")
             try:
-                values[name] = [_without_media(turn, take) for turn in value]
+                values[name] = [_without_media(turn, take) for turn in typed_turns(value)]
             except SampleError as error:
                 raise SourceError(f"`{name}`: {error}. {_REMEDY}") from error
         else:
@@ -223,7 +229,9 @@ def _stored(piece: Any, take: Callable[[str, Any, str], None]) -> Any:
     payload = part_payload(piece, kind)
     if payload is not None:
         take(f"{kind}s", _content(payload), "messages")
-    return {"type": kind, **({} if piece.get("index") is None else {"index": piece["index"]})}
+    part_options(piece, kind)  # says what cannot be honoured
+    kept = {name: piece[name] for name in ("index", *sorted(OPTIONS[kind])) if piece.get(name) is not None}
+    return {"type": kind, **kept}
 
 
 def _content(payload: Any) -> Any:
@@ -263,15 +271,64 @@ def only_preferred(entry: Mapping[str, Any], layout: Layout) -> tuple[Mapping[st
         raise SourceError(str(error)) from error
 
 
+def as_told(row: Row, layout: Layout) -> Row:
+    """Return a row without the columns to be ignored, its question and answer as turns if the layout says how.
+
+    Raises:
+        SourceError: They are not understood.
+    """
+    if not (layout.ignored or layout.question or layout.answers_as):
+        return row
+    values = {name: value for name, value in row.values.items() if name not in layout.ignored}
+    files = {name: content for name, content in row.files.items() if name not in layout.ignored}
+    pair = find_pair(values)
+    is_told = layout.question is not None or (layout.answers_as is not None and pair is not None)
+    if layout.is_crude and is_told and not any(name in values for name in CONVERSATIONS):
+        entry = dict(values)
+        with as_source():
+            if layout.question is not None:
+                question, right, letter = filled(layout.question, values, pair, layout.answers_as)
+                entry = {name: values[name] for name in ("system", "system_prompt", "history") if name in values}
+                entry |= {"question": question, "answer": letter or first_answer(values[right]) or str(values[right])}
+            values["messages"] = read_turns(entry, layout.answers_as)
+    return replace(row, values=values, files=files)
+
+
+def with_choice(row: Row, layout: Layout) -> Row:
+    """Return a row for a MultiChoiceVQASample with the number of the right choice, which a list may name otherwise."""
+    column, choices = (layout.fields.get(name, "") for name in ("correct_choice_idx", "choices"))
+    if column not in row.values or choices not in row.values:
+        return row
+    with as_source():
+        options = options_of({"choices": row.values[choices]})
+        number = options and chosen(row.values[column], options, "correct_choice_idx", layout.answers_as)
+    return replace(row, values={**row.values, column: number})
+
+
+@contextmanager
+def as_source() -> Iterator[None]:
+    """Raise SourceError for a SampleError raised inside."""
+    try:
+        yield
+    except SampleError as error:
+        raise SourceError(f"{error}. {_REMEDY}") from error
+
+
 def learnable(row: Row, layout: Layout, is_chat: bool) -> Row:
     """Return a row of a crude layout, its media by their kinds, if training takes all of it; raises SourceError.
 
     A row that is no conversation passes, unless the first rows are (`is_chat`).
     """
+    row = as_told(row, layout)
+    if layout.sample_type == "MultiChoiceVQASample":
+        return with_choice(row, layout)
     try:
         if not layout.is_crude:
             if has_preferences(row.values, tags_only=True):
                 read_turns(row.values)  # says so
+            kinds = Counter(medium_by_name(f"x.{one.extension}") for of in row.files.values() for one in _several(of))
+            if entry_segments(row.values, kinds) is not None:  # type: ignore[arg-type]
+                raise SampleError(f"has a segment of its file, which a {layout.sample_type} is not cut to")
             return row
         turns = read_turns(row.values)
         if turns is None:
@@ -286,7 +343,9 @@ def learnable(row: Row, layout: Layout, is_chat: bool) -> Row:
         if not row.files:
             _check_no_media(row.values)
         files = {name: _of_known_kind(name, content) for name, content in row.files.items()}
-        check_places(turns, Counter(_medium(name, one) for name, of in files.items() for one in _several(of)))
+        there = Counter(_medium(name, one) for name, of in files.items() for one in _several(of))
+        check_places(turns, there)
+        entry_segments(row.values, there)
     except SampleError as error:
         raise SourceError(f"{error}. {_REMEDY}") from error
     return replace(row, files=files)

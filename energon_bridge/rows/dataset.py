@@ -68,7 +68,8 @@ from energon_bridge.rows.arrow import (
     table_of,
 )
 from energon_bridge.rows.base import Layout, MediaRoot, check_layout, first_rows, lay_out
-from energon_bridge.rows.lists import check_media_meant
+from energon_bridge.rows.conversations import as_told
+from energon_bridge.rows.lists import answers_of, check_beside, check_media_meant
 from energon_bridge.rows.turns import CONVERSATIONS
 from energon_bridge.samples import sample_type_by_name
 from energon_bridge.storage import OpenFiles, Store, open_store
@@ -76,6 +77,10 @@ from energon_bridge.storage.helpers import PerProcess
 
 _SUFFIXES = (".parquet", ".arrow")
 _VERSION = 1
+_LEFT_OUT = (
+    "Convert the table (energon convert) with --ignore COLUMN, or with the text of the question (--question), or name "
+    "the type and its columns in .nv-meta/dataset.yaml."
+)
 _KEPT_BYTES = 1 << 30
 """Bytes of row groups that a process keeps; a single large group may exceed it."""
 _REPEATED_ROWS, _REPEATED_GROUPS = 8, 16
@@ -162,8 +167,10 @@ def open_tables(
     layout, subflavors = _said(store, dataset_config)
     if layout is None:
         meant = "name the columns that are taken in the field map of .nv-meta/dataset.yaml."
-        check_media_meant(first_rows(source), f"take the rows without them: {meant}")
-        layout = source.propose()
+        rows = first_rows(source)
+        check_media_meant(rows, f"take the rows without them: {meant}")
+        layout = replace(source.propose(), answers_as=answers_of(rows))
+        check_beside(rows, layout, _LEFT_OUT)
     layout = replace(layout, in_place=True)
     check_layout(layout)
     columns = _column_names(groups)
@@ -176,7 +183,8 @@ def open_tables(
     if any(name in columns for name in CONVERSATIONS) or not wanted <= {*columns}:
         wanted = set()  # labels have names of their own, and conversations name their media
     said = [layout.sample_type, sorted(layout.fields.items()), sorted(layout.bare), list(source.columns)]
-    content = json.dumps([_VERSION, "table", names, counts, sizes, said], separators=(",", ":"))
+    told = [layout.answers_as] * (layout.answers_as is not None)
+    content = json.dumps([_VERSION, "table", names, counts, sizes, [*said, *told]], separators=(",", ":"))
     sample_type = sample_type_by_name(layout.sample_type)
     release_tables()  # that were looked at
     return TableDataset(
@@ -361,7 +369,7 @@ class TableRows:
         dataset = self._dataset
         try:
             row = row_of(values, where, self._media, dataset.media_columns, group.labels)
-            sample = lay_out(row, dataset.layout, number)
+            sample = lay_out(as_told(row, dataset.layout), dataset.layout, number)
             parts, fields = sample.read()
         except SourceError as error:
             return error

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from energon_bridge.errors import SourceError
+from energon_bridge.errors import SampleError, SourceError
 from energon_bridge.format.documents import UTF16, utf16_remedy
 from energon_bridge.format.media import kind_by_name
 from energon_bridge.rows.base import (
@@ -38,6 +38,7 @@ from energon_bridge.rows.base import (
 )
 from energon_bridge.rows.conversations import (
     as_files,
+    as_source,
     conversation_row,
     file_columns,
     is_conversation,
@@ -45,9 +46,22 @@ from energon_bridge.rows.conversations import (
     media_columns,
     only_preferred,
 )
+from energon_bridge.rows.questions import (
+    AnswersAs,
+    answers_as,
+    columns_of,
+    is_metadata,
+    options_of,
+    short_text,
+    template_columns,
+    texts_in,
+    unknown_texts,
+)
+from energon_bridge.rows.segments import OPTIONS
 from energon_bridge.rows.turns import (
     BESIDE_PAIRS,
     CONVERSATIONS,
+    KNOWN_BESIDE,
     find_pair,
     has_preferences,
 )
@@ -424,6 +438,98 @@ def propose_layout(rows: Sequence[Row]) -> Layout:
     return Layout(sample_type="ImageSample", fields=image, bare=bare)
 
 
+def answers_of(rows: Sequence[Row]) -> AnswersAs | None:
+    """Return how answers to choices are given, judging by the first rows; None: no one way fits all of them."""
+    entries = []
+    for row in rows:
+        with suppress(SampleError):  # its sample says so
+            pair = None if any(name in row.values for name in CONVERSATIONS) else find_pair(row.values)
+            if pair is not None and options_of(row.values) is not None:
+                entries.append((row.values, pair[1]))
+    with located(rows[0].where), as_source():
+        return answers_as(entries)
+
+
+def check_beside(rows: Sequence[Row], layout: Layout, remedy: str) -> None:
+    """Raise SourceError if questions of the first rows have texts beside them that may belong to them.
+
+    `remedy` says how to leave a column out, with COLUMN for its name.
+    """
+    if layout.question is not None or not (layout.is_crude or "context" in layout.fields):
+        return
+    mapped = {access.partition("[")[0] for access in layout.fields.values()}
+    known = (*KNOWN_BESIDE, *mapped, *layout.ignored)
+    short: dict[str, list[str]] = {}
+    for row in rows:
+        pair = find_pair(row.values)
+        if any(name in row.values for name in CONVERSATIONS):
+            if lost := [name for name in _not_in_turns(row.values) if name not in known]:
+                raise SourceError(f"{row.where}: {_beside(lost[0], row.values[lost[0]], None, remedy)}")
+            continue
+        if pair is None and not mapped:
+            continue
+        with located(row.where), as_source():
+            unknown = unknown_texts(row.values, known, pair)
+            if not layout.is_crude:
+                unknown += [name for name in columns_of(row.values) if name not in known]
+            if unknown:
+                asked = (layout.fields["context"], "") if "context" in layout.fields else pair
+                raise SourceError(_beside(unknown[0], row.values[unknown[0]], asked, remedy))
+            used = (*known, *(pair or ()), *columns_of(row.values))
+        for name, value in row.values.items():
+            if name not in used and not is_metadata(name) and (text := short_text(value)) is not None:
+                short.setdefault(name, []).append(text)
+    for name, texts in short.items():
+        if len(texts) < 4 or 2 * len({*texts}) > len(texts):  # else it names categories
+            raise SourceError(f"{rows[0].where}: {_beside(name, texts[0], None, remedy)}")
+
+
+def _not_in_turns(values: Mapping[str, Any]) -> list[str]:
+    """Return the columns beside turns that are known to belong to questions, and whose texts no turn has."""
+    turns = " ".join(texts_in([values[name] for name in CONVERSATIONS if name in values]))
+    with suppress(SampleError):
+        return [name for name in columns_of(values) if not all(text in turns for text in texts_in(values[name]))]
+    return []
+
+
+def _beside(column: str, value: Any, pair: tuple[str, str] | None, remedy: str) -> str:
+    asked = "question" if pair is None else pair[0]
+    beside = "a question" if pair is None else f"`{asked}`"
+    return (
+        f"the column `{column}` beside {beside} has a text ({shown(value)}) that may belong to the question, and would "
+        f"not be learned. {remedy.replace('COLUMN', column).replace('{question}', f'{{{asked}}}')}"
+    )
+
+
+def unused_columns(rows: Sequence[Row], layout: Layout) -> list[str]:
+    """Return the columns that neither fields nor conversations take; of other crude samples none, for all are kept."""
+    used = {access.partition("[")[0] for access in layout.fields.values()} | {*layout.ignored, "files"}
+    names: dict[str, None] = {}
+    for row in rows:
+        taken: Iterable[str] = ()
+        if layout.is_crude:
+            pair = find_pair(row.values)
+            if pair is None and not any(name in row.values for name in CONVERSATIONS):
+                continue
+            taken = (*CONVERSATIONS, *KNOWN_BESIDE, *row.files, *(pair or ()), *(OPTIONS["video"] if row.files else ()))
+            taken = (*taken, *(template_columns(layout.question) if layout.question else columns_of(row.values)))
+        filled = (name for name, value in {**row.values, **row.files}.items() if value not in (None, "", []))
+        names |= dict.fromkeys(name for name in filled if name not in taken and name not in used)
+    return list(names)
+
+
+def other_text(rows: Sequence[Row], layout: Layout) -> tuple[str, str] | None:
+    """Return a caption beside a question, or a question beside a caption, that is not taken, and how to take it."""
+    columns = list(dict.fromkeys(name for row in rows for name in row.values if name not in layout.ignored))
+    caption = _named(columns, ("caption", "captions", "alt_text", "alt", "description", "text"))
+    question = _named(columns, _QUESTIONS[:3])
+    if caption is None or question is None or not any(row.files for row in rows):
+        return None
+    if "caption" in layout.fields:
+        return question, f"--sample-type VQASample --field context={question} --field answers=COLUMN"
+    return caption, f"--sample-type CaptioningSample --field caption={caption}"
+
+
 def caption_of(columns: Iterable[str]) -> str | None:
     """Return the column that seems to have the caption."""
     return _named(columns, _CAPTIONS)
@@ -440,6 +546,8 @@ def _is_more(row: Row) -> bool:
     if pair is None or has_preferences(row.values):
         return has_preferences(row.values)
     beside = [name for name in BESIDE_PAIRS if name in row.values and name not in pair]
+    with suppress(SampleError):
+        beside += columns_of({name: value for name, value in row.values.items() if name not in pair})
     return bool(beside) or (bool(row.files) and (pair[0] not in _QUESTIONS or pair[1] not in _ANSWERS))
 
 

@@ -6,6 +6,7 @@
     response; and the other PAIRS             Alpaca, LLaMA-Factory, ms-swift
     function_call, tool_call                  turns with the JSON of calls: the assistant's `tool_calls`
     observation, tool_response, function      turns with the result of a call: the role `tool`
+    context, options, A, B, …                 what else belongs to a question (`questions`)
     chosen, rejected…; kto_tag, label         preferences, which are no conversation to learn (`preferred` makes one)
 
 `energon convert` and the training script read conversations by these functions, so that one refuses what the other
@@ -25,8 +26,16 @@ from typing import Any, Literal
 
 from energon_bridge.errors import SampleError, SkipSample
 from energon_bridge.format.media import kind_by_name
+from energon_bridge.rows.places import Medium as Medium, respelled, spelled
+from energon_bridge.rows.questions import (
+    AnswersAs,
+    choice_pair,
+    composed,
+    first_answer,
+    unknown_texts,
+)
+from energon_bridge.rows.segments import OPTIONS
 
-Medium = Literal["image", "video", "audio"]
 MEDIA: tuple[Medium, ...] = ("image", "video", "audio")
 Turn = Mapping[str, Any]
 
@@ -37,7 +46,15 @@ PAIRS = (
     *(("user", "assistant"), ("human", "gpt"), ("input", "output")),
 )
 BESIDE_PAIRS = ("input", "history", "system", "tools")
-"""What else belongs to a pair."""
+"""What else belongs to a pair, and is no part of its question (`questions` has those)."""
+KNOWN_BESIDE = frozenset(
+    (
+        *(*BESIDE_PAIRS, "system_prompt", "functions", "objects", "files", "kto_tag", "label"),
+        *("chosen", "rejected", "rejected_response", "rejected_messages", "rejected_images"),
+        *(f"{kind}{ending}" for kind in ("image", "img", "video", "audio", "sound") for ending in ("", "s")),
+    )
+)
+"""Names that never are texts of a question."""
 
 _CALLS, _RESULTS = ("function_call", "tool_call"), ("observation", "tool_response", "function", "ipython")
 _KNOWN = ("system", "user", "assistant", "tool")
@@ -83,11 +100,11 @@ _SHOWN = 200
 MAPPING = (dict, Mapping)  # in this order: an abstract class takes long to say what is one
 
 
-def read_turns(entry: Mapping[str, Any]) -> list[Turn] | None:
+def read_turns(entry: Mapping[str, Any], answers_as: AnswersAs | None = None) -> list[Turn] | None:
     """Return the turns of an entry in one form; None if it is no conversation.
 
     Raises:
-        SampleError: It is one that is not understood, or has preferences.
+        SampleError: It is one that is not understood, has preferences, or texts that may belong to its question.
     """
     name, pair = _named(entry), find_pair(entry)
     if name is None and pair is None and not has_preferences(entry):
@@ -97,7 +114,17 @@ def read_turns(entry: Mapping[str, Any]) -> list[Turn] | None:
             f"has preferences ({', '.join(_preferences(entry))}), which are not learned: to learn only the preferred "
             "answers, convert the list with --preferred; a column that means something else needs another name"
         )
-    turns = known_turns(_listed(entry, name)) if name is not None else _turns_of_pair(entry, pair)  # type: ignore[arg-type]
+    if name is not None:
+        turns = known_turns(_listed(entry, name))
+    else:
+        assert pair is not None
+        if unknown := unknown_texts(entry, KNOWN_BESIDE, pair):
+            raise SampleError(
+                f"`{unknown[0]}` has a text beside `{pair[0]}` and `{pair[1]}` ({_short(entry[unknown[0]])}), which "
+                f"may belong to the question: convert the list with --ignore {unknown[0]}, or with the text of the "
+                f"question, as --question '{{{unknown[0]}}}\\n{{{pair[0]}}}'"
+            )
+        turns = _turns_of_pair(entry, pair, answers_as)
     if entry.get("objects") and (mark := next((one for one in _OBJECTS if one in str(turns)), None)):
         raise SampleError(
             f"has `objects` for the places {mark!r} in its texts, which would be learned as they are: write the names "
@@ -108,7 +135,8 @@ def read_turns(entry: Mapping[str, Any]) -> list[Turn] | None:
 
 def find_pair(entry: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the names of an entry's question and answer, texts or turns, if it is a known pair."""
-    return next((pair for pair in PAIRS if all(_is_said(entry.get(name)) for name in pair)), None)
+    pair = next((pair for pair in PAIRS if all(_is_said(entry.get(name)) for name in pair)), None)
+    return choice_pair(entry) if pair is None else pair
 
 
 def known_turns(turns: Sequence[Any]) -> list[Turn]:
@@ -119,7 +147,7 @@ def known_turns(turns: Sequence[Any]) -> list[Turn]:
     """
     known: list[Turn] = []
     before = None  # the name of the role before
-    for turn in turns:
+    for turn in typed_turns(turns):
         name = _role_name(turn)
         if name in _CALLS:
             calls = _calls(_content(turn))
@@ -138,6 +166,46 @@ def known_turns(turns: Sequence[Any]) -> list[Turn]:
             known += [turn] if name is not None else _pair_turn(turn)
         before = name
     return known
+
+
+def typed_turns(turns: Sequence[Any]) -> Sequence[Any]:
+    """Return turns without those of NeMo, whose `type` says what their value is: parts of one turn, in their order.
+
+    Those of one role that follow each other are one turn, with spaces between, as NeMo's prompts have them.
+    """
+    if not any(_turn_kind(turn) not in (None, "text") for turn in turns):
+        return turns
+    made: list[dict[str, Any]] = []
+    for turn in turns:
+        kind = _turn_kind(turn)
+        content = turn.get("content", turn.get("value")) if isinstance(turn, Mapping) else None
+        if kind is None and not isinstance(content, str):
+            made.append(turn)
+            continue
+        kept = _without(turn, "type", "value", "content", *(OPTIONS[kind] if kind in MEDIA else ()))
+        part: dict[str, Any] = {"type": "text", "text": content}
+        if kind in MEDIA:
+            part = {"type": kind, kind: content, **{name: turn[name] for name in OPTIONS[kind] if name in turn}}
+        last = made[-1] if made else {}
+        if isinstance(last.get("content"), list) and _without(last, "content") == kept:
+            if part["type"] == "text":
+                part["text"] = f" {content}"
+            elif last["content"][-1]["type"] == "text":
+                last["content"][-1]["text"] += " "
+            else:
+                last["content"].append({"type": "text", "text": " "})
+            last["content"].append(part)
+        else:
+            made.append({**kept, "content": [part]})
+    return made
+
+
+def _turn_kind(turn: Any) -> Literal["text"] | Medium | None:
+    """Return what the value of a turn with a `type` is; None for one without."""
+    kind = turn.get("type") if isinstance(turn, MAPPING) else None
+    if not isinstance(kind, str) or _role_name(turn) is None:
+        return None
+    return PARTS.get(kind) if isinstance(turn.get("value", turn.get("content")), str) else None
 
 
 def _goes_with(turn: Turn, before: Turn) -> bool:
@@ -239,11 +307,15 @@ def _listed(entry: Mapping[str, Any], name: str) -> Sequence[Any]:
     return turns
 
 
-def _turns_of_pair(entry: Mapping[str, Any], pair: tuple[str, str]) -> list[Turn]:
-    asked = entry[pair[0]]
-    more = entry.get("input")
-    if isinstance(more, str) and more and pair[0] != "input" and isinstance(asked, str):
-        asked = f"{asked}\n{more}" if asked else more
+def _turns_of_pair(entry: Mapping[str, Any], pair: tuple[str, str], answers_as: AnswersAs | None = None) -> list[Turn]:
+    asked, answer = entry[pair[0]], entry[pair[1]]
+    if not _is_said(answer):
+        answer = first_answer(answer)
+    if isinstance(asked, str):
+        asked, letter = composed(entry, pair, answers_as)
+        answer = letter or answer
+    if answer is None:
+        raise SampleError(f"`{pair[1]}`: the answer is {_short(entry[pair[1]])}, and no text or choice")
     turns: list[Turn] = []
     if isinstance(system_prompt(entry), str):
         turns.append({"role": "system", "content": system_prompt(entry)})
@@ -255,7 +327,7 @@ def _turns_of_pair(entry: Mapping[str, Any], pair: tuple[str, str]) -> list[Turn
         if len(pair_turns) != 2 and _role_name(earlier) is None:
             raise SampleError(f"`history`: expected pairs of texts, found {_short(earlier)}")
         turns += pair_turns
-    return [*turns, *_as_turns(asked, "user"), *_as_turns(entry[pair[1]], "assistant")]
+    return [*turns, *_as_turns(asked, "user"), *_as_turns(answer, "assistant")]
 
 
 def _pair_turn(turn: Any) -> list[Turn]:
@@ -417,7 +489,7 @@ def part_text(part: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def part_payload(part: Mapping[str, Any], kind: str) -> Any:
+def part_payload(part: Mapping[str, Any], kind: Medium) -> Any:
     """Return what a part of an image, video or sound has of it; None for a placeholder.
 
     Raises:
@@ -426,7 +498,7 @@ def part_payload(part: Mapping[str, Any], kind: str) -> Any:
     names = (f"{kind}_url", kind, f"input_{kind}", *_PAYLOADS)
     given = {name: value for name, value in part.items() if value is not None and not (name == "text" and not value)}
     payloads = [name for name in names if name in given]
-    other = [name for name in given if name not in (*names, *_HINTS)]
+    other = [name for name in given if name not in (*names, *_HINTS) and name not in OPTIONS[kind]]
     if len(payloads) > 1 or other:
         raise SampleError(
             f"a part of a message is not understood, for its {', '.join(other or payloads)}: {_short(part)}. Write it "
@@ -443,6 +515,7 @@ def placed(turns: Sequence[Turn], there: Mapping[Medium, int]) -> list[Turn]:
     Raises:
         SampleError: A text may or may not be a place.
     """
+    turns = _respelled(turns, there)
     places, literal, answered = _counted(turns)
     if not (places or literal or answered):
         return list(turns)
@@ -567,6 +640,51 @@ def own_payload(part: Mapping[str, Any]) -> Any:
                 raise SampleError(f"a part of a message has a sound whose base64 is damaged: {error}") from error
         return payload if "array" in payload else data
     return None if isinstance(payload, str | Mapping) else payload
+
+
+def _respelled(turns: Sequence[Turn], there: Mapping[Medium, int]) -> Sequence[Turn]:
+    """Return turns with other spellings of places in questions as parts, for media that have no places."""
+    texts = {
+        number: text
+        for number, turn in enumerate(turns)
+        if isinstance(turn, MAPPING)
+        and isinstance(text := _content(turn), str)
+        and any(map(text.__contains__, "<[{"))
+        and ROLES.get(_role_name(turn) or "") != "assistant"
+    }
+    has_places: set[str | None] = {kind for text in texts.values() if "<" in text for kind in _PLACES.findall(text)}
+    media = [kind for kind in MEDIA if there.get(kind)]
+    if has_places.issuperset(media) and (media or not any(map(spelled, texts.values()))):
+        return turns
+    in_parts = [part for turn in turns if isinstance(turn, MAPPING) for part in _parts_of(turn)]
+    has_places.update(map(part_kind, in_parts))
+    if "image" in has_places and not there.get("image"):
+        has_places.add("video")  # LLaVA-Video
+    wanted: dict[Medium, int] = {kind: there.get(kind, 0) for kind in MEDIA if kind not in has_places}
+    if any(wanted.values()) and (said := next((one for one in in_parts if _says_place(one, wanted)), None)):
+        raise SampleError(
+            f"a text part has a place ({_short(part_text(said))}), and the media have none: write places as parts "
+            '{"type": "image"}, {"type": "video"} or {"type": "audio"}'
+        )
+    found = respelled(list(texts.values()), wanted)
+    changed = dict(zip(texts, found, strict=True))
+    return [
+        {**_without(turn, "content", "value"), "content": changed[number]}
+        if isinstance(changed.get(number), list)
+        else turn
+        for number, turn in enumerate(turns)
+    ]
+
+
+def _parts_of(turn: Turn) -> Sequence[Any]:
+    content = _content(turn)
+    return content if isinstance(content, list | tuple) else ()
+
+
+def _says_place(part: Any, wanted: Mapping[Medium, int]) -> bool:
+    text = part_text(part) if part_kind(part) == "text" else None
+    is_other = (place for place in spelled(text or "") if place.written != f"<{place.kind}>")
+    return any(wanted.get(place.kind) for place in is_other)
 
 
 def _as_videos(turn: Turn) -> Turn:

@@ -98,7 +98,7 @@ class InterleavedSample(Sample):
 
 @edataclass
 class MultiChoiceVQASample(Sample):
-    """A question about an image, with choices to answer from.
+    """A question about an image, with choices to answer from, and the number of the right one, counted from 0.
 
     Examples:
         >>> sample = MultiChoiceVQASample(
@@ -109,7 +109,7 @@ class MultiChoiceVQASample(Sample):
     image: torch.Tensor
     context: str
     choices: list[str] | None = None
-    correct_choice_idx: int = 0
+    correct_choice_idx: int | None = None
 
 
 @edataclass

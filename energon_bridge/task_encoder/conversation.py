@@ -28,6 +28,7 @@ from torch import Tensor
 
 from energon_bridge.errors import SampleError
 from energon_bridge.format.media import AV_EXTENSIONS, IMAGE_EXTENSIONS
+from energon_bridge.rows.segments import MediaOptions, entry_segments, part_options
 from energon_bridge.rows.turns import (
     CONVERSATIONS as _TURNS,
     FLAGS,
@@ -192,7 +193,10 @@ def read_conversation(
     if system:
         turns = _with_system(turns, system)
     payloads: dict[Kind, list[Any]] = {kind: [] for kind in _FIELDS}
-    waiting = {kind: _media(sample, kind) for kind in payloads}
+    listed = {kind: _media(sample, kind) for kind in payloads}
+    if isinstance(holder, MAPPING):
+        listed = with_segments(holder, listed)
+    waiting = {kind: dict(enumerate(media)) for kind, media in listed.items()}
     known = placed(known_turns(turns), {kind: len(media) for kind, media in waiting.items()})
     read = [_read_turn(turn, payloads, waiting) for turn in known]
     return Conversation(
@@ -218,8 +222,11 @@ def in_parts(content: Conversation) -> Conversation:
         "audio": len(content.audios),
     }
     known = placed([{"role": turn.role, "content": turn.content} for turn in content.turns], there)
-    turns = [replace(turn, content=said["content"]) for turn, said in zip(content.turns, known, strict=True)]
-    turns = [replace(turn, content=turn.parts) for turn in turns]
+    turns = []
+    for turn, said in zip(content.turns, known, strict=True):
+        if isinstance(said["content"], list) and not isinstance(turn.content, list):
+            raise SampleError(f"a text has its places in another spelling, {turn.text!r}: write '<image>'"[:500])
+        turns.append(replace(turn, content=replace(turn, content=said["content"]).parts))
     for kind, count in there.items():
         places = sum(part.kind == kind for turn in turns for part in turn.parts)
         if places != count:
@@ -238,6 +245,34 @@ def split_places(content: str, role: str = "user") -> tuple[Part, ...]:
         elif piece:
             parts.append(Part("text", piece))
     return tuple(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class MediaWithOptions:
+    """An image, video or sound, and what its part or entry says of it: a segment, frames a second, a size."""
+
+    value: Any
+    options: MediaOptions
+
+
+def with_segments(entry: Mapping[str, Any], media: Mapping[Kind, list[Any]]) -> dict[Kind, list[Any]]:
+    """Return the media of an entry, cut as its fields say (`clip`, `start` and `end`, …). Raises SampleError."""
+    found = entry_segments(entry, {kind: len(values) for kind, values in media.items()})
+    if found is None:
+        return dict(media)
+    kind, segments = found
+    return {**media, kind: [_with_options(value, one) for value, one in zip(media[kind], segments, strict=True)]}
+
+
+def _with_options(value: Any, options: MediaOptions | None) -> Any:
+    if options is None:
+        return value
+    if not isinstance(value, MediaWithOptions):
+        return MediaWithOptions(value, options)
+    if value.options.is_segment and options.is_segment:
+        raise SampleError("a part of a message gives a segment, and so does the entry: give one of them")
+    given = value.options if value.options.is_segment else options
+    return replace(value, options=replace(options, begin=given.begin, end=given.end))
 
 
 def list_images(value: Any) -> list[Any]:
@@ -285,7 +320,7 @@ def _is_frame(value: Any) -> bool:
     return getattr(value, "ndim", None) == 3 or (hasattr(value, "size") and not hasattr(value, "ndim"))
 
 
-def _read_turn(turn: Any, payloads: dict[Kind, list[Any]], waiting: dict[Kind, list[Any]]) -> Turn:
+def _read_turn(turn: Any, payloads: dict[Kind, list[Any]], waiting: dict[Kind, dict[int, Any]]) -> Turn:
     said = turn if isinstance(turn, MAPPING) else {}
     role = said.get("role", said.get("from"))
     content = said.get("content", said.get("value")) if role is not None else None
@@ -302,9 +337,12 @@ def _read_turn(turn: Any, payloads: dict[Kind, list[Any]], waiting: dict[Kind, l
     for part, given in zip(parts, parts if isinstance(content, str) else content, strict=True):
         if part.kind == "text":
             continue
-        payload = _payload(given)
-        if payload is None and waiting[part.kind]:
-            payload = waiting[part.kind].pop(0)
+        payload, there = _payload(given), waiting[part.kind]
+        said = given if isinstance(given, MAPPING) else {}
+        if payload is None and there:
+            payload = there.pop(said["index"] if said.get("index") in there else min(there))
+        if payload is not None and said:
+            payload = _with_options(payload, part_options(said, part.kind))
         payloads[part.kind].append(payload)
     return Turn(role, parts, not keys or _is_learned(role, keys), keys)
 
@@ -418,7 +456,7 @@ def _payload(part: Any) -> Any:
 def _placed(
     turns: list[Turn],
     payloads: dict[Kind, list[Any]],
-    waiting: dict[Kind, list[Any]],
+    waiting: dict[Kind, dict[int, Any]],
     place_images: Literal["before", "after"],
 ) -> list[Turn]:
     """Place media without a placeholder at the first question, and check the numbers."""
@@ -432,7 +470,7 @@ def _placed(
                 parts = tuple(turns[first].parts)
                 parts = places + parts if place_images == "before" else parts + places
                 turns[first] = Turn(turns[first].role, parts, turns[first].learned, turns[first].keys)
-                payloads[kind], waiting[kind] = waiting[kind], []
+                payloads[kind], waiting[kind] = [*waiting[kind].values()], {}
         missing = sum(payload is None for payload in payloads[kind])
         if missing or waiting[kind]:
             wanted = len(payloads[kind])

@@ -12,7 +12,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from energon_bridge.errors import ConfigurationError, SampleError, UnfitSampleError
-from energon_bridge.task_encoder.conversation import Conversation, Document, Piece, Turn, check_keys, template_keys
+from energon_bridge.task_encoder.conversation import (
+    Conversation,
+    Document,
+    MediaWithOptions,
+    Piece,
+    Turn,
+    check_keys,
+    template_keys,
+)
 from energon_bridge.task_encoder.templates import ChatTemplate, template_source
 
 
@@ -190,6 +198,8 @@ def _said(content: Conversation, placeholder: str) -> list[Turn]:
     """Return the turns with texts for contents. Raises SampleError for what no layout writes."""
     if content.videos:
         raise SampleError("a conversation with videos needs a chat template: set data.chat_template")
+    if any(isinstance(image, MediaWithOptions) for image in content.images):
+        raise SampleError("a part of a message gives an image its size, which needs a chat template")
     if unused := template_keys(content):
         check_keys(content, unused, _named, "only a chat template can use it; set data.chat_template")
     if other := next((turn.role for turn in content.turns if turn.role not in _ROLES), None):

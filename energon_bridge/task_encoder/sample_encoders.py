@@ -23,6 +23,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from energon_bridge.errors import ConfigurationError, SampleError
+from energon_bridge.rows.places import spelled
 from energon_bridge.samples import (
     CaptioningSample,
     ImageClassificationSample,
@@ -138,7 +139,7 @@ def encode_ocr(sample: OCRSample, config: MultiModalSampleConfig) -> Document:
     return _image_then_text(sample.image, sample.text, config)
 
 
-def encode_vqa(sample: VQASample | VQAOCRSample, config: MultiModalSampleConfig) -> Conversation:
+def encode_vqa(sample: VQASample | VQAOCRSample, config: MultiModalSampleConfig) -> Conversation | ChatSample:
     """Show each question, learn its answer.
 
     Raises:
@@ -147,6 +148,8 @@ def encode_vqa(sample: VQASample | VQAOCRSample, config: MultiModalSampleConfig)
     images = list_images(sample.image)
     context: Any = sample.context
     answers: Any = sample.answers
+    if isinstance(context, str) and _is_respelled(context, images, config):
+        return _as_chat(sample, context, _best_answer(sample), images)
     if isinstance(context, str):
         return Conversation(turns=_placed([(context, _best_answer(sample))], images, config), images=images)
     if isinstance(answers, str) or len(context) != len(answers or ()):
@@ -154,13 +157,18 @@ def encode_vqa(sample: VQASample | VQAOCRSample, config: MultiModalSampleConfig)
     return Conversation(turns=_placed(list(zip(context, answers, strict=True)), images, config), images=images)
 
 
-def encode_multiple_choice(sample: MultiChoiceVQASample, config: MultiModalSampleConfig) -> Conversation:
+def encode_multiple_choice(sample: MultiChoiceVQASample, config: MultiModalSampleConfig) -> Conversation | ChatSample:
     """Show the question with its choices on lines of their own, learn the right one.
 
     Raises:
         SampleError: There are no choices, more than letters, or no right one among them.
     """
     choices = sample.choices or []
+    if sample.correct_choice_idx is None:
+        raise SampleError(
+            "a MultiChoiceVQASample does not say which choice is right: its dataset must give correct_choice_idx (the "
+            "field_map of .nv-meta/dataset.yaml)"
+        )
     if not 0 <= sample.correct_choice_idx < len(choices) <= len(ascii_uppercase):
         raise SampleError(
             f"correct_choice_idx={sample.correct_choice_idx} of {len(choices)} choices: a question needs 1 to "
@@ -168,8 +176,10 @@ def encode_multiple_choice(sample: MultiChoiceVQASample, config: MultiModalSampl
         )
     lines = [f"{letter}. {choice}" for letter, choice in zip(ascii_uppercase, choices, strict=False)]
     question = "\n".join([sample.context, *lines])
-    images = list_images(sample.image)
-    return Conversation(turns=_placed([(question, lines[sample.correct_choice_idx])], images, config), images=images)
+    images, right = list_images(sample.image), lines[sample.correct_choice_idx]
+    if _is_respelled(question, images, config):
+        return _as_chat(sample, question, right, images)
+    return Conversation(turns=_placed([(question, right)], images, config), images=images)
 
 
 def encode_interleaved(sample: InterleavedSample, config: MultiModalSampleConfig) -> Document:
@@ -246,6 +256,17 @@ def _placed(pairs: Sequence[tuple[str, str]], images: Sequence[Any], config: Mul
         placed = question if has_places or turns else place_images(question, len(images), config)
         turns += [Turn("user", placed), Turn("assistant", answer)]
     return turns
+
+
+def _is_respelled(question: str, images: Sequence[Any], config: MultiModalSampleConfig) -> bool:
+    """Return whether the places of images are written otherwise, as `<image 1>`."""
+    is_own = config.image_token.token_str in question
+    return bool(images) and not is_own and any(place.kind == "image" for place in spelled(question))
+
+
+def _as_chat(sample: Any, question: str, answer: str, images: list[Any]) -> ChatSample:
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return ChatSample(__key__=sample.__key__, messages=turns, images=images)
 
 
 def _interleaved(sequence: Sequence[Any], config: MultiModalSampleConfig) -> Document:

@@ -19,14 +19,17 @@ from energon_bridge.rows.turns import (
     MEDIA,
     PAIRS,
     Medium,
+    Turn,
     check_turns,
+    part_kind,
+    part_payload,
     read_tools,
     read_turns,
     system_prompt,
 )
 from energon_bridge.samples import MultiChoiceVQASample, VQAOCRSample, VQASample
 from energon_bridge.stores import FileStore
-from energon_bridge.task_encoder.conversation import own_media
+from energon_bridge.task_encoder.conversation import own_media, with_segments
 from energon_bridge.task_encoder.cooking import Cooker, basic_sample_keys
 from energon_bridge.task_encoder.families import (
     CHATML_TEMPLATE,
@@ -237,6 +240,7 @@ def _sizes(sample: MultiModalSample | PreparedSample) -> dict[str, int]:
 #
 #     {"image": NAME} or {"images": [NAME, …]}   in the auxiliary store `images` of the dataset, if it has one, else
 #     {"video": NAME} or {"videos": [NAME, …]}   among the sample's own parts; likewise `videos`, `audios`
+#     {"type": "image", "image": NAME}           in a part of a turn: in the auxiliary store
 #     nothing of the kind                        all image parts of the sample, `0.jpg`, `1.jpg`, …, `10.jpg`, all
 #                                                videos, and all sounds, `0.wav` or `audios.0.mp4`
 
@@ -257,13 +261,13 @@ def cook_conversation(sample: Mapping[str, Any], **stores: FileStore) -> ChatSam
         )
     assert isinstance(content, Mapping)
     check_turns(turns)
-    images, videos, sounds = (_media(kind, sample, content, stores) for kind in MEDIA)
+    media = with_segments(content, {kind: _media(kind, sample, content, turns, stores) for kind in MEDIA})
     return ChatSample(
         **basic_sample_keys(sample),
         messages=turns,
-        images=images,
-        videos=videos or None,
-        audios=sounds or None,
+        images=media["image"],
+        videos=media["video"] or None,
+        audios=media["audio"] or None,
         tools=read_tools(content),
         system=system_prompt(content),
     )
@@ -272,9 +276,14 @@ def cook_conversation(sample: Mapping[str, Any], **stores: FileStore) -> ChatSam
 COOKERS = (Cooker(cook_conversation),)
 
 
-def _media(kind: Medium, sample: Mapping[str, Any], content: Any, stores: Mapping[str, FileStore]) -> Any:
-    """Return the media that the JSON of a sample names, or those among the sample's own parts."""
+def _media(
+    kind: Medium, sample: Mapping[str, Any], content: Any, turns: Sequence[Turn], stores: Mapping[str, FileStore]
+) -> Any:
+    """Return the media that the JSON of a sample names, itself or in its turns, or the sample's own parts."""
     named = content.get(f"{kind}s") or content.get(kind)
+    if not named and f"{kind}s" in stores:
+        parts = (part for turn in turns if isinstance(turn.get("content"), list) for part in turn["content"])
+        named = [name for part in parts if part_kind(part) == kind and (name := part_payload(part, kind)) is not None]
     if not named:
         return own_media(sample, kind)
     return [_found(kind, name, sample, stores) for name in (named if isinstance(named, list) else [named])]

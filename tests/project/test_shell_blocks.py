@@ -109,6 +109,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sources.tars(world / "tars", 8)
     sources.parquet(world, 32)[0].rename(world / "big.parquet")
     sources.write_pictures(world, ["a.jpg", "b.jpg", "c.jpg"])
+    quiz = [{"question": "Which?", "choices": ["a", "b"], "answer": 1, "note": "The second one is right."}] * 3
+    (world / "quiz.json").write_text(json.dumps(quiz))
     (world / "metadata.csv").write_text("file_name,description\n" + "".join(f"{n}.jpg,face {n}\n" for n in "abc"))
     (world / "mine.py").write_text("def count_words(sample):\n    return len(sample.caption.split())\n")
     (world / "my_project").mkdir()

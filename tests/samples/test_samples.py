@@ -38,7 +38,7 @@ FIELDS = {
     "ImageSample": {"image": REQUIRED},
     "ImageClassificationSample": {"image": REQUIRED, "label": None, "label_name": None},
     "InterleavedSample": {"sequence": REQUIRED},
-    "MultiChoiceVQASample": {"image": REQUIRED, "context": REQUIRED, "choices": None, "correct_choice_idx": 0},
+    "MultiChoiceVQASample": {"image": REQUIRED, "context": REQUIRED, "choices": None, "correct_choice_idx": None},
     "OCRSample": {
         "image": REQUIRED,
         "text": REQUIRED,

@@ -185,7 +185,7 @@ def test_images_without_a_place_can_follow_the_question() -> None:
             "has sound, but the",
         ),
         (CrudeSample(__key__="q", json={"messages": SAID, "label": False}), "has preferences"),
-        (chat("<|image_pad|>", "b"), "the sample has nothing: the chat template must write each image"),
+        (chat("<|image_pad|>", "b"), r"the text has 1 image places \(<\|image_pad\|>\) but the sample has 0"),
         (ChatSample(__key__="q", messages="[{"), "the turns are not valid JSON"),
         (ChatSample(__key__="q", messages=[]), "must be a non-empty list of turns"),
         (ChatSample(__key__="q", messages=[{"text": "a"}]), "a turn must have role and content"),

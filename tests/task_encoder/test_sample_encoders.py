@@ -147,10 +147,27 @@ def test_several_images_come_as_a_list_or_as_one_array(stack: Any) -> None:
     assert colours(build(), VQASample(__key__="k", image=given, context="q", answers=["a"])) == [10, 20]
 
 
+@pytest.mark.parametrize("kind", [VQASample, MultiChoiceVQASample])
+def test_images_stand_at_the_numbers_of_a_question(kind: Any) -> None:
+    images = [np.full((4, 4, 3), value, dtype=np.uint8) for value in (10, 20)]
+    said = {"choices": ["a", "b"], "correct_choice_idx": 0} if kind is MultiChoiceVQASample else {"answers": ["a"]}
+    for question, expected in (("<image 2> or <image 1>?", [20, 10]), ("<ImageHere> or <ImageHere>?", [10, 20])):
+        assert colours(build(), kind(__key__="k", image=images, context=question, **said)) == expected
+    with pytest.raises(SampleError, match=r"1 image places \(<image 1>\) but the sample has 2 images"):
+        colours(build(), kind(__key__="k", image=images, context="<image 1>?", **said))
+
+
 @pytest.mark.parametrize(
     ("sample", "complaint"),
     [
-        (MultiChoiceVQASample(**VALUES, image=picture(), context="q"), "correct_choice_idx=0 of 0 choices"),
+        (
+            MultiChoiceVQASample(**VALUES, image=picture(), context="q", correct_choice_idx=0),
+            "correct_choice_idx=0 of 0 choices",
+        ),
+        (
+            MultiChoiceVQASample(**VALUES, image=picture(), context="q", choices=["x", "y"]),
+            "does not say which choice is right",
+        ),
         (
             MultiChoiceVQASample(**VALUES, image=picture(), context="q", choices=["x"], correct_choice_idx=1),
             "correct_choice_idx=1 of 1 choices",

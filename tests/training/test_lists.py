@@ -6,29 +6,37 @@ import base64
 import json
 import re
 import shlex
+import sys
+import wave
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from clips import write_sound, write_video
+from clips import all_frames, write_sound, write_video
 from commands import answer
 from conversations import picture_of
 from forked import import_for_training, run_program
 from paths import CONFIGS, REPOSITORY
+from PIL import Image
 from sources import QUIETLY, convert, converted, members, refused
 
 pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
 
 from energon_bridge import TaskEncoder, WorkerConfig, get_loader, get_val_dataset
+from energon_bridge.av import AVDecoder
 from energon_bridge.errors import EmptyDatasetError, SampleError
+from energon_bridge.rows.segments import MediaOptions
 from energon_bridge.rows.turns import has_empty_answer
 from energon_bridge.samples import Sample, edataclass
 from energon_bridge.task_encoder import conversation
-from energon_bridge.task_encoder.conversation import read_conversation
+from energon_bridge.task_encoder.conversation import MediaWithOptions, read_conversation
 from energon_bridge.task_encoder.decoder import SampleDecoder
+from energon_bridge.task_encoder.families.sound import sound_of
 from energon_bridge.training.config_file import load_config
 from energon_bridge.training.encoder import COOKERS, cook_conversation, training_task_encoder
 from energon_bridge.training.presets import ModelBundle, load_model, write_preset
@@ -253,6 +261,233 @@ def test_a_video_is_learned(tmp_path: Path, media: Path, bundle: ModelBundle, na
     assert len(inputs["pixel_values_videos"]) == steps * rows * columns
 
 
+# Places in other spellings --------------------------------------------------------------------------------------------
+
+SPELLED: dict[str, tuple[str, str, str]] = {  # the question, what is shown, and the order of red (r) and blue (b)
+    "numbers": ("<image 1>a<image 2>color?", "IaIcolor?", "rb"),
+    "numbers in another order": ("<image 2>a<image 1>color?", "IaIcolor?", "br"),
+    "numbers from 0": ("<image_00>a<image_01>color?", "IaIcolor?", "rb"),
+    "numbers of Phi": ("<|image_2|>\n<|image_1|>\ncolor?", "IIcolor?", "br"),
+    "other numbers": ("<image-1>a<image-2>color?", "IaIcolor?", "rb"),
+    "a number that comes again": ("<image 1>a<image 2>is <image 1>color?", "IaIis <image 1>color?", "rb"),
+    "ImageHere": ("<ImageHere>a<ImageHere>color?", "IaIcolor?", "rb"),
+    "capitals": ("<Image>a<IMAGE>color?", "IaIcolor?", "rb"),
+    "brackets": ("[IMG]a[IMG]color?", "IaIcolor?", "rb"),
+    "placeholders": ("<image_placeholder>a<image_placeholder>color?", "IaIcolor?", "rb"),
+    "bars": ("<|image|>a<|image|>color?", "IaIcolor?", "rb"),
+    "img": ("<img>a<img>color?", "IaIcolor?", "rb"),
+    "Gemma": ("<start_of_image>a<start_of_image>color?", "IaIcolor?", "rb"),
+    "tokens of Qwen": (
+        "<|vision_start|><|image_pad|><|vision_end|>a<|vision_start|><|image_pad|><|vision_end|>color?",
+        "IaIcolor?",
+        "rb",
+    ),
+    "places of its own, and numbers that refer to them": (
+        "<image>a<image>is <image 2>color?",
+        "IaIis <image 2>color?",
+        "rb",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPELLED)
+def test_places_in_other_spellings_are_places(tmp_path: Path, media: Path, bundle: ModelBundle, name: str) -> None:
+    question, expected, order = SPELLED[name]
+    source = listed(tmp_path, llava(question, image=["red.png", "blue.png"]))
+    ((shown, said, inputs),) = learned(converted(source, tmp_path / "out", "--media", media, *ALL_TRAIN), bundle)
+    assert (shown, said) == (f"|user {expected.replace('I', 'iiii')} |assistant red", "red<|im_end|>")
+    pictures = [picture_of({"r": "red", "b": "blue"}[one]).resize((32, 32)) for one in order]
+    size = {"shortest_edge": CONFIG.data.min_pixels, "longest_edge": CONFIG.data.max_pixels}
+    made = bundle.image_processor(images=pictures, return_tensors="pt", size=size)["pixel_values"]
+    assert torch.equal(inputs["pixel_values"], made)
+
+
+@pytest.mark.parametrize(
+    ("question", "complaint"),
+    [
+        ("<image 1> color?", r"the text has 1 image places \(<image 1>\) but the sample has 2 images"),
+        ("<image 2><image 3> color?", "the text has 2 image places"),
+        ("<ImageHere> color?", "the text has 1 image places"),
+        ("<image 1><img> color?", "give each a place, numbered"),
+        ("<my_image><my_image> color?", r"'<my_image>', which looks like a place"),
+        ("Picture 1: <img>red.png</img> color?", "would be seen as text"),
+        ("<image><image 2> color?", "the text has 1 image placeholders '<image>' but the sample has 2"),
+    ],
+)
+def test_places_that_do_not_fit_are_refused(tmp_path: Path, media: Path, question: str, complaint: str) -> None:
+    entry = llava(question, image=["red.png", "blue.png"])
+    assert re.search(complaint, refused(listed(tmp_path, entry), tmp_path / "out", "--media", media))
+    with pytest.raises(SampleError, match=complaint):
+        read_conversation(cook_conversation({"__key__": "a", "json": llava(question), "0.png": "r", "1.png": "b"}))
+
+
+@pytest.mark.parametrize("question", ["What does <img> do?", "[IMG] is text", "a <sound> of {image}"])
+def test_words_in_brackets_are_text_where_there_are_no_media(question: str) -> None:
+    (asks, _) = read_conversation(cook_conversation({"__key__": "a", "json": llava(question)})).turns
+    assert asks.text == question
+
+
+@pytest.mark.parametrize(
+    "place", ["<|audio_1|>", "<speech>", "<sound>", "<Audio 1>", "<|audio_bos|><|AUDIO|><|audio_eos|>"]
+)
+def test_places_of_sounds_and_videos_in_other_spellings(place: str) -> None:
+    for kind, name, written in (
+        ("audio", "0.wav", place),
+        ("video", "0.mp4", "<Video 1>"),
+        ("video", "0.mp4", "<|video|>"),
+    ):
+        sample = {"__key__": "a", "json": llava(f"a {written} b"), name: "file"}
+        parts = read_conversation(cook_conversation(sample)).turns[0].parts
+        assert [(part.kind, part.text) for part in parts] == [("text", "a "), (kind, ""), ("text", " b")]
+
+
+# Segments, and options of qwen-vl-utils -------------------------------------------------------------------------------
+
+CUT: dict[str, Any] = {
+    "clip": llava("<video>\ncolor?", video="film.mp4", clip=[0.8, 1.6]),
+    "start and end": llava("<video>\ncolor?", video="film.mp4", start=0.8, end="1.6"),
+    "clock times": llava("<video>\ncolor?", video="film.mp4", start_time="00:00:00.8", end_time="0:01.6"),
+    "offset and duration": llava("<video>\ncolor?", video="film.mp4", offset=0.8, duration=0.8),
+    "one for each": talk("<video>color?", videos=["film.mp4"], segments=[[0.8, 1.6]]),
+    "a part": asked({"type": "video", "video": "film.mp4", "video_start": 0.8, "video_end": 1.6}, TEXT),
+    "NeMo": {
+        "conversations": [
+            {"from": "User", "value": "film.mp4", "type": "video", "offset": 0.8, "duration": 0.8},
+            {"from": "User", "value": "color?", "type": "text"},
+            {"from": "Assistant", "value": "red", "type": "text"},
+        ]
+    },
+}
+
+
+def patches_of(frames: list[Any], bundle: ModelBundle, size: tuple[int, int]) -> torch.Tensor:
+    """Return what the image processor makes of pairs of frames, whose values are the same in time."""
+    images = [Image.fromarray(frame).resize(size[::-1], Image.Resampling.BICUBIC) for frame in frames]
+    made = bundle.image_processor(images=images, return_tensors="pt", do_resize=False)["pixel_values"]
+    return made.reshape(len(frames), -1, 3, 2, made.shape[1] // 6)[:, :, :, 0]
+
+
+def frames_in(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    patches = inputs["pixel_values_videos"]
+    steps = int(inputs["video_grid_thw"][0, 0])
+    return patches.reshape(steps, -1, 3, 2, patches.shape[1] // 6).movedim(3, 1).flatten(0, 1)
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_only_a_segment_of_a_video_is_learned(tmp_path: Path, media: Path, bundle: ModelBundle, name: str) -> None:
+    out = converted(listed(tmp_path, CUT[name]), tmp_path / "out", "--media", media, *ALL_TRAIN)
+    ((shown, _, inputs),) = learned(out, bundle)
+    within = [
+        frame.pixels for frame in all_frames(media / "film.mp4") if Fraction(4, 5) <= frame.seconds < Fraction(8, 5)
+    ]
+    assert len(within) == 20
+    chosen = [within[round(at)] for at in np.linspace(0, 19, 4)]  # at least four frames
+    steps, rows, columns = inputs["video_grid_thw"][0].tolist()
+    side = bundle.image_processor.patch_size
+    made = patches_of(chosen, bundle, (rows * side, columns * side))
+    assert steps == 2
+    assert torch.equal(frames_in(inputs), made)
+    assert shown.endswith("color? |assistant red")
+
+
+def test_options_of_parts_are_honoured(tmp_path: Path, media: Path, bundle: ModelBundle) -> None:
+    smart_resize = sys.modules[type(bundle.image_processor).__module__].smart_resize
+    side = bundle.image_processor.patch_size * bundle.image_processor.merge_size
+    Image.linear_gradient("L").resize((200, 100)).convert("RGB").save(media / "big.png")
+    big = {"type": "image", "image": "big.png", "max_pixels": side**2 * 6}
+    told = {"type": "image", "image": "big.png", "resized_height": 60, "resized_width": 80}
+    source = listed(tmp_path, [asked(big, TEXT), asked(told, TEXT)])
+    of_big, of_told = learned(converted(source, tmp_path / "out", "--media", media, *ALL_TRAIN), bundle)
+    sizes = smart_resize(100, 200, side, 4 * side**2, side**2 * 6), smart_resize(60, 80, side)  # as fetch_image does
+    for (_, _, inputs), (height, width) in zip((of_big, of_told), sizes, strict=True):
+        image = Image.open(media / "big.png").resize((width, height))
+        size = {"shortest_edge": CONFIG.data.min_pixels, "longest_edge": CONFIG.data.max_pixels}
+        made = bundle.image_processor(images=[image], return_tensors="pt", size=size)
+        assert torch.equal(inputs["image_grid_thw"], made["image_grid_thw"])
+        assert torch.equal(inputs["pixel_values"], made["pixel_values"])
+
+
+def test_options_of_videos_are_honoured(tmp_path: Path, media: Path, bundle: ModelBundle) -> None:
+    smart_resize = sys.modules[type(bundle.image_processor).__module__].smart_resize
+    side = bundle.image_processor.patch_size * bundle.image_processor.merge_size
+    least, most = side**2, 2 * side**2
+    parts = [{"nframes": 6}, {"fps": 3.0}, {"min_pixels": least, "max_pixels": most}]
+    entries = [asked({"type": "video", "video": "film.mp4", **options}, TEXT) for options in parts]
+    found = learned(converted(listed(tmp_path, entries), tmp_path / "out", "--media", media, *ALL_TRAIN), bundle)
+    grids = [inputs["video_grid_thw"][0].tolist() for _, _, inputs in found]
+    assert [grid[0] for grid in grids] == [3, 4, 2]  # 6 frames, 3 for each of 2.4 seconds (7), and as without options
+    height, width = smart_resize(24, 32, side, least, most)  # as fetch_video does
+    assert grids[2][1:] == [height // (side // 2), width // (side // 2)] != grids[0][1:]
+
+
+@pytest.mark.parametrize(
+    ("entry", "complaint"),
+    [
+        (llava("<video>color?", video="film.mp4", clip=[2, 1]), r"`clip` is '\[2, 1\]': expected the seconds"),
+        (llava("<video>color?", video="film.mp4", timestamps=[0.1, 0.2, 0.3]), "`timestamps` is"),
+        (llava("<video>color?", video="film.mp4", start_frame=3), "`start_frame` counts frames"),
+        (
+            llava("<video>color?", video="film.mp4", clip=[0, 1], start=1, end=2),
+            "given twice, by clip and by start and end",
+        ),
+        (talk("<video><video>color?", videos=["film.mp4"] * 2, start=1, end=2), "that of any of 2 videos"),
+        (talk("<video><video>color?", videos=["film.mp4"] * 2, clips=[[1, 2]]), "1 segments for 2 videos"),
+        (asked({"type": "video", "video": "film.mp4", "fps": 1, "nframes": 4}, TEXT), "both fps and nframes"),
+        (asked({"type": "video", "video": "film.mp4", "max_pixels": 0}, TEXT), "max_pixels=0: expected a positive"),
+        (asked({"type": "image", "image": "red.png", "fps": 1}, TEXT), "not understood, for its fps"),
+        (asked({"type": "image", "image": "red.png", "resized_width": 28}, TEXT), "give both"),
+    ],
+)
+def test_segments_and_options_that_cannot_be_honoured_are_named(
+    tmp_path: Path, media: Path, entry: Any, complaint: str
+) -> None:
+    assert re.search(complaint, refused(listed(tmp_path, entry), tmp_path / "out", "--media", media))
+
+
+def test_turns_with_a_type_are_media_at_their_place(tmp_path: Path, media: Path) -> None:
+    turns = [
+        {"from": "User", "value": "Write down what is said.", "type": "text"},
+        {"from": "User", "value": "a.wav", "type": "audio", "duration": 0.1, "offset": 0.05},
+        {"from": "Assistant", "value": "hello", "type": "text"},
+        {"from": "User", "value": "red.png", "type": "image"},
+        {"from": "User", "value": "And this?", "type": "text"},
+        {"from": "Assistant", "value": "red", "type": "text"},
+    ]
+    out = converted(
+        listed(tmp_path, {"id": "1", "conversations": turns}), tmp_path / "out", "--media", media, *ALL_TRAIN
+    )
+    workers = WorkerConfig(num_workers=0)
+    dataset = get_val_dataset(out, split_part="train", batch_size=1, worker_config=workers, task_encoder=Spoken())
+    ((content,),) = get_loader(dataset)
+    said = [[part.text or f"<{part.kind}>" for part in turn.parts] for turn in content.turns]
+    assert said == [["Write down what is said. ", "<audio>"], ["hello"], ["<image>", " And this?"], ["red"]]
+    with wave.open(str(media / "a.wav")) as file:  # as soundfile's start and frames
+        assert (file.getframerate(), file.getnchannels()) == (16000, 2)
+        samples = np.frombuffer(file.readframes(8000), "<i2").reshape(-1, 2)[800:2400]
+    heard = sound_of(content.audios[0], rate=16000)
+    assert heard.length == 1600
+    assert np.abs(heard.get() - samples.mean(axis=1) / 32768).max() < 1e-6
+
+
+def test_turns_with_a_type_name_files_of_a_store() -> None:
+    class Store:
+        def get(self, name: str, sample: Any) -> str:
+            return f"{name} of the store"
+
+    said = {"from": "User", "value": "a.wav", "type": "audio", "duration": 0.1, "offset": 0.05}
+    turns = [said, {"from": "Assistant", "value": "hello", "type": "text"}]
+    cooked = cook_conversation({"__key__": "a", "json": {"conversations": turns}}, audios=Store())  # type: ignore[arg-type]
+    (heard,) = read_conversation(cooked).audios
+    assert heard == MediaWithOptions("a.wav of the store", MediaOptions(begin=0.05, end=0.05 + 0.1))
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0.6, None), (0.3, 1.5)])
+def test_a_segment_beyond_its_file_is_refused(media: Path, begin: float, end: float | None) -> None:
+    sound = MediaWithOptions(AVDecoder((media / "a.wav").read_bytes()), MediaOptions(begin=begin, end=end))
+    with pytest.raises(SampleError, match=r"lies beyond its sound, which has 0\.5 s"):
+        sound_of(sound, rate=16000)
+
+
 def test_the_command_that_is_shown_trains_on_images_and_videos(tmp_path: Path, media: Path) -> None:
     kinds = [VIDEOS["LLaVA"], VIDEOS["no place"], VIDEOS["LLaVA-Video"]]
     turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "red"}]
@@ -272,7 +507,7 @@ REFUSED: list[tuple[Any, str]] = [
     (asked({"type": "input_file", "file_data": "x"}), "a part of a message is not understood: {'type': 'input_file'"),
     (asked({"type": "input_image", "file_id": "x"}), "is not understood, for its file_id"),
     (asked({"type": "text"}), "a part of a message is not understood: {'type': 'text'}"),
-    (asked({"type": "video", "video": "film.mp4", "video_start": 1.0}), "is not understood, for its video_start"),
+    (asked({"type": "video", "video": "film.mp4", "every_nth": 2}), "is not understood, for its every_nth"),
     (asked({"type": "video", "video": ["red.png", "blue.png"]}), "`videos`: "),
     (asked({"type": "image", "image": "red.png", "path": "blue.png"}), "is not understood, for its image, path"),
     (

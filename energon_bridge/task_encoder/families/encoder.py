@@ -19,9 +19,17 @@ import torch
 from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError, OverLongSampleError, SampleError, SkipSample, check_number
+from energon_bridge.rows.segments import MediaOptions
 from energon_bridge.samples import VidQASample
 from energon_bridge.task_encoder.base import TaskEncoder, decoder_of, default_hook
-from energon_bridge.task_encoder.conversation import Conversation, Document, in_parts, name_missing_end, warn_once
+from energon_bridge.task_encoder.conversation import (
+    Conversation,
+    Document,
+    MediaWithOptions,
+    in_parts,
+    name_missing_end,
+    warn_once,
+)
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.deferred import Deferred
 from energon_bridge.task_encoder.families.llava import FixedTokenFamily, TiledFamily
@@ -47,6 +55,7 @@ from energon_bridge.task_encoder.layout import ImageToken, MultiModalSampleConfi
 from energon_bridge.task_encoder.packed_sequences import MultiModalPack, batch_packs, pack_sequences
 from energon_bridge.task_encoder.packing import OverLong, Packer
 from energon_bridge.task_encoder.pixels import PixelDtype, PixelPath, Profile, alpha_for, pixel_settings
+from energon_bridge.task_encoder.resize import smart_resize
 from energon_bridge.task_encoder.sample_encoders import (
     SAMPLE_ENCODERS,
     SampleEncoder,
@@ -63,7 +72,7 @@ from energon_bridge.task_encoder.sequences import (
     with_norm,
 )
 from energon_bridge.task_encoder.templates import control_tokens
-from energon_bridge.task_encoder.visual import size_of
+from energon_bridge.task_encoder.visual import as_pil, size_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -405,7 +414,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         segments = self._rendered(content)
         videos = self._videos(content.videos) if isinstance(content, Conversation) and content.videos else []
         sounds = self._sounds(content.audios) if isinstance(content, Conversation) and content.audios else []
-        images = self._deferred(content.images)
+        images = self._deferred([_at_size(image, self.family) for image in content.images])
         plans = self._planned(segments, images, videos, sounds)
         sounds = _in_order(plans, videos, sounds)
         whole = tokenize_segments(segments, plans, self.tokenizer, self._placeholders)
@@ -455,6 +464,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         config = self.config
         least, most = config.min_num_frames, config.max_num_frames
         videos = [video_of(value, fps=config.video_fps, least=least, most=most) for value in values]
+        videos = [_video_at_size(video, value, self.family) for video, value in zip(videos, values, strict=True)]
         timed = getattr(self.family, "video_timestamps", True) or getattr(self.family, "tokens_per_second", True)
         if timed and any(video.rate is None and frames_shape(video.frames)[0] > 1 for video in videos):
             what = "frames of a video have no times, and are taken as 24 a second, as in transformers"
@@ -561,6 +571,55 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
                 f"{complaint}: raise the limit, or set over_long or over_limit of the ChatConfig to "
                 "'truncate' or 'drop'"
             )
+
+
+def _at_size(image: Any, family: Any) -> Any:
+    """Return an image at the size that its part says, as `fetch_image` of qwen-vl-utils scales it.
+
+    Raises:
+        SampleError: The sizes of images are the model's.
+    """
+    if not isinstance(image, MediaWithOptions):
+        return image
+    if not image.options.resizes:
+        return image.value
+    factor = _factor(family, image.options)
+    width, height = size_of(image.value)
+    rows, columns = _told_size(image.options, (height, width), factor, (4 * factor**2, 16384 * factor**2))
+    value = image.value.get() if isinstance(image.value, DeferredImage) else image.value
+    return as_pil(value, "white").resize((columns, rows))
+
+
+def _video_at_size(video: VideoFrames, value: Any, family: Any) -> VideoFrames:
+    """Return a video whose frames have the size that its part says, as in qwen-vl-utils. Raises as above."""
+    if not isinstance(value, MediaWithOptions) or not value.options.resizes:
+        return video
+    if not isinstance(family, QwenFamily):
+        raise SampleError(f"a part gives a video its size in pixels, which {type(family).__name__} has no choice of")
+    options, factor = value.options, family.factor
+    count, height, width = frames_shape(video.frames)
+    least, most = options.min_pixels or 128 * factor**2, 768 * factor**2
+    if options.total_pixels is not None:
+        most = min(most, options.total_pixels * 2 // count)
+    area = (least, max(most, int(least * 1.05)))
+    return replace(video, scaled_to=_told_size(options, (height, width), factor, area))
+
+
+def _told_size(options: MediaOptions, size: tuple[int, int], factor: int, area: tuple[int, int]) -> tuple[int, int]:
+    """Return height and width by the options of a part; `area` are the bounds that it does not give."""
+    if options.resized_height is not None and options.resized_width is not None:
+        return smart_resize(options.resized_height, options.resized_width, factor=factor, area=area)
+    least = options.min_pixels or area[0]
+    most = options.max_pixels if options.total_pixels is None else min(options.max_pixels or area[1], area[1])
+    return smart_resize(*size, factor=factor, area=(least, most or area[1]))
+
+
+def _factor(family: Any, options: MediaOptions) -> int:
+    processor: Any = getattr(family, "image_processor", None)
+    if isinstance(family, QwenFamily) or hasattr(processor, "merge_size"):
+        return int(processor.patch_size) * int(processor.merge_size)
+    given = ", ".join(name for name in ("min_pixels", "max_pixels", "resized_height") if getattr(options, name))
+    raise SampleError(f"a part gives an image {given}, but the sizes of images are those of the model: leave it out")
 
 
 _FAMILIES = (FixedTokenFamily, TiledFamily, QwenFamily)

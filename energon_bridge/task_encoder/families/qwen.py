@@ -132,8 +132,8 @@ class QwenFamily:
 
     def plan_video(self, video: VideoFrames) -> Plan:
         """Return the plan of a video. Raises SampleError if it has no frames, or their shape is invalid."""
-        count, height, width = frames_shape(video.frames)
-        rows, columns = self._patches(*self._video_size(count, height, width))
+        count, _, _ = frames_shape(video.frames)
+        rows, columns = self._patches(*self._video_size(video))
         steps = -(-count // self.temporal_patch_size)
         per_step = rows * columns // self.merge_size**2
         token = str(self.video_token)
@@ -192,7 +192,7 @@ class QwenFamily:
         frames = video.frames
         if self.path is None or not isinstance(frames, FramesToDecode) or not frames.alone:
             return video
-        size = self._video_size(len(frames.numbers), frames.height, frames.width)
+        size = self._video_size(video)
         num_bytes = math.prod(self.path.video_shape(len(frames.numbers), size)) * self.path.dtype.itemsize
         return DeferredVideo(family=self, video=video, num_bytes=num_bytes)
 
@@ -203,8 +203,8 @@ class QwenFamily:
         if isinstance(video, MadePixels):
             time, *rest = video.visual["video_grid_thw"].tolist()
             return video.visual["pixel_values_videos"], (time, rest[0], rest[1])
-        count, height, width = frames_shape(video.frames)
-        rows, columns = self._patches(*(size := self._video_size(count, height, width)))
+        count, _, _ = frames_shape(video.frames)
+        rows, columns = self._patches(*(size := self._video_size(video)))
         step = self.temporal_patch_size
         if self.path is not None:
             return self.path.video(self._scaled(video.frames, size), size, memory), (-(-count // step), rows, columns)
@@ -226,7 +226,10 @@ class QwenFamily:
             return frames.mapped(lambda frame: path.scaled(frame, size))
         return [path.scaled(path.rgb(frame), size) for frame in frames]
 
-    def _video_size(self, count: int, height: int, width: int) -> tuple[int, int]:
+    def _video_size(self, video: VideoFrames) -> tuple[int, int]:
+        if video.scaled_to is not None:
+            return video.scaled_to
+        count, height, width = frames_shape(video.frames)
         area = (self.video_min_pixels, self.video_max_pixels)
         if not self.video_timestamps:
             return smart_resize(height, width, factor=self.factor, area=area)

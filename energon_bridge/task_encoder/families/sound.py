@@ -23,7 +23,9 @@ from torch import Tensor
 from energon_bridge.av import AVDecoder
 from energon_bridge.av.sound import as_floats, resample
 from energon_bridge.errors import DecodeError, SampleError
+from energon_bridge.rows.segments import MediaOptions
 from energon_bridge.storage import ByteRange
+from energon_bridge.task_encoder.conversation import MediaWithOptions
 from energon_bridge.task_encoder.deferred import Deferred
 
 _INEXACT_SECONDS = 0.2
@@ -130,6 +132,8 @@ def sound_of(value: Any, *, rate: int) -> Sound:
         SampleError: It is none of these, its rate is unknown, or there is not a single sample.
         DecodeError: The file is damaged, or has no sound.
     """
+    if isinstance(value, MediaWithOptions):
+        return _segment_of(value, rate)
     if isinstance(value, Mapping):
         given = value.get("array")
         value = (given, value.get("sampling_rate")) if given is not None else value.get("bytes") or value
@@ -153,6 +157,30 @@ def sound_of(value: Any, *, rate: int) -> Sound:
     return Sound(rate=rate, own_rate=int(own_rate), own_length=len(made), samples=made)
 
 
+def _segment_of(told: MediaWithOptions, rate: int) -> Sound:
+    """Return a segment of a sound. Raises what `sound_of` raises, and SampleError for one that lies beyond it."""
+    sound, options = sound_of(told.value, rate=rate), told.options
+    if not options.is_segment:
+        return sound
+    over = sound.begin + sound.duration
+    end = over if options.end is None else min(over, options.end)
+    if options.begin >= over or (options.end or 0) > over + _BEYOND_SECONDS:
+        raise SampleError(
+            f"a segment from {options.begin:g} s to {options.end} s lies beyond its sound, which has {over:g} s"
+        )
+    if sound.decoder is not None:
+        made = _in_file(sound.decoder, sound.begin, end, rate, options.begin)
+        return replace(made, cut=end < over)
+    assert sound.samples is not None
+    first, behind = (round(time * sound.own_rate) for time in (options.begin, end))
+    samples = sound.samples[first : max(behind, first + 1)]
+    return replace(sound, samples=samples, own_length=len(samples), cut=True)
+
+
+_BEYOND_SECONDS = 0.5
+"""How far a segment may end beyond its file, whose length lists often round."""
+
+
 def track_of(video: Any, *, rate: int) -> Sound | None:
     """Return the sound track of a video from its first frame on, undecoded; None if it has none.
 
@@ -163,6 +191,10 @@ def track_of(video: Any, *, rate: int) -> Sound | None:
     Raises:
         DecodeError: The file is damaged.
     """
+    options = MediaOptions()
+    if isinstance(video, MediaWithOptions):
+        options = video.options
+        video = video.value
     if not isinstance(video, AVDecoder):
         return None
     with video:
@@ -174,7 +206,11 @@ def track_of(video: Any, *, rate: int) -> Sound | None:
             raise DecodeError(
                 f"{video.name} has sound from {begin:g} s on, but its video ends at {last:g} s: is it damaged?"
             )
-        return _in_file(video, begin, end, rate, shown) if end > shown else None
+        shown = max(shown, options.begin)
+        over = end if options.end is None else min(end, options.end)
+        if over <= max(shown, begin):
+            return None
+        return replace(_in_file(video, begin, over, rate, shown), cut=over < end)
 
 
 def _in_file(decoder: AVDecoder, begin: float, end: float, rate: int, shown: float | None = None) -> Sound:

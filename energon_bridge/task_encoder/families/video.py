@@ -20,7 +20,9 @@ from torch import Tensor
 
 from energon_bridge.av import AVDecoder
 from energon_bridge.errors import SampleError
+from energon_bridge.rows.segments import MediaOptions
 from energon_bridge.storage import ByteRange
+from energon_bridge.task_encoder.conversation import MediaWithOptions
 from energon_bridge.task_encoder.families.vision import VideoFrames
 from energon_bridge.task_encoder.images import DeferredImage
 from energon_bridge.task_encoder.visual import size_of
@@ -77,12 +79,27 @@ def video_of(value: Any, *, fps: float, least: int, most: int | None) -> VideoFr
     Raises:
         SampleError: A decoder has no video, or its number of frames is unknown.
     """
+    if isinstance(value, MediaWithOptions):
+        return _with_told_frames(value, fps, least, most)
     if isinstance(value, VideoDecoder):
         return _sampled(value, fps=fps, least=least, most=most)
     video = value if isinstance(value, VideoFrames) else VideoFrames(frames=value)
     if most is None or isinstance(video.frames, FramesToDecode) or len(video.frames) <= most:
         return video
     return _with_frames(video, most)
+
+
+def _with_told_frames(told: MediaWithOptions, fps: float, least: int, most: int | None) -> VideoFrames:
+    """Return a video with the frames that its options say. Raises SampleError as `video_of` does."""
+    options = told.options
+    least = options.nframes or options.min_frames or least
+    bounds = [bound for bound in (options.nframes or options.max_frames, most) if bound is not None]
+    most = min(bounds, default=None)
+    if isinstance(told.value, VideoDecoder):
+        return _sampled(told.value, fps=options.fps or fps, least=least, most=most, options=options)
+    if options.is_segment or options.fps is not None:
+        raise SampleError("a segment or fps is given for frames of a video without their file: give a decoder of it")
+    return video_of(told.value, fps=fps, least=least, most=most)
 
 
 def thinned(videos: Sequence[VideoFrames], cost: Callable[[VideoFrames], int], most: int) -> list[VideoFrames]:
@@ -139,25 +156,57 @@ def frames_shape(frames: Any) -> tuple[int, int, int]:
     raise SampleError(f"frames must be a (frames, channels, height, width) tensor or a list of images, got {what}")
 
 
-def _sampled(decoder: VideoDecoder, *, fps: float, least: int, most: int | None) -> VideoFrames:
+def _sampled(
+    decoder: VideoDecoder, *, fps: float, least: int, most: int | None, options: MediaOptions | None = None
+) -> VideoFrames:
     with decoder if isinstance(decoder, AVDecoder) else nullcontext():  # one opening for all that is asked
         metadata = decoder.get_metadata(get_audio=False) if isinstance(decoder, AVDecoder) else decoder.get_metadata()
         total, rate = metadata.video_num_frames, metadata.video_fps
         if not total or not rate or not metadata.video_width or not metadata.video_height:
             raise SampleError(f"{decoder!r} has no video with a known number of frames: {metadata}")
-        if (ends := _times_of(decoder, (0, total - 1), rate)) is not None:
+        first, total = (0, total) if options is None else _within(decoder, total, rate, options)
+        if (ends := _times_of(decoder, (first, first + total - 1), rate)) is not None:
             rate = (total - 1) / (ends[-1] - ends[0])
         wanted = max(int(total / rate * fps), least)
         count = min(wanted, total, most or total)
-        numbers = np.linspace(0, total - 1, count).round().astype(int).tolist()
+        numbers = (first + np.linspace(0, total - 1, count).round().astype(int)).tolist()
         times = _times_of(decoder, numbers, rate)
     return VideoFrames(
         frames=FramesToDecode(
             decoder=decoder, numbers=tuple(numbers), height=int(metadata.video_height), width=int(metadata.video_width)
         ),
         fps=count / total * rate,
-        timestamps=tuple(number / rate for number in numbers) if times is None else tuple(t - times[0] for t in times),
+        timestamps=tuple((n - first) / rate for n in numbers) if times is None else tuple(t - times[0] for t in times),
     )
+
+
+_BEYOND_SECONDS = 0.5
+"""How far a segment may end beyond its file, whose length lists often round."""
+
+
+def _within(decoder: VideoDecoder, total: int, rate: float, options: MediaOptions) -> tuple[int, int]:
+    """Return the number of the first frame of a segment, and how many are shown from its begin on and before its end.
+
+    Raises:
+        SampleError: It lies beyond the video.
+    """
+    if not options.is_segment:
+        return 0, total
+    times = np.arange(total) / rate
+    if isinstance(decoder, AVDecoder):
+        times = np.array(decoder.get_frame_times(range(total)))
+    over, end = float(times[-1]) + 1 / rate, options.end
+    if options.begin >= over or (end is not None and end > over + _BEYOND_SECONDS):
+        raise SampleError(
+            f"a segment from {options.begin:g} s to {end} s lies beyond {decoder!r}, which has {over:g} s"
+        )
+    first, behind = np.searchsorted(times, [options.begin - _EXACT, (over if end is None else end) - _EXACT])
+    if behind <= first:  # the frame that is shown meanwhile
+        first = max(0, first - 1)
+    return int(first), max(1, int(behind - first))
+
+
+_EXACT = 1e-6
 
 
 _ROUNDING_SECONDS = 0.002
@@ -169,5 +218,5 @@ def _times_of(decoder: VideoDecoder, numbers: Sequence[int], rate: float) -> lis
     if not isinstance(decoder, AVDecoder):
         return None
     times = np.array(decoder.get_frame_times(numbers, precision=_ROUNDING_SECONDS / 2))
-    even = times[0] + np.array(numbers) / rate
+    even = times[0] + (np.array(numbers) - numbers[0]) / rate
     return None if np.abs(times - even).max() <= _ROUNDING_SECONDS else times.tolist()

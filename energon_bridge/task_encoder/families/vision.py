@@ -66,12 +66,14 @@ class VideoFrames:
         timestamps: Times of the frames in seconds. None: the first at 0, the others by `fps`.
         sound: What is heard with them, from the first frame on, in a form of `families.sound.sound_of`: for models that
             hear the sound of videos. None: nothing.
+        scaled_to: Height and width that the model gets; None: by the bounds of its family.
     """
 
     frames: Any = field(repr=False)
     fps: float | None = None
     timestamps: tuple[float, ...] | None = None
     sound: Any = field(default=None, repr=False)
+    scaled_to: tuple[int, int] | None = None
 
     @property
     def rate(self) -> float | None:
