@@ -351,8 +351,10 @@ def _report(out: Path, done: Converted, options: ConvertOptions) -> None:
         others = done.num_unread - done.num_unread_images
         each = (done.num_unread_images, "image"), (others, "video or sound file")
         said = " and ".join(f"{count_of(count, noun)} cannot be opened" for count, noun in each if count)
-        needs = "pip install 'energon-bridge[video]', then " if others and find_spec("av") is None else ""
-        click.echo(f"{said}: {needs}energon lint {out} names them.")
+        needs = [*done.needed, *["PyAV: pip install 'energon-bridge[video]'"] * (others and find_spec("av") is None)]
+        click.echo(f"{said}: energon lint {out} names them.")
+        for one in needs:
+            click.echo(f"  Some may need a package. {one}, then energon prepare-media {out}")
     total = count_of(sum(done.shard_counts.values()), "sample")
     click.echo(f"Done: {total} in {count_of(len(done.shard_counts), 'shard')} in {out}.")
     layout = options.layout

@@ -1,7 +1,8 @@
 """Reads and decodes every sample of a dataset, to find those that would fail in training.
 
-Bad samples are collected, not raised, so that one never hides the next. Only errors that keep a whole split part from
-opening are raised.
+What training decodes when it needs it is decoded here at once: videos and sounds from beginning to end. Bad samples
+are collected, not raised, so that one never hides the next. Only errors that keep a whole split part from opening are
+raised.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ _REMEDIES = {
     "CorruptShardError": "Restore the shard from its source, then run `energon prepare --tar-index-only`.",
     "ShardMissingError": "Restore the file, or take its shard out of split.yaml.",
     "FieldAccessError": f"Correct `field_map` of dataset.yaml; to leave a sample out that lacks the part, {LEAVE_OUT}.",
-    "ImportError": "Install the package that is named.",
+    **dict.fromkeys(("ImportError", "MissingCodecError"), "Install the package that is named."),
     "MetadataError": "",  # it says what to do
 }
 
@@ -259,9 +260,7 @@ def lint_dataset(
 
     Excluded samples are left out. With `deep` all parts are compared with their checksums, too.
     """
-    from energon_bridge.task_encoder.decoder import SampleDecoder  # imports torch, which other commands do not need
-
-    check = partial(_check_shard, dataset, SampleDecoder(image_decode="rgba8").decode, deep)
+    check = partial(_check_shard, dataset, decode_whole, deep)
     shards = range(len(dataset.shard_names))
     with closing(map_shards(check, shards if task is None else task.of(shards), num_workers=num_workers)) as reports:
         yield from reports
@@ -302,10 +301,11 @@ def _check_shard(
             if checksums is None:
                 raise MetadataError(f"no checksums: energon prepare {dataset.path} --checksums --force-overwrite")
         if isinstance(dataset, ForeignDataset):
-            for sample in read_rows(dataset, shard):
+            first = int(dataset.shard_counts[:shard].sum())
+            for number, sample in enumerate(read_rows(dataset, shard), start=first):
                 checked += 1
                 if isinstance(sample, Exception):
-                    report(sample)
+                    report(sample, key=f"{number:09d}")  # as rows that can be read are called
                     continue
                 if _check_row(dataset, decode, sample, report):
                     blank.append(sample.key)
@@ -358,6 +358,28 @@ def _check_shard(
         turned=(*turned,),
         unopened=(*unopened,),
     )
+
+
+def decode_whole(part: str, data: memoryview) -> Any:
+    """Decode a part with the code of training, a video or sound from its beginning to its end.
+
+    Raises the errors that training would have.
+    """
+    from energon_bridge.av import AVDecoder
+    from energon_bridge.task_encoder.decoder import SampleDecoder  # imports torch, which other commands do not need
+    from energon_bridge.task_encoder.families.sound import sound_of
+
+    value = SampleDecoder(image_decode="rgba8").decode(part, data)
+    if not isinstance(value, AVDecoder) or find_spec("av") is None:
+        return value
+    with value:
+        if not value.has_video_stream():
+            sound_of(value, rate=value.get_audio_samples_per_second()).get()
+            return value
+        frames = value.get_metadata(get_audio=False).video_num_frames
+        value.map_frames(range(frames or 1), lambda pixels: None)
+        value.get_metadata(get_video=False, get_audio_num_samples=True)  # decodes the sound without holding it
+    return value
 
 
 def _is_unopened(parts: Iterable[str]) -> bool:

@@ -173,8 +173,7 @@ class SampleDecoder:
         kind = _kind_of(part_name)
         if kind.zipped:
             raw = _run("gz", partial(_gunzip, most=self.max_part_bytes), part_name, raw)
-        heic = self.image_backend != "auto" and kind.extension in _HEIC
-        if kind.is_image or heic or (self.guess_content and _images.guess_image_extension(raw)):
+        if kind.is_image or (self.guess_content and _images.guess_image_extension(raw)):
             if self._form is None:
                 return bytes(raw)
             if self.defer_images and not DELIVERING.get():
@@ -232,8 +231,6 @@ class SampleDecoder:
 
 
 _DECODE_PARTS = SampleDecoder.__call__
-_HEIC = ("heic", "heif")
-"""Images that torchcodec decodes without pillow-heif."""
 _PICKLES = ("pkl", "pickle", "pyd")
 _PIECE = 1 << 20
 _RAW = (bytes, bytearray, memoryview, ByteRange)
