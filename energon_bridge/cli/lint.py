@@ -20,7 +20,7 @@ from energon_bridge.cli.prepare_options import (
 )
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.dataset import PreparedDataset
-from energon_bridge.format.parallel import Task
+from energon_bridge.format.parallel import Task, Workers
 from energon_bridge.prepare.lint import (
     LEAVE_OUT,
     Problem,
@@ -163,13 +163,21 @@ def command(
         splits = _splits(path, datasets, parts)
         _encode(path, splits, encoder, problems, parallel, dataset_config, split_config, trust=trust_remote_code)
     if duplicates:
-        from energon_bridge.prepare.columns import find_equal_samples
-
-        for problem in find_equal_samples(datasets, num_workers=workers):
-            problems.add(problem)
+        _find_duplicates(datasets, problems, workers)
     _report(problems, checked, total, empty, as_json=as_json)
     if problems.bad:
         sys.exit(1)
+
+
+def _find_duplicates(datasets: list[PreparedDataset], problems: _Problems, workers: Workers) -> None:
+    from energon_bridge.prepare.columns import COMPARED, find_equal_samples
+
+    count = 0
+    for problem in find_equal_samples(datasets, num_workers=workers):
+        problems.add(problem)
+        count += 1
+    if not problems.quiet:
+        click.echo(f"{count_of(count, 'duplicate') if count else 'No duplicates'}. {COMPARED}")
 
 
 def _task_share(dataset: PreparedDataset, task: Task) -> int:

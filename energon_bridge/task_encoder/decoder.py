@@ -106,6 +106,11 @@ class SampleDecoder:
         return _UNREAD_FROM if self.av_decode == "AVDecoder" and not self.takes_samples else None
 
     @property
+    def turns_images(self) -> bool | None:
+        """Return whether images are turned as their EXIF says; None if they stay bytes."""
+        return None if self._form is None else self.autorotate or self.image_backend == "torchcodec"
+
+    @property
     def takes_samples(self) -> bool:
         """Return whether `__call__` is a subclass's own."""
         return type(self).__call__ is not _DECODE_PARTS
