@@ -542,6 +542,7 @@ def _told(source: Source, options: ConvertOptions) -> bytes:
         },
         **({"max_pixels": options.max_pixels, "quality": options.quality} if options.reencodes else {}),
         **({"checksums": True} if options.checksums else {}),
+        **({"prompt": prompt} if (prompt := getattr(source, "prompt", None)) is not None else {}),
     }
     return json.dumps(plain, indent=2).encode()
 
