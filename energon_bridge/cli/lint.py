@@ -139,12 +139,14 @@ def command(
         total = sum(_task_share(dataset, share) for dataset in datasets)
     for dataset in datasets:
         blank: list[str] = []
+        raw: list[str] = []
         turned: list[str] = []
         unopened: list[str] = []
         with shard_progress(f"Checking {dataset.split_part or path}", enabled=progress) as advance:
             for number, report in enumerate(lint_dataset(dataset, num_workers=workers, task=share, deep=deep), start=1):
                 checked += report.num_checked
                 blank += [f"{report.shard}/{key}" for key in report.blank]
+                raw += [f"{report.shard}/{key}" for key in report.raw]
                 turned += [f"{report.shard}/{key}" for key in report.turned]
                 unopened += [f"{report.shard}/{key}" for key in report.unopened]
                 for problem in report.problems:
@@ -152,6 +154,7 @@ def command(
                 advance(number, len(dataset.shard_names if share is None else share.of(dataset.shard_names)))
         for keys, what, remedy in (
             (blank, "an empty text", f"To leave one out, {LEAVE_OUT}."),
+            (raw, "an image that no decoder takes", "It stays bytes, and a batch of it and others fails as a whole."),
             (turned, "a JPEG that its EXIF turns", "Training turns them with data.autorotate=true only."),
             (unopened, "a video or sound, not opened", "To check them: pip install 'energon-bridge[video]'"),
         ):

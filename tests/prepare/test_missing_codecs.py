@@ -13,9 +13,11 @@ from commands import energon, output_of
 from PIL import Image
 
 from energon_bridge import ErrorPolicy, WorkerConfig, get_savable_loader, get_val_dataset
-from energon_bridge.errors import DecodeError, MissingCodecError
+from energon_bridge.errors import DecodeError, FatalSampleError, MissingCodecError
 from energon_bridge.loader.quarantine import read_quarantine
+from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
 from energon_bridge.task_encoder.decoder import SampleDecoder
+from energon_bridge.testing import write_shard
 
 HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(400)
 AVIF = b"\0\0\0\x18ftypavif\0\0\0\0mif1avif" + bytes(400)
@@ -101,6 +103,26 @@ def test_only_the_samples_themselves_are_left_out(tmp_path: Path) -> None:
     assert {one.key for one in failed} == bad
     assert {one.size for one in failed} == {1}
     assert {one.error for one in failed} == {"MissingCodecError"}
+
+
+def test_images_that_stay_bytes_are_named(tmp_path: Path) -> None:
+    """Raw files of cameras beside JPEGs: lint warns of them, and the error of a batch says which row has bytes."""
+    samples = {f"{n:02d}": {"dng": b"RAW" * 20} if n % 5 == 2 else {"jpg": jpeg()} for n in range(10)}
+    write_shard(tmp_path / "0.tar", samples)
+    yaml = render_dataset_yaml("ImageSample", {"image": "jpg,dng"})
+    prepare_dataset(tmp_path, split=parse_patterns(["train:.*"]), dataset_yaml=yaml)
+    warned = json.loads(output_of("lint", tmp_path, "--json", "--no-progress"))["warnings"]
+    assert len(warned) == 1
+    assert "2 samples with an image that no decoder takes; the first is 0.tar/02" in warned[0]
+    dataset = get_val_dataset(
+        tmp_path,
+        split_part="train",
+        batch_size=5,
+        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
+        error_policy=ErrorPolicy(tolerance=1),
+    )
+    with pytest.raises(FatalSampleError, match=r"some a bytes \(a part that no decoder takes.*such as row 2"):
+        next(iter(get_savable_loader(dataset)))
 
 
 def test_scaling_down_says_it_too(tmp_path: Path) -> None:
