@@ -155,7 +155,7 @@ class SpeechSource(TableSource):
 
     def propose(self) -> Layout:
         """Return crude samples, which are conversations."""
-        return Layout(sample_type="CrudeSample")
+        return Layout(sample_type="CrudeSample", bare=frozenset(["audios"]))
 
 
 _NO_PATH = re.compile(r"\|\s*$|^\||^-$|:\d+$")

@@ -135,6 +135,15 @@ def test_what_is_wrong_is_named_and_counted(tmp_path: Path, entry: dict[str, Any
     assert len(delivered(tmp_path / "out")) == 2
 
 
+def test_a_folder_with_a_manifest_asks_for_it(tmp_path: Path) -> None:
+    """Its sounds alone would be samples without a text."""
+    written(tmp_path / "in/wavs/a.wav", 2)
+    lines(tmp_path / "in/train_manifest.json", [{"audio_filepath": "wavs/a.wav", "text": "x"}] * 2)
+    assert "convert the folder, or the list train_manifest.json" in refusal_of(
+        "convert", tmp_path / "in", tmp_path / "o"
+    )
+
+
 def test_questions_of_a_manifest_and_of_the_flag(tmp_path: Path) -> None:
     written(tmp_path / "a.wav", 2)
     entry = {"audio_filepath": "a.wav", "duration": 2, "text": "hello"}
