@@ -28,7 +28,7 @@ from energon_bridge.stores import CachePool
 from energon_bridge.stream.policy import ErrorPolicy, Handler
 from energon_bridge.stream.settings import RunSettings
 from energon_bridge.stream.watchdog import WatchdogSettings
-from energon_bridge.task_encoder.base import DefaultTaskEncoder
+from energon_bridge.task_encoder.base import DefaultTaskEncoder, decoder_of
 from energon_bridge.task_encoder.checks import check_encoder
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.worker_config import WorkerConfig
@@ -337,7 +337,9 @@ def _open(source: MixSource, settings: RunSettings, worker_config: WorkerConfig 
     if settings.group_by:
         cut, rows = load("columns", "buckets").cut_into_buckets, settings.batch_size or 1
         sizes, endless = settings.bucket_batch_size, settings.kind == "train"
-        leaves, buckets = cut(mix, leaves, settings.group_by, rows, sizes, endless=endless)
+        decoder = decoder_of(settings.task_encoder)
+        turns = decoder.turns_images if isinstance(decoder, SampleDecoder) else None
+        leaves, buckets = cut(mix, leaves, settings.group_by, rows, sizes, endless=endless, turns=turns)
         settings = dataclasses.replace(settings, batch_size=max(buckets.rows))
     return DatasetSpec(leaves=leaves, buckets=buckets, mix=mix, settings=settings, worker_config=config)
 

@@ -10,7 +10,7 @@ What each means stands at its class::
     │                           UnmatchedKeyError, UnknownSplitError, EmptyDatasetError, MetadataError (FieldMapError),
     │                           SourceError, MediaMetadataError, UntrustedCodeError
     ├── StorageError            ShortReadError
-    ├── SampleError             DecodeError, BarredSampleError, FieldAccessError, UnfitSampleError,
+    ├── SampleError             DecodeError (MissingCodecError), BarredSampleError, FieldAccessError, UnfitSampleError,
     │                           FileNotInStoreError: the sample is left out, unless the policy says otherwise
     ├── FatalSampleError        StoppedByPolicyError, OverLongSampleError, ErrorRateError, HookTimeoutError
     ├── StateError              StateFormatError, StateVersionError, OrderVersionError, DatasetMismatchError,
@@ -156,6 +156,10 @@ class SampleError(EnergonError):
 
 class DecodeError(SampleError, ValueError):
     """A part of a sample cannot be decoded."""
+
+
+class MissingCodecError(DecodeError):
+    """A sample is of a format that needs a package that is not installed; the message names it."""
 
 
 class BarredSampleError(SampleError):

@@ -18,8 +18,10 @@ from energon_bridge.cli.prepare_options import (
 )
 from energon_bridge.cli.run_options import encoder_of_model, load_encoder, named
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.format.columns import read_columns
+from energon_bridge.format.columns import SIZE_MADE_OF, TURNED_SIZE_MADE_OF, read_columns
 from energon_bridge.prepare.columns import (
+    COMPARED,
+    HASH_MADE_OF,
     ModelTokens,
     TokenCount,
     add_column,
@@ -29,6 +31,7 @@ from energon_bridge.prepare.columns import (
     image_size,
     remove_column,
     sound_seconds,
+    turned_image_size,
 )
 from energon_bridge.storage import open_store
 
@@ -56,8 +59,9 @@ def command() -> None:
     "--processor", default=None, metavar="MODEL", help="Count `tokens`, `image_tokens`, … of a model, folder or name."
 )
 @click.option("--image-size", "size", is_flag=True, help="`width` and `height` of the first image, of its header.")
+@click.option("--autorotate", is_flag=True, help="With --image-size: as decoders with autorotate turn images.")
 @click.option("--sound-seconds", "heard", is_flag=True, help="`sound_seconds` of all sounds, of their headers.")
-@click.option("--hash", "hashed", is_flag=True, help="`hash` of the content: equal for exact duplicates.")
+@click.option("--hash", "hashed", is_flag=True, help="`hash` of media and texts, not ids: equal for duplicates.")
 @click.option("--bytes", "counted", is_flag=True, help="`bytes` of all parts.")
 @click.option("--missing", default=None, help="Value of samples that fail. [default: the first one stops]")
 @click.option("--trust-remote-code", is_flag=True, help="Run the sample_loader that comes with the dataset.")
@@ -73,6 +77,7 @@ def add(
     encoder: str | None,
     processor: str | None,
     size: bool,
+    autorotate: bool,
     heard: bool,
     hashed: bool,
     counted: bool,
@@ -103,14 +108,17 @@ def add(
     model = None if processor is None else encoder_of_model(processor)
     if model is not None:
         chosen.append((None, ModelTokens(model), f"tokens of {processor}", False))
-    for flag, of, names, fixed in (
-        (size, image_size, "width and height", None),
-        (heard, sound_seconds, "sound_seconds", "sound_seconds"),
-        (hashed, content_hash, "hash", "hash"),
-        (counted, content_bytes, "bytes", "bytes"),
+    if autorotate and not size:
+        raise ConfigurationError("--autorotate is for --image-size: leave it out.")
+    for flag, of, made_of, fixed in (
+        (size and not autorotate, image_size, SIZE_MADE_OF, None),
+        (size and autorotate, turned_image_size, TURNED_SIZE_MADE_OF, None),
+        (heard, sound_seconds, "sound_seconds of the content", "sound_seconds"),
+        (hashed, content_hash, HASH_MADE_OF, "hash"),
+        (counted, content_bytes, "bytes of the content", "bytes"),
     ):
         if flag:
-            chosen.append((fixed, of, f"{names} of the content", True))
+            chosen.append((fixed, of, made_of, True))
     if len(chosen) != 1:
         raise ConfigurationError(
             "give exactly one of --of, --encoder, --processor, --image-size, --sound-seconds, --hash and --bytes."
@@ -139,6 +147,8 @@ def add(
     again = added.num_samples - added.num_computed
     known = f", {again:,} of them known before" if again else ""
     click.echo(f"Added {listed(added.names)} of {count_of(added.num_samples, 'sample')}{known}.")
+    if hashed:
+        click.echo(COMPARED)
     if added.num_missing:
         click.echo(f"{count_of(added.num_missing, 'sample')} failed and got {missing}.")
 
@@ -193,7 +203,7 @@ def show_duplicates(path: str, column: str) -> None:
     """
     groups = duplicates(path, column)
     if not groups:
-        click.echo("No duplicates.")
+        click.echo(f"No duplicates. {COMPARED}" if column == "hash" else "No duplicates.")
         return
     of_equal = f"{count_of(len(groups), 'group')} of equal ones"
     click.echo(f"{count_of(sum(groups), 'sample')} in {of_equal}, the largest has {groups[0]:,}.")

@@ -46,6 +46,7 @@ from energon_bridge.prepare.convert import (
 )
 from energon_bridge.prepare.hub import download, is_hub, stream
 from energon_bridge.prepare.sources import KINDS, open_source
+from energon_bridge.prepare.speech import PROMPT
 from energon_bridge.prepare.split import SplitRule, parse_ratio
 from energon_bridge.rows.base import Layout, Source, check_layout, first_rows
 from energon_bridge.rows.conversations import as_told, is_conversation
@@ -79,6 +80,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--kind", type=click.Choice(KINDS), default=None, help="What the source is, if it is not recognised.")
 @click.option("--media", type=click.Path(path_type=Path), help="Folder that paths are relative to. [default: beside]")
+@click.option("--prompt", default=None, help=f"Of speech: the question about each sound. [default: {PROMPT}]")
 @click.option("--stream", "streaming", is_flag=True, help="Of the hub: read parquet files by ranges; no download.")
 @click.option("--sample-type", default=None, help="Class name: CaptioningSample, CrudeSample, ...")
 @click.option(
@@ -117,6 +119,7 @@ def command(
     out: Path,
     kind: str | None,
     media: Path | None,
+    prompt: str | None,
     streaming: bool,
     sample_type: str | None,
     fields: tuple[str, ...],
@@ -147,8 +150,9 @@ def command(
     """Make a prepared dataset in the folder OUT of SOURCE.
 
     SOURCE is a JSON, JSONL, CSV or TSV file that names media files (conversations of LLaVA, ShareGPT and OpenAI, COCO
-    captions, any table), a folder of pictures with captions beside them, a folder for each class, parquet files, a
-    Hugging Face dataset on disk or of the hub (hf://OWNER/NAME), or a WebDataset to be sharded or shuffled again.
+    captions, NeMo manifests, any table), a folder of pictures with captions beside them, a folder for each class or
+    with metadata for each split, parquet files, a Hugging Face dataset on disk or of the hub (hf://OWNER/NAME), a
+    folder of Kaldi, or a WebDataset to be sharded or shuffled again.
     Media are copied as they are, unless --max-pixels or --quality says otherwise.
 
     Run again after a kill, it continues; if the source grew, it adds the new samples.
@@ -171,7 +175,9 @@ def command(
         opened = stream(source)
     else:
         source = download(source) if is_hub(source) else source
-        opened = open_source(source, kind=kind, media=media, numbered=keys == "number", num_workers=num_workers)
+        opened = open_source(
+            source, kind=kind, media=media, numbered=keys == "number", num_workers=num_workers, prompt=prompt
+        )
     asking = (_is_terminal() and not task and not finish) if ask is None else ask
     shown = opened.where if "://" in opened.where else source  # `Path` leaves one slash
     click.echo(f"{shown}: {opened.kind}, {count_of(len(opened), 'sample')}.")
@@ -353,6 +359,8 @@ def _show(source: Source, options: ConvertOptions) -> None:
     click.echo(f"Sample type: {layout.sample_type}")
     for field, column in layout.fields.items():
         click.echo(f"  {field} from {column}")
+    if (prompt := getattr(source, "prompt", None)) is not None:
+        click.echo(f"  conversations about sounds, each with the question {prompt!r} (--prompt gives another)")
     rows = first_rows(source) if layout.is_crude and source.kind not in _KEPT else ()
     if rows and not any(is_conversation(row.values) for row in rows):
         click.echo("  all columns as they are, and no fields: training needs a cooker, or another --sample-type")
@@ -409,8 +417,10 @@ def _report(out: Path, done: Converted, options: ConvertOptions) -> None:
         others = done.num_unread - done.num_unread_images
         each = (done.num_unread_images, "image"), (others, "video or sound file")
         said = " and ".join(f"{count_of(count, noun)} cannot be opened" for count, noun in each if count)
-        needs = "pip install 'energon-bridge[video]', then " if others and find_spec("av") is None else ""
-        click.echo(f"{said}: {needs}energon lint {out} names them.")
+        needs = [*done.needed, *["PyAV: pip install 'energon-bridge[video]'"] * (others and find_spec("av") is None)]
+        click.echo(f"{said}: energon lint {out} names them.")
+        for one in needs:
+            click.echo(f"  Some may need a package. {one}, then energon prepare-media {out}")
     total = count_of(sum(done.shard_counts.values()), "sample")
     click.echo(f"Done: {total} in {count_of(len(done.shard_counts), 'shard')} in {out}.")
     layout = options.layout

@@ -20,7 +20,7 @@ from energon_bridge.cli.prepare_options import (
 )
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.dataset import PreparedDataset
-from energon_bridge.format.parallel import Task
+from energon_bridge.format.parallel import Task, Workers
 from energon_bridge.prepare.lint import (
     LEAVE_OUT,
     Problem,
@@ -139,12 +139,14 @@ def command(
         total = sum(_task_share(dataset, share) for dataset in datasets)
     for dataset in datasets:
         blank: list[str] = []
+        raw: list[str] = []
         turned: list[str] = []
         unopened: list[str] = []
         with shard_progress(f"Checking {dataset.split_part or path}", enabled=progress) as advance:
             for number, report in enumerate(lint_dataset(dataset, num_workers=workers, task=share, deep=deep), start=1):
                 checked += report.num_checked
                 blank += [f"{report.shard}/{key}" for key in report.blank]
+                raw += [f"{report.shard}/{key}" for key in report.raw]
                 turned += [f"{report.shard}/{key}" for key in report.turned]
                 unopened += [f"{report.shard}/{key}" for key in report.unopened]
                 for problem in report.problems:
@@ -152,6 +154,7 @@ def command(
                 advance(number, len(dataset.shard_names if share is None else share.of(dataset.shard_names)))
         for keys, what, remedy in (
             (blank, "an empty text", f"To leave one out, {LEAVE_OUT}."),
+            (raw, "an image that no decoder takes", "It stays bytes, and a batch of it and others fails as a whole."),
             (turned, "a JPEG that its EXIF turns", "Training turns them with data.autorotate=true only."),
             (unopened, "a video or sound, not opened", "To check them: pip install 'energon-bridge[video]'"),
         ):
@@ -163,13 +166,21 @@ def command(
         splits = _splits(path, datasets, parts)
         _encode(path, splits, encoder, problems, parallel, dataset_config, split_config, trust=trust_remote_code)
     if duplicates:
-        from energon_bridge.prepare.columns import find_equal_samples
-
-        for problem in find_equal_samples(datasets, num_workers=workers):
-            problems.add(problem)
+        _find_duplicates(datasets, problems, workers)
     _report(problems, checked, total, empty, as_json=as_json)
     if problems.bad:
         sys.exit(1)
+
+
+def _find_duplicates(datasets: list[PreparedDataset], problems: _Problems, workers: Workers) -> None:
+    from energon_bridge.prepare.columns import COMPARED, find_equal_samples
+
+    count = 0
+    for problem in find_equal_samples(datasets, num_workers=workers):
+        problems.add(problem)
+        count += 1
+    if not problems.quiet:
+        click.echo(f"{count_of(count, 'duplicate') if count else 'No duplicates'}. {COMPARED}")
 
 
 def _task_share(dataset: PreparedDataset, task: Task) -> int:

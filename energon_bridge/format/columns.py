@@ -26,6 +26,9 @@ from energon_bridge.storage import LocalStore, Store
 
 COLUMNS_INDEX = meta_path("columns/index.json")
 _FORMAT = 1
+SIZE_MADE_OF = "width and height of the content"
+TURNED_SIZE_MADE_OF = f"{SIZE_MADE_OF}, turned as it says"
+"""How `energon columns add --image-size` makes `width` and `height`, without and with `--autorotate`."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 

@@ -15,12 +15,11 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cache
-from importlib.util import find_spec
+from importlib import import_module
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from energon_bridge.errors import MediaMetadataError
+from energon_bridge.errors import MediaMetadataError, MissingCodecError
 
 MediaKind = Literal["image", "av"]
 
@@ -71,6 +70,7 @@ FORMATS: tuple[MediaFormat, ...] = (
     _image("JPEG2000", "j2k j2c jpc", rb"\xff\x4f\xff\x51"),
     _image("AVIF", "avif avifs", rb".{4}ftyp(avi[fs]|m[is]f1.{4}(.{4})*?avi[fs])"),
     _image("HEIF", "heic heif", rb".{4}ftyp(hei[cmsx]|hev[cmsx]|m[is]f1)"),
+    _image("JXL", "jxl", rb"\xff\x0a|\0\0\0\x0cJXL \r\n\x87\n"),
     # Others that decode where they are named, since some are recognised by almost nothing.
     _image("PSD", "psd", rb"8BPS\0\x01", is_named=True),
     _image("ICO", "ico", rb"\0\0\x01\0[^\0]\0.{3}\0", is_named=True),
@@ -101,8 +101,14 @@ FORMATS: tuple[MediaFormat, ...] = (
 )
 
 BY_EXTENSION: Mapping[str, MediaFormat] = MappingProxyType({name: one for one in FORMATS for name in one.extensions})
-HAS_HEIF = find_spec("pillow_heif") is not None
-"""Whether HEIC images are decoded: pillow-heif is installed. Without it, parts of their names stay bytes."""
+_PACKAGES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "HEIF": ("pillow_heif", "HEIC needs pillow-heif: pip install 'energon-bridge[heic]'"),
+        "AVIF": ("PIL._avif", "AVIF needs a Pillow with libavif: pip install -U 'pillow>=11.3'"),
+        "JXL": ("pillow_jxl", "JPEG XL needs pillow-jxl-plugin: pip install pillow-jxl-plugin"),
+    }
+)
+"""Formats that Pillow opens with a module that may not be there, and how to get it."""
 
 
 def format_by_head(head: bytes) -> MediaFormat | None:
@@ -111,20 +117,34 @@ def format_by_head(head: bytes) -> MediaFormat | None:
 
 
 def extensions_of(kind: MediaKind) -> frozenset[str]:
-    """Return the extensions of a kind that are decoded."""
-    known = (one for one in FORMATS if one.kind == kind and (HAS_HEIF or one.codec != "HEIF"))
-    return frozenset(name for one in known for name in one.extensions)
+    """Return the extensions of a kind."""
+    return frozenset(name for one in FORMATS if one.kind == kind for name in one.extensions)
 
 
 IMAGE_EXTENSIONS, AV_EXTENSIONS = extensions_of("image"), extensions_of("av")
 
 
-@cache
-def open_heic() -> None:
-    """Register pillow-heif, so that Pillow opens HEIC images."""
-    from pillow_heif import register_heif_opener
+def load_codec(codec: str) -> None:
+    """Let Pillow open images of a format; raises MissingCodecError if that needs a package that is not there."""
+    if codec not in _PACKAGES:
+        return
+    module, remedy = _PACKAGES[codec]
+    try:
+        loaded = import_module(module)
+    except ImportError as error:
+        raise MissingCodecError(remedy) from error
+    if codec == "HEIF":
+        loaded.register_heif_opener()
 
-    register_heif_opener()
+
+def missing_package(head: bytes, name: str = "") -> str | None:
+    """Return the package that an image needs and that is not there, by its first bytes, or else by its name."""
+    known = format_by_head(head) or BY_EXTENSION.get(name.rpartition(".")[2].lower())
+    try:
+        load_codec("" if known is None else known.codec)
+    except MissingCodecError as error:
+        return str(error)
+    return None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -145,11 +145,14 @@ def sharing_of(data: DatasetSpec, group: int, cost: ColumnCost, window: int) -> 
                 f"ColumnCost: {type(data.settings.task_encoder).__name__} packs, but has no `packer` to plan packs "
                 "with: pass ColumnCost(packer=…), the Packer that its select_samples_to_pack uses"
             )
-    known: dict[tuple[str, str], tuple[Any, Any, Any]] = {}
+    drawn: dict[tuple[str, str], list[Any]] = {}
     for leaf in data.ordered:
-        place = leaf.dataset.path, leaf.dataset.split_part
-        if place not in known:
-            known[place] = _columns(leaf.dataset, cost, packer)
+        samples = np.arange(leaf.start, leaf.stop) if leaf.kept is None else leaf.kept
+        drawn.setdefault((leaf.dataset.path, leaf.dataset.split_part), [leaf.dataset]).append(samples)
+    known = {
+        place: _columns(dataset, np.unique(np.concatenate(samples)), cost, packer)
+        for place, (dataset, *samples) in drawn.items()
+    }
     most = max(float((row + own).max()) for row, own, _ in known.values())
     tables = {place: _table(*found, most, padded=cost.padded and packer is None) for place, found in known.items()}
     return Sharing(
@@ -162,10 +165,10 @@ def sharing_of(data: DatasetSpec, group: int, cost: ColumnCost, window: int) -> 
     )
 
 
-def _columns(dataset: Any, cost: ColumnCost, packer: Packer[Any] | None) -> tuple[Any, Any, Any]:
-    """Return the costs of each sample's tokens and patches, and its sizes."""
-    tokens = numbers_of_samples(dataset, cost.tokens, where="ColumnCost(tokens=…)")
-    patches = numbers_of_samples(dataset, cost.patches, where="ColumnCost(patches=…)")
+def _columns(dataset: Any, samples: Any, cost: ColumnCost, packer: Packer[Any] | None) -> tuple[Any, Any, Any]:
+    """Return the costs of each sample's tokens and patches, and its sizes; 0 of those that no leaf draws."""
+    tokens = numbers_of_samples(dataset, cost.tokens, where="ColumnCost(tokens=…)", samples=samples)
+    patches = numbers_of_samples(dataset, cost.patches, where="ColumnCost(patches=…)", samples=samples)
     weights = cost.weights
     row, own = weights.tokens * tokens + weights.attention * (tokens * tokens), weights.patches * patches
     if packer is None:
@@ -181,7 +184,7 @@ def _columns(dataset: Any, cost: ColumnCost, packer: Packer[Any] | None) -> tupl
         )
     sizes = np.empty((dataset.num_samples, len(packer.limits)), dtype=np.int32)
     for column, (name, limit) in enumerate(packer.limits.items()):
-        found = numbers_of_samples(dataset, texts[name], where=f"ColumnCost(sizes={{{name!r}: …}})")
+        found = numbers_of_samples(dataset, texts[name], where=f"ColumnCost(sizes={{{name!r}: …}})", samples=samples)
         wrong = np.flatnonzero((found != np.rint(found)) | (found > limit))
         if wrong.size:
             raise ConfigurationError(

@@ -16,6 +16,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial, reduce
 from typing import Any, NoReturn
 
 import numpy as np
@@ -80,10 +81,13 @@ def evaluate(text: str, columns: Mapping[str, np.ndarray], *, num_samples: int) 
     return np.array(np.broadcast_to(kept, (num_samples,)))
 
 
-def evaluate_number(text: str, columns: Mapping[str, np.ndarray], *, num_samples: int) -> np.ndarray:
+def evaluate_number(
+    text: str, columns: Mapping[str, np.ndarray], *, num_samples: int, samples: np.ndarray | None = None
+) -> np.ndarray:
     """Return the number that an expression, such as `width * height / 196`, gives for each sample, as floats.
 
-    Shapes are those of `evaluate`. Raises ConfigurationError, also for a negative or infinite number.
+    Shapes are those of `evaluate`; `samples` are their numbers, for errors. Raises ConfigurationError, also for a
+    negative or infinite number.
     """
     value = _value(text, columns)
     if value.dtype.kind not in "bif":
@@ -91,8 +95,9 @@ def evaluate_number(text: str, columns: Mapping[str, np.ndarray], *, num_samples
     numbers = np.array(np.broadcast_to(value, (num_samples,)), dtype=np.float64)
     wrong = np.flatnonzero(~(np.isfinite(numbers) & (numbers >= 0)))
     if wrong.size:
+        number = wrong[0] if samples is None else samples[wrong[0]]
         raise ConfigurationError(
-            f"expression {text!r}: gives {numbers[wrong[0]]} for sample {wrong[0]}, expected a number of at least 0."
+            f"expression {text!r}: gives {numbers[wrong[0]]} for sample {number}, expected a number of at least 0."
         )
     return numbers
 
@@ -143,10 +148,7 @@ class _Evaluation:
                 value = np.asarray(constant)
                 return value if value.dtype.kind in "bifU" else self._refuse(node, "is too large a number")
             case ast.BoolOp(op=op, values=values):
-                parts = [self._truth(part) for part in values]
-                return (np.logical_and if isinstance(op, ast.And) else np.logical_or).reduce(
-                    np.broadcast_arrays(*parts)
-                )
+                return reduce(partial(self._joined, op), values[1:], self._truth(values[0]))
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 return np.logical_not(self._truth(operand))
             case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
@@ -163,6 +165,21 @@ class _Evaluation:
                     left = right
                 return kept
         return self._refuse(node, "is not allowed")
+
+    def _joined(self, op: ast.boolop, known: np.ndarray, node: ast.expr) -> np.ndarray:
+        """Return `known and node` or `known or node`, of which, as in Python, only undecided samples need the second.
+
+        So `width > 0 and height / width < 2` never divides by 0.
+        """
+        undecided = known if isinstance(op, ast.And) else np.logical_not(known)
+        columns = {name: one for name, one in self._columns.items() if one.size}
+        rest = {name: one[np.broadcast_to(undecided, one.shape)] for name, one in columns.items()}
+        value = _Evaluation(self._text, {**self._columns, **rest})._truth(node)
+        if known.ndim == 0:
+            return value if undecided else known
+        joined = known.copy()
+        joined[undecided] = value
+        return joined
 
     def _column(self, name: str) -> np.ndarray:
         if name in self._columns:
@@ -251,7 +268,9 @@ def kept_samples(
     Raises ConfigurationError for a wrong expression or column, MetadataError for a column of other shards or a dataset
     that can have none, and EmptyDatasetError if nothing is kept.
     """
-    numbers = start + np.flatnonzero(_evaluated(evaluate, dataset, text, start, stop, where=where, use="filtered"))
+    numbers = start + np.flatnonzero(
+        _evaluated(evaluate, dataset, text, slice(start, stop), where=where, use="filtered")
+    )
     if not numbers.size:
         raise EmptyDatasetError(f"{dataset.path}: none of its {stop - start} samples passes the filter {text!r}")
     return numbers.astype(np.int32) if stop <= np.iinfo(np.int32).max else numbers
@@ -262,40 +281,45 @@ def numbers_of_samples(
     text: str,
     *,
     where: str,
+    samples: np.ndarray | None = None,
     use: str = "balanced by them",
     counts: bool = False,
 ) -> np.ndarray:
     """Return the number that an expression of columns gives for each sample, floats of shape (dataset.num_samples,).
 
-    `use` and `counts` (the weights of a blend are shares of it) are for the errors.
+    `samples` are the numbers of those that matter (default: all); others, which a filter or subset leaves out, get 0,
+    and the expression may be undefined for them. `use` and `counts` (the weights of a blend are shares of it) are for
+    the errors.
 
     Raises ConfigurationError for a wrong expression or column, MetadataError for a column of other shards or a dataset
     that can have none.
     """
-    return _evaluated(evaluate_number, dataset, text, 0, dataset.num_samples, where=where, use=use, counts=counts)
+    chosen = slice(None) if samples is None else samples
+    numbers = np.zeros(dataset.num_samples)
+    evaluated = partial(evaluate_number, samples=samples)
+    numbers[chosen] = _evaluated(evaluated, dataset, text, chosen, where=where, use=use, counts=counts)
+    return numbers
 
 
-def values_of_samples(dataset: PreparedDataset | JoinedDataset, text: str) -> np.ndarray:
-    """Return what an expression of columns gives for each sample, numbers or texts, shape (dataset.num_samples,).
+def values_of_samples(dataset: PreparedDataset | JoinedDataset, text: str, samples: np.ndarray) -> np.ndarray:
+    """Return what an expression of columns gives for samples, by their numbers: numbers or texts, of the same shape.
 
     Raises ConfigurationError for a wrong expression or column, MetadataError for a dataset that can have none.
     """
-    where, count = dataset.path, dataset.num_samples
-    return _evaluated(evaluate_value, dataset, text, 0, count, where=where, use="grouped by them")
+    return _evaluated(evaluate_value, dataset, text, samples, where=dataset.path, use="grouped by them")
 
 
 def _evaluated(
     how: Callable[..., np.ndarray],
     dataset: PreparedDataset | JoinedDataset,
     text: str,
-    start: int,
-    stop: int,
+    chosen: slice | np.ndarray,
     *,
     where: str,
     use: str,
     counts: bool = False,
 ) -> np.ndarray:
-    """Return what an expression of columns gives for samples [start, stop); `how` is an `evaluate…` function."""
+    """Return what an expression of columns gives for the chosen samples; `how` is an `evaluate…` function."""
     if isinstance(dataset, (JoinedDataset, JsonlDataset)):
         what = "a join" if isinstance(dataset, JoinedDataset) else "a JSONL file"
         raise MetadataError(f"{where}: {what} has no columns and cannot be {use}: {text}")
@@ -303,10 +327,10 @@ def _evaluated(
     columns: dict[str, np.ndarray]
     if isinstance(dataset, ForeignDataset):
         known: Mapping[str, object] = dict.fromkeys(dataset.columns)
-        columns = {name: dataset.read_values(name)[start:stop] for name in names if name in known}
+        columns = {name: dataset.read_values(name)[chosen] for name in names if name in known}
     else:
         known = added = read_columns(dataset.store)
-        columns = {name: column_of(dataset, name, added)[start:stop] for name in names if name in added}
+        columns = {name: column_of(dataset, name, added)[chosen] for name in names if name in added}
         hint = "" if added else f" Add one: energon columns add {dataset.path} --help"
     missing = next((name for name in names if name not in known), None)
     if missing is not None and (counts or (missing in _REMEDIES and not isinstance(dataset, ForeignDataset))):
@@ -316,7 +340,7 @@ def _evaluated(
     if len(columns) < len(known):  # for the error, which lists them
         columns |= {name: np.empty(0) for name in known.keys() - columns.keys()}
     try:
-        return how(text, columns, num_samples=stop - start)
+        return how(text, columns, num_samples=np.arange(dataset.num_samples)[chosen].size)
     except ConfigurationError as error:
         raise ConfigurationError(f"{dataset.path}: {error}{hint}") from error
 

@@ -77,7 +77,8 @@ def counting(leaf: OpenLeaf, unit: str, *, where: str) -> OpenLeaf:
     Raises ConfigurationError for a wrong expression or column, MetadataError for a dataset that can have none.
     """
     path = leaf.dataset.path
-    found = numbers_of_samples(leaf.dataset, unit, where=where, use="counted by them", counts=True)
+    own_samples = np.arange(leaf.start, leaf.stop) if leaf.kept is None else leaf.kept
+    found = numbers_of_samples(leaf.dataset, unit, where=where, samples=own_samples, use="counted by them", counts=True)
     whole = np.rint(found * PARTS)
     own = whole[leaf.start : leaf.stop] if leaf.kept is None else whole[leaf.kept]
     total = float(own.sum())

@@ -28,8 +28,11 @@ from functools import cached_property
 import numpy as np
 
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.format.columns import SIZE_MADE_OF, TURNED_SIZE_MADE_OF, read_columns
+from energon_bridge.format.dataset import PreparedDataset
+from energon_bridge.format.foreign import ForeignDataset
 from energon_bridge.mix import Mix, WeightSchedule
-from energon_bridge.mix.expression import values_of_samples
+from energon_bridge.mix.expression import column_names, values_of_samples
 from energon_bridge.mix.leaves import OpenLeaf, number_leaves
 from energon_bridge.mix.weights import GivenWeights
 from energon_bridge.plan.blend import WeightedBlend
@@ -118,6 +121,7 @@ def cut_into_buckets(
     sizes: str | Mapping[str, int] | None,
     *,
     endless: bool,
+    turns: bool | None = None,
 ) -> tuple[tuple[OpenLeaf, ...], Buckets]:
     """Return a leaf for each bucket of each leaf, and the buckets.
 
@@ -126,6 +130,7 @@ def cut_into_buckets(
         batch_size: Samples in a microbatch, where `sizes` does not say it.
         sizes: Samples in a microbatch of each bucket: by its name, or an expression of columns, of whose values in the
             bucket the least counts.
+        turns: Whether the decoder turns images as EXIF says; None: unknown.
 
     Raises:
         ConfigurationError, MetadataError: An expression is wrong, there are too many buckets, or the mix cannot have
@@ -141,15 +146,16 @@ def cut_into_buckets(
     rows: dict[str, int] = {}
     for leaf in _with_shares(mix, leaves):
         own = np.arange(leaf.start, leaf.stop) if leaf.kept is None else leaf.kept
+        _check_turned(leaf, [*group_by, *([sizes] if isinstance(sizes, str) else [])], turns)
         number, names = np.zeros(own.size, dtype=np.int64), [""]
         for text in group_by:
-            values, places = np.unique(values_of_samples(leaf.dataset, text)[own], return_inverse=True)
+            values, places = np.unique(values_of_samples(leaf.dataset, text, own), return_inverse=True)
             number, names = (
                 number * values.size + places,
                 [f"{name}x{value}".removeprefix("x") for name in names for value in map(_name, values.tolist())],
             )
         if isinstance(sizes, str):
-            wanted = np.floor(values_of_samples(leaf.dataset, sizes)[own].astype(np.float64))
+            wanted = np.floor(values_of_samples(leaf.dataset, sizes, own).astype(np.float64))
         else:
             wanted = np.full(own.size, batch_size)
         for one in np.unique(number).tolist():
@@ -181,6 +187,27 @@ def cut_into_buckets(
         samples=tuple(sum(numbers.size for _, numbers in found[name]) for name in order),
         of_leaf={leaf.identity: bucket for leaf, (bucket, _, _) in zip(cut, parts, strict=True)},
     )
+
+
+def _check_turned(leaf: OpenLeaf, texts: Iterable[str], turns: bool | None) -> None:
+    """Raise ConfigurationError if sizes of images are not those that the decoder gives them."""
+    if turns is None or not isinstance(leaf.dataset, PreparedDataset) or isinstance(leaf.dataset, ForeignDataset):
+        return
+    path, known = leaf.dataset.path, read_columns(leaf.dataset.store)
+    named = {name for text in texts for name in column_names(text)}
+    for name in sorted({"width", "height"} & named & known.keys()):
+        made_of = known[name].made_of.partition(", else ")[0]
+        if made_of in (_TURNED if not turns else _AS_THEY_LIE):
+            there, does = ("as they lie in their files", "turns") if turns else ("turned", "does not turn")
+            raise ConfigurationError(
+                f"{path}: the column {name!r} has sizes of images {there}, but the decoder {does} them as their EXIF "
+                f"says (autorotate={turns}), so a bucket would have several shapes. Make the column again: energon "
+                f"columns add {path} --image-size{' --autorotate' * turns}"
+            )
+
+
+_AS_THEY_LIE = (SIZE_MADE_OF, "energon_bridge.prepare.columns.image_size")
+_TURNED = (TURNED_SIZE_MADE_OF, "energon_bridge.prepare.columns.turned_image_size")
 
 
 def _part(leaf: OpenLeaf, numbers: np.ndarray, name: str) -> OpenLeaf:

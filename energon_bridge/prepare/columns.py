@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import json
 import os
+import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -27,15 +29,16 @@ from energon_bridge.errors import ConfigurationError, EnergonError, MetadataErro
 from energon_bridge.format.columns import COLUMNS_INDEX, Column, column_path, encode_columns, read_columns, read_numbers
 from energon_bridge.format.dataset import PreparedDataset, SplitFacts, prepared, read_index
 from energon_bridge.format.dataset_config import DatasetConfigs
+from energon_bridge.format.foreign import ForeignDataset
 from energon_bridge.format.jsonl import JsonlDataset
 from energon_bridge.format.media import kind_by_name
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, read_info
 from energon_bridge.format.parallel import Progress, Task, Workers, map_shards, unseen
 from energon_bridge.format.tar import parse_sample
-from energon_bridge.prepare.lint import LEAVE_OUT, Problem, made_sample, read_samples, wanted_parts
+from energon_bridge.prepare.lint import LEAVE_OUT, Problem, made_sample, read_rows, read_samples, wanted_parts
 from energon_bridge.prepare.media import read_image
 from energon_bridge.prepare.staging import Staging, forget
-from energon_bridge.rows.turns import medium_by_name
+from energon_bridge.rows.turns import medium_by_name, read_turns, system_prompt
 from energon_bridge.storage import Store, open_store
 from energon_bridge.stores.base import follow_links
 from energon_bridge.task_encoder.hooks import Hook, is_overridden
@@ -44,7 +47,11 @@ Value = int | float | bool | str
 OfSample = Callable[[Any], Value | Mapping[str, Value]]
 """Takes a sample of the dataset's type, decoded, or, with `raw`, a dict of its parts as bytes."""
 
-HASH_MADE_OF = "hash of the content"
+HASH_MADE_OF = "hash of the content without what names a sample"
+COMPARED = (
+    "Compared: media and all other parts by their bytes, and the values of JSON, without ids, names of files and URLs; "
+    "of conversations the turns, system prompt and tools alone."
+)
 _MOST_VALUES = 1 << 20
 _PIECES = ".nv-meta.columns"
 _MANY_SHARDS = 64
@@ -235,11 +242,28 @@ def remove_column(path: str | os.PathLike[str], name: str) -> None:
 
 def image_size(parts: Mapping[str, Any]) -> dict[str, int]:
     """Return `width` and `height` of a sample's first image, read from its header; for `raw=True`."""
-    for part, data in parts.items():
-        if kind_by_name(part) == "image":
-            image = read_image(data)
-            return {"width": image.width, "height": image.height}
-    raise ValueError(f"no image among the parts {', '.join(key for key in parts if key != '__key__')}")
+    image = read_image(_first_image(parts)[1])
+    return {"width": image.width, "height": image.height}
+
+
+def turned_image_size(parts: Mapping[str, Any]) -> dict[str, int]:
+    """Return `width` and `height` of a sample's first image as decoders with `autorotate` give it; for `raw=True`."""
+    from energon_bridge.task_encoder.images import (
+        image_form,
+        image_size as size_of,  # imports torch
+    )
+
+    form = image_form("rgb8", max_pixels=None, autorotate=True)
+    part, data = _first_image(parts)
+    width, height = size_of(data, form, part=part)
+    return {"width": width, "height": height}
+
+
+def _first_image(parts: Mapping[str, Any]) -> tuple[str, Any]:
+    found = next(((part, data) for part, data in parts.items() if kind_by_name(part) == "image"), None)
+    if found is None:
+        raise ValueError(f"no image among the parts {', '.join(key for key in parts if key != '__key__')}")
+    return found
 
 
 def sound_seconds(parts: Mapping[str, Any]) -> float:
@@ -249,12 +273,57 @@ def sound_seconds(parts: Mapping[str, Any]) -> float:
 
 
 def content_hash(parts: Mapping[str, Any]) -> int:
-    """Return a 64-bit hash of all parts of a sample but its key: equal for exact duplicates; for `raw=True`."""
+    """Return a 64-bit hash of what a sample says, equal for exact duplicates; for `raw=True`.
+
+    Media count by their bytes, other parts by name and bytes. Of JSON, what names the sample or its files is left out,
+    and of a conversation all but its turns, system prompt and tools.
+    """
     digest = hashlib.blake2b(digest_size=8)
-    for part, data in sorted(parts.items()):
-        if part != "__key__":
-            digest.update(f"{part}\0{len(data)}\0".encode() + data)
+    said = {name: data for part, data in parts.items() if not _names_sample(part) for name, data in _said(part, data)}
+    if not any(said.values()):  # ids are all that there is
+        said = {part: bytes(data) for part, data in parts.items() if part != "__key__"}
+    for name, data in sorted(said.items()):
+        digest.update(f"{name}\0{len(data)}\0".encode() + data)
     return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+_NAMES = re.compile(
+    r"__\w*__|unnamed: ?\d+|(.*[_\- .])?(id|ids|uid|uuid|guid|key|idx|index|inx|url|urls|uri|path|paths|file|files|"
+    r"filename|filenames|md5|sha1|sha256)|(image|img|video|audio|file|sample|item|question|row)(id|idx|name|path|file)"
+)
+"""Parts and keys of JSON that name a sample or its files, in lower case."""
+
+
+def _names_sample(name: str) -> bool:
+    return _NAMES.fullmatch(name.lower()) is not None or re.fullmatch(r"[a-z]+I[dD]s?", name) is not None
+
+
+def _said(part: str, data: Any) -> Iterator[tuple[str, bytes]]:
+    """Yield what a part says, with the name that it counts under."""
+    place, _, extension = part.rpartition(".")
+    if kind_by_name(f".{extension}") is not None:
+        yield place, bytes(data)  # with whatever extension
+        return
+    if extension.lower() in ("json", "jsn"):
+        try:
+            values = json.loads(bytes(data))
+            if isinstance(values, Mapping):
+                content = _content_of(values)
+                data = json.dumps(content, sort_keys=True).encode() if content else b""
+        except ValueError:
+            pass  # lint says so
+    yield part, bytes(data)
+
+
+def _content_of(values: Mapping[str, Any]) -> Any:
+    """Return the values of a JSON object without those that name a sample; of a conversation, what is learned."""
+    try:
+        turns = read_turns(values)
+    except SampleError:  # training says so
+        turns = None
+    if turns is not None:
+        return [turns, system_prompt(values), values.get("tools") or values.get("functions")]
+    return {name: value for name, value in values.items() if not _names_sample(name)}
 
 
 def content_bytes(parts: Mapping[str, Any]) -> int:
@@ -422,6 +491,11 @@ def duplicates(path: str | os.PathLike[str], name: str = "hash") -> list[int]:
     columns = read_columns(store)
     if name not in columns:
         raise EnergonError(f"{store.root}: no column {name!r}. Run: energon columns add {store.root} --hash")
+    if columns[name].made_of == "hash of the content":
+        raise EnergonError(
+            f"{store.root}: the column {name!r} is of an earlier version, which compared ids, too. Run: energon "
+            f"columns add {store.root} --hash"
+        )
     groups = groups_of_equal(np.asarray(read_numbers(store, name, columns[name])))
     return sorted((len(group) for group in groups), reverse=True)
 
@@ -478,9 +552,11 @@ def find_equal_samples(datasets: Sequence[PreparedDataset], *, num_workers: Work
 
 
 def sample_key(dataset: PreparedDataset, shard: int, index: int) -> str:
-    """Return the key of a sample; in a JSONL file, its number."""
+    """Return the key of a sample; in a JSONL file or a table, its number."""
     if isinstance(dataset, JsonlDataset):
         return str(index)
+    if isinstance(dataset, ForeignDataset):
+        return f"{int(dataset.shard_counts[:shard].sum()) + index:09d}"
     offsets = read_index(dataset, shard)
     start, end = int(offsets[index]), int(offsets[index + 1])
     data = dataset.store.read_range(dataset.shard_names[shard], start, end - start)
@@ -498,7 +574,7 @@ def _places(datasets: Sequence[PreparedDataset]) -> list[_Place]:
 
 def _kept_hashes(dataset: PreparedDataset) -> dict[_Shard, np.ndarray]:
     """Return the hashes of the shards covered by the column `hash`."""
-    if isinstance(dataset, JsonlDataset):
+    if isinstance(dataset, JsonlDataset | ForeignDataset):
         return {}
     rows = _kept_rows(dataset, read_columns(dataset.store), "hash", HASH_MADE_OF)
     return {shard: columns["hash"] for shard, columns in rows.items()}
@@ -507,6 +583,8 @@ def _kept_hashes(dataset: PreparedDataset) -> dict[_Shard, np.ndarray]:
 def _hashes(datasets: Sequence[PreparedDataset], place: _Place) -> np.ndarray:
     dataset, shard = datasets[place[0]], place[1]
     where = dataset.store.url(dataset.shard_names[shard])
+    if isinstance(dataset, ForeignDataset):
+        return np.array([_hash_of_row(row, n) for n, row in enumerate(read_rows(dataset, shard))], dtype=np.int64)
     values = []
     follow = follow_links(dataset.path)
     for index, data in read_samples(dataset, shard):
@@ -516,3 +594,10 @@ def _hashes(datasets: Sequence[PreparedDataset], place: _Place) -> np.ndarray:
         _, parts = parse_sample(data, where=f"{where}, sample {index}", follow=follow)
         values.append(content_hash({part: bytes(content) for part, content in parts.items()}))
     return np.array(values, dtype=np.int64)
+
+
+def _hash_of_row(row: Any, number: int) -> int:
+    """Return the hash of a row of a table; of one that cannot be read, one that no other row has."""
+    if isinstance(row, Exception):
+        return content_hash({"row": b"%d" % number, "error": str(row).encode()})
+    return content_hash({part: data for part, data in row.parts.items() if isinstance(data, bytes | memoryview)})

@@ -29,7 +29,7 @@ from typing import Any, overload
 import numpy as np
 
 from energon_bridge.errors import ConfigurationError, SampleError, SkipSample, SourceError
-from energon_bridge.format.media import HAS_HEIF, HEAD_BYTES, extension_by_head, open_heic
+from energon_bridge.format.media import HEAD_BYTES, kind_by_name, missing_package
 from energon_bridge.format.nvmeta import INFO_JSON, META_FOLDER, has_checksums, meta_path, read_info
 from energon_bridge.format.parallel import Progress, Task, Workers, map_shards, unseen
 from energon_bridge.format.tar_index import index_name
@@ -91,7 +91,8 @@ class Converted:
     """Samples by shard and shards by split part, what was skipped, and how many shards were reused.
 
     `left_out` counts the files of a folder that were not taken, with the reason.
-    `num_unread` media files could not be opened, `num_unread_images` of them images. `num_rejected` answers were left
+    `num_unread` media files could not be opened, `num_unread_images` of them images; `needed` says which packages
+    would open some. `num_rejected` answers were left
     out of samples that also have a preferred one. `empty` has the places of samples with an empty answer.
     """
 
@@ -104,6 +105,7 @@ class Converted:
     left_out: tuple[str, ...] = ()
     num_rejected: int = 0
     empty: tuple[str, ...] = ()
+    needed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -520,7 +522,8 @@ def _finish(
         skipped=skipped,
         num_reused=reused,
         num_unread=unread.total(),
-        num_unread_images=unread["image"],
+        num_unread_images=sum(count for name, count in unread.items() if kind_by_name(f".{name}") == "image"),
+        needed=tuple(sorted({one for name in unread if (one := missing_package(b"", name)) is not None})),
         num_rejected=sum(load(shard).num_rejected for shard in shards),
         empty=tuple(sorted((place for shard in shards for place in load(shard).empty), key=_by_number)),
     )
@@ -542,6 +545,7 @@ def _told(source: Source, options: ConvertOptions) -> bytes:
         },
         **({"max_pixels": options.max_pixels, "quality": options.quality} if options.reencodes else {}),
         **({"checksums": True} if options.checksums else {}),
+        **({"prompt": prompt} if (prompt := getattr(source, "prompt", None)) is not None else {}),
     }
     return json.dumps(plain, indent=2).encode()
 
@@ -592,8 +596,8 @@ def reencoded(part: str, data: bytes, options: ConvertOptions) -> bytes:
         return data
     from PIL import Image  # the command line starts without it
 
-    if HAS_HEIF and extension_by_head(data[:HEAD_BYTES]) == "heic":
-        open_heic()
+    if (remedy := missing_package(data[:HEAD_BYTES])) is not None:
+        raise SourceError(f"cannot scale down the part {part!r}: {remedy}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # large images are expected here, not decompression bombs

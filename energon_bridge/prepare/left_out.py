@@ -61,7 +61,8 @@ def extension_of(root: Path, name: str) -> str:
 def lists_below(root: Path) -> list[str]:
     """Return the files below a folder that seem to list samples, those of captions first.
 
-    Of JSON files, those with a list, or COCO's of images and annotations, that are not beside media of their name.
+    Of JSON files, those with a list, with an object a line, or COCO's of images and annotations, that are not beside
+    media of their name.
     """
     files = files_below(root)[0]
     stems = {stem_of(name) for name in files if kind_by_name(name) is not None}
@@ -80,7 +81,8 @@ def _is_list(path: Path) -> bool:
             head = file.read(1 << 16).lstrip()
     except OSError:  # a broken link
         return False
-    return head.startswith(b"[") or b'"images"' in head or b'"annotations"' in head
+    has_lines = head.startswith(b"{") and b"}\n{" in head.replace(b"\r", b"")  # an object each, as NeMo's manifests
+    return head.startswith(b"[") or has_lines or b'"images"' in head or b'"annotations"' in head
 
 
 def beside_media(

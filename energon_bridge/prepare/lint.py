@@ -1,7 +1,8 @@
 """Reads and decodes every sample of a dataset, to find those that would fail in training.
 
-Bad samples are collected, not raised, so that one never hides the next. Only errors that keep a whole split part from
-opening are raised.
+What training decodes when it needs it is decoded here at once: videos and sounds from beginning to end. Bad samples
+are collected, not raised, so that one never hides the next. Only errors that keep a whole split part from opening are
+raised.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -31,6 +32,7 @@ from energon_bridge.format.checksums import read_checksums
 from energon_bridge.format.dataset import PreparedDataset, open_dataset, read_index
 from energon_bridge.format.dataset_config import DatasetConfigs, fields_of
 from energon_bridge.format.documents import read_document
+from energon_bridge.format.field_map import describe_fields
 from energon_bridge.format.foreign import ForeignDataset, ForeignRow, field_map_of, format_of_unprepared
 from energon_bridge.format.jpeg import jpeg_orientation
 from energon_bridge.format.jsonl import PART, JsonlDataset, is_jsonl, open_jsonl, parse_line
@@ -71,7 +73,7 @@ _REMEDIES = {
     "CorruptShardError": "Restore the shard from its source, then run `energon prepare --tar-index-only`.",
     "ShardMissingError": "Restore the file, or take its shard out of split.yaml.",
     "FieldAccessError": f"Correct `field_map` of dataset.yaml; to leave a sample out that lacks the part, {LEAVE_OUT}.",
-    "ImportError": "Install the package that is named.",
+    **dict.fromkeys(("ImportError", "MissingCodecError"), "Install the package that is named."),
     "MetadataError": "",  # it says what to do
 }
 
@@ -88,14 +90,15 @@ def _remedy(dataset: PreparedDataset, error: str) -> str:
 class ShardReport:
     """The result for one shard.
 
-    `blank` are the keys of samples with an empty text, `turned` of those with a JPEG that EXIF turns, `unopened` of
-    those with a video or sound, where PyAV is not installed.
+    `blank` are the keys of samples with an empty text, `raw` of those with bytes in a field of tensors, `turned` of
+    those with a JPEG that EXIF turns, `unopened` of those with a video or sound, where PyAV is not installed.
     """
 
     shard: str
     num_checked: int
     problems: tuple[Problem, ...]
     blank: tuple[str, ...] = ()
+    raw: tuple[str, ...] = ()
     turned: tuple[str, ...] = ()
     unopened: tuple[str, ...] = ()
 
@@ -259,9 +262,7 @@ def lint_dataset(
 
     Excluded samples are left out. With `deep` all parts are compared with their checksums, too.
     """
-    from energon_bridge.task_encoder.decoder import SampleDecoder  # imports torch, which other commands do not need
-
-    check = partial(_check_shard, dataset, SampleDecoder(image_decode="rgba8").decode, deep)
+    check = partial(_check_shard, dataset, decode_whole, deep)
     shards = range(len(dataset.shard_names))
     with closing(map_shards(check, shards if task is None else task.of(shards), num_workers=num_workers)) as reports:
         yield from reports
@@ -289,6 +290,7 @@ def _check_shard(
     checked = 0
     follow = follow_links(dataset.path)
     blank: list[str] = []
+    raw: list[str] = []
     turned: list[str] = []
     unopened: list[str] = []
     excluded: set[str] = set()
@@ -302,12 +304,13 @@ def _check_shard(
             if checksums is None:
                 raise MetadataError(f"no checksums: energon prepare {dataset.path} --checksums --force-overwrite")
         if isinstance(dataset, ForeignDataset):
-            for sample in read_rows(dataset, shard):
+            first = int(dataset.shard_counts[:shard].sum())
+            for number, sample in enumerate(read_rows(dataset, shard), start=first):
                 checked += 1
                 if isinstance(sample, Exception):
-                    report(sample)
+                    report(sample, key=f"{number:09d}")  # as rows that can be read are called
                     continue
-                if _check_row(dataset, decode, sample, report):
+                if _check_row(dataset, decode, sample, report, raw):
                     blank.append(sample.key)
                 if _is_turned(sample.parts):
                     turned.append(sample.key)
@@ -336,7 +339,7 @@ def _check_shard(
             names.append(frozenset(parts))
             for difference in checksums.differences(index, key, parts, complete=True) if checksums else ():
                 report(CorruptShardError(difference), key=key)
-            if _check_sample(dataset, decode, index, key, parts, partial(report, key=key)):
+            if _check_sample(dataset, decode, index, key, parts, partial(report, key=key), raw):
                 blank.append(key)
             if _is_turned(parts):
                 turned.append(key)
@@ -355,9 +358,32 @@ def _check_shard(
         num_checked=checked,
         problems=(*problems,),
         blank=(*blank,),
+        raw=(*raw,),
         turned=(*turned,),
         unopened=(*unopened,),
     )
+
+
+def decode_whole(part: str, data: memoryview) -> Any:
+    """Decode a part with the code of training, a video or sound from its beginning to its end.
+
+    Raises the errors that training would have.
+    """
+    from energon_bridge.av import AVDecoder
+    from energon_bridge.task_encoder.decoder import SampleDecoder  # imports torch, which other commands do not need
+    from energon_bridge.task_encoder.families.sound import sound_of
+
+    value = SampleDecoder(image_decode="rgba8").decode(part, data)
+    if not isinstance(value, AVDecoder) or find_spec("av") is None:
+        return value
+    with value:
+        if not value.has_video_stream():
+            sound_of(value, rate=value.get_audio_samples_per_second()).get()
+            return value
+        frames = value.get_metadata(get_audio=False).video_num_frames
+        value.map_frames(range(frames or 1), lambda pixels: None)
+        value.get_metadata(get_video=False, get_audio_num_samples=True)  # decodes the sound without holding it
+    return value
 
 
 def _is_unopened(parts: Iterable[str]) -> bool:
@@ -374,8 +400,9 @@ def _check_row(
     decode: Callable[[str, memoryview], Any],
     row: ForeignRow,
     report: Callable[..., None],
+    raw: list[str],
 ) -> bool:
-    """Treat a row as training does; return whether it has an empty text."""
+    """Treat a row as training does; return whether it has an empty text. The keys of those with bytes go to `raw`."""
     decoded: dict[str, Any] = {}
     for part, data in row.parts.items():
         try:
@@ -384,10 +411,18 @@ def _check_row(
             report(error, key=row.key, part=part)
     if decoded.keys() == row.parts.keys() and not dataset.is_crude:
         try:
-            dataset.sample_type(__key__=row.key, **field_map_of(tuple(row.fields.items()))(decoded))
+            fields = field_map_of(tuple(row.fields.items()))(decoded)
+            dataset.sample_type(__key__=row.key, **fields)
+            raw += [row.key] * _has_raw(dataset.sample_type, fields)
         except Exception as error:  # a sample type may raise anything
             report(error, key=row.key)
     return _has_blank(decoded)
+
+
+def _has_raw(sample_type: type, fields: Mapping[str, Any]) -> bool:
+    """Return whether a field of a tensor has bytes: a batch of them and of others cannot be made."""
+    declared = describe_fields(sample_type) if is_dataclass(sample_type) else ()
+    return any(isinstance(fields.get(name), bytes) for name, _, kind in declared if "Tensor" in kind)
 
 
 def _has_blank(values: Mapping[str, Any]) -> bool:
@@ -426,8 +461,12 @@ def _check_sample(
     key: str,
     parts: dict[str, memoryview],
     report: Callable[..., None],
+    raw: list[str],
 ) -> bool:
-    """Treat a sample as training does: decode the parts that it needs, build its fields; return if a text is empty."""
+    """Treat a sample as training does: decode the parts that it needs, build its fields; return if a text is empty.
+
+    The keys of those with bytes in a field of tensors go to `raw`.
+    """
     decoded: dict[str, Any] = {}
     complete = True
     for part, data in wanted_parts(dataset, parts).items():
@@ -441,6 +480,7 @@ def _check_sample(
     fields = decoded
     try:
         _, fields = made_sample(dataset, index, key, decoded)
+        raw += [key] * _has_raw(dataset.sample_type, fields)
     except FieldAccessError as error:
         report(dataset.missing_field(decoded, parts) or error)
     except Exception as error:  # a sample loader can raise anything

@@ -39,7 +39,6 @@ from energon_bridge.errors import (
 from energon_bridge.format.jpeg import plain_jpeg
 from energon_bridge.format.key_index import copy_key_index, sqlite_uri
 from energon_bridge.format.media import (
-    HAS_HEIF,
     HEAD_BYTES,
     AVMetadata,
     ImageMetadata,
@@ -48,7 +47,7 @@ from energon_bridge.format.media import (
     format_by_head,
     kind_by_head,
     kind_by_name,
-    open_heic,
+    load_codec,
 )
 from energon_bridge.format.nvmeta import INDEX_SQLITE, META_FOLDER, is_prepared, meta_path, read_info
 from energon_bridge.format.parallel import Progress, Task, Workers, map_shards, unseen, work_off
@@ -335,10 +334,7 @@ def read_image(data: bytes) -> ImageMetadata:
     from PIL import Image  # the command line starts without it
 
     known = format_by_head(data[:HEAD_BYTES])
-    if known is not None and known.codec == "HEIF":
-        if not HAS_HEIF:
-            raise DecodeError("HEIC needs pillow-heif: pip install 'energon-bridge[heic]'")
-        open_heic()
+    load_codec("" if known is None else known.codec)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of images so large that they may be decompression bombs

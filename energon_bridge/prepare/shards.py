@@ -31,7 +31,7 @@ from typing import ClassVar, Literal
 from energon_bridge.errors import ConfigurationError, DecodeError, SourceError, StorageError
 from energon_bridge.format.checksums import ChecksumScan, checksums_path
 from energon_bridge.format.key_index import KeyIndexWriter
-from energon_bridge.format.media import HEAD_BYTES, kind_by_name
+from energon_bridge.format.media import HEAD_BYTES
 from energon_bridge.format.nvmeta import (
     DEFAULT_DATASET_CONFIG,
     DEFAULT_SPLIT_CONFIG,
@@ -197,12 +197,16 @@ def record_path(shard: Path) -> Path:
 
 
 def num_unread(record: ShardRecord) -> Counter[str]:
-    """Return by kind how many media files of a shard, one that was written with `media`, could not be opened."""
+    """Return by extension how many media files of a shard, written with `media`, could not be opened."""
     unread: Counter[str] = Counter()
     for name, count in Counter(record.scan.part_names).items():
-        unread[str(kind_by_name(f".{name}"))] += count * _MEDIA.may_pass(f".{name}")
-    unread.subtract(str(kind_by_name(name)) for name, *_ in record.media)
-    return unread
+        unread[_extension(name)] += count * _MEDIA.may_pass(f".{name}")
+    unread.subtract(_extension(name) for name, *_ in record.media)
+    return +unread
+
+
+def _extension(name: str) -> str:
+    return name.rpartition(".")[2].lower()
 
 
 def write_record(shard: Path, record: ShardRecord) -> None:

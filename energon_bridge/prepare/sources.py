@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,7 @@ from energon_bridge.prepare.left_out import (
     only,
     stem_of,
 )
+from energon_bridge.prepare.speech import PROMPT, SpeechSource, as_speech, open_kaldi
 from energon_bridge.prepare.split import find_shards
 from energon_bridge.rng import key_of
 from energon_bridge.rows.arrow import open_parquet, open_saved
@@ -53,6 +54,7 @@ from energon_bridge.rows.base import (
     Row,
     RowSample,
     Source,
+    SourceSample,
     TextRef,
     first_rows,
     lay_out,
@@ -64,16 +66,26 @@ from energon_bridge.storage import LocalStore, Store, open_store
 if TYPE_CHECKING:
     from energon_bridge.mix.leaves import OpenLeaf
 
-KINDS = ("table", "pairs", "classes", "parquet", "huggingface", "webdataset", "mix")
+KINDS = ("table", "pairs", "classes", "lists", "parquet", "huggingface", "kaldi", "webdataset", "mix")
 _logger = logging.getLogger(__name__)
 _TABLES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv")
 _LISTS = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+_KALDI = "wav.scp"
 
 
 def open_source(
-    path: Path, *, kind: str | None = None, media: Path | None = None, numbered: bool = False, num_workers: int = 1
+    path: Path,
+    *,
+    kind: str | None = None,
+    media: Path | None = None,
+    numbered: bool = False,
+    num_workers: int = 1,
+    prompt: str | None = None,
 ) -> Source:
-    """Open a source of `energon convert`, of the given or the detected kind; raises the errors of its reader."""
+    """Open a source of `energon convert`, of the given or the detected kind; raises the errors of its reader.
+
+    `prompt` is the question about each sound of NeMo's manifests and Kaldi's folders.
+    """
     if not path.exists():
         return _far(path, kind, media)
     if media is not None and not media.is_dir():
@@ -81,7 +93,9 @@ def open_source(
     folder = path
     kind, path = (kind, path) if kind is not None else _look(path)
     readers: dict[str, Callable[[], Source]] = {
-        "table": lambda: open_table(path, media),
+        "table": lambda: _open_list(path, media, prompt),
+        "lists": lambda: ListsSource(path, media, prompt),
+        "kaldi": lambda: open_kaldi(path, media, prompt or PROMPT),
         "pairs": lambda: FolderSource(path, as_classes=False),
         "classes": lambda: FolderSource(path, as_classes=True),
         "folder": lambda: FolderSource(path, as_classes=None),
@@ -91,11 +105,13 @@ def open_source(
         "webdataset": lambda: TarSource(path, numbered=numbered, num_workers=num_workers),
     }
     source = readers[kind]()
+    if prompt is not None and getattr(source, "prompt", None) is None:
+        raise ConfigurationError(f"--prompt is for speech, but {path} is a {source.kind}: leave it out.")
     if len(source) == 0:
         raise SourceError(f"{path}: has no samples ({source.kind}).")
     if folder.is_dir() and isinstance(source, TarSource):
         source.left_out = beside_tars(folder)
-    elif folder.is_dir() and isinstance(source, TableSource):
+    elif folder.is_dir() and kind == "table" and isinstance(source, TableSource):
         source.left_out = beside_list(folder, path.name, source)
     return source
 
@@ -131,7 +147,12 @@ def _look(path: Path) -> tuple[str, Path]:
         return kinds[suffix], path
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         return "huggingface", path
+    if (path / _KALDI).exists():
+        return "kaldi", path
     names = [name for _, _, files in os.walk(path) for name in files if not name.startswith(".")]
+    below = _folders_with_lists(path)
+    if below and not any(name.endswith(".parquet") and name not in _LISTS for name in names):
+        return "lists", path
     for suffix, kind in ((".tar", "webdataset"), (".parquet", "parquet")):
         if any(name.endswith(suffix) for name in names):
             return kind, path
@@ -144,6 +165,91 @@ def _look(path: Path) -> tuple[str, Path]:
             "(--media: the folder that its paths are relative to), or --kind pairs or --kind classes."
         )
     return "folder", path
+
+
+def _open_list(path: Path, media: Path | None, prompt: str | None) -> Source:
+    """Open a table, or a NeMo manifest, which is one of sounds."""
+    source = open_table(path, media)
+    return as_speech(source, media, prompt or PROMPT) or source
+
+
+# Lists in folders -----------------------------------------------------------------------------------------------------
+#
+# Imagefolders of Hugging Face with metadata for each split, and folders of Kaldi: each list is a source of its own, and
+# its paths are relative to its folder.
+
+
+def _folders_with_lists(root: Path) -> list[tuple[Path, str]]:
+    """Return the folders below a folder that have a list, not that folder itself, and the names of the lists."""
+    found = []
+    for folder, _, files in sorted(os.walk(root)):
+        name = next((name for name in (_KALDI, *_LISTS) if name in files), None)
+        if name is not None and Path(folder) != root:
+            found.append((Path(folder), name))
+    return found
+
+
+class ListsSource:
+    """The rows of the lists in the folders below a folder, split by split."""
+
+    def __init__(self, root: Path, media: Path | None, prompt: str | None) -> None:
+        self.where = str(root)
+        lists = [(self._part(root, folder), folder, name) for folder, name in _folders_with_lists(root)]
+        if not lists:
+            raise SourceError(f"{root}: no folder below it has {', '.join(_LISTS)} or {_KALDI}.")
+        without = [folder for part, folder, _ in lists if part is None]
+        if without and len(without) < len(lists):
+            raise SourceError(
+                f"{root}: the name of {without[0]} is of no split, and those of other folders are. Call it train, val "
+                "or test, or convert each folder by itself."
+            )
+        lists.sort(key=lambda one: (0 if one[0] is None else SPLIT_ORDER.index(one[0]), one[1]))
+        self._sources = [self._open(folder, name, media, prompt) for _, folder, name in lists]
+        self.kind = f"{len(lists)} lists in folders, each {self._sources[0].kind}"
+        self.prompt = next((one.prompt for one in self._sources if isinstance(one, SpeechSource)), None)
+        self._starts = np.cumsum([0, *map(len, self._sources)]).tolist()
+        counts = Counter[str]()
+        for (part, _, _), source in zip(lists, self._sources, strict=True):
+            counts[part or ""] += len(source)
+        self.split_parts = () if without else tuple(counts.items())
+        self.left_out: tuple[str, ...] = ()
+        for (_, folder, name), source in zip(lists, self._sources, strict=True):
+            beside = beside_list(folder, name, source) if name in _LISTS else source.left_out
+            self.left_out += tuple(f"{folder.relative_to(root)}: {one}" for one in beside)
+
+    @staticmethod
+    def _part(root: Path, folder: Path) -> str | None:
+        names = [name.lower() for name in folder.relative_to(root).parts]
+        return next((SPLIT_NAMES[name] for name in names if name in SPLIT_NAMES), None)
+
+    @staticmethod
+    def _open(folder: Path, name: str, media: Path | None, prompt: str | None) -> Source:
+        if name == _KALDI:
+            return open_kaldi(folder, media, prompt or PROMPT)
+        if name.endswith(".parquet"):
+            return open_parquet(folder / name, media)
+        return _open_list(folder / name, media, prompt)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def _find(self, number: int) -> tuple[Source, int]:
+        at = bisect_right(self._starts, number) - 1
+        return self._sources[at], number - self._starts[at]
+
+    def row(self, number: int) -> Row:
+        """Return a row of one of the lists."""
+        source, at = self._find(number)
+        return source.row(at)
+
+    def sample(self, number: int, layout: Layout) -> SourceSample:
+        """Return a sample, not read yet, with a key of its own."""
+        source, at = self._find(number)
+        return replace(source.sample(at, layout), key=f"{number:09d}")  # type: ignore[type-var]
+
+    def propose(self) -> Layout:
+        """Propose a layout from the first list."""
+        return self._sources[0].propose()
 
 
 # Folders --------------------------------------------------------------------------------------------------------------

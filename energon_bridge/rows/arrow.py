@@ -38,6 +38,7 @@ from energon_bridge.rows.conversations import (
     conversation_row,
     file_columns,
     is_conversation,
+    known_form,
     learnable,
     media_columns,
     only_preferred,
@@ -133,6 +134,7 @@ def row_of(
 ) -> Row:
     """Return values as a row; `columns` hold media and `labels` name classes. Raises SourceError."""
     with located(where):
+        values = dict(known_form(values))
         if any(name in values for name in CONVERSATIONS):
             return conversation_row(without_nulls(values), where, media)
         files = {}

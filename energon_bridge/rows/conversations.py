@@ -32,6 +32,7 @@ from energon_bridge.rows.turns import (
     check_places,
     check_turns,
     find_pair,
+    has_pairs,
     has_preferences,
     medium_by_name,
     num_rejected,
@@ -42,6 +43,7 @@ from energon_bridge.rows.turns import (
     read_tools,
     read_turns,
     typed_turns,
+    with_turns,
 )
 
 _MEDIA_KEYS = {
@@ -128,6 +130,14 @@ def as_files(value: Any, media: MediaRoot, column: str) -> Content | tuple[Conte
     if not isinstance(value, str):
         raise SourceError(f"`{column}`: expected the path of a file, found {shown(value)}.")
     return media_file(value, media, any_kind=not is_media_column(column))
+
+
+def known_form(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an entry whose turns are a list with a known name; raises SourceError if they are JSON text of no list."""
+    try:
+        return with_turns(entry)
+    except SampleError as error:
+        raise SourceError(f"{error}. {_REMEDY}") from error
 
 
 def conversation_row(entry: Mapping[str, Any], where: str, media: MediaRoot) -> Row:
@@ -255,7 +265,8 @@ _SAID_OF_FILES = ("type", "detail", "format", "media_type")
 
 def is_conversation(values: Mapping[str, Any]) -> bool:
     """Return whether a row is a conversation, a question with its answer, or has preferences."""
-    return any(name in values for name in CONVERSATIONS) or find_pair(values) is not None or has_preferences(values)
+    named = any(name in values for name in CONVERSATIONS) or has_pairs(values)
+    return named or find_pair(values) is not None or has_preferences(values)
 
 
 def only_preferred(entry: Mapping[str, Any], layout: Layout) -> tuple[Mapping[str, Any], int]:
@@ -266,7 +277,7 @@ def only_preferred(entry: Mapping[str, Any], layout: Layout) -> tuple[Mapping[st
     if not layout.preferred:
         return entry, 0
     try:
-        return preferred(entry), num_rejected(entry)
+        return preferred(known_form(entry)), num_rejected(entry)
     except SampleError as error:
         raise SourceError(str(error)) from error
 

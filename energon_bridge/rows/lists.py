@@ -42,6 +42,7 @@ from energon_bridge.rows.conversations import (
     conversation_row,
     file_columns,
     is_conversation,
+    known_form,
     learnable,
     media_columns,
     only_preferred,
@@ -76,17 +77,18 @@ class TableSource:
     def __init__(self, path: Path, entries: ListedEntries | LineEntries, media: Path | None, kind: str) -> None:
         self.kind = kind
         self.where = str(path)
-        self._entries = entries
+        self.entries = entries
         self._media = (path.parent if media is None else media).absolute()
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     def row(self, number: int) -> Row:
-        return self._row(*self._entries.entry(number))
+        return self._row(*self.entries.entry(number))
 
     def _row(self, entry: Mapping[str, Any], where: str) -> Row:
         with located(where):
+            entry = known_form(entry)
             if any(name in entry for name in CONVERSATIONS):
                 return conversation_row(entry, where, self._media)
             values, files = dict(entry), {}
@@ -98,7 +100,7 @@ class TableSource:
 
     def sample(self, number: int, layout: Layout) -> RowSample:
         """Return a sample to be read; raises SkipSample for one that is not preferred."""
-        entry, where = self._entries.entry(number)
+        entry, where = self.entries.entry(number)
         with located(where):
             kept, rejected = only_preferred(entry, layout)
             sample = lay_out(learnable(self._row(kept, where), layout, self._is_chat), layout, number)
@@ -118,7 +120,7 @@ class TableSource:
         first: list[Mapping[str, Any]] = []
         for number in range(min(LOOKED_AT, len(self))):
             with suppress(SourceError):
-                first.append(self._entries.entry(number)[0])
+                first.append(self.entries.entry(number)[0])
         return file_columns(first, self._media, self.where)
 
 
@@ -199,6 +201,8 @@ def open_table(path: Path, media: Path | None) -> TableSource | CocoSource:
         if isinstance(error, UnicodeDecodeError):
             remedy = "Write it as UTF-8 (iconv -t UTF-8)."
         elif "Extra data" in str(error):
+            if _has_lines(path):
+                return TableSource(path, LineEntries(path), media, "JSON lines")
             remedy = "If it has one object per line, rename it to .jsonl."
         raise SourceError(f"{path}: not valid JSON: {error}. {remedy}") from error
     if isinstance(content, Mapping):
@@ -216,6 +220,13 @@ def open_table(path: Path, media: Path | None) -> TableSource | CocoSource:
     if not isinstance(content, list):
         raise SourceError(f"{path}: expected a list of objects, found {str(content)[:60]!r}.")
     return TableSource(path, ListedEntries(path, content), media, "JSON list")
+
+
+def _has_lines(path: Path) -> bool:
+    """Return whether the first line of a file is an object, as of NeMo's manifests, which are called .json."""
+    with path.open("rb") as file, suppress(ValueError):
+        return isinstance(json.loads(file.readline()), dict)
+    return False
 
 
 def _open_csv(path: Path, media: Path | None) -> TableSource:

@@ -1,7 +1,8 @@
 """Conversations as lists have them: which of their forms are known, and what each turn means.
 
     messages, conversations, conversation     turns: `role` and `content`, or `from` and `value`; `{human, assistant}`
-                                              is two turns, and so is a list of two texts
+                                              is two turns, and so is a list of two texts; or JSON text of such a list
+    texts                                     pairs of user and assistant: the_cauldron, FineVision, Docmatix
     instruction, input, output; query,        a question and its answer, with `system` and earlier pairs as `history`:
     response; and the other PAIRS             Alpaca, LLaMA-Factory, ms-swift
     function_call, tool_call                  turns with the JSON of calls: the assistant's `tool_calls`
@@ -56,6 +57,7 @@ KNOWN_BESIDE = frozenset(
 )
 """Names that never are texts of a question."""
 
+_PAIRS_OF = "texts"
 _CALLS, _RESULTS = ("function_call", "tool_call"), ("observation", "tool_response", "function", "ipython")
 _KNOWN = ("system", "user", "assistant", "tool")
 ROLES: Mapping[str, str] = MappingProxyType(
@@ -106,6 +108,7 @@ def read_turns(entry: Mapping[str, Any], answers_as: AnswersAs | None = None) ->
     Raises:
         SampleError: It is one that is not understood, has preferences, or texts that may belong to its question.
     """
+    entry = with_turns(entry)
     name, pair = _named(entry), find_pair(entry)
     if name is None and pair is None and not has_preferences(entry):
         return None
@@ -131,6 +134,41 @@ def read_turns(entry: Mapping[str, Any], answers_as: AnswersAs | None = None) ->
             "and boxes into the texts, as the model has them"
         )
     return turns
+
+
+def with_turns(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an entry whose turns are a list with a known name; what lies beside them as JSON text is parsed, too.
+
+    Raises SampleError if a text is no list of turns.
+    """
+    name = _named(entry)
+    if name is None:
+        if not has_pairs(entry):
+            return entry
+        return {CONVERSATIONS[-1] if key == _PAIRS_OF else key: value for key, value in entry.items()}
+    if not isinstance(entry[name], str) or not entry[name].lstrip().startswith(("[", "{")):
+        return entry
+    lists = {key: json.loads(value) for key, value in entry.items() if key != name and _is_json_list(value)}
+    return {**entry, **lists, name: list(_listed(entry, name))}
+
+
+def has_pairs(entry: Mapping[str, Any]) -> bool:
+    """Return whether an entry has a list of pairs in place of turns."""
+    pairs = entry.get(_PAIRS_OF)
+    return isinstance(pairs, list) and bool(pairs) and all(isinstance(one, Mapping) and _asked(one) for one in pairs)
+
+
+def _asked(turn: Mapping[str, Any]) -> bool:
+    return any(asked in turn and answer in turn for asked, answer in PAIRS)
+
+
+def _is_json_list(value: Any) -> bool:
+    if not isinstance(value, str) or not value.startswith("["):
+        return False
+    try:
+        return isinstance(json.loads(value), list)
+    except ValueError:
+        return False
 
 
 def find_pair(entry: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -45,9 +45,11 @@ def stacks(values: Sequence[Any]) -> bool:
         return True
     kinds = {isinstance(value, torch.Tensor): type(value).__name__ for value in values if value is not None}
     if len(kinds) == 2:
+        other = [row for row, one in enumerate(values) if not isinstance(one, torch.Tensor) and one is not None]
+        undecoded = " (a part that no decoder takes, by its extension)" if kinds[False] == "bytes" else ""
         raise UnfitSampleError(
-            f"the rows of a batch have different types: some hold a tensor, some a {kinds[False]}; make them equal in "
-            "encode_sample, or collate them in batch"
+            f"the rows of a batch have different types: some hold a tensor, some a {kinds[False]}{undecoded}, such as "
+            f"row {other[0]}; make them equal in encode_sample, or collate them in batch"
         )
     return False
 

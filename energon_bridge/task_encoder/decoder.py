@@ -132,6 +132,11 @@ class SampleDecoder:
         return _UNREAD_FROM if self.av_decode == "AVDecoder" and not self.takes_samples else None
 
     @property
+    def turns_images(self) -> bool | None:
+        """Return whether images are turned as their EXIF says; None if they stay bytes."""
+        return None if self._form is None else self.autorotate or self.image_backend == "torchcodec"
+
+    @property
     def takes_samples(self) -> bool:
         """Return whether `__call__` is a subclass's own."""
         return type(self).__call__ is not _DECODE_PARTS
@@ -213,8 +218,7 @@ class SampleDecoder:
         kind = _kind_of(part_name)
         if kind.zipped:
             raw = _run("gz", partial(_gunzip, most=self.max_part_bytes), part_name, raw)
-        heic = self.image_backend != "auto" and kind.extension in _HEIC
-        if kind.is_image or heic or (self.guess_content and _images().guess_image_extension(raw)):
+        if kind.is_image or (self.guess_content and _images().guess_image_extension(raw)):
             form = self._form
             if form is None:
                 return bytes(raw)
@@ -278,8 +282,6 @@ _DEFAULT_IMAGES = ("torchrgb", None, "auto")
 """The defaults of `image_decode`, `image_target` and `image_backend`."""
 _ARRAYS = frozenset(("npy", "npz", "pth", "safetensors", "ten", "tb", "mp", "msg", "cbor"))
 """What the codecs of arrays decode; the registry has them."""
-_HEIC = ("heic", "heif")
-"""Images that torchcodec decodes without pillow-heif."""
 _PICKLES = ("pkl", "pickle", "pyd")
 _PIECE = 1 << 20
 _RAW = (bytes, bytearray, memoryview, ByteRange)

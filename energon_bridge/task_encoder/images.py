@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib.util import find_spec
 from numbers import Integral
 from typing import Any, Literal, get_args
 
@@ -37,18 +36,17 @@ import simplejpeg
 import torch
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
-from energon_bridge.errors import ConfigurationError, DecodeError, did_you_mean, is_whole
+from energon_bridge.errors import ConfigurationError, DecodeError, MissingCodecError, did_you_mean, is_whole
 from energon_bridge.format.jpeg import ON_ITS_SIDE, ORIENTATION, jpeg_orientation, plain_jpeg
 from energon_bridge.format.media import (
     BY_EXTENSION,
     FORMATS,
-    HAS_HEIF,
     HEAD_BYTES,
     IMAGE_EXTENSIONS,
     MAX_PIXELS,
     MediaFormat,
     format_by_head,
-    open_heic,
+    load_codec,
 )
 from energon_bridge.registry import load
 from energon_bridge.samples import streaming
@@ -99,7 +97,7 @@ IMAGE_FORMS: dict[str, ImageForm] = _forms()
 _PILLOW_FORMATS = [
     one
     for one in dict.fromkeys(one.codec for one in FORMATS if one.codec and not one.is_named)
-    if (one != "AVIF" or find_spec("PIL.AvifImagePlugin")) and (one != "HEIF" or HAS_HEIF)  # AVIF: Pillow 11.3 or later
+    if one not in ("AVIF", "HEIF", "JXL")  # where the first bytes say so: `load_codec` opens them
 ]
 
 _MOST_SCRATCH = 1 << 19
@@ -211,9 +209,9 @@ def _refusal(
 ) -> DecodeError:
     reason = str(error) or type(error).__name__
     if isinstance(error, UnidentifiedImageError):
-        heic = "; HEIC needs pillow-heif: pip install 'energon-bridge[heic]'" if is_heic(data) and not HAS_HEIF else ""
-        reason = f"the content is none of {', '.join(_formats_for(data, part))}{heic}"
-    return DecodeError(f"part {part!r} ({len(data)} bytes) {what}: {reason}")
+        reason = f"the content is none of {', '.join(_formats_for(data, part))}"
+    kind = MissingCodecError if isinstance(error, MissingCodecError) else DecodeError
+    return kind(f"part {part!r} ({len(data)} bytes) {what}: {reason}")
 
 
 def is_transparent(image: Image.Image, *, keys: bool = True) -> bool:
@@ -385,8 +383,8 @@ def _opened(
     stream: io.BytesIO, data: bytes | bytearray | memoryview, form: ImageForm, part: str
 ) -> ImageFile.ImageFile:
     """Open an image of a format and size that are decoded."""
-    if HAS_HEIF and is_heic(data):
-        open_heic()
+    if (known := _format_of(data)) is not None:
+        load_codec(known.codec)
     image = Image.open(stream, formats=_formats_for(data, part))
     check_size(image.size, form)
     return image
@@ -394,8 +392,9 @@ def _opened(
 
 def _formats_for(data: bytes | bytearray | memoryview, part: str) -> list[str]:
     of_name = BY_EXTENSION.get(part.removesuffix(".gz").rpartition(".")[2].lower())
-    named = (one.codec for one in (_format_of(data), of_name) if one is not None and one.is_named)
-    return [*_PILLOW_FORMATS, *dict.fromkeys(named)]
+    own = _format_of(data)
+    named = [of_name.codec] if of_name is not None and of_name.is_named else []
+    return list(dict.fromkeys([*_PILLOW_FORMATS, *([] if own is None or not own.codec else [own.codec]), *named]))
 
 
 def check_size(size: tuple[int, int], form: ImageForm) -> None:

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.format.media import HAS_HEIF, open_heic
+from energon_bridge.format.media import HEAD_BYTES, missing_package
 from energon_bridge.task_encoder.images import ImageForm, check_size, guess_image_extension, is_heic, on_white
 
 
@@ -48,9 +48,7 @@ def kind_of(data: bytes | bytearray | memoryview) -> str:
 def pixels_of(data: bytes | bytearray | memoryview, form: ImageForm) -> np.ndarray:
     """Return the pixels of an image, shape (height, width) or (height, width, channels)."""
     kind = kind_of(data)
-    if kind != "heic" or HAS_HEIF:  # a few bytes can ask for any amount of memory
-        if kind == "heic":
-            open_heic()
+    if missing_package(bytes(data[:HEAD_BYTES])) is None:  # a few bytes can ask for any amount of memory
         with Image.open(io.BytesIO(data)) as image:
             check_size(image.size, form)
     flattens = form.alpha != "drop" and form.mode != "RGBA" and kind != "jpg"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections import Counter
 from itertools import islice
@@ -9,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import output_of, refusal_of
 from engine import SkippingEncoder, TensorEncoder, config_of, digest, loaders_of, numbers_of, text_dataset
+from PIL import Image, ImageOps
 
-from energon_bridge import AspectTiers, Blender, SkipSample, get_train_dataset
+from energon_bridge import AspectTiers, Blender, DefaultTaskEncoder, SampleDecoder, SkipSample, get_train_dataset
 from energon_bridge.errors import (
     ConfigurationError,
     EmptyDatasetError,
@@ -21,9 +24,11 @@ from energon_bridge.errors import (
 )
 from energon_bridge.forecast.run import run_of_mix
 from energon_bridge.loader.run_plan import DatasetSpec
+from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
 from energon_bridge.prepare.columns import add_column
 from energon_bridge.replica.balance import balanced, make_balance
 from energon_bridge.task_encoder.costs import BatchCost
+from energon_bridge.testing import write_shard
 
 TIERS = AspectTiers(area=512 * 512)
 GROUP = 6
@@ -280,6 +285,77 @@ def test_mistakes_are_named(data: Path, settings: dict[str, Any], words: str | N
         return
     with pytest.raises(ConfigurationError, match=words):
         opened(data / "a", **settings)
+
+
+def test_a_filter_protects_the_expressions_of_buckets(data: Path) -> None:
+    """Number 0 would be a divisor, and number 9 have no sample in a microbatch."""
+    with pytest.raises(ConfigurationError, match="divisor"):
+        opened(data / "a", group_by="100 // number")
+    dataset = opened(
+        data / "a",
+        group_by="100 // number // 10",
+        bucket_batch_size="8 // number % 9 + number // number",
+        filter="number >= 1 and number != 9 and 9 / number > 0",
+    )
+    wanted = Counter(str(100 // number // 10) for number in range(1, 243) if number != 9)
+    assert dict(zip(dataset.buckets.names, dataset.buckets.samples, strict=True)) == wanted
+    blender = Blender([(data / "a", 1), (data / "b", 1)], unit="100 // number")
+    with pytest.raises(ConfigurationError, match="divisor"):
+        opened(blender, group_by=None)
+    assert len(opened(blender, group_by=None, filter="number > 0").leaves) == 2
+
+
+def picture(width: int, height: int, orientation: int, form: str) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), (width, height, orientation)).save(file, form, exif=exif)
+    return file.getvalue()
+
+
+class Pictures(DefaultTaskEncoder[Any, Any, Any, Any]):
+    """Batches of images as they are decoded."""
+
+    def __init__(self, *, autorotate: bool) -> None:
+        self.decoder = SampleDecoder(image_decode="torchrgb8", autorotate=autorotate)
+
+
+@pytest.mark.parametrize("autorotate", [False, True])
+def test_a_bucket_has_one_shape_however_images_lie(tmp_path: Path, autorotate: bool) -> None:
+    sizes = [(40, 24), (24, 40)]
+    files = {
+        f"{number:02d}": {
+            "jpg": picture(*sizes[number % 2], (1, 3, 6, 8)[number // 2 % 4], ("JPEG", "PNG", "WEBP")[number % 3])
+        }
+        for number in range(16)
+    }
+    write_shard(tmp_path / "0.tar", files)
+    prepare_dataset(
+        tmp_path,
+        split=parse_patterns(["train:.*"]),
+        dataset_yaml=render_dataset_yaml("ImageSample", {"image": "jpg"}),
+    )
+
+    def run() -> DatasetSpec:
+        return opened(tmp_path, Pictures(autorotate=autorotate), group_by=("width", "height"))
+
+    flags = {False: ["--image-size"], True: ["--image-size", "--autorotate"]}
+    output_of("columns", "add", tmp_path, *flags[not autorotate])
+    with pytest.raises(ConfigurationError, match=rf"--image-size{' --autorotate' * autorotate}$"):
+        run()
+    output_of("columns", "add", tmp_path, *flags[autorotate])
+    dataset = run()
+    turned = [  # as viewers show them, by Pillow
+        ImageOps.exif_transpose(Image.open(io.BytesIO(data))).size if autorotate else Image.open(io.BytesIO(data)).size
+        for parts in files.values()
+        for data in parts.values()
+    ]
+    wanted = Counter(f"{width}x{height}" for width, height in turned)
+    assert dict(zip(dataset.buckets.names, dataset.buckets.samples, strict=True)) == wanted
+    loader = ranks_of(dataset, group=2)[0]
+    batches = [batch.image.shape[2:] for batch in islice(loader, 8)]  # stacked, so of one shape
+    assert {f"{width}x{height}" for height, width in batches} == set(wanted)
+    assert "--autorotate is for --image-size" in refusal_of("columns", "add", tmp_path, "--hash", "--autorotate")
 
 
 def test_what_does_not_fit_buckets_says_so(data: Path) -> None:

@@ -278,8 +278,8 @@ def test_wrong_flags(tmp_path, flags, message):
         ("x.json", '[{"a": 1}, {', "(char 12). Fix it there, or download it again if it is cut off."),
         (
             "x.json",
-            '{"a": 1}\n{"a": 2}',
-            "Extra data: line 2 column 1 (char 9). If it has one object per line, rename it",
+            "[1]\n[2]",
+            "Extra data: line 2 column 1 (char 4). If it has one object per line, rename it",
         ),
         ("x.json", "\udce9", "Write it as UTF-8 (iconv -t UTF-8)."),
         (

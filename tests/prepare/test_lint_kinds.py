@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from commands import answer, energon, output_of, refusal_of
 from engine import text_dataset
@@ -24,6 +26,7 @@ from energon_bridge import (
     get_train_dataset,
 )
 from energon_bridge.prepare import parse_patterns, prepare_dataset, rebuild_index, render_dataset_yaml
+from energon_bridge.prepare.columns import add_column, content_hash
 from energon_bridge.prepare.media import MediaFilter
 
 
@@ -198,6 +201,66 @@ def test_equal_samples_of_jsonl_and_across_datasets(tmp_path: Path) -> None:
         (str(tmp_path / "b"), "00001"),
     ]
     assert f"in {tmp_path}/a/train/shard_000.tar" in report["problems"][0]["message"]
+
+
+def rows_with_ids(folder: Path) -> list[dict[str, Any]]:
+    """Write pictures; return rows with an id each, of which the last two repeat content of the first two."""
+    colours = ["red", "green", "blue", "red", "green"]
+    texts = ["a", "b", "c", "a", "other"]
+    (folder / "media").mkdir()
+    for number, colour in enumerate(colours):
+        Image.new("RGB", (9, 9), colour).save(folder / f"media/{number}.png")
+    return [
+        {"id": f"row-{n}", "image": f"media/{n}.png", "url": f"http://there/{n}", "caption": text, "score": 3}
+        for n, text in enumerate(texts)
+    ]
+
+
+def as_talk(row: dict[str, Any]) -> dict[str, Any]:
+    turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": row["caption"]}]
+    return {"id": row["id"], "image": row["image"], "conversations": turns, "time": row["id"]}
+
+
+@pytest.mark.parametrize("kind", ["captions", "talks", "table"])
+def test_duplicates_of_converted_tables_are_found(tmp_path: Path, kind: str) -> None:
+    """Ids, URLs and names of files differ in each row; of the two images that come again, one has another caption."""
+    rows = [as_talk(row) if kind == "talks" else row for row in rows_with_ids(tmp_path)]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if kind == "table":
+        source = tmp_path / "rows.parquet"
+        media = [{"bytes": (tmp_path / row["image"]).read_bytes(), "path": None} for row in rows]
+        columns = {name: [row[name] for row in rows] for name in ("id", "caption", "url")}
+        pq.write_table(pa.table({**columns, "image": media}), source)
+    root = tmp_path / "out"
+    output_of("convert", source, root, "--split-ratio", "1,0,0")
+    for checked in (root, source) if kind == "table" else (root,):
+        code, report = lint(checked, "--duplicates")
+        assert [one["key"] for one in report["problems"]] == ["000000003"]
+        assert "has the content of key '000000000'" in report["problems"][0]["message"]
+        assert code == 1
+    assert "1 duplicate. Compared: media" in refusal_of("lint", root, "--duplicates", "--no-progress")
+    assert "Compared: media" in output_of("columns", "add", root, "--hash")
+    assert "2 samples in 1 group of equal ones" in output_of("columns", "duplicates", root)
+
+
+def test_that_there_are_no_duplicates_is_said(tmp_path: Path) -> None:
+    root = text_dataset(tmp_path / "data", train=[4, 5])
+    assert "No duplicates. Compared: media" in output_of("lint", root, "--duplicates", "--no-progress")
+
+
+def test_samples_of_ids_alone_are_compared_by_them(tmp_path: Path) -> None:
+    lines = tmp_path / "x.jsonl"
+    lines.write_text("".join(json.dumps({"id": n % 3}) + "\n" for n in range(4)))
+    assert [one["key"] for one in lint(lines, "--duplicates")[1]["problems"]] == ["3"]
+
+
+def test_a_column_that_compared_ids_is_made_again(tmp_path: Path) -> None:
+    root = text_dataset(tmp_path / "data", train=[3])
+    add_column(root, "hash", content_hash, made_of="hash of the content", raw=True)
+    assert "columns add" in refusal_of("columns", "duplicates", root)
+    output_of("columns", "add", root, "--hash")
+    assert "No duplicates." in output_of("columns", "duplicates", root)
 
 
 # --- the split file -----------------------------------------------------------------------------------------------

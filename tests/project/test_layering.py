@@ -75,7 +75,7 @@ ROOMS = {
         rows forecast preview verify cli testing format.columns mix.expression plan.amounts plan.buckets
         loader.quarantine loader.summary prepare.columns prepare.convert prepare.dataset_yaml prepare.duplicates
         prepare.engines prepare.hub prepare.joins prepare.left_out prepare.lint prepare.media prepare.shard_writer
-        prepare.shards prepare.sources prepare.summary
+        prepare.shards prepare.sources prepare.speech prepare.summary
     """,
     "drop-in": "compat",
     "training": "training",

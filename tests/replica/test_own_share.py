@@ -399,6 +399,19 @@ def test_costs_that_columns_do_not_give(kind: str, cost: ColumnCost, message: st
         opened(dataset, cost)
 
 
+@pytest.mark.parametrize(
+    ("kind", "cost", "kept"),
+    [
+        ("plain", ColumnCost(tokens="size - 5"), "size >= 5"),
+        ("packed", ColumnCost(tokens="size * 3"), "size * 3 <= 20"),
+    ],
+)
+def test_samples_that_a_filter_leaves_out_need_no_cost(kind: str, cost: ColumnCost, kept: str, data: Path) -> None:
+    with pytest.raises(EnergonError):
+        opened(sized_dataset(data, kind), cost)
+    opened(sized_dataset(data, kind, filter=kept), cost).close()
+
+
 def test_an_encoder_that_packs_needs_its_packer(data: Path) -> None:
     dataset = sized_dataset(data, "packed", task_encoder=Unpacked())
     with pytest.raises(ConfigurationError, match="Unpacked packs, but has no `packer`"):

@@ -1,0 +1,210 @@
+"""`energon convert` of NeMo's manifests and Kaldi's folders: sounds cut as soundfile reads them, and their texts."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from commands import energon, output_of, refusal_of
+from delivered import delivered
+
+pytest.importorskip("av")
+soundfile = pytest.importorskip("soundfile")
+
+RATE = 16000
+
+
+def written(path: Path, seconds: float, *, seed: int = 3, channels: int = 1, rate: int = RATE, **form: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    noise = np.random.default_rng(seed).standard_normal((round(seconds * rate), channels)) / 8
+    soundfile.write(path, noise, rate, **form)
+    return path
+
+
+def lines(path: Path, entries: Sequence[Mapping[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return path
+
+
+def sound_in(talk: Any) -> tuple[np.ndarray, int]:
+    """Return the sound of a conversation, (samples, channels), as soundfile reads it."""
+    (decoder,) = talk.audios
+    return soundfile.read(io.BytesIO(decoder.stream), always_2d=True)
+
+
+def said(talk: Any) -> tuple[str, str]:
+    (question, answer) = talk.messages
+    place, text = question["content"]
+    assert place == {"type": "audio"}
+    return text["text"], answer["content"]
+
+
+def convert(source: Path, out: Path, *flags: object) -> str:
+    return output_of("convert", source, out, "--split-ratio", "1,0,0", "--no-progress", *flags)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "manifest.jsonl"])
+def test_a_nemo_manifest(tmp_path: Path, name: str) -> None:
+    long = written(tmp_path / "clips/long.wav", 5)
+    short = written(tmp_path / "clips/short.flac", 1.5, seed=4)
+    manifest = lines(
+        tmp_path / name,
+        [
+            {"audio_filepath": "clips/long.wav", "offset": 1.25, "duration": 2.5, "text": "one", "lang": "en"},
+            {"audio_filepath": "clips/short.flac", "duration": 1.5, "text": "two", "pnc": "yes"},
+            {"audio_filepath": "clips/long.wav", "offset": 0, "duration": 0.5, "text": "three"},
+            {"audio_filepath": "clips/long.wav", "offset": "4.0", "text": "four"},
+        ],
+    )
+    told = convert(manifest, tmp_path / "out")
+    assert "NeMo manifest, 4 samples" in told
+    assert "Left out: the columns lang, pnc (no part of a conversation)." in told
+    assert "question 'Transcribe the speech.' (--prompt gives another)" in told
+    talks = delivered(tmp_path / "out")
+    assert [said(one) for one in talks] == [
+        ("Transcribe the speech.", text) for text in ("one", "two", "three", "four")
+    ]
+    wanted = [(long, 20000, 40000), (short, 0, None), (long, 0, 8000), (long, 64000, None)]
+    for talk, (path, first, frames) in zip(talks, wanted, strict=True):
+        expected, rate = soundfile.read(path, start=first, frames=-1 if frames is None else frames, always_2d=True)
+        got, got_rate = sound_in(talk)
+        assert got_rate == rate
+        assert np.array_equal(got, expected)
+    assert talks[1].audios[0].stream == short.read_bytes()  # as it is
+    sizes = [len(one.audios[0].stream) for one in talks]
+    assert sizes[0] < long.stat().st_size * 0.6
+    assert sizes[2] < long.stat().st_size * 0.2
+
+
+@pytest.mark.parametrize(
+    ("ending", "form", "channels", "near"),
+    [
+        ("wav", {"subtype": "PCM_16"}, 2, 0),
+        ("wav", {"subtype": "PCM_24"}, 1, 0),
+        ("wav", {"subtype": "PCM_U8"}, 1, 0),
+        ("wav", {"subtype": "FLOAT"}, 1, 2**-15),
+        ("flac", {"subtype": "PCM_24"}, 2, 0),
+        ("ogg", {"subtype": "VORBIS"}, 1, 2**-14),
+        ("mp3", {}, 1, 2**-10),
+    ],
+)
+def test_parts_of_all_kinds_of_sounds(
+    tmp_path: Path, ending: str, form: dict[str, str], channels: int, near: float
+) -> None:
+    path = written(tmp_path / f"long.{ending}", 6, channels=channels, rate=24000, **form)
+    lines(tmp_path / "m.json", [{"audio_filepath": path.name, "offset": 2.5, "duration": 1.25, "text": "a"}] * 2)
+    convert(tmp_path / "m.json", tmp_path / "out")
+    got, rate = sound_in(delivered(tmp_path / "out")[0])
+    expected, _ = soundfile.read(path, start=60000, frames=30000, always_2d=True)
+    assert (rate, got.shape) == (24000, expected.shape)
+    assert np.abs(got - expected).max() <= near
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"duration": 3.0}, '"offset": 0'),
+        ({"duration": 9.0}, "5.00 s of sound, but offset and duration name 0.00 to 9.00 s"),
+        ({"offset": 6, "duration": 1}, "name 6.00 to 7.00 s"),
+        ({"offset": 1, "duration": 0}, "name 1.00 to 1.00 s"),
+        ({"offset": -1, "duration": 1}, "`offset` is '-1', expected seconds"),
+        ({"offset": 1, "duration": "long"}, "`duration` is 'long', expected seconds"),
+        ({"text": None}, "`text` is 'None', expected what is said"),
+        ({"audio_filepath": ["a.wav", "b.wav"]}, "expected the path of one sound"),
+        ({"audio_filepath": "gone.wav"}, "gone.wav: cannot read"),
+        ({"audio_filepath": "text.wav"}, "text.wav"),
+        ({"audio_filepath": "sox a.wav -t wav - |"}, "none is run"),
+        ({"audio_filepath": "a.ark:1234"}, "a place in an archive"),
+    ],
+)
+def test_what_is_wrong_is_named_and_counted(tmp_path: Path, entry: dict[str, Any], message: str) -> None:
+    written(tmp_path / "a.wav", 5)
+    (tmp_path / "text.wav").write_text("no sound")
+    good = {"audio_filepath": "a.wav", "text": "x"}
+    lines(tmp_path / "m.json", [good, {**good, **entry}, good])
+    told = refusal_of("convert", tmp_path / "m.json", tmp_path / "out", "--split-ratio", "1,0,0")
+    assert message in told.replace("\n", " ")
+    assert "line 2" in told
+    told = convert(tmp_path / "m.json", tmp_path / "out", "--on-error", "skip")
+    assert "Skipped 1 sample" in told
+    assert len(delivered(tmp_path / "out")) == 2
+
+
+def test_a_folder_with_a_manifest_asks_for_it(tmp_path: Path) -> None:
+    """Its sounds alone would be samples without a text."""
+    written(tmp_path / "in/wavs/a.wav", 2)
+    lines(tmp_path / "in/train_manifest.json", [{"audio_filepath": "wavs/a.wav", "text": "x"}] * 2)
+    assert "convert the folder, or the list train_manifest.json" in refusal_of(
+        "convert", tmp_path / "in", tmp_path / "o"
+    )
+
+
+def test_questions_of_a_manifest_and_of_the_flag(tmp_path: Path) -> None:
+    written(tmp_path / "a.wav", 2)
+    entry = {"audio_filepath": "a.wav", "duration": 2, "text": "hello"}
+    lines(tmp_path / "m.json", [{**entry, "question": "Who speaks?", "answer": "Ann"}, entry])
+    convert(tmp_path / "m.json", tmp_path / "out", "--prompt", "What is said?")
+    asked, given = delivered(tmp_path / "out")
+    assert [turn["content"] for turn in asked.messages] == ["Who speaks?", "Ann"]
+    assert len(asked.audios) == 1
+    assert said(given) == ("What is said?", "hello")
+    lines(tmp_path / "n.jsonl", [{"text": "no sound"}])
+    assert "--prompt is for speech" in refusal_of("convert", tmp_path / "n.jsonl", tmp_path / "o", "--prompt", "x")
+
+
+def kaldi(folder: Path, *, segments: bool) -> None:
+    folder.mkdir(parents=True)
+    for number in (1, 2):
+        written(folder / f"wav/rec{number}.wav", 4, seed=number)
+    (folder / "wav.scp").write_text("rec1 wav/rec1.wav\nrec2  wav/rec2.wav\n")
+    if segments:
+        (folder / "segments").write_text("utt1 rec1 0.5 1.75\nutt2 rec1 2.00 -1\nutt3\trec2 0 4\n")
+        (folder / "text").write_text("utt1 HELLO THERE\nutt2 GOOD  BYE\nutt3 é\nutt9 NOT LISTED\n")
+    else:
+        (folder / "text").write_text("rec1 ONE\nrec2 TWO\n")
+
+
+def test_a_kaldi_folder_with_segments(tmp_path: Path) -> None:
+    kaldi(tmp_path / "data", segments=True)
+    told = convert(tmp_path / "data", tmp_path / "out")
+    assert "Kaldi folder, 3 samples" in told
+    assert "texts of 1 utterance that segments does not list" in told
+    talks = delivered(tmp_path / "out")
+    assert [said(one)[1] for one in talks] == ["HELLO THERE", "GOOD  BYE", "é"]
+    for talk, (name, first, frames) in zip(
+        talks, [("rec1", 8000, 20000), ("rec1", 32000, -1), ("rec2", 0, -1)], strict=True
+    ):
+        expected, _ = soundfile.read(tmp_path / f"data/wav/{name}.wav", start=first, frames=frames, always_2d=True)
+        assert np.array_equal(sound_in(talk)[0], expected)
+
+
+def test_kaldi_folders_of_splits_and_without_segments(tmp_path: Path) -> None:
+    kaldi(tmp_path / "data/train", segments=True)
+    kaldi(tmp_path / "data/dev", segments=False)
+    told = output_of("convert", tmp_path / "data", tmp_path / "out", "--no-progress")
+    assert "Split: train 3, val 2" in told
+    assert [said(one)[1] for one in delivered(tmp_path / "out", "val")] == ["ONE", "TWO"]
+    assert len(delivered(tmp_path / "out", "train")) == 3
+
+
+def test_what_kaldi_cannot_give_is_named(tmp_path: Path) -> None:
+    kaldi(tmp_path / "data", segments=True)
+    (tmp_path / "data/wav.scp").write_text("rec1 flac -c -d rec1.flac |\nrec2 wav/rec2.wav\n")
+    (tmp_path / "data/segments").write_text("utt1 rec1 0.5 1.75\nutt2 rec7 0 1\nutt3 rec2 0 4\nutt4 rec2 2\n")
+    (tmp_path / "data/text").write_text("utt1 A\nutt2 B\nutt3 C\nutt4 D\n")
+    told = convert(tmp_path / "data", tmp_path / "out", "--on-error", "skip")
+    assert "Skipped 3 samples" in told
+    for words in (
+        "(id utt1): 'flac -c -d rec1.flac |' is a command",
+        "rec7 is not in wav.scp",
+        "(id utt4): `duration`",
+    ):
+        assert words in told
+    assert [said(one)[1] for one in delivered(tmp_path / "out")] == ["C"]
+    (tmp_path / "data/text").unlink()
+    assert "has wav.scp and text" in energon("convert", tmp_path / "data", tmp_path / "o").output
