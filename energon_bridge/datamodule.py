@@ -89,7 +89,7 @@ class EnergonMultiModalDataModule(_Base):
             default task encoder, whose tokens the decoder reads.
         packing_buffer_size: Encoded samples from which the task encoder selects packs; None: nothing is packed.
         validation_task_encoder: Encodes the validation samples; default: `task_encoder`.
-        pg_collection: megatron-core's `ProcessGroupCollection`; its `dp` group says which data to load.
+        pg_collection: megatron-core's `ProcessGroupCollection`; its data-parallel group says which data to load.
         masked_microbatches: `refuse` (the default) or `allow` microbatches that do not exist, if the number of ranks
             does not divide `num_lanes`: allow them only if the loss weighs by the mask; see `EnergonDataloader`.
         replica_loading: Who loads if several ranks train on the same batches: `every_rank` by itself, or `one_rank` of

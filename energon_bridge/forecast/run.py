@@ -144,7 +144,7 @@ def run_of_state(
             f"the run divides windows of {settings.get(WINDOWS)} global batches by cost: give the ColumnCost of the "
             "run (--balance MODULE:NAME), if its ranks load their own shares"
         )
-    check_fits(saved, spec.kind, plan.recorded | windows, plan.table)
+    check_fits(saved, spec.kind, plan.settings | windows, plan.table)
     plan = plan.with_banned(banned_of(saved, saved.bans, spec.leaves))
     if kind == "train":
         Ownership(plan.num_lanes, world_size, 0)

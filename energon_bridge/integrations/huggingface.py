@@ -10,6 +10,7 @@
 - An epoch is the dataset's, a whole number of optimizer steps (or its `virtual_epoch_length`), and stays in place when
   a run is resumed in the middle of one.
 - Weights of models that are saved under other names than they are kept under are resumed too.
+- The loss of a step is the mean over its learned tokens, however it is cut into microbatches and processes.
 - The evaluation loss is the mean over all tokens with a label of all processes, every sample once.
 
 Invariant: when the Trainer saves, the microbatches that the loader has delivered are those of the finished steps; the
@@ -48,6 +49,10 @@ logger = logging.getLogger(__name__)
 __all__ = ["STATE_FILE", "Described", "EnergonTrainer", "model_inputs"]
 
 STATE_FILE = "energon_bridge_data.json"
+_MEANS = [
+    LOSS_MAPPING[f"For{task}"] for task in ("CausalLM", "MaskedLM", "SequenceClassification", "TokenClassification")
+]
+"""Losses of transformers that are means over labels."""
 _MEDIA = [f"{kind}_{what}" for kind in ("image", "video", "audio") for what in ("hidden_states", "outputs")]
 _NO_PREDICTIONS = ("past_key_values", "cache", *_MEDIA)
 """Outputs of transformers without a row a sample: keys and values, and media (`cache`, `..._outputs` from 5.24 on)."""
@@ -121,22 +126,62 @@ class EnergonTrainer(Trainer):
         return inputs
 
     def _set_loss(self) -> None:
-        """Take the mean over the tokens of a step where transformers would take the mean of microbatches' means."""
-        smoothing = self.args.label_smoothing_factor
-        if self.compute_loss_func is not None or (self.model_accepts_loss_kwargs and not smoothing):
+        """Count the tokens of a step, whatever the model says about its arguments; smoothed losses are made here."""
+        parallel = getattr(self.accelerator, "parallelism_config", None)
+        by_sequence = parallel is not None and parallel.sp_enabled  # where transformers counts for itself
+        self._averages = self.compute_loss_func is None and not by_sequence
+        if not self._averages:
             return
+        self.model_accepts_loss_kwargs = True  # so that transformers counts
         model = unwrapped(self.model)
         config = getattr(model, "config", None)
         text = config.get_text_config() if config is not None else None
-        plain = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
-        if plain and not getattr(text, "output_router_logits", False):
-            self.compute_loss_func = partial(_token_mean, smoothing=smoothing)
-            return
-        logger.warning(
-            "%s has a loss of its own: the loss of a step depends on how it is cut into microbatches, and label "
-            "smoothing may lack the shift to the next token. Pass compute_loss_func",
-            type(model).__name__,
-        )
+        kind = LOSS_MAPPING.get(getattr(model, "loss_type", None))
+        self._loss_shifts_labels = kind in (None, ForCausalLMLoss) and not getattr(config, "is_encoder_decoder", False)
+        routers = bool(getattr(text, "output_router_logits", False))
+        if (smoothing := self.args.label_smoothing_factor) and kind is ForCausalLMLoss and self._loss_shifts_labels:
+            weight = getattr(text, "router_aux_loss_coef", 0.0) if routers else 0.0
+            self.compute_loss_func = partial(_token_mean, smoothing=smoothing, router_weight=weight)
+        if routers:
+            logger.warning(
+                "%s has router losses (output_router_logits), which are no means over tokens: a step has the mean of "
+                "those of its microbatches, weighted by their learned tokens, and that depends on how it is cut into "
+                "microbatches. The rest of the loss does not",
+                type(model).__name__,
+            )
+        elif kind not in _MEANS:
+            logger.warning(
+                "%s has a loss of its own: a step has the mean of those of its microbatches, weighted by their labels. "
+                "If the loss is no mean over labels, that depends on how the step is cut into microbatches, and label "
+                "smoothing may lack the shift to the next token: pass compute_loss_func",
+                type(model).__name__,
+            )
+
+    def compute_loss(
+        self, model: Any, inputs: Inputs, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
+    ) -> Any:
+        """Return the share of a microbatch in the mean over the learned tokens of the step.
+
+        The model is not told `num_items_in_batch`: some accept it and ignore it, and those that do not ignore it add
+        losses of routers to each microbatch in full. Its own mean over a microbatch is weighted instead.
+        """
+        labels = inputs.get("shift_labels", inputs.get("labels"))
+        if not self._averages or self.compute_loss_func is not None or labels is None or num_items_in_batch is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        count = self._counted(labels, shifted="shift_labels" in inputs).sum()
+        loss, outputs = super().compute_loss(model, inputs, True, None)
+        whole = torch.as_tensor(num_items_in_batch, device=loss.device).flatten()[0]
+        share = count.to(loss.device) / whole.clamp(min=1)
+        if self.args.average_tokens_across_devices:  # gradients of processes are averaged, so their sums are shares
+            share = share * (self.accelerator.num_processes // self.get_tp_size())
+        # The mean of no token is NaN.
+        loss = torch.where(share > 0, loss.mean(), 0.0) * share
+        return (loss, outputs) if return_outputs else loss
+
+    def _counted(self, labels: Tensor, *, shifted: bool = False) -> Tensor:
+        """Return which labels count: of sequences, those that follow a token."""
+        follows = labels.dim() > 1 and self._loss_shifts_labels and not shifted
+        return (labels[..., 1:] if follows else labels) != IGNORED_LABEL
 
     # Training --------------------------------------------------------------------------------------------------------
 
@@ -262,7 +307,7 @@ class EnergonTrainer(Trainer):
             ignore_keys = [*getattr(config, "keys_to_ignore_at_inference", ()), *_NO_PREDICTIONS]
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         if loss is not None and "labels" in inputs:
-            count = _num_labels(inputs["labels"])
+            count = int(self._counted(inputs["labels"]).sum())
             loss = loss if count else torch.zeros_like(loss)
             self._eval_sums += torch.tensor([float(loss.mean()) * count, count], dtype=torch.float64)
         return loss, logits, labels
@@ -307,8 +352,10 @@ class EnergonTrainer(Trainer):
         return math.prod(getattr(config, f"{name}_size", None) or 1 for name in names)
 
 
-def _token_mean(outputs: Any, labels: Tensor, num_items_in_batch: Any = None, *, smoothing: float = 0.0) -> Tensor:
-    """Return the sum of the losses of a microbatch over the number of tokens of the step."""
+def _token_mean(
+    outputs: Any, labels: Tensor, num_items_in_batch: Any = None, *, smoothing: float, router_weight: float = 0.0
+) -> Tensor:
+    """Return the share of a microbatch in the mean smoothed loss over the tokens of the step."""
     logits = outputs["logits"].float()
     shifted = pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL).to(logits.device)
     total = cross_entropy(
@@ -318,7 +365,10 @@ def _token_mean(outputs: Any, labels: Tensor, num_items_in_batch: Any = None, *,
         label_smoothing=smoothing,
         reduction="sum",
     )
-    return total / (_num_labels(labels) if num_items_in_batch is None else num_items_in_batch)
+    count = (shifted != IGNORED_LABEL).sum()
+    if router_weight and (of_routers := outputs.get("aux_loss")) is not None:
+        total = total + router_weight * of_routers.to(total.device) * count
+    return total / (count if num_items_in_batch is None else num_items_in_batch)
 
 
 class Described:
@@ -426,9 +476,3 @@ def _read_states(checkpoint: str) -> list[Any]:
     if not isinstance(states, list) or not states:
         raise StateFormatError(f"{path}: expected a list of the states of all ranks, found {type(states).__name__}")
     return states
-
-
-def _num_labels(labels: Tensor) -> int:
-    """Return how many labels count: of sequences, those that follow a token."""
-    counted = labels[..., 1:] if labels.dim() > 1 else labels
-    return int((counted != IGNORED_LABEL).sum())

@@ -283,7 +283,7 @@ def train_valid_test_dataloaders_provider(
         arguments: Returns Megatron-LM's arguments; default: `megatron.training.get_args`. Looked at are `iteration`,
             `dataloader_load` or else `dataloader_save` (where the state of the data is; an option that the program
             adds, as for Megatron-LM's own saving), `micro_batch_size`, `global_batch_size`, `consumed_train_samples`,
-            `data_parallel_size`, `full_validation` and the batch sizes of validation.
+            `data_parallel_size`, `gtp_weight_remat_size`, `full_validation` and the batch sizes of validation.
 
     Returns:
         A function of `(train_val_test_num_samples, vp_stage=None)` that returns `(train, valid, None)`. Of the numbers
@@ -399,9 +399,7 @@ class _Run:
         if not iteration:
             return
         if self._resume == "seek":
-            train.loader.seek(
-                arguments.consumed_train_samples // (data.micro_batch_size * arguments.data_parallel_size)
-            )
+            train.loader.seek(arguments.consumed_train_samples // (data.micro_batch_size * _data_ranks(arguments)))
             return
         if root is None:
             logger.warning(
@@ -489,7 +487,13 @@ def _microbatches_of_full_validation(arguments: Any) -> int:
         getattr(arguments, f"eval_{name}", None) or getattr(arguments, name)
         for name in ("micro_batch_size", "global_batch_size")
     )
-    return max(1, whole // (micro * arguments.data_parallel_size))
+    return max(1, whole // (micro * _data_ranks(arguments)))
+
+
+def _data_ranks(arguments: Any) -> int:
+    """Return how many ranks get microbatches of their own."""
+    # From 0.19 on, `data_parallel_size` leaves out the peers of generalised tensor parallelism.
+    return int(arguments.data_parallel_size) * int(getattr(arguments, "gtp_weight_remat_size", None) or 1)
 
 
 def _check_consumed(state: State, consumed: int | None, micro_batch_size: int, where: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from datetime import date
 from itertools import islice
 from typing import Any
 
@@ -34,11 +35,18 @@ _AFFECTED = {
     "autorotate": "how images are decoded",
     "pixels": "the values of pixels",
     "pixels_dtype": "the type of pixels",
+    "today": "the date that the chat template writes",
     "balance_window": "which samples a global batch has",
     "balance_window_of": "which samples a global batch has",
     "balance_window_cost": "which samples a global batch has",
 }
 """What a setting changes, for those that change something other than the order."""
+
+_ALSO = {
+    "batch_size": " (data.micro_batch_size of a configuration)",
+    "today": " in the ChatConfig (data.today of a configuration), or leave it out,",
+}
+"""Where else a setting can be set."""
 
 WINDOWS = "balance_window"
 """The setting with the number of global batches in a window; names of further window settings begin with it."""
@@ -68,7 +76,7 @@ def check_fits(saved: SavedRun, kind: str, settings: State, leaves: list[State],
     of_the_mix = []
     for name in sorted(settings.keys() | saved.settings.keys(), key=lambda n: (n not in _SETTING_ERRORS, n)):
         then, now = (of.get(name, ABSENT.get(name)) for of in (saved.settings, settings))
-        if then == now:
+        if then == now or (name == "today" and None in (then, now)):  # states of earlier versions have no day
             continue
         if name in _OF_THE_MIX and (adapt or difference):  # for another mix, the leaves say more
             of_the_mix.append(f"~ {name}: {then} is {now} now")
@@ -127,12 +135,21 @@ def mismatch(name: str, then: object, now: object) -> SettingMismatchError:
             "saved, and the order of samples depends on them: restore the column, or resume with "
             'on_mismatch="adapt" to continue with the new values'
         )
-    also = " (data.micro_batch_size of a configuration)" if name == "batch_size" else ""
+    also = _ALSO.get(name, "")
     return _SETTING_ERRORS.get(name, SettingMismatchError)(
         f"the state was saved with {name}={then!r}, this run has {name}={now!r}: "
         f"{_AFFECTED.get(name, 'the order of samples')} depends on it; set {name}={then!r}{also} to resume, or "
         "start a new run"
     )
+
+
+def saved_day(saved: SavedRun) -> date | None:
+    """Return the day that a run writes into texts, if its state has one. Raises StateFormatError."""
+    day = saved.settings.get("today")
+    try:
+        return None if day is None else date.fromisoformat(day)
+    except (TypeError, ValueError) as error:
+        raise StateFormatError(f"the state is damaged: today={day!r} is no date such as '2026-01-31'") from error
 
 
 def check_lanes(lanes: Mapping[int, LaneState], wanted: Iterable[int], microbatches: int, num_lanes: int) -> None:

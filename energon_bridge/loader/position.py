@@ -27,8 +27,8 @@ from energon_bridge.loader.bans import (
     named_keys,
     with_found,
 )
-from energon_bridge.loader.fits import check_fits, check_lanes, merge
-from energon_bridge.loader.run_plan import RunPlan, open_pipeline
+from energon_bridge.loader.fits import check_fits, check_lanes, merge, saved_day
+from energon_bridge.loader.run_plan import RunPlan, open_pipeline, run_day_of
 from energon_bridge.mix import parse_weight
 from energon_bridge.mix.weights import GivenWeights
 from energon_bridge.plan.changes import Ban, new_keys, with_ban
@@ -306,7 +306,7 @@ class Position:
             microbatches=self.microbatches,
             epoch=self.epoch,
             epoch_steps=self.epoch_steps,
-            settings=dict(self.plan.recorded),
+            settings=self.plan.settings,
             changes=self.plan.changes,
             bans=self._bans,
             banned=self.plan.banned,
@@ -327,7 +327,10 @@ class Position:
         changes = saved.changes
         blocks = {row["identity"]: row["block"] for row in saved.leaves}
         adapt = on_mismatch == "adapt" and data.kind == "train"
-        difference = check_fits(saved, data.kind, self.plan.recorded, self.plan.table, adapt=adapt)
+        day = run_day_of(data)
+        taken = None if day is None or day.given else saved_day(saved)
+        settings = self.plan.settings | ({} if taken is None else {"today": taken.isoformat()})
+        difference = check_fits(saved, data.kind, settings, self.plan.table, adapt=adapt)
         microbatches, lanes = saved.microbatches, saved.lanes
         ownership = Ownership(num_lanes, config.dp_size, microbatches)
         needed = self.mode.needed_lanes(ownership, config.dp_rank)
@@ -342,6 +345,8 @@ class Position:
         bans = moved_bans(saved, data.leaves) if saved.bans else ()
         banned = banned_of(saved, bans, data.leaves) if bans else {}
         self.plan = self.plan.recut(num_lanes, changes, blocks).with_banned(banned)
+        if taken is not None:
+            day.settle(taken)  # workers begin anew, with the encoder as it is then
         self.ownership, self._bans = ownership, bans
         self.microbatches, self.epoch = microbatches, saved.epoch
         self.epoch_steps = saved.epoch_steps

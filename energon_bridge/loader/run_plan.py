@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from fractions import Fraction
 from functools import cached_property
 from types import GenericAlias
@@ -44,7 +45,7 @@ from energon_bridge.task_encoder.base import decoder_of
 from energon_bridge.task_encoder.collate import REMEDY_FOR_TYPES
 from energon_bridge.task_encoder.hooks import Hook, is_overridden
 from energon_bridge.topology import default_num_lanes
-from energon_bridge.worker_config import WorkerConfig
+from energon_bridge.worker_config import WorkerConfig, distributed
 
 DATASET_IS_NO_LOADER = (
     "a dataset of energon_bridge describes what to load and gives no samples by itself. Make a loader of it and "
@@ -313,6 +314,12 @@ class RunPlan:
     changes: ChangedWeights
     recorded: dict[str, Any]
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What states record: all that the order depends on, and the day that samples were encoded on."""
+        day = run_day_of(self.data)
+        return self.recorded | ({} if day is None else {"today": day.today.isoformat()})
+
     @cached_property
     def table(self) -> list[dict[str, Any]]:
         """The leaves, in order, for people and for the state."""
@@ -447,6 +454,7 @@ def plan_run(
     if getattr(decoder, "autorotate", False):
         settings["autorotate"] = True
     settings |= getattr(data.settings.task_encoder, "pixel_settings", {})
+    _agree_on_day(run_day_of(data))
     # A pass has the same order whoever delivers it.
     cut = 1 if data.ends else lanes
     leaves = tuple(
@@ -461,6 +469,22 @@ def plan_run(
         changes=changes,
         recorded=settings,
     )
+
+
+def run_day_of(data: DatasetSpec) -> Any:
+    """Return the day that a task encoder writes into texts (`RunDay` of its templates), or None."""
+    return getattr(data.settings.task_encoder, "run_day", None)
+
+
+def _agree_on_day(day: Any) -> None:
+    """Give all ranks of a new run the day of the first one that asks: at midnight, their clocks differ."""
+    ranks = distributed()
+    if day is None or day.settled or ranks is None:
+        return
+    # No collective: ranks plan when they like, and some more often than others.
+    store = ranks.distributed_c10d._get_default_store()
+    first = b"" if store is None else store.compare_set("energon_bridge/today", "", day.today.isoformat())
+    day.settle(date.fromisoformat(first.decode()) if first else day.today)  # MPI has no store
 
 
 def _leaf(data: DatasetSpec, leaf: OpenLeaf, lanes: int, seed: int, *, block: int) -> Leaf:

@@ -93,7 +93,7 @@ def make_balance(
 
     Args:
         cost: See `Balance`.
-        pg_collection: megatron-core's `ProcessGroupCollection`, whose `dp` is looked at. Default: the groups of
+        pg_collection: megatron-core's `ProcessGroupCollection` with the data-parallel group. Default: the groups of
             `megatron.core.parallel_state`, else all ranks.
         data_group: The data-parallel group of this process, if it is none of these.
         replica: From `make_replica`, if one rank of each replica loads. These ranks balance.

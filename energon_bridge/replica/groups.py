@@ -86,8 +86,8 @@ def make_replica(
         >>> train = EnergonDataloader(open_loader, replica=replica)  # doctest: +SKIP
 
     Args:
-        pg_collection: megatron-core's `ProcessGroupCollection`: `dp` and `pp` are used. Default: the groups of
-            `megatron.core.parallel_state`.
+        pg_collection: megatron-core's `ProcessGroupCollection`: its data-parallel group (see `data_parallel_group`)
+            and `pp` are used. Default: the groups of `megatron.core.parallel_state`.
         stage_keys: What each pipeline stage needs of a batch; None: everything.
         backend: `gloo` or `nccl`. Default: that of torch.distributed within a stage, gloo across pipeline stages.
 
@@ -146,19 +146,52 @@ def _parallel_state() -> Any:
 
 
 def data_parallel_group(pg_collection: Any = None) -> Any:
-    """Return the pure data-parallel process group, or None if torch.distributed as a whole (or nothing) is it.
+    """Return the group of ranks with microbatches of their own; None if all of torch.distributed (or nothing) is it.
+
+    Without context parallelism; with the peers of generalised tensor parallelism (`gtp_remat` of megatron-core 0.19),
+    which share weights and not data, and which a collection's `dp` leaves out.
 
     Args:
-        pg_collection: megatron-core's `ProcessGroupCollection`, whose `dp` goes before `megatron.core.parallel_state`.
+        pg_collection: megatron-core's `ProcessGroupCollection`, which goes before `megatron.core.parallel_state`.
+
+    Raises:
+        DataParallelError: The collection has such peers, but no group of all ranks with microbatches of their own.
     """
-    if pg_collection is not None:
-        # A field that was never set raises AttributeError there.
-        group = getattr(pg_collection, "dp", None)
-        if group is not None:
-            return group
-        logger.debug("pg_collection has no dp group; using megatron's parallel_state or torch.distributed")
     parallel_state = _parallel_state()
-    return None if parallel_state is None else parallel_state.get_data_parallel_group(with_context_parallel=False)
+    # There, the default has the peers too.
+    known = None if parallel_state is None else parallel_state.get_data_parallel_group(with_context_parallel=False)
+    replicas, with_peers = (_group(pg_collection, name) for name in ("dp", "dp_gtp_remat"))
+    if replicas is None:
+        if pg_collection is not None and with_peers is None:
+            logger.debug("pg_collection has no dp group; using megatron's parallel_state or torch.distributed")
+        return known if with_peers is None else with_peers
+    context = parallel_place("cp", pg_collection)[1]
+    in_contexts = _group(pg_collection, "dp_cp_gtp_remat")
+    size, peers = int(replicas.size()), _peers(pg_collection, context)
+    if peers == 1:
+        return replicas
+    groups = (with_peers, in_contexts if context == 1 else None, known)
+    group = next((group for group in groups if group is not None and int(group.size()) == size * peers), None)
+    if group is None:
+        raise DataParallelError(
+            f"pg_collection has data parallelism {size} (dp), context parallelism {context} (cp) and generalised "
+            f"tensor parallelism {peers} (gtp_remat), whose peers get different microbatches, but no group of these "
+            f"{size * peers} ranks: set its dp_gtp_remat, to what parallel_state.get_data_parallel_group() of "
+            "megatron-core 0.19 returns"
+        )
+    return group
+
+
+def _group(pg_collection: Any, name: str) -> Any:
+    return getattr(pg_collection, name, None)  # a field that was never set, or is not known, raises AttributeError
+
+
+def _peers(pg_collection: Any, context: int) -> int:
+    """Return the ranks that share each weight of a tensor-parallel rank and not their data (`gtp_remat`); 1 without."""
+    replicas = int(_group(pg_collection, "dp").size())
+    groups = {"gtp_remat": 1, "dp_gtp_remat": replicas, "dp_cp_gtp_remat": replicas * context}
+    given = ((_group(pg_collection, name), others) for name, others in groups.items())
+    return max([1, *(int(group.size()) // others for group, others in given if group is not None)])
 
 
 def parallel_place(kind: Literal["tp", "cp", "pp"], pg_collection: Any = None) -> tuple[int, int]:
@@ -168,7 +201,7 @@ def parallel_place(kind: Literal["tp", "cp", "pp"], pg_collection: Any = None) -
         kind: Which group.
         pg_collection: megatron-core's `ProcessGroupCollection`, which goes before `megatron.core.parallel_state`.
     """
-    group = getattr(pg_collection, kind, None)  # a field that was never set raises AttributeError there
+    group = _group(pg_collection, kind)
     if group is not None:
         return int(group.rank()), int(group.size())
     parallel_state = _parallel_state()
@@ -183,7 +216,8 @@ def check_data_parallel(config: WorkerConfig, pg_collection: Any = None) -> None
     """Raise for a configuration under which the ranks of a replica would train on different data.
 
     Looked at are megatron's groups, where they are made: there cannot be more data-parallel ranks than replicas, and
-    where there are as many, a rank given as a number must be the data-parallel one. A group is taken at its word.
+    where there are as many, a rank given as a number must be the data-parallel one. A loader for fewer ranks than get
+    data of their own would give some of them the same; only one that is not shared out at all is taken at its word.
 
     Args:
         config: Of the loader.
@@ -200,6 +234,16 @@ def check_data_parallel(config: WorkerConfig, pg_collection: Any = None) -> None
     rank, ranks = int(group.rank()), int(group.size())
     replicas = world.get_world_size() // math.prod(sizes.values())
     other_rank = config.data_parallel_group is None and config.dp_size == ranks and config.dp_rank != rank
+    alone = config.data_parallel_group is None and config.dp_size == 1
+    if config.dp_size < ranks and not alone:
+        raise DataParallelError(
+            f"the loader is for rank {config.dp_rank} of {config.dp_size}, but {ranks} ranks get microbatches of their "
+            f"own, of which this process is rank {rank}: {ranks // config.dp_size} of them would train on the same "
+            "data. With generalised tensor parallelism (gtp_remat), the dp group of megatron-core's "
+            "ProcessGroupCollection leaves peers out. Pass WorkerConfig "
+            "data_parallel_group=parallel_state.get_data_parallel_group() (dp_gtp_remat of a collection), or use "
+            "EnergonMultiModalDataModule, which does"
+        )
     if config.dp_size <= max(1, replicas) and not other_rank:
         return
     parallel = ", ".join(f"{name} parallelism {size}" for name, size in sizes.items() if size > 1)

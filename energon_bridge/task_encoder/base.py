@@ -97,6 +97,11 @@ class TaskEncoder(Generic[SampleT, EncodedT, RawBatchT, BatchT]):
         return {}
 
     @property
+    def run_day(self) -> Any:
+        """The day that the encoder writes into texts (a `RunDay`); it is part of the state. None by default."""
+        return None
+
+    @property
     def image_alpha(self) -> str:
         """What becomes of transparency where images are decoded without alpha: "drop", by default, "white", "keep"."""
         return "drop"
@@ -339,6 +344,7 @@ class AugmentTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     cookers: Any = _Inner()
     decoder: Any = _Inner()
     pixel_settings: Any = _Inner()
+    run_day: Any = _Inner()
     image_alpha: Any = _Inner()
     autorotate: Any = _Inner()
     __default_failure_tolerance__: Any = _Inner()

@@ -21,7 +21,7 @@ from energon_bridge.task_encoder.conversation import (
     check_keys,
     template_keys,
 )
-from energon_bridge.task_encoder.templates import ChatTemplate, template_source
+from energon_bridge.task_encoder.templates import ChatTemplate, RunDay, template_source
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,7 +157,9 @@ class Rendered(NamedTuple):
     has_special_tokens: bool
 
 
-def render(content: Conversation | Document, config: MultiModalSampleConfig, tokenizer: Any) -> Rendered:
+def render(
+    content: Conversation | Document, config: MultiModalSampleConfig, tokenizer: Any, day: RunDay | None = None
+) -> Rendered:
     """Render a conversation by the template, or a document as it is.
 
     Raises:
@@ -178,7 +180,7 @@ def render(content: Conversation | Document, config: MultiModalSampleConfig, tok
     if chat_template is None or template.layout is not None:
         layout = template.layout or TurnLayout()
         return Rendered(list(_lay_out(turns, layout, template)), layout.has_special_tokens)
-    return Rendered(list(_render_chat(turns, chat_template, template, tokenizer)), True)
+    return Rendered(list(_render_chat(turns, chat_template, template, tokenizer, day or RunDay.of(None))), True)
 
 
 def place_images(question: str, count: int, config: MultiModalSampleConfig) -> str:
@@ -236,13 +238,13 @@ def _lay_out(turns: Sequence[Turn], layout: TurnLayout, template: ConversationTe
 
 
 def _render_chat(
-    turns: Sequence[Turn], chat_template: str, template: ConversationTemplateConfig, tokenizer: Any
+    turns: Sequence[Turn], chat_template: str, template: ConversationTemplateConfig, tokenizer: Any, day: RunDay
 ) -> Iterator[Piece]:
     """Yield the text up to the last answer; which of it is learned, `templates` says."""
     names = {"system": "system", "user": template.roles[0], "assistant": template.roles[1]}
     last = max(number for number, turn in enumerate(turns) if turn.role == "assistant")
     messages = [{"role": names[turn.role], "content": turn.text} for turn in turns[: last + 1]]
-    rendering = ChatTemplate(tokenizer=tokenizer, source=chat_template, roles=template.roles)
+    rendering = ChatTemplate(tokenizer=tokenizer, source=chat_template, roles=template.roles, day=day)
     numbers = [number for number, turn in enumerate(turns) if turn.role == "assistant" and turn.learned]
     text, spans = rendering.answers(messages, None, numbers)
     if chat_template not in _named:

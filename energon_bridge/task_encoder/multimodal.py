@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import date
 from functools import cached_property
 from typing import Any, cast
 
@@ -40,7 +41,13 @@ from energon_bridge.task_encoder.sequences import (
     mrope_positions,
     with_norm,
 )
-from energon_bridge.task_encoder.templates import check_markers, control_tokens, template_source
+from energon_bridge.task_encoder.templates import (
+    RunDay,
+    check_markers,
+    control_tokens,
+    template_source,
+    writes_date,
+)
 from energon_bridge.task_encoder.texts import is_fast, tokenize
 from energon_bridge.task_encoder.visual import concat_visual
 
@@ -77,6 +84,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
             Pillow-backed processors; `processor` calls the image processor. None: those of its class.
         pixels_dtype: Type of the pixels: `float32`, `bfloat16`, `float16`, or `uint8`, for `normalise_on_device`.
         autorotate: Turn images as EXIF says, and videos as their headers say, as viewers do. False: as they are stored.
+        today: The date that a chat template writes, as of a `ChatConfig`.
 
     Raises:
         ConfigurationError: No tokenizer, image tokens that alone fill `seq_length`, an image token without an id or a
@@ -100,6 +108,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         pixels: Profile | None = None,
         pixels_dtype: PixelDtype = "float32",
         autorotate: bool = False,
+        today: date | str | None = None,
     ) -> None:
         if tokenizer is None:
             raise ConfigurationError(
@@ -111,6 +120,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         self.image_processor = image_processor
         self.pixels_dtype: PixelDtype = pixels_dtype
         self.autorotate = autorotate
+        self._day = RunDay.of(today)
         self._path = pixel_path(image_processor, pixels, pixels_dtype)
         if self._path is not None and type(self).decoder is MultiModalTaskEncoder.decoder:
             self.decoder = SampleDecoder(image_decode="fastrgb")  # bytes for the native path, without Pillow's copies
@@ -155,7 +165,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         """
         try:
             content = read_sample(sample, self._encoders, self.config, control_tokens=self._control_tokens)
-            rendered = render(content, self.config, self.tokenizer)
+            rendered = render(content, self.config, self.tokenizer, self._day)
             self._check_placeholders(rendered.pieces, len(content.images))
             sequence = Sequencer(longest=self.seq_length)
             visual = self._fill(sequence, rendered, content.images)
@@ -190,6 +200,12 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
     @property
     def pixel_settings(self) -> dict[str, str]:
         return pixel_settings(self.image_processor, self._path, self.pixels_dtype)
+
+    @property
+    def run_day(self) -> RunDay | None:
+        template = self.config.conversation_template_config
+        source = None if template.layout else template_source(self.tokenizer, template.chat_template)
+        return self._day if self._day.given or (source and writes_date(source)) else None
 
     @property
     def image_alpha(self) -> Alpha:

@@ -5,6 +5,8 @@ with `return_assistant_tokens_mask=True`. Otherwise an answer is what the templa
 up to the answer minus the rendering before it with `add_generation_prompt=True`, without trailing white space. Both
 must be prefixes of the rendering of the whole conversation.
 
+A template that writes the date, by `strftime_now`, has that of the run (`RunDay`), at midnight.
+
 A conversation may begin with an answer. Its prompt is what the template writes before any text of it; a template that
 refuses such conversations gets an empty question in front.
 """
@@ -17,7 +19,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, wraps
+from datetime import date, datetime
+from functools import lru_cache, partial, wraps
 from itertools import groupby
 from os.path import commonprefix
 from typing import Any, NamedTuple
@@ -31,6 +34,8 @@ _SHOWN = 200
 _MARKER = re.compile(r"<\|[^<>\s{}]+\|>|</s>|<\w+_of_turn>")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # transformers fills the first two from any of them
 BEFORE_ALL = ("system", "developer")
+_CLOCK = "strftime_now"
+_DATES = tuple(f"%{letter}" for letter in "aAbBcCdDeFgGhHIjklmMnpPrRsStTuUVwWxXyYzZ")
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -42,6 +47,37 @@ class Span(NamedTuple):
     end: int
 
 
+@dataclass(slots=True)
+class RunDay:
+    """The day that templates write as today's. It belongs to the run: its states have it, and all ranks agree on it.
+
+    Args:
+        today: The day; until the run begins, that on which the encoder was made.
+        given: Whether the user has set it, so that no state changes it.
+        settled: Whether it stays: it is given, a state has it, or all ranks have agreed on it.
+    """
+
+    today: date
+    given: bool = False
+    settled: bool = False
+
+    @classmethod
+    def of(cls, today: date | str | None) -> RunDay:
+        """Return the day of a setting; None: that of the clock. Raises ConfigurationError."""
+        if today is None:
+            return cls(date.today())
+        try:
+            day = date.fromisoformat(today) if isinstance(today, str) else date(today.year, today.month, today.day)
+        except (AttributeError, ValueError) as error:
+            raise ConfigurationError(f"today must be a date such as '2026-01-31', got {today!r}") from error
+        return cls(day, given=True, settled=True)
+
+    def settle(self, day: date) -> None:
+        """Take over the day of a state, or of all ranks."""
+        self.today = day
+        self.settled = True
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatTemplate:
     """A chat template, rendered by a tokenizer's `apply_chat_template`.
@@ -50,12 +86,14 @@ class ChatTemplate:
         tokenizer: Of the transformers interface.
         options: Further arguments of it.
         roles: The names of the roles of questions and answers.
+        day: What it writes as today's date.
     """
 
     tokenizer: Any
     source: str
     options: Mapping[str, Any] = field(default_factory=dict)
     roles: tuple[str, str] = ("user", "assistant")
+    day: RunDay = field(default_factory=partial(RunDay.of, None))
     known: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -63,16 +101,25 @@ class ChatTemplate:
         """Whether the template marks what is learned."""
         return _marks(self.source)
 
+    @property
+    def writes_date(self) -> bool:
+        """Whether the template asks for the date."""
+        return writes_date(self.source)
+
+    @property
+    def _dated(self) -> str:
+        return dated(self.source, self.day.today) if self.writes_date else self.source
+
     def uses(self, name: str) -> bool:
         """Return whether the template mentions a key of messages, or an argument."""
         return any(_mentions(self.source, one) for one in (_REASONING if name in _REASONING else (name,)))
 
     def text(self, messages: Messages, tools: Any = None, **options: Any) -> str:
         """Return the rendering. Raises SampleError if the template refuses the messages."""
-        with _template_errors():
+        with _template_errors(lines_before=self.writes_date):
             text: str = self.tokenizer.apply_chat_template(
                 list(messages),
-                chat_template=self.source,
+                chat_template=self._dated,
                 tokenize=False,
                 **({"tools": tools} if tools else {}),
                 **{**self.options, **options},
@@ -158,11 +205,11 @@ class ChatTemplate:
     def _rendered_marks(self, messages: Messages, tools: Any) -> tuple[str, list[Span]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        with _template_errors():
+        with _template_errors(lines_before=self.writes_date):
             (text,), (marks,) = render_jinja_template(
                 conversations=[list(messages)],
                 tools=tools,
-                chat_template=self.source,
+                chat_template=self._dated,
                 return_assistant_tokens_mask=True,
                 **{**getattr(self.tokenizer, "special_tokens_map", {}), **self.options},
             )
@@ -302,6 +349,31 @@ def control_tokens(tokenizer: Any, template: str, media: Iterable[str | None]) -
     return re.compile("|".join(map(re.escape, sorted(names)))) if names else None
 
 
+# Dates ----------------------------------------------------------------------------------------------------------------
+
+
+def writes_date(source: str) -> bool:
+    """Return whether a template asks for the date."""
+    return _mentions(source, _CLOCK)
+
+
+@lru_cache(maxsize=64)
+def dated(source: str, day: date) -> str:
+    """Return a template in which `strftime_now` is a macro that writes a day, at midnight.
+
+    transformers takes no function as an argument of a template, so the template itself gets one, in a line that
+    writes nothing: the line break behind a block is no text (`trim_blocks`).
+    """
+    then = datetime(day.year, day.month, day.day)
+    found = {*_DATES, *re.findall(r"%[-_0^#]?[A-Za-z]", source)}
+    codes = [("%%", "\0"), *((code, then.strftime(code)) for code in sorted(found)), ("\0", "%")]
+    return (
+        f"{{%- macro {_CLOCK}(format) -%}}{{%- set text = namespace(it=format) -%}}"
+        f"{{%- for code, shown in {codes!r} -%}}{{%- set text.it = text.it | replace(code, shown) -%}}{{%- endfor -%}}"
+        f"{{{{ text.it }}}}{{%- endmacro %}}\n{source}"
+    )
+
+
 # Texts that are only written ------------------------------------------------------------------------------------------
 #
 # A template that does nothing with the texts of a conversation but write them has the same around any texts. Whether it
@@ -394,7 +466,7 @@ def _watched(source: str) -> Any:
     environment: Any = compiled.environment.overlay()
     tree = environment.parse(source)
     formats = (one for one in tree.find_all(nodes.Mod) if not isinstance(getattr(one.right, "value", None), int))
-    if any(_mentions(source, name) for name in ("strftime_now", "random", "lipsum")) or not environment.sandboxed:
+    if any(_mentions(source, name) for name in ("random", "lipsum")) or not environment.sandboxed:
         raise _ReadError
     if tree.find(nodes.Concat) is not None or any(formats):  # which make plain texts of any
         raise _ReadError
@@ -477,13 +549,15 @@ def _end_of(text: str) -> str:
 
 
 @contextmanager
-def _template_errors() -> Iterator[None]:
-    """Turn the errors of a template into ours."""
+def _template_errors(*, lines_before: int) -> Iterator[None]:
+    """Turn the errors of a template into ours; so many lines before it are not its own."""
     from jinja2 import TemplateError, TemplateSyntaxError
 
     try:
         yield
     except TemplateSyntaxError as error:
-        raise ConfigurationError(f"the chat template has an error in line {error.lineno}: {error}") from error
+        raise ConfigurationError(
+            f"the chat template has an error in line {error.lineno - lines_before}: {error}"
+        ) from error
     except (TemplateError, TypeError) as error:
         raise SampleError(f"the chat template rejects the conversation: {error}") from error

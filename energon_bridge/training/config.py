@@ -146,6 +146,8 @@ class DataConfig:
         chat_template: Template that renders conversations: a Jinja file, or `llava`, `chatml` or `qwen-vl`; null: the
             tokenizer's own template.
         autorotate: Turn images as EXIF says, and videos as their headers say, as viewers do.
+        today: The date that a chat template writes, if it writes one, such as '2026-01-31'; null: the day on which the
+            run began.
         system: System prompt for conversations without one of their own.
         min_pixels: Smaller images are enlarged to this area, if image tokens depend on the image; null: as the image
             processor does.
@@ -179,6 +181,7 @@ class DataConfig:
     shuffle_images: bool = False
     chat_template: str | None = None
     autorotate: bool = False
+    today: str | None = None
     system: str | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None

@@ -10,6 +10,7 @@ import inspect
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
+from datetime import date
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal
@@ -213,6 +214,8 @@ def _convert(value: Any, hint: Any, *, name: str, where: str) -> Any:
     accepted = typing.get_args(hint) or (hint,)
     if dict[str, Any] in accepted:
         return _convert_mapping(value, name=name, where=where)
+    if isinstance(value, date):  # what YAML makes of 2026-01-31
+        value = value.isoformat()
     if isinstance(value, _Text):
         if str not in accepted or value in ("null", "~"):
             value = _parse(value, name)

@@ -60,6 +60,7 @@ ENCODER_SETTINGS = (
     "packing_max_images",
     "chat_template",
     "autorotate",
+    "today",
     "system",
     "min_pixels",
     "max_pixels",
@@ -132,6 +133,7 @@ def training_task_encoder(config: DataConfig, bundle: ModelBundle) -> MultiModal
         image_tokens_per_image=bundle.image_tokens,
         packer=_packer(config),
         autorotate=config.autorotate,
+        today=config.today,
     )
     encoder.cookers = COOKERS
     return encoder
@@ -187,6 +189,7 @@ def _chat_encoder(
             seq_length=config.seq_length,
             chat_template=template,
             autorotate=config.autorotate,
+            today=config.today,
             system=config.system,
             max_num_images=config.max_num_images,
             max_num_frames=config.max_num_frames or _MOST_FRAMES,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +26,15 @@ from megatron.core.rerun_state_machine import (
     initialize_rerun_state_machine,
 )
 
-from energon_bridge import DefaultTaskEncoder, EnergonMultiModalDataModule
+from energon_bridge import (
+    DefaultTaskEncoder,
+    EnergonMultiModalDataModule,
+    WorkerConfig,
+    get_savable_loader,
+    get_train_dataset,
+)
+from energon_bridge.errors import DataParallelError
+from energon_bridge.replica import check_data_parallel
 from energon_bridge.testing import create_captioning_test_dataset
 
 WORLD = 8
@@ -104,6 +114,107 @@ def test_the_rank_is_that_of_the_pure_data_parallel_group(dataset: Path) -> None
     for (_, expected), of_layout in zip(LAYOUTS, zip(*on_ranks(load), strict=True), strict=True):
         assert all(len(set(of_one)) == 1 for of_one in of_layout)
         assert [of_one[0] for of_one in of_layout] == expected * (WORLD // len(expected))
+
+
+# Generalised tensor parallelism --------------------------------------------------------------------------------------
+#
+# Of megatron-core 0.19: peers of a `gtp_remat` group share weights and not data, and a collection's `dp` lacks them.
+
+
+def group_of(rank: int, key: Callable[[int], Any]) -> Any:
+    """Return the group of the ranks with the key of this one; every rank must call it."""
+    keys = list(map(key, range(WORLD)))
+    made = {one: dist.new_group([r for r in range(WORLD) if keys[r] == one]) for one in sorted(set(keys))}
+    return made[key(rank)]
+
+
+def with_peers(rank: int, inner: str) -> dict[str, Any]:
+    """Return groups of two replicas, two peers each, and two inner ranks (`tp` or `cp`), in megatron-core's order."""
+    axes = {"tp": (1, 2, 4), "cp": (2, 1, 4)}[inner]
+
+    def place(r: int, axis: int) -> int:
+        return r // axes[axis] % 2
+
+    inner_of, peer_of, replica_of = ((lambda r, axis=axis: place(r, axis)) for axis in range(3))
+    alone, contexts = group_of(rank, lambda r: r), group_of(rank, lambda r: (peer_of(r), replica_of(r)))
+    of_data = group_of(rank, inner_of)
+    return {
+        "tp": contexts if inner == "tp" else alone,
+        "cp": contexts if inner == "cp" else alone,
+        "pp": alone,
+        "dp": group_of(rank, lambda r: (inner_of(r), peer_of(r))),
+        "gtp_remat": group_of(rank, lambda r: (inner_of(r), replica_of(r))),
+        "dp_gtp_remat": of_data,
+        "dp_cp_gtp_remat": of_data if inner == "tp" else group_of(rank, lambda r: 0),
+    }
+
+
+WITH_PEERS = [("gtp_remat", "dp_cp_gtp_remat"), ("dp_cp_gtp_remat",), ("gtp_remat", "dp_gtp_remat"), ("dp_gtp_remat",)]
+
+
+@pytest.mark.parametrize("inner", ["tp", "cp"])
+def test_peers_that_share_weights_get_microbatches_of_their_own(inner: str, dataset: Path) -> None:
+    def load(rank: int) -> Any:
+        groups = with_peers(rank, inner)
+        taken = []
+        for names in WITH_PEERS:
+            names = (*names, "dp_gtp_remat") if inner == "cp" else names
+            given = SimpleNamespace(**{name: groups[name] for name in ("tp", "cp", "pp", "dp", *names)})
+            assert rank_and_size(module(dataset, pg_collection=given)) == (groups["dp_gtp_remat"].rank(), 4)
+            for loading in ("every_rank", "one_rank"):
+                data = module(dataset, pg_collection=given, replica_loading=loading, global_batch_size=16)
+                taken.append(keys(data.train_dataloader(), 2))
+            config = WorkerConfig(data_parallel_group=groups["dp"])
+            with pytest.raises(DataParallelError, match=r"rank \d of 2, but 4 ranks get microbatches .*gtp_remat"):
+                check_data_parallel(config, given)
+        return groups["dp_gtp_remat"].rank(), taken
+
+    results = on_ranks(load)
+    by_rank = dict(results)
+    assert len({str(taken[0]) for taken in by_rank.values()}) == 4
+    for place, taken in results:
+        assert all(one == by_rank[place][0] for one in taken)
+
+
+def test_a_collection_that_cannot_tell_who_gets_data_is_refused(dataset: Path) -> None:
+    def load(rank: int) -> None:
+        groups = with_peers(rank, "cp")
+        del groups["dp_gtp_remat"]
+        with pytest.raises(DataParallelError, match=r"context parallelism 2 \(cp\).*set its dp_gtp_remat"):
+            worker_config_of(module(dataset, pg_collection=SimpleNamespace(**groups)))
+
+    on_ranks(load)
+
+
+def test_fewer_loaders_than_data_parallel_ranks_are_refused(dataset: Path) -> None:
+    def load(rank: int) -> None:
+        pair = group_of(rank, lambda r: r // 2)
+        for config in (WorkerConfig(data_parallel_group=pair), WorkerConfig(rank=rank // 4, world_size=2)):
+            with pytest.raises(DataParallelError, match=r"rank \d of 2, but 8 ranks get .* 4 of them would"):
+                get_savable_loader(get_train_dataset(dataset, batch_size=2, worker_config=config))
+
+    on_ranks(load, tensor_model_parallel_size=1)
+
+
+@pytest.mark.skipif(
+    "gtp_remat_size" not in inspect.signature(parallel_state.initialize_model_parallel).parameters,
+    reason="megatron-core 0.19 has generalised tensor parallelism",
+)
+@pytest.mark.parametrize("inner", ["tensor_model_parallel_size", "context_parallel_size"])
+def test_megatrons_own_peers_get_microbatches_of_their_own(inner: str, dataset: Path) -> None:
+    def load(rank: int) -> Any:
+        taken = []
+        for groups in (None, ProcessGroupCollection.use_mpu_process_groups()):
+            for loading in ("every_rank", "one_rank"):
+                data = module(dataset, pg_collection=groups, replica_loading=loading)
+                taken.append(keys(data.train_dataloader(), 2))
+        return parallel_state.get_data_parallel_rank(), taken
+
+    results = on_ranks(load, gtp_remat_size=2, **{inner: 2})
+    by_rank = dict(results)
+    assert len({str(taken[0]) for taken in by_rank.values()}) == 4
+    for place, taken in results:
+        assert all(one == by_rank[place][0] for one in taken)
 
 
 # What the loop relies on ---------------------------------------------------------------------------------------------

@@ -226,10 +226,14 @@ def test_an_iterator_for_each_validation_set(replica_loading: str, dataset: Path
     assert results == [([4, 4], [{"part": 0}, {"part": 1}], None)] * 2
 
 
-@pytest.mark.parametrize(("dp", "whole", "length"), [(1, 8, 1), (1, 6, 2), (2, 8, 2), (2, 4, 4)])
-def test_full_validation_counts_in_iterations(dp: int, whole: int, length: int, dataset: Path) -> None:
+@pytest.mark.parametrize(
+    ("dp", "peers", "whole", "length"),
+    [(1, 1, 8, 1), (1, 1, 6, 2), (2, 1, 8, 2), (2, 1, 4, 4), (1, 2, 8, 2), (2, 2, 8, 4)],
+)
+def test_full_validation_counts_in_iterations(dp: int, peers: int, whole: int, length: int, dataset: Path) -> None:
     arguments = SimpleNamespace(full_validation=True, eval_micro_batch_size=MICRO_BATCH, eval_global_batch_size=whole)
-    arguments.data_parallel_size = dp
+    arguments.data_parallel_size = dp  # without the peers of generalised tensor parallelism, as 0.19 has it
+    arguments.gtp_weight_remat_size = peers
     provider = train_valid_test_dataloaders_provider(lambda: module(dataset), arguments=lambda: arguments)
     _, valid, _ = provider((1, None, 0))
     assert len(valid) == length  # type: ignore[arg-type]
@@ -238,16 +242,17 @@ def test_full_validation_counts_in_iterations(dp: int, whole: int, length: int, 
 
 
 def test_runs_without_files_go_on_by_arithmetic(dataset: Path, tmp_path: Path, whole: Any) -> None:
-    def run(iteration: int) -> Any:
+    def run(iteration: int, peers: int) -> Any:
         arguments = loop_arguments(tmp_path / "nothing is there", iteration)
-        arguments.data_parallel_size = dist.get_world_size()
+        arguments.data_parallel_size = dist.get_world_size() // peers
+        arguments.gtp_weight_remat_size = peers
         provider = train_valid_test_dataloaders_provider(
             lambda: module(dataset, global_batch_size=GLOBAL_BATCH), resume="seek", arguments=lambda: arguments
         )
         return place()["dp"], [Loop(provider, arguments).iteration()], []
 
-    for world in (1, 2):
-        assert global_batches(on_ranks(world, lambda rank: run(3))) == whole[3:4]
+    for world, peers in ((1, 1), (2, 1), (2, 2)):
+        assert global_batches(on_ranks(world, lambda rank, peers=peers: run(3, peers))) == whole[3:4]
 
 
 def test_saving_with_virtual_stages_is_refused(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

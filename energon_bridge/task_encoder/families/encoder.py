@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
@@ -71,7 +72,7 @@ from energon_bridge.task_encoder.sequences import (
     finished,
     with_norm,
 )
-from energon_bridge.task_encoder.templates import control_tokens
+from energon_bridge.task_encoder.templates import RunDay, control_tokens
 from energon_bridge.task_encoder.visual import as_pil, size_of
 
 
@@ -88,6 +89,8 @@ class ChatConfig:
         chat_template: A Jinja template instead of the tokenizer's own.
         template_kwargs: Further arguments of the template, for example `{"enable_thinking": False}`.
         system: System prompt for conversations without one.
+        today: The date that the template writes, if it writes one, such as "2026-01-31". None: the day on which the run
+            began, which its states have.
         learn: `all` answers, or only the `last`, for templates that write earlier turns differently.
         over_long: What to do with a conversation longer than `seq_length`: `truncate` cuts it on the right, never
             inside an image or a video; `drop` leaves it out as SkipSample does; `raise` stops the run.
@@ -124,6 +127,7 @@ class ChatConfig:
     chat_template: str | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     system: str | None = None
+    today: date | str | None = None
     learn: Literal["all", "last"] = "all"
     over_long: OverLong | Literal["truncate", "drop", "raise"] = OverLong.TRUNCATE
     max_num_images: int | None = None
@@ -153,6 +157,7 @@ class ChatConfig:
         for name in ("video_fps", "max_sound_seconds"):
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise ConfigurationError(f"ChatConfig: {name} must be positive, got {value!r}")
+        RunDay.of(self.today)
         policies = (OverLong.TRUNCATE, OverLong.DROP, OverLong.RAISE)
         for name, choices in (
             ("over_long", policies),
@@ -212,6 +217,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             template=self.config.chat_template,
             learn=self.config.learn,
             options=self.config.template_kwargs,
+            day=RunDay.of(self.config.today),
         )
         self._placeholders = placeholder_ids(tokenizer, family)
         media = placeholder_tokens(family).values()
@@ -355,6 +361,10 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
     def pixel_settings(self) -> dict[str, str]:
         processor = getattr(self.family, "image_processor", None)
         return pixel_settings(processor, _path_of(self.family), getattr(self.family, "pixels_dtype", "float32"))
+
+    @property
+    def run_day(self) -> RunDay | None:
+        return self._renderer.run_day
 
     @property
     def image_alpha(self) -> Alpha:

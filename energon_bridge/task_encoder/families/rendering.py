@@ -16,7 +16,6 @@ import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import date
 from functools import lru_cache
 from itertools import accumulate, count
 from typing import Any, Literal, NamedTuple
@@ -46,6 +45,7 @@ from energon_bridge.task_encoder.templates import (
     BEFORE_ALL,
     PROBE,
     ChatTemplate,
+    RunDay,
     Span,
     check_markers,
     only_written,
@@ -125,6 +125,12 @@ class ChatRenderer:
         """The Jinja template."""
         return self.plain.source
 
+    @property
+    def run_day(self) -> RunDay | None:
+        """The day of the run; None if nothing depends on it."""
+        is_used = self.plain.day.given or self.plain.writes_date or self.with_tools.writes_date
+        return self.plain.day if is_used else None
+
     def segments(self, content: Conversation) -> list[Segment]:
         """Return the text of a conversation.
 
@@ -178,7 +184,7 @@ class ChatRenderer:
     def _outline(self, content: Conversation) -> Outline | None:
         """Return the outline of conversations of this shape; None if the template changes their texts."""
         shape = [(turn.role, turn.learned, tuple([part.kind for part in turn.parts])) for turn in content.turns]
-        key = (date.today(), *shape)  # templates may write the date
+        key = (self.plain.day.today, *shape)  # which the template may write
         if key not in self.outlines:
             if len(self.outlines) >= _MOST_OUTLINES:
                 self.outlines.clear()
@@ -276,6 +282,7 @@ def make_renderer(
     template: str | None,
     learn: Literal["all", "last"],
     options: Mapping[str, Any],
+    day: RunDay | None = None,
 ) -> ChatRenderer:
     """Return the renderer for a tokenizer; its own template is the default.
 
@@ -290,7 +297,8 @@ def make_renderer(
         )
     if source in (CHATML_TEMPLATE, QWEN_VL_TEMPLATE, OMNI_TEMPLATE):
         check_markers("<|im_start|><|im_end|>", tokenizer)
-    made = ChatTemplate(tokenizer=tokenizer, source=source, options=options)
+    day = day or RunDay.of(None)
+    made = ChatTemplate(tokenizer=tokenizer, source=source, options=options, day=day)
     for_tools = template_source(tokenizer, template, "tool_use")
     with_tools = replace(made, source=for_tools) if isinstance(for_tools, str) and for_tools != source else made
     return ChatRenderer(plain=made, with_tools=with_tools, family=family, learn=learn)
