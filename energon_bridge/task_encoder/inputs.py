@@ -282,10 +282,16 @@ _limits: WeakKeyDictionary[Any, PackLimits] = WeakKeyDictionary()
 def _check_once(model: Any, batch: Any) -> None:
     rows = min(2, len(batch.tokens))
     limits = _limits.get(unwrapped(model))
-    if _checked.get(model, 0) >= rows and limits == PackLimits():
+    seen = limits is not None and _checked.get(model, 0) >= rows
+    if seen and limits == PackLimits():
         return
-    longest = int(batch.cu_seqlens.diff().max()) if len(batch.cu_seqlens) > 2 else 0  # one sample has nobody beside it
-    check_packing(model, rows=rows, row_length=batch.tokens.shape[1], sample_length=longest)
+    samples = len(batch.cu_seqlens) - 1
+    row = batch.tokens.shape[1] if samples > len(batch.tokens) else 0  # a sample that has its row alone is right
+    longest = int(batch.cu_seqlens.diff().max()) if samples > 1 else 0
+    if seen:
+        _check_lengths(model, row, longest)
+    else:
+        check_packing(model, rows=rows, row_length=row, sample_length=longest)
 
 
 @torch.no_grad()
@@ -313,17 +319,18 @@ def check_packing(
     """
     if _takes(model, "cross_attention_mask"):
         raise ConfigurationError(f"{type(unwrapped(model)).__name__}: {NO_PACKS_ACROSS}")
-    if _checked.get(model, 0) < rows:
-        _check_apart(model, rows)
+    _check_apart(model, rows)
     _checked[model] = max(rows, _checked.get(model, 0))
     inner = unwrapped(model)
     if inner not in _limits:
         mrope = takes_mrope(model)
         _limits[inner] = pack_limits(inner, lambda plain: plain.expand(4, *plain.shape) if mrope else plain)
-    _check_lengths(type(inner).__name__, _limits[inner], row_length, sample_length)
+    _check_lengths(model, row_length, sample_length)
 
 
-def _check_lengths(name: str, limits: PackLimits, row: int | None, sample: int | None) -> None:
+def _check_lengths(model: Any, row: int | None, sample: int | None) -> None:
+    limits = _limits[unwrapped(model)]
+    name = type(unwrapped(model)).__name__
     unpacked = "train unpacked (without packing_buffer_size; data.packing_buffer_size=null)"
     for kind, length, limit, by in (
         ("row", row, limits.row, limits.row_by),

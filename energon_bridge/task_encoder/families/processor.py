@@ -311,9 +311,10 @@ class ProcessorFamily:
             )
 
     def _too_short(self, length: int) -> SampleError:
+        milliseconds = 1000 * length / self.sampling_rate
         return SampleError(
-            f"{type(self.processor).__name__} makes no token of a sound of {1000 * length / self.sampling_rate:.0f} ms: "
-            "pad it with silence, or leave the sample out"
+            f"a sound of {milliseconds:.0f} ms is too short for {type(self.processor).__name__}, which makes no token of "
+            "it or hears nothing in it: pad it with silence, or leave the sample out"
         )
 
     def _step_seconds(self, video: VideoFrames) -> float | None:
