@@ -281,7 +281,11 @@ def test_a_sound_too_short_for_a_token_is_left_out_by_name(name: str) -> None:
             count = int((written == token).sum())
         except Exception:  # it takes none so short
             count = 0
-        if count and milliseconds > 1:  # Gemma 3n writes as many tokens for any length
+        if (
+            name == "Gemma3nProcessor" and milliseconds < 32
+        ):  # it writes as many tokens for any length, but hears nothing
+            count = 0
+        if count:
             assert int((encoder.encode(sample).tokens == token).sum()) == count, milliseconds
         else:
             with pytest.raises(
@@ -289,7 +293,7 @@ def test_a_sound_too_short_for_a_token_is_left_out_by_name(name: str) -> None:
             ):
                 encoder.encode(sample)
         assert count or milliseconds < 100
-        assert milliseconds > 20 or not count or name == "Gemma3nProcessor"
+        assert milliseconds > 20 or not count
 
 
 @pytest.mark.parametrize("name", ["Gemma3Processor", "LlavaNextProcessor"])

@@ -311,10 +311,11 @@ class ProcessorFamily:
             )
 
     def _too_short(self, length: int) -> SampleError:
+        name = type(self.processor).__name__
         milliseconds = 1000 * length / self.sampling_rate
         return SampleError(
-            f"a sound of {milliseconds:.0f} ms is too short for {type(self.processor).__name__}, which makes no token of "
-            "it or hears nothing in it: pad it with silence, or leave the sample out"
+            f"a sound of {milliseconds:.0f} ms is too short for {name}, which makes no token of it or hears nothing in "
+            "it: pad it with silence, or leave the sample out"
         )
 
     def _step_seconds(self, video: VideoFrames) -> float | None:
