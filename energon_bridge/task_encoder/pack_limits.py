@@ -173,9 +173,8 @@ def _copies(text: Any) -> Callable[..., Any] | None:
     small = sum(one.numel() for one in text.parameters()) <= _SMALL_MODEL
     for heads in (None,) if small else (4, 8, 16, 0):
         try:
-            make = partial(
-                _made, type(text), text.config, text.config.to_dict() if small else _narrow(text.config, heads)
-            )
+            settings = text.config.to_dict() if heads is None else _narrow(text.config, heads)
+            make = partial(_made, type(text), text.config, settings)
             with torch.device("meta"):
                 size = sum(one.numel() for one in make((), seed=None).parameters())
             if size > _LARGEST_COPY:
