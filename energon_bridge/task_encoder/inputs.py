@@ -6,7 +6,9 @@ without an attention mask and without a cache: with either, the model silently a
 out, and `check_packing` tests the model. Models with three position axes (the Qwen-VL families) get the plain positions
 in front of the three, and use those to tell samples apart.
 
-Padding needs no mask: it follows the tokens of its sample, attention is causal, and padding carries no loss.
+Padding needs no mask: it follows the tokens of its sample, attention is causal, and padding carries no loss. In packs
+its positions begin again and never pass those of the longest sample, for some models choose the rotary frequencies of
+all tokens by the largest position (`longrope` and `dynamic`).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch.nn.functional import pad
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.samples.base import once_per_class
 from energon_bridge.samples.devices import normalise_on_device
+from energon_bridge.task_encoder.pack_limits import PackLimits, pack_limits
 from energon_bridge.task_encoder.packed_sequences import NO_PACKS_ACROSS, batch_packs, pack_sequences
 from energon_bridge.task_encoder.sequences import TOKEN_INPUTS, MultiModalSample, PaddingValues
 
@@ -51,7 +54,8 @@ def model_inputs(batch: Any, model: Any = None, *, labels: bool = True) -> Input
     Args:
         batch: What the loader delivers.
         model: The model, also in wrappers (DDP, FSDP, PEFT, compiled). It says which arguments it takes; before the
-            first pack it is checked that it keeps samples apart. None: nothing is known of it, and nothing checked.
+            first pack, and the first longer one, it is checked that it keeps samples apart (`check_packing`). None:
+            nothing is known of it, and nothing checked.
         labels: Whether to return labels. Without them, the arguments have the shape of the batch's own labels.
 
     Raises:
@@ -69,9 +73,11 @@ def model_inputs(batch: Any, model: Any = None, *, labels: bool = True) -> Input
             "encode_batch, or pass model_inputs= to EnergonTrainer"
         )
     if model is not None and batch.cu_seqlens is not None:
-        _check_once(model, min(2, len(batch.tokens)))
+        _check_once(model, batch)
     mrope = model is not None and takes_mrope(model)
     inputs = {"input_ids": batch.tokens, **sequence_inputs(batch, mrope=mrope), **visual_inputs(batch, model)}
+    if model is not None and batch.cu_seqlens is None and not mrope and _by_largest_position(model):
+        inputs["position_ids"] = _restarted(batch.position_ids, batch.attention_mask)
     if "position_ids" in inputs:
         inputs.pop("second_per_grid_ts", None)  # a model only makes positions of it
     types = batch.mm_token_type_ids
@@ -101,11 +107,24 @@ def sequence_inputs(batch: Any, *, mrope: bool = False) -> Inputs:
     if batch.cu_seqlens is None:
         inputs = {"attention_mask": batch.attention_mask}
         return inputs if positions is None else {**inputs, "position_ids": positions}
-    plain = batch.position_ids
+    plain = batch.position_ids if batch.attention_mask is None else _restarted(batch.position_ids, batch.attention_mask)
     if mrope or positions is not None:
         axes = plain.expand(3, *plain.shape) if positions is None else positions
         plain = torch.cat([plain[None], axes])
     return {"position_ids": plain, "use_cache": False}
+
+
+def _restarted(positions: Tensor, mask: Tensor) -> Tensor:
+    """Return positions that begin again where padding (0 in the mask) does, and stay below the longest sample's last.
+
+    With an attention mask they say nothing of samples, and without one each stretch of padding is a sample of its own.
+    """
+    padding = mask == 0
+    first = padding & ~torch.nn.functional.pad(padding, (1, 0))[:, :-1]
+    places = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
+    begin = positions.gather(1, torch.where(first, places, 0).cummax(dim=1).values)
+    longest = torch.where(padding, 0, positions).max() + 1
+    return torch.where(padding, (positions - begin) % longest, positions)
 
 
 def visual_inputs(batch: Any, model: Any = None) -> dict[str, Tensor]:
@@ -141,6 +160,14 @@ def takes_mrope(model: Any) -> bool:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     return "mrope_section" in rope
+
+
+def _by_largest_position(model: Any) -> bool:
+    """Whether a model chooses the rotary frequencies of all tokens by the largest position of a batch."""
+    config: Any = getattr(unwrapped(model), "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    rope = str(getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None))
+    return any(kind in rope for kind in ("longrope", "dynamic"))
 
 
 def unwrapped(model: Any) -> Any:
@@ -181,8 +208,13 @@ def _of_bridge(batch: Mapping[str, Any]) -> Any:
     """Return what Megatron-Bridge's steps read with the names of a `MultiModalBatch`."""
     media = batch["visual_inputs"]
     visual = {} if media is None else {name: value for name, value in vars(media).items() if value is not None}
+    mask = batch["attention_mask"]
+    if mask is None and batch.get("cu_seqlens_q_padded") is not None:
+        lengths = batch["cu_seqlens_q"].diff().repeat_interleave(batch["cu_seqlens_q_padded"].diff())
+        mask = (batch["position_ids"] < lengths.view_as(batch["position_ids"])).long()
     return SimpleNamespace(
-        **{name: batch[name] for name in ("labels", "loss_mask", "position_ids", "attention_mask")},
+        **{name: batch[name] for name in ("labels", "loss_mask", "position_ids")},
+        attention_mask=mask,
         **{name: batch.get(name) for name in ("mrope_position_ids", "__valid__")},
         tokens=batch["input_ids"],
         cu_seqlens=batch.get("cu_seqlens_q"),
@@ -243,29 +275,84 @@ _NOISE = 1e-2
 _checked: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """Models that keep samples apart, and in how many rows they were seen to do so."""
 
+_limits: WeakKeyDictionary[Any, PackLimits] = WeakKeyDictionary()
+"""Up to which lengths they do, of the same models without their wrappers."""
 
-def _check_once(model: Any, rows: int) -> None:
-    if _checked.get(model, 0) < rows:
-        check_packing(model, rows=rows)
+
+def _check_once(model: Any, batch: Any) -> None:
+    rows = min(2, len(batch.tokens))
+    limits = _limits.get(unwrapped(model))
+    seen = limits is not None and _checked.get(model, 0) >= rows
+    if seen and limits == PackLimits():
+        return
+    samples = len(batch.cu_seqlens) - 1
+    row = batch.tokens.shape[1] if samples > len(batch.tokens) else 0  # a sample that has its row alone is right
+    longest = int(batch.cu_seqlens.diff().max()) if samples > 1 else 0
+    if seen:
+        _check_lengths(model, row, longest)
+    else:
+        check_packing(model, rows=rows, row_length=row, sample_length=longest)
 
 
 @torch.no_grad()
-def check_packing(model: Any, *, rows: int = 1) -> None:
-    """Check that a model keeps the samples of a pack apart, on rows of three samples of three tokens each.
+def check_packing(
+    model: Any, *, rows: int = 1, row_length: int | None = None, sample_length: int | None = None
+) -> None:
+    """Check that a model keeps the samples of a pack apart: three of three tokens, and in a small copy, long ones.
 
     The first sample changes: its tokens, and whether they are of an image, of a model that takes their types. (Gemma 3
     of transformers 5.23 reads the types of a later sample from the first one, in its layers with a sliding window.)
+    The copy, on the CPU in a second, compares samples beyond every window, block and scale that the configuration
+    names with each alone: Llama 4 scales queries by their place in the row, sparse attention may choose from other
+    samples, and with `longrope` one long sample changes all others (see `pack_limits`).
 
     Args:
         model: A model of transformers.
         rows: Rows of the microbatch. Some kernels keep the samples of one row apart, but not those of several.
+        row_length: Tokens of the longest row, padding included. None: of any length.
+        sample_length: Tokens of the longest sample. None: of any length.
 
     Raises:
-        ConfigurationError: Changing the tokens of one sample changes the model's output for the others, or the model
-            has cross-attention to images.
+        ConfigurationError: Changing the tokens of one sample changes the model's output for the others, rows or
+            samples are longer than those that do not differ from each sample alone, or the model has cross-attention
+            to images.
     """
     if _takes(model, "cross_attention_mask"):
         raise ConfigurationError(f"{type(unwrapped(model)).__name__}: {NO_PACKS_ACROSS}")
+    _check_apart(model, rows)
+    _checked[model] = max(rows, _checked.get(model, 0))
+    inner = unwrapped(model)
+    if inner not in _limits:
+        mrope = takes_mrope(model)
+        _limits[inner] = pack_limits(inner, lambda plain: plain.expand(4, *plain.shape) if mrope else plain)
+    _check_lengths(model, row_length, sample_length)
+
+
+def _check_lengths(model: Any, row: int | None, sample: int | None) -> None:
+    limits = _limits[unwrapped(model)]
+    name = type(unwrapped(model)).__name__
+    unpacked = "train unpacked (without packing_buffer_size; data.packing_buffer_size=null)"
+    for kind, length, limit, by in (
+        ("row", row, limits.row, limits.row_by),
+        ("sample", sample, limits.sample, limits.sample_by),
+    ):
+        if limit is None or (length is not None and length <= limit):
+            continue
+        if not limit:
+            raise ConfigurationError(
+                f"{name} does not keep the samples of a pack apart: in a small copy of it, their values are others "
+                f"than those of each alone. Its attention does not go by restarting position_ids; {unpacked}, or with "
+                "a model of another family"
+            )
+        raise ConfigurationError(
+            f"{name} does not keep the samples of a pack apart if a {kind} is longer than {limit} tokens ({by} in its "
+            f"configuration): their values are others than those of each alone. Here it may have "
+            f"{'any number' if length is None else length}; make {kind}s no longer (seq_length"
+            f"{'' if length is not None else f', and {kind}_length= of check_packing'}), or {unpacked}"
+        )
+
+
+def _check_apart(model: Any, rows: int) -> None:
     modes = [(part, part.training) for part in model.modules()]
     model.eval()
     first = _logits(model, [5, 6, 7], rows, [0, 0, 0])
@@ -283,7 +370,6 @@ def check_packing(model: Any, *, rows: int = 1) -> None:
             + ("" if rows == 1 else "with one pack in a microbatch, or ")
             + "unpacked (without packing_buffer_size; data.packing_buffer_size=null), or with a model of another family"
         )
-    _checked[model] = max(rows, _checked.get(model, 0))
 
 
 def _logits(model: Any, tokens: list[int], rows: int, types: list[int]) -> Tensor:
@@ -294,7 +380,8 @@ def _logits(model: Any, tokens: list[int], rows: int, types: list[int]) -> Tenso
     ]
     batch = batch_packs(packs, filling)
     device = next(model.parameters()).device
-    batch.tokens, batch.position_ids = (values.to(device) for values in (batch.tokens, batch.position_ids))
+    for name in ("tokens", "position_ids", "attention_mask"):
+        setattr(batch, name, getattr(batch, name).to(device))
     of_tokens = torch.zeros_like(batch.tokens)
     of_tokens[0, :3] = torch.tensor(types, device=device)
     taken = {name: of_tokens for name in ("token_type_ids", "mm_token_type_ids") if _takes(model, name)}

@@ -94,7 +94,8 @@ class VisionLanguageModule(LightningModule):
         """Raise for a model that would mix the samples of packs."""
         if self.config.data.packs:
             with self.trainer.precision_plugin.forward_context():
-                check_packing(self.model)
+                longest = self.config.data.seq_length
+                check_packing(self.model, row_length=longest, sample_length=longest)
 
     def training_step(self, batch: MultiModalBatch, batch_idx: int) -> Tensor:
         """Return the summed loss of one microbatch; a masked one has loss 0 and zero gradients."""

@@ -451,7 +451,7 @@ class Adapter(torch.nn.Module):
 
 @pytest.mark.parametrize("wrap", [Wrapper, Adapter, torch.compile, lambda one: Wrapper(Adapter(one))])
 def test_wrapped_models_get_the_same(wrap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("energon_bridge.task_encoder.inputs.check_packing", lambda model, rows: None)
+    monkeypatch.setattr("energon_bridge.task_encoder.inputs.check_packing", lambda model, **lengths: None)
     encoder = encoder_of("qwen2_5_vl")
     batch = batch_of(encoder, samples_of(encoder, "qwen2_5_vl"), True)
     batch.mm_token_type_ids = None

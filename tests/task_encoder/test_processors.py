@@ -22,6 +22,7 @@ from processors import (
     called,
     conversation,
     expands,
+    place,
     planned,
     processor_classes,
     template_of,
@@ -259,6 +260,40 @@ def test_a_sound_that_its_processor_cuts_off_is_refused(name: str, most: float |
     cutting = ChatTemplateTaskEncoder.for_processor(processor, replace(chat, max_sound_seconds=most))
     for key, value in heard(45, cutting).items():
         assert torch.equal(value, heard(most)[key]), key
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name", ["Gemma3nProcessor", "GlmAsrProcessor", "MusicFlamingoProcessor", "Qwen2AudioProcessor"]
+)
+def test_a_sound_too_short_for_a_token_is_left_out_by_name(name: str) -> None:
+    """The processor itself writes nothing for it, or only what goes around a sound. Longer ones are heard after it."""
+    processor = tiny_processor(name)
+    with planned():
+        encoder = ChatTemplateTaskEncoder.for_processor(processor, ChatConfig(chat_template=template_of(processor)))
+    rate, token = encoder.family.sampling_rate, processor.tokenizer.convert_tokens_to_ids(processor.audio_token)
+    turns = [{"role": "user", "content": "<audio> what?"}, {"role": "assistant", "content": "A thing."}]
+    for milliseconds in (1, 20, 25, 40, 60, 100, 500):
+        sound = np.random.default_rng(3).standard_normal(rate * milliseconds // 1000).astype(np.float32) / 10
+        sample = ChatSample(__key__="a", messages=turns, audios=[(sound, rate)])
+        try:
+            written = called(processor, [place(processor, "audio")], [sample])["input_ids"]
+            count = int((written == token).sum())
+        except Exception:  # it takes none so short
+            count = 0
+        if (
+            name == "Gemma3nProcessor" and milliseconds < 32
+        ):  # it writes as many tokens for any length, but hears nothing
+            count = 0
+        if count:
+            assert int((encoder.encode(sample).tokens == token).sum()) == count, milliseconds
+        else:
+            with pytest.raises(
+                SampleError, match=f"sound of {milliseconds} ms is too short for {name}|{name} cannot take"
+            ):
+                encoder.encode(sample)
+        assert count or milliseconds < 100
+        assert milliseconds > 20 or not count
 
 
 @pytest.mark.parametrize("name", ["Gemma3Processor", "LlavaNextProcessor"])

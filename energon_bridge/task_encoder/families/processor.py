@@ -250,8 +250,16 @@ class ProcessorFamily:
         return self._known("image", (height, width))
 
     def plan_sound(self, length: int) -> Plan:
-        """Return the plan of a sound of so many samples. Raises SampleError if the processor would cut it off."""
+        """Return the plan of a sound of so many samples.
+
+        Raises:
+            SampleError: The processor would cut it off, or makes no token of one so short.
+        """
         plan = self._known("audio", (length,))
+        usual = self._known("audio", _PROBES["audio"][0])
+        heard = self.processor.tokenizer.convert_ids_to_tokens(list(usual.token_ids))
+        if not plan.tokens or any(token not in plan.text for token in heard):  # perhaps only what goes around a sound
+            raise self._too_short(length)
         self._check_heard(length)
         return plan
 
@@ -280,7 +288,7 @@ class ProcessorFamily:
         )
 
     def _check_heard(self, length: int) -> None:
-        """Raise SampleError if the last tenth of a second of a sound of this length makes no difference.
+        """Raise SampleError if the last tenth of a second of a sound of this length makes no difference, or all of it.
 
         Most extractors cut sounds off at some length, without a word. A longer sound is tried first, since all that are
         shorter than one that is heard are heard, too.
@@ -292,6 +300,8 @@ class ProcessorFamily:
             silent, ends = (dict(self._blank("audio", (tried,), ends=tone)) for tone in (False, True))
             if any(not torch.equal(value, ends[name]) for name, value in silent.items() if isinstance(value, Tensor)):
                 writing.heard = tried
+            elif tried < self.sampling_rate // 10:  # of a longer one, more may be heard
+                raise self._too_short(length)
             else:
                 writing.cut = tried
         if length >= writing.cut:
@@ -299,6 +309,14 @@ class ProcessorFamily:
                 f"{type(self.processor).__name__} leaves out the end of a sound of {length / self.sampling_rate:.1f} "
                 "s: cut sounds off with max_sound_seconds of the ChatConfig, or leave the sample out"
             )
+
+    def _too_short(self, length: int) -> SampleError:
+        name = type(self.processor).__name__
+        milliseconds = 1000 * length / self.sampling_rate
+        return SampleError(
+            f"a sound of {milliseconds:.0f} ms is too short for {name}, which makes no token of it or hears nothing in "
+            "it: pad it with silence, or leave the sample out"
+        )
 
     def _step_seconds(self, video: VideoFrames) -> float | None:
         """Return the seconds between temporal patches; None if nothing says them."""
@@ -504,7 +522,7 @@ class ProcessorFamily:
         elif kind == "audio":
             blank = np.zeros(size, np.float32)
             if ends:
-                blank[-(self.sampling_rate // 10) :] = np.sin(np.arange(min(size[0], self.sampling_rate // 10)))
+                blank[-(self.sampling_rate // 10) :] = np.sin(1 + np.arange(min(size[0], self.sampling_rate // 10)))
         else:
             frames = torch.zeros(size[0], 3, *size[1:], dtype=torch.uint8)
             blank = VideoFrames(frames=frames, timestamps=tuple(times or [number / 2 for number in range(size[0])]))
