@@ -65,6 +65,11 @@ class ForeignDataset(PreparedDataset):
     fields: Mapping[str, str]
 
     @property
+    def index_names(self) -> tuple[str, ...]:
+        """Files beside the shards that say where samples are."""
+        return ()
+
+    @property
     def index_remedy(self) -> str:
         """The remedy for a wrong index: there is none, so write the file again."""
         return "Write the file again."

@@ -216,7 +216,7 @@ def _open_csv(path: Path, media: Path | None) -> TableSource:
     suffix = path.suffix[1:].lower()
     try:
         data = path.read_bytes()
-        text = data.decode("utf-16" if data.startswith(UTF16) else "utf-8-sig").lstrip("\r\n")
+        text = data.decode("utf-16" if data.startswith(UTF16) else "utf-8-sig")
     except UnicodeDecodeError as error:
         raise SourceError(f"{path}: is not UTF-8: {error}. Write it as such (iconv -t UTF-8).") from error
     if "\0" in text:
@@ -226,7 +226,7 @@ def _open_csv(path: Path, media: Path | None) -> TableSource:
             f"{line}."
         )
     usual = "," if suffix == "csv" else "\t"
-    header = text[: 1 << 20]
+    header = text.lstrip("\r\n")[: 1 << 20]
     marks = [mark for mark in ",;\t|" if len(next(csv.reader(io.StringIO(header, ""), delimiter=mark), ())) > 1]
     delimiter = usual if usual in marks or not marks else marks[0]
     if delimiter != usual and len(marks) > 1:
@@ -267,7 +267,7 @@ def _read_csv(path: Path, text: str, delimiter: str) -> ListedEntries:
 
 
 def _csv_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[str, list[str] | SourceError]]:
-    """Yield the lines of each row that is not blank, and the row or its error; the reader goes on with the next line."""
+    """Yield the lines and content of each row that is not blank, or its error; reading goes on with the next line."""
     reader = csv.reader(io.StringIO(text, ""), delimiter=delimiter, strict=True)
     while True:
         first = reader.line_num + 1

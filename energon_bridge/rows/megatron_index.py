@@ -110,6 +110,10 @@ class IndexedDataset(ForeignDataset):
     window: _Window | None
     num_tokens: int
 
+    @property
+    def index_names(self) -> tuple[str, ...]:
+        return (self.index.name,)
+
     def open_rows(self) -> IndexedRows:
         return IndexedRows(self)
 
