@@ -3,9 +3,10 @@
 A fingerprint (names, counts and sizes of shards) keys the order, so that it is the same wherever the data lies. Beside
 it, a state has the mark of each dataset. Data whose mark differs is other data, although names, counts and sizes fit.
 
-The mark of a table, a JSONL file or an index of Megatron hashes the first and last 64 KiB of each file: all of a small
-one, and the footer of a parquet file, which has the least and greatest value of each column in each row group. That of
-prepared tars hashes the offsets of samples in their indexes, of local ones only; 1,000 shards at most are looked at.
+The mark of a table hashes the last 64 KiB of each parquet file: all of a small one, and the footer, which has the least
+and greatest value of each column in each row group. That of arrow and JSONL files and indexes of Megatron hashes the
+first 64 KiB, too. That of prepared tars hashes the offsets of samples in their indexes, of local ones only; 1,000
+shards at most are looked at.
 What a mark does not cover (the middle of a large file, a tar with samples of the same sizes) only checksums tell.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 
 from energon_bridge.errors import DatasetError
 from energon_bridge.format.dataset import PreparedDataset
@@ -55,8 +57,12 @@ def _mark(dataset: PreparedDataset) -> str:
     """Return the mark of a dataset; empty if a file cannot be read, which whoever reads its samples says."""
     try:
         if not _is_tars(dataset):
-            indexes = dataset.index_names if isinstance(dataset, ForeignDataset) else ()
-            return _digest(_ends(dataset.store, (*dataset.shard_names, *indexes)))
+            seen, names = (), dataset.shard_names
+            if isinstance(dataset, ForeignDataset):
+                seen = dataset.seen_ends
+                ends = zip_longest(dataset.shard_names, seen, fillvalue=0)
+                names = (*[str(name) for name, end in ends if not end], *dataset.index_names)
+            return _digest([repr(seen).encode(), *_ends(dataset.store, names)])
         if not isinstance(dataset.store, LocalStore):
             return ""
         # The last entry of an index, the end of the archive, is not the same in all programs.

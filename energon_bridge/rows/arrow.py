@@ -475,7 +475,7 @@ def read_row_groups(groups: Sequence[Group], columns: tuple[str, ...]) -> Any:
 
 # Files behind URLs ----------------------------------------------------------------------------------------------------
 
-_TAIL = 64 << 10  # bytes at the end of a parquet file that nearly always hold its metadata
+TAIL_BYTES = 64 << 10  # at the end of a parquet file that nearly always hold its metadata
 _TAILS = 128  # read at once
 _HEAD = 4 << 10  # bytes in which the head of a record batch nearly always ends
 _MAGIC = b"ARROW1\0\0"
@@ -500,7 +500,7 @@ def far_groups(store: Store, names: Sequence[str], stamps: Sequence[Stamp]) -> l
                 if not name.endswith(".parquet"):
                     groups.append(_arrow_groups(store, path, stamp))
                     continue
-                version = stamp[1] or int.from_bytes(hashlib.blake2b(tail, digest_size=7).digest(), "little")
+                version = stamp[1] or hash_of_tail(tail)
                 whole = ByteRange(store=store, rel=name, offset=0, size=stamp[0])
                 file = RangeReader(whole, [(stamp[0] - len(tail), tail)])
                 metadata = pyarrow_modules().parquet.ParquetFile(file, pre_buffer=False).metadata
@@ -510,9 +510,16 @@ def far_groups(store: Store, names: Sequence[str], stamps: Sequence[Stamp]) -> l
     return groups
 
 
+def hash_of_tail(tail: bytes) -> int:
+    """Return the hash of the end of a parquet file, a version of it."""
+    return int.from_bytes(hashlib.blake2b(tail, digest_size=7).digest(), "little")
+
+
 def _tails(store: Store, names: Sequence[str], sizes: Sequence[int]) -> list[bytes]:
     """Return the ends of parquet files, and nothing of others."""
-    lengths = [min(_TAIL, size) if name.endswith(".parquet") else 0 for name, size in zip(names, sizes, strict=True)]
+    lengths = [
+        min(TAIL_BYTES, size) if name.endswith(".parquet") else 0 for name, size in zip(names, sizes, strict=True)
+    ]
     wanted = [
         (name, [size - length], [length]) for name, size, length in zip(names, sizes, lengths, strict=True) if length
     ]

@@ -47,10 +47,12 @@ from energon_bridge.format.foreign import ForeignDataset, ForeignFormat, Foreign
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, meta_path
 from energon_bridge.rng import IntArray
 from energon_bridge.rows.arrow import (
+    TAIL_BYTES,
     ArrowSource,
     Group,
     far_groups,
     groups_of,
+    hash_of_tail,
     is_saved,
     parquet_files,
     parts_of,
@@ -121,8 +123,10 @@ def has_tables(path: str | os.PathLike[str]) -> bool:
             return True
         store = open_store(path)
         try:
+            if is_saved(store):
+                return True
             names = [name for name, _ in store.list(".parquet")]
-            return is_saved(store) or (bool(names) and not store.exists(f"{names[0].removesuffix('.parquet')}.tar"))
+            return bool(names) and not store.exists(f"{names[0].removesuffix('.parquet')}.tar")
         except (StorageError, DatasetNotFoundError):
             return False
     here = Path(_local(path))
@@ -195,6 +199,7 @@ def open_tables(
         fingerprint=hashlib.sha256(content.encode()).hexdigest(),
         num_samples=sum(counts),
         layout=layout,
+        seen_ends=tuple(_seen_end(store, of_file) for of_file in groups),
         is_crude=layout.is_crude,
         fields=layout.fields,
         columns=columns,
@@ -259,6 +264,17 @@ def _groups_at(store: Store, names: Sequence[str]) -> tuple[list[list[Group]], l
         return far_groups(store, names, [(size, 0) for size in sizes]), sizes
     paths = [Path(store.root) / name for name in names]
     return [groups_of(path) for path in paths], [path.stat().st_size for path in paths]
+
+
+def _seen_end(store: Store, groups: Sequence[Group]) -> int:
+    """Return the hash of the end of a parquet file, which opening a remote one reads anyway; 0 for others."""
+    if not groups or groups[0].group < 0 or groups[0].span[1]:
+        return 0
+    size, version = groups[0].stamp
+    if groups[0].store is not None:
+        return version
+    length = min(TAIL_BYTES, size)
+    return hash_of_tail(store.read_range(os.path.relpath(groups[0].path, store.root), size - length, length))
 
 
 def _said(store: Store, name: str) -> tuple[Layout | None, dict[str, Any]]:

@@ -271,6 +271,7 @@ def _csv_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[str, list
     reader = csv.reader(io.StringIO(text, ""), delimiter=delimiter, strict=True)
     while True:
         first = reader.line_num + 1
+        row: list[str] | SourceError
         try:
             row = next(reader)
         except StopIteration:

@@ -77,6 +77,7 @@ def _reader(kind: Any, feature: Any = None, metadata: Mapping[bytes, bytes] | No
     if types.is_timestamp(kind) or types.is_duration(kind) or types.is_time(kind) or types.is_date(kind):
         return _time
     inner: list[ValueReader] = []
+    whole: ValueReader = _plain
     if types.is_struct(kind):
         inner = [_reader(one.type, _inside(feature, one.name), one.metadata) for one in kind]
         whole = partial(_struct, tuple(one.name for one in kind), inner)
@@ -208,7 +209,7 @@ def numbers_or_texts(chunks: Sequence[Any], where: str) -> np.ndarray:
     if "text" in found:
         del arrays[0]
     values, mask = np.concatenate(arrays), np.concatenate(masks)
-    return np.ma.masked_array(values, mask) if mask.any() else values  # type: ignore[no-untyped-call, no-any-return]
+    return np.ma.masked_array(values, mask) if mask.any() else values
 
 
 def _decoded(chunk: Any) -> Any:
