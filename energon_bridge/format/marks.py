@@ -57,7 +57,8 @@ def _mark(dataset: PreparedDataset) -> str:
     """Return the mark of a dataset; empty if a file cannot be read, which whoever reads its samples says."""
     try:
         if not _is_tars(dataset):
-            seen, names = (), dataset.shard_names
+            names = dataset.shard_names
+            seen: tuple[int, ...] = ()
             if isinstance(dataset, ForeignDataset):
                 seen = dataset.seen_ends
                 ends = zip_longest(dataset.shard_names, seen, fillvalue=0)
