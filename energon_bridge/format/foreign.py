@@ -55,6 +55,7 @@ class ForeignDataset(PreparedDataset):
         group_rows: Rows of the largest group, which is read as a whole; 0 if rows can be read one by one.
         is_crude: Whether rows become crude samples.
         fields: Where fields come from, as far as all rows agree.
+        seen_ends: A hash of the end of each shard, if opening read it; 0 or nothing: it did not.
     """
 
     key_format: ClassVar[str | None] = "{:09d}"
@@ -63,6 +64,12 @@ class ForeignDataset(PreparedDataset):
     group_rows: int
     is_crude: bool
     fields: Mapping[str, str]
+    seen_ends: tuple[int, ...] = ()
+
+    @property
+    def index_names(self) -> tuple[str, ...]:
+        """Files beside the shards that say where samples are."""
+        return ()
 
     @property
     def index_remedy(self) -> str:

@@ -162,14 +162,15 @@ Take = Callable[["ShardScan", int, bytes], None]
 """Takes the bytes of a tar in turn, by offset, after the scan has found what begins in them."""
 
 
-def scan_tar(store: Store, rel: str, take: Take | None = None) -> ShardScan:
+def scan_tar(store: Store, rel: str, take: Take | None = None, *, may_be_empty: bool = False) -> ShardScan:
     """Walk all headers of a tar; raises CorruptShardError naming the shard and the byte offset of the defect.
 
-    A tar without samples is an error, too. A compressed one is an UnsupportedShardError. What concerns single samples
-    is noted in `faults`. With `take`, all bytes of the samples are read, once.
+    A tar without samples is an error, too, unless it has no files at all and `may_be_empty`. A compressed one is an
+    UnsupportedShardError. What concerns single samples is noted in `faults`. With `take`, all bytes of the samples are
+    read, once.
     """
     try:
-        return _scan(store, rel, take)
+        return _scan(store, rel, take, may_be_empty)
     except CorruptShardError as error:
         if store.read_range(rel, 0, min(6, store.size(rel))).startswith(_COMPRESSED):
             raise compressed_shard(store.url(rel), exclude=re.escape(rel)) from error
@@ -184,7 +185,7 @@ def compressed_shard(url: str, *, exclude: str, count: int = 1) -> UnsupportedSh
     )
 
 
-def _scan(store: Store, rel: str, take: Take | None) -> ShardScan:
+def _scan(store: Store, rel: str, take: Take | None, may_be_empty: bool) -> ShardScan:
     where = store.url(rel)
     size = store.size(rel)
     scan = ShardScan()
@@ -213,7 +214,7 @@ def _scan(store: Store, rel: str, take: Take | None) -> ShardScan:
             window = min(window * 4, _MAX_WINDOW)
         elif added < 4:
             window = max(window // 4, _MIN_WINDOW)
-    if not scan.keys:
+    if not scan.keys and not (may_be_empty and not others.files and not others.links):
         raise CorruptShardError(
             f"{where}: no samples before the end of the archive at byte {base}. Leave it out with --exclude "
             f"'{re.escape(rel)}', or write it again."

@@ -11,7 +11,8 @@ It has built-in types only, so it loads with `torch.load` and its defaults, as J
      "weights": [[global draw, [weight, ...]], ...],     # what `set_weights` changed
      "bans": [[global draw, [key, ...]], ...],           # what `ban` withdrew; some with the path of a dataset
      "banned": [[identity, column, column], ...],        # of a leaf the samples banned, and from which draws on
-     "leaves": {"identities": [str, ...], "paths": text, "split_parts": text, "shares": text, "num_samples": column,
+     "leaves": {"identities": [str, ...],                # identity, or identity+mark
+                "paths": text, "split_parts": text, "shares": text, "num_samples": column,
                 "subsets": text, "blocks": column, "counts": {name: column, ...}, "parked": how many, at the end},
      "lanes": {"numbers": column,
                 "microbatches": column, "draws": column, ...     # `LANE_COLUMNS` of `stream/state.py`
@@ -101,8 +102,8 @@ class SavedRun:
     Attributes:
         changes: The changes of weights during the run.
         banned: The banned samples of each leaf, by identity.
-        leaves: Rows with identity, path, split_part, share, subset, num_samples, block (`LeafOrder.block`), counts (a
-            dict) and parked; parked ones last.
+        leaves: Rows with identity, mark (empty in states of older versions), path, split_part, share, subset,
+            num_samples, block (`LeafOrder.block`), counts (a dict) and parked; parked ones last.
         lanes: By number.
         ranks: For a finite stream: the number of ranks whose counts these are, and of ranks in the run; None: unknown.
 
@@ -159,7 +160,7 @@ def write(saved: SavedRun) -> State:
 def _write_leaves(leaves: Sequence[State]) -> State:
     counts = [leaf["counts"] for leaf in leaves]
     return {
-        "identities": [leaf["identity"] for leaf in leaves],
+        "identities": ["+".join(filter(None, (leaf["identity"], leaf["mark"]))) for leaf in leaves],
         **{f"{name}s": encode_text(tuple([leaf[name] for leaf in leaves])) for name in _TEXTS},
         "num_samples": encode_column([leaf["num_samples"] for leaf in leaves]),
         "blocks": encode_column([leaf["block"] for leaf in leaves]),
@@ -387,6 +388,8 @@ def read_leaves(document: State) -> list[State]:
     identities = _entry(entry, "identities", "leaves")
     if not isinstance(identities, list) or not all(isinstance(identity, str) for identity in identities):
         raise damaged("leaves.identities", "should be a list of strings")
+    marks = [one.partition("+")[2] for one in identities]
+    identities = [one.partition("+")[0] for one in identities]
     if len(set(identities)) != len(identities):
         raise damaged("leaves.identities", "should name each leaf once")
     size = len(identities)
@@ -397,6 +400,7 @@ def read_leaves(document: State) -> list[State]:
     columns["num_samples"] = _column(entry, "leaves", "num_samples", size, 1, LARGEST).tolist()
     columns["block"] = _column(entry, "leaves", "blocks", size, 0, 1 << 32).tolist()
     columns["identity"] = identities
+    columns["mark"] = marks
     columns["parked"] = [number >= size - parked for number in range(size)]
     counted = _entries(_entry(entry, "counts", "leaves"), "leaves.counts")
     counts = [_column(counted, "leaves.counts", name, size, 0, _MOST_COUNTED) for name in COUNTERS]

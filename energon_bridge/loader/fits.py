@@ -106,12 +106,17 @@ def _refuse_split(saved: Sequence[State], here: Sequence[State]) -> None:
 
 
 def diff_leaves(saved: Sequence[State], here: Sequence[State]) -> list[str]:
-    """Return how two tables of leaves differ, one line per leaf: added, removed, reweighted, content changed."""
+    """Return how two tables of leaves differ, one line per leaf: added, removed, reweighted, content changed.
+
+    Leaves of one identity have other content if their marks differ; a state of an older version has none.
+    """
     then, now = ({leaf["identity"]: leaf for leaf in table} for table in (saved, here))
     lines = []
     paths = {leaf["path"]: leaf for identity, leaf in now.items() if identity not in then}
     for identity, leaf in then.items():
         if identity in now:
+            if leaf["mark"] and now[identity]["mark"] and leaf["mark"] != now[identity]["mark"]:
+                lines.append(f"~ {_describe(leaf)}: its files were written again with other content, of the same sizes")
             if leaf["share"] != now[identity]["share"]:
                 lines.append(f"~ {_describe(leaf)}: weight {leaf['share']} is {now[identity]['share']} now")
         elif leaf["path"] in paths:

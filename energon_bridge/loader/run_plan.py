@@ -327,6 +327,7 @@ class RunPlan:
         return [
             {
                 "identity": leaf.identity,
+                "mark": opened.mark,
                 "path": leaf.dataset.path,
                 "split_part": leaf.dataset.split_part,
                 "num_samples": leaf.order.num_samples,

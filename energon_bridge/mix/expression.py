@@ -337,12 +337,35 @@ def _evaluated(
         of_blend = f" The weights of its blend are shares of `{text}`." if counts else ""
         how_to_add = _REMEDIES.get(missing, f"{missing} --of MODULE:FUNCTION")
         hint = f"{of_blend} Add it: energon columns add {dataset.path} {how_to_add}"
+    missing_at = _without_value(dataset, columns, is_filter=how is evaluate)
+    columns = {name: np.asarray(values) for name, values in columns.items()}
     if len(columns) < len(known):  # for the error, which lists them
         columns |= {name: np.empty(0) for name in known.keys() - columns.keys()}
     try:
-        return how(text, columns, num_samples=np.arange(dataset.num_samples)[chosen].size)
+        found = how(text, columns, num_samples=np.arange(dataset.num_samples)[chosen].size)
     except ConfigurationError as error:
         raise ConfigurationError(f"{dataset.path}: {error}{hint}") from error
+    return found if missing_at is None else found & ~missing_at
+
+
+def _without_value(
+    dataset: PreparedDataset, columns: Mapping[str, np.ndarray], *, is_filter: bool
+) -> np.ndarray | None:
+    """Return which samples have no value in one of some columns, None if all have: a filter leaves them out.
+
+    Raises ConfigurationError if it is no filter, but something that needs a value of each sample.
+    """
+    masks = {name: np.ma.getmaskarray(values) for name, values in columns.items() if np.ma.isMaskedArray(values)}
+    masks = {name: mask for name, mask in masks.items() if mask.any()}
+    if not masks:
+        return None
+    if not is_filter:
+        name, mask = next(iter(masks.items()))
+        raise ConfigurationError(
+            f"{dataset.path}: the column {name!r} has no value in {np.count_nonzero(mask)} of {mask.size} rows, so it "
+            "can only be used in a filter, which leaves these out. Write values to all rows."
+        )
+    return np.asarray(np.logical_or.reduce([*masks.values()]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

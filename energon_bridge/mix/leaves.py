@@ -19,6 +19,7 @@ from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import is_jsonl, open_jsonl
 from energon_bridge.format.key_index import key_index_version
+from energon_bridge.format.marks import marks_of
 from energon_bridge.format.nvmeta import read_info
 from energon_bridge.mix.flatten import Mix
 from energon_bridge.mix.joins import aux_of_join, open_join
@@ -45,6 +46,7 @@ class OpenLeaf:
         filter: The expression that its samples fulfil; empty if there is none.
         kept: With a filter: the numbers of these samples, ascending, shape (num_samples,).
         amounts: In a blend by amounts: those of its samples (`plan/amounts.py`).
+        mark: What tells other content of the same names, counts and sizes (`format/marks.py`); empty if nothing does.
 
     Attributes:
         identity: A hash of the leaf's content, independent of its location: 16 hex digits.
@@ -62,6 +64,7 @@ class OpenLeaf:
     filter: str = ""
     kept: np.ndarray | None = field(default=None, repr=False, compare=False)
     amounts: Any = field(default=None, repr=False, compare=False)
+    mark: str = field(default="", compare=False)
     identity: str = field(init=False)
     part: str = field(init=False)
 
@@ -165,7 +168,8 @@ def open_leaves(
             kept=kept,
         )
         leaves.append(leaf if unit is None else load("columns", "amounts").counting(leaf, unit, where=ref.where))
-    return number_leaves(leaves)
+    marks = marks_of([leaf.dataset for leaf in leaves])
+    return number_leaves([dataclasses.replace(leaf, mark=mark) for leaf, mark in zip(leaves, marks, strict=True)])
 
 
 def number_leaves(leaves: Sequence[OpenLeaf]) -> tuple[OpenLeaf, ...]:

@@ -78,7 +78,7 @@ def stream(source: str | Path) -> Source:
                 f"{name.where}: no parquet files, and others cannot be streamed: leave out --stream, or name "
                 "another revision (many datasets have a branch `refs/convert/parquet`)."
             )
-        return open_remote(name.where, f"hf://datasets/{name.repository}@{commit}", files)
+        return open_remote(name.where, f"hf://datasets/{name.repository}@{commit}", files, name.folder)
 
 
 @contextmanager

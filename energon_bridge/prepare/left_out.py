@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from unicodedata import normalize
 
 from energon_bridge.errors import SourceError
 from energon_bridge.format.media import HEAD_BYTES, extension_by_head, kind_by_name
-from energon_bridge.rows.base import Row, Source, contents_of
+from energon_bridge.rows.arrow import SAVED_META, ArrowSource
+from energon_bridge.rows.base import FileRef, Row, Source, contents_of, first_rows
 
 TEXTS = (".txt", ".caption", ".json")
 """What captions beside media end in; the first that is there is taken."""
@@ -126,9 +127,28 @@ def only(files: Iterable[str], beside: tuple[str, ...], extensions: Mapping[str,
     return f" There are {', '.join(others)}." if others else ""
 
 
-def beside_tars(root: Path) -> tuple[str, ...]:
-    """Return what is left out of a folder of tars."""
-    return _counted(files_below(root)[0], lambda name: "" if name.endswith(_TARS) else "no tar")
+def beside_tars(root: Path, empty: Collection[str]) -> tuple[str, ...]:
+    """Return what is left out of a folder of tars, some of which are empty."""
+
+    def why(name: str) -> str:
+        return "no samples" if name in empty else "" if name.endswith(_TARS) else "no tar"
+
+    return _counted(files_below(root)[0], why)
+
+
+def beside_tables(root: Path, source: ArrowSource) -> tuple[str, ...]:
+    """Return what is left out of a folder of parquet files, or of one that the `datasets` library saved."""
+    names_media = any(isinstance(one, FileRef) for row in first_rows(source) for one in contents_of(row))
+
+    def why(name: str) -> str:
+        if os.path.join(root, name) in source.paths or (names_media and kind_by_name(name) is not None):
+            return ""
+        if name.endswith(".parquet"):
+            return "of no split, but others are"
+        return "" if os.path.basename(name) in SAVED_META else "no table"
+
+    files, beside = files_below(root)
+    return _counted(files, why) + beside
 
 
 def beside_list(root: Path, name: str, source: Source) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from energon_bridge.format.media import HEAD_BYTES, extension_by_head
 from energon_bridge.format.nvmeta import INFO_JSON, INFO_YAML, meta_path
 from energon_bridge.prepare.run import ShardRecord
 from energon_bridge.prepare.shards import END_BYTES, PartsFolder, ShardFile, member_size, publish
-from energon_bridge.rows.base import SPLIT_ORDER
+from energon_bridge.rows.splits import SPLIT_ORDER
 from energon_bridge.samples import META_FIELDS, CrudeSample, Sample, field_names, sample_type_by_name
 
 _MEDIA_FIELDS = ("image", "video", "audio")

@@ -8,7 +8,7 @@ import os
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -35,6 +35,7 @@ from energon_bridge.prepare.left_out import (
     TEXTS,
     beside_list,
     beside_media,
+    beside_tables,
     beside_tars,
     extension_of,
     files_below,
@@ -45,10 +46,8 @@ from energon_bridge.prepare.left_out import (
 from energon_bridge.prepare.speech import PROMPT, SpeechSource, as_speech, open_kaldi
 from energon_bridge.prepare.split import find_shards
 from energon_bridge.rng import key_of
-from energon_bridge.rows.arrow import open_parquet, open_saved
+from energon_bridge.rows.arrow import ArrowSource, is_saved, open_parquet, open_saved
 from energon_bridge.rows.base import (
-    SPLIT_NAMES,
-    SPLIT_ORDER,
     FileRef,
     Layout,
     Row,
@@ -60,6 +59,7 @@ from energon_bridge.rows.base import (
     lay_out,
 )
 from energon_bridge.rows.lists import TableSource, caption_of, open_table
+from energon_bridge.rows.splits import SPLIT_ORDER, folder_split, says_held_out
 from energon_bridge.samples import CrudeSample
 from energon_bridge.storage import LocalStore, Store, open_store
 
@@ -110,9 +110,11 @@ def open_source(
     if len(source) == 0:
         raise SourceError(f"{path}: has no samples ({source.kind}).")
     if folder.is_dir() and isinstance(source, TarSource):
-        source.left_out = beside_tars(folder)
+        source.left_out = beside_tars(folder, source.empty)
     elif folder.is_dir() and kind == "table" and isinstance(source, TableSource):
         source.left_out = beside_list(folder, path.name, source)
+    elif folder.is_dir() and isinstance(source, ArrowSource):
+        source.left_out = beside_tables(folder, source)
     return source
 
 
@@ -145,7 +147,7 @@ def _look(path: Path) -> tuple[str, Path]:
                 f"{path}: cannot convert a {suffix or 'file without a suffix'}. Supported are {known} and folders."
             )
         return kinds[suffix], path
-    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+    if is_saved(open_store(path)):
         return "huggingface", path
     if (path / _KALDI).exists():
         return "kaldi", path
@@ -219,8 +221,8 @@ class ListsSource:
 
     @staticmethod
     def _part(root: Path, folder: Path) -> str | None:
-        names = [name.lower() for name in folder.relative_to(root).parts]
-        return next((SPLIT_NAMES[name] for name in names if name in SPLIT_NAMES), None)
+        found = folder_split((folder.relative_to(root) / "list").as_posix())
+        return None if found is None else found[0]
 
     @staticmethod
     def _open(folder: Path, name: str, media: Path | None, prompt: str | None) -> Source:
@@ -254,8 +256,8 @@ class ListsSource:
 
 # Folders --------------------------------------------------------------------------------------------------------------
 #
-# Pictures with captions beside them, a folder for each class, or pictures alone. A first level of `train`, `val` and
-# `test` folders is a split. Keys are paths below the folder, without the extension.
+# Pictures with captions beside them, a folder for each class, or pictures alone. Folders such as `train`, `val` and
+# `test` are a split, if all files are in one. Keys are paths below the folder, without the extension.
 
 
 class FolderSource:
@@ -274,23 +276,25 @@ class FolderSource:
         for name in files:
             if f".{self._found.get(name)}" in TEXTS:
                 self._texts.setdefault(stem_of(name), []).append(name)
-        firsts = {name: name.partition("/")[0].lower() if "/" in name else "" for name in media}
-        split = set(firsts.values()) <= SPLIT_NAMES.keys()
-        if split:
-            media.sort(key=lambda name: (SPLIT_ORDER.index(SPLIT_NAMES[firsts[name]]), name))
-            counts = Counter(SPLIT_NAMES[firsts[name]] for name in media)
-            self.split_parts: tuple[tuple[str, int], ...] = tuple(counts.items())
-        else:
-            self.split_parts = ()
+        placed = _splits(root, media)
+        if placed:
+            media.sort(key=lambda name: (SPLIT_ORDER.index(placed[name][0]), name))
+        self.split_parts: tuple[tuple[str, int], ...] = tuple(
+            Counter(placed[name][0] for name in media if placed).items()
+        )
+        self._depths = {name: depth for name, (_, depth) in placed.items()}
         self._media = media
-        self._depth = int(split)
         has_texts = any(stem_of(name) in self._texts for name in media)
-        nested = all(name.count("/") > self._depth for name in media)
-        names = sorted({name.split("/")[self._depth] for name in media}) if nested else []
+        stray = [name for name in media if self._class_of(name) is None]
+        names = sorted({name for name in map(self._class_of, media) if name is not None})
         if as_classes is None:
-            as_classes = nested and not has_texts and len(names) > 1
-        elif as_classes and not nested:
-            raise SourceError(f"{root}: {media[0]} is not in the folder of a class. Move it into one.")
+            as_classes = not has_texts and len(names) > 1
+        if as_classes and stray:
+            raise SourceError(
+                f"{root}: {len(stray)} of {len(media)} files are not in the folder of a class, such as {stray[0]}; "
+                f"others are in {', '.join(names[:5]) or 'none'}. Move what has no class into the folder of one, or "
+                "away; --kind pairs takes all files without classes."
+            )
         self._classes = {name: number for number, name in enumerate(names)} if as_classes else {}
         self._has_texts = has_texts and not as_classes
         self.kind = "folder of classes" if as_classes else "folder of pairs" if has_texts else "folder of media"
@@ -300,6 +304,11 @@ class FolderSource:
 
     def __len__(self) -> int:
         return len(self._media)
+
+    def _class_of(self, name: str) -> str | None:
+        """Return the folder that a file is in, below that of its split; None if there is none."""
+        inside = name.split("/")[self._depths.get(name, 0) :]
+        return inside[0] if len(inside) > 1 else None
 
     def row(self, number: int) -> Row:
         """Return a file with its caption or class."""
@@ -311,7 +320,8 @@ class FolderSource:
         files: dict[str, FileRef] = {"image": FileRef(path, extension)}
         values: dict[str, object] = {}
         if self._classes:
-            label = name.split("/")[self._depth]
+            label = self._class_of(name)
+            assert label is not None
             values = {"label": self._classes[label], "label_name": label}
         elif self._has_texts:
             text = self._caption_name(name)
@@ -347,12 +357,18 @@ class FolderSource:
             fields = {"image": "image", "label": "label", "label_name": "label_name"}
             return Layout(sample_type="ImageClassificationSample", fields=fields, bare=bare)
         if self._has_texts:
-            is_json = any(all(self._found[text] == "json" for text in texts) for texts in self._texts.values())
+            is_json = all(kind == "json" for kind in self._caption_kinds())
             caption = self._caption_access() if is_json else "caption"
             if caption is None:
                 return Layout(sample_type="CrudeSample", bare=bare)
             return Layout(sample_type="CaptioningSample", fields={"image": "image", "caption": caption}, bare=bare)
         return Layout(sample_type="ImageSample", fields={"image": "image"}, bare=bare)
+
+    def _caption_kinds(self) -> Iterator[str]:
+        """Yield the extension of the caption of each file that has one."""
+        for name in self._media:
+            with suppress(SourceError):
+                yield self._found[self._caption_name(name)]
 
     def _caption_access(self) -> str | None:
         """Return where JSON beside media has the caption, judging by the first one; None if nowhere."""
@@ -362,6 +378,24 @@ class FolderSource:
                 name = caption_of(content) if isinstance(content, dict) else None
                 return None if name is None else f"json[{name}]"
         return None
+
+
+def _splits(root: Path, names: Sequence[str]) -> dict[str, tuple[str, int]]:
+    """Return split part and depth of the folders of a split for each file, nothing if they have none.
+
+    Raises SourceError if some folders say that their files are held out, but not all files are in those of a split.
+    """
+    found = {name: folder_split(name.lower()) for name in names}
+    if any(split is None for split in found.values()):
+        held_out = next((name for name in names if says_held_out(name.rpartition("/")[0])), None)
+        other = next((name for name in names if not says_held_out(name.rpartition("/")[0])), None)
+        if held_out is not None and other is not None:
+            raise SourceError(
+                f"{root}: {held_out} seems to be held out, but not all files are in folders of a split, such as "
+                f"{other}. Put all into folders called train, val and test, or convert each split by itself."
+            )
+        return {}
+    return {name: split for name, split in found.items() if split is not None}
 
 
 # WebDatasets ----------------------------------------------------------------------------------------------------------
@@ -458,6 +492,7 @@ class TarSource(_TarSamples):
         excluded = frozenset[tuple[str, str]]()
         if self._prepared:
             excluded = read_splits(self._store).excluded_samples(shards)
+        self.empty: list[str] = []
         self._shards: list[str] = []
         self._starts = [0]
         self._samples: list[tuple[list[str], array[int], array[int]]] = []
@@ -467,9 +502,13 @@ class TarSource(_TarSamples):
         counts = []
         for part, listed in groups:
             before = self._starts[-1]
-            scans = map_shards(partial(scan_tar, self._store), listed, num_workers=num_workers)
+            scan_one = partial(scan_tar, self._store, may_be_empty=True)
+            scans = map_shards(scan_one, listed, num_workers=num_workers)
             for shard, scan in zip(listed, scans, strict=True):
-                self._add(shard, scan, excluded)
+                if scan.keys:
+                    self._add(shard, scan, excluded)
+                else:
+                    self.empty.append(shard)
             counts.append((part, self._starts[-1] - before))
         self.split_parts = tuple(counts) if self._prepared else ()
         lists = [*self._lists]

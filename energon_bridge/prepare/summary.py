@@ -26,7 +26,7 @@ from energon_bridge.format.nvmeta import (
     read_info,
     read_splits,
 )
-from energon_bridge.rows.base import SPLIT_ORDER
+from energon_bridge.rows.splits import SPLIT_ORDER
 from energon_bridge.storage import LocalStore, Store, open_store
 
 _MOST_COUNTED = 10_000_000  # samples whose parts are counted: some seconds

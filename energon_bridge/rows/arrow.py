@@ -11,21 +11,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
+import logging
 import struct
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
-from energon_bridge.errors import ConfigurationError, SourceError
+from energon_bridge.errors import ConfigurationError, ShardMissingError, SourceError, StorageError
 from energon_bridge.rows.base import (
     LOOKED_AT,
-    SPLIT_NAMES,
-    SPLIT_ORDER,
+    Content,
     Layout,
     MediaRoot,
     Row,
@@ -41,19 +41,24 @@ from energon_bridge.rows.conversations import (
     known_form,
     learnable,
     media_columns,
+    of_table,
     only_preferred,
-    without_nulls,
+    raw_bytes,
 )
 from energon_bridge.rows.lists import propose_layout
+from energon_bridge.rows.splits import named_parts, part_order, split_files
 from energon_bridge.rows.turns import CONVERSATIONS
+from energon_bridge.rows.values import ValueReader, features_of, readers_of
 from energon_bridge.storage import ByteRange, Store, as_far, open_store
 from energon_bridge.storage.ranges import RangeReader
 
 _JUDGED_BY = 20
 """Rows that say which columns hold media and what the rows are."""
-_SPLIT = re.compile(r"(train|validation|valid|val|dev|test)(?=[-_.]|$)")
+_logger = logging.getLogger(__name__)
 
 SAVED = ("dataset_dict.json", "state.json")
+SAVED_META = (*SAVED, "dataset_info.json")
+"""Files beside tables that the `datasets` library saved."""
 
 Stamp = tuple[int, int]
 """Size and modification time of a file (of a remote one, its version): cached data is valid for this stamp only."""
@@ -120,9 +125,9 @@ class ArrowSample:
 
 
 def values_at(group: Group, at: int) -> dict[str, Any]:
-    """Return the values of a row by column."""
-    values: dict[str, Any] = table_of(group).slice(at, 1).to_pylist()[0]
-    return values
+    """Return the values of a row by column; raises SourceError."""
+    table, readers = table_of(group)
+    return {name: read(column[at]) for (name, read), column in zip(readers.items(), table.columns, strict=True)}
 
 
 def row_of(
@@ -136,12 +141,16 @@ def row_of(
     with located(where):
         values = dict(known_form(values))
         if any(name in values for name in CONVERSATIONS):
-            return conversation_row(without_nulls(values), where, media)
-        files = {}
+            return conversation_row(of_table(values), where, media)
+        files: dict[str, Content | tuple[Content, ...]] = {}
         for column in list(media_columns(values, columns)):
             value = values.pop(column, None)
             if value:
                 files[column] = as_files(value, media, column)
+        for column, value in [*values.items()]:
+            if (raw := raw_bytes(value)) is not None:
+                files[column] = raw
+                del values[column]
         for column, names in labels:
             value = values.get(column)
             if isinstance(value, int) and 0 <= value < len(names):
@@ -174,6 +183,11 @@ class ArrowSource:
 
     def __len__(self) -> int:
         return self._starts[-1]
+
+    @cached_property
+    def paths(self) -> frozenset[str]:
+        """Return the paths of its files."""
+        return frozenset(group.path for group in self._groups)
 
     def row(self, number: int) -> Row:
         group, _, where = self._place(number)
@@ -209,13 +223,19 @@ class ArrowSource:
 
     @cached_property
     def _first(self) -> list[Mapping[str, Any]]:
-        return [self._values(number) for number in range(min(_JUDGED_BY, len(self)))]
+        first = []
+        for number in range(min(_JUDGED_BY, len(self))):
+            with suppress(SourceError):  # said when it is read
+                first.append(self._values(number))
+        return first
 
     def _values(self, number: int) -> Mapping[str, Any]:
         """Return the values of a row; the first rows, which are looked at again and again, are read once."""
         values = self._seen.get(number)
         if values is None:
-            values = values_at(*self._place(number)[:2])
+            group, at, where = self._place(number)
+            with located(where):
+                values = values_at(group, at)
             if number < LOOKED_AT:
                 self._seen[number] = values
         return values
@@ -240,32 +260,59 @@ def open_saved(path: Path, media: Path | None) -> ArrowSource:
     return ArrowSource(path, files, media, "Hugging Face dataset")
 
 
-def open_remote(where: str, root: str, files: Mapping[str, Stamp]) -> ArrowSource:
-    """Open parquet files by names below a URL, with their stamps; only the rows requested are read."""
-    named = [(part, str(name)) for part, name in parts_of(map(PurePosixPath, files))]
+def open_remote(where: str, root: str, files: Mapping[str, Stamp], folder: str = "") -> ArrowSource:
+    """Open parquet files by names below a URL, with their stamps; only the rows requested are read.
+
+    Names tell the split below `folder`.
+    """
+    below = [PurePosixPath(name).relative_to(folder) for name in files]
+    named = [(part, str(folder / name)) for part, name in parts_of(below, where)]
     store = open_store(root)
     groups = far_groups(store, [name for _, name in named], [files[name] for _, name in named])
     return ArrowSource(where, list(zip((part for part, _ in named), groups, strict=True)), store, "parquet")
 
 
 def parquet_files(path: Path) -> list[tuple[str, Path]]:
-    """Return split part (empty without splits) and path of a parquet file, or of all below a folder."""
-    paths = [path] if path.is_file() else sorted(path.rglob("*.parquet"))
-    root = path.parent if path.is_file() else path
-    return [(part, root / name) for part, name in parts_of([one.relative_to(root) for one in paths])]
+    """Return split part (empty without splits) and path of a parquet file, or of those below a folder.
+
+    Raises SourceError if names tell no clear split.
+    """
+    if path.is_file():
+        return [("", path)]
+    names = [one.relative_to(path) for one in path.rglob("*.parquet") if one.is_file()]
+    return [(part, path / name) for part, name in parts_of(names, str(path))]
 
 
-def parts_of(names: Iterable[PurePath]) -> list[tuple[str, PurePath]]:
-    """Return split part (empty without splits) and name of files, in their order."""
-    named = [(_split_part(name), name) for name in sorted(names)]
-    if len(named) == 1 or any(part is None for part, _ in named):
-        return [("", name) for _, name in named]
-    return sorted(((part or "", name) for part, name in named), key=lambda item: (SPLIT_ORDER.index(item[0]), item[1]))
+def parts_of(names: Iterable[PurePath], where: str) -> list[tuple[str, PurePath]]:
+    """Return split part (empty without splits) and name of the files that are taken; raises what `split_files` does."""
+    found = split_files(names, where)
+    if found.left_out:
+        _warn_of_left_out(where, len(found.left_out), len(found.left_out) + len(found.files), str(found.left_out[0]))
+    return found.files
 
 
-def is_saved(path: Path) -> bool:
-    """Return whether Hugging Face's library saved a dataset in a folder."""
-    return any((path / name).exists() for name in SAVED)
+@cache
+def _warn_of_left_out(where: str, count: int, total: int, first: str) -> None:
+    _logger.warning(
+        "%s: %d of %d parquet files %s not taken, such as %s: hidden, or not named for a split, as others are",
+        *(where, count, total, "is" if count == 1 else "are", first),
+    )
+
+
+def is_saved(store: Store) -> bool:
+    """Return whether Hugging Face's library saved a dataset below the root of a store.
+
+    Others call files `state.json`, too: it is one of the library if it says so, or if arrow files lie beside it.
+    """
+    there = [(name, said) for name, said in zip(SAVED, ("splits", "_data_files"), strict=True) if store.exists(name)]
+    for name, said in there:
+        with suppress(ValueError):
+            content = json.loads(store.read(name))
+            if isinstance(content, dict) and isinstance(content.get(said), list):
+                return True
+    with suppress(StorageError):  # a web server cannot list
+        return bool(there) and bool(store.list(".arrow"))
+    return False
 
 
 def saved_files(path: Path) -> list[tuple[str, Path]]:
@@ -274,33 +321,38 @@ def saved_files(path: Path) -> list[tuple[str, Path]]:
 
 
 def saved_names(store: Store) -> list[tuple[str, str]]:
-    """Return split part and name of the files that `save_to_disk` wrote below the root of a store."""
+    """Return split part and name of the files that `save_to_disk` wrote below the root of a store.
+
+    Raises SourceError if they say that in no way that is known.
+    """
     splits = {"": ""}
     if store.exists(SAVED[0]):
-        names = json.loads(store.read(SAVED[0]))["splits"]
-        unknown = [name for name in names if name not in SPLIT_NAMES]
-        if unknown:
-            raise SourceError(
-                f"{store.root}: has the split {unknown[0]!r}; known are train, validation and test. Convert its folder "
-                f"by itself: {store.url(unknown[0])}"
-            )
-        splits = {SPLIT_NAMES[name]: f"{name}/" for name in names}
+        names = _saved_list(store, SAVED[0], "splits")
+        splits = {part: f"{name}/" for name, part in named_parts(names).items()}
     files = []
-    for part in sorted(splits, key=lambda name: (*SPLIT_ORDER, "").index(name)):
-        state = json.loads(store.read(f"{splits[part]}{SAVED[1]}"))
-        if state.get("_indices_data_files"):
+    for part in sorted(splits, key=part_order):
+        state = f"{splits[part]}{SAVED[1]}"
+        taken = [splits[part] + name for name in _saved_list(store, state, "_data_files")]
+        if json.loads(store.read(state)).get("_indices_data_files"):
             where = store.url(splits[part].rstrip("/"))
             raise SourceError(f"{where}: has indices; call `flatten_indices()` before `save_to_disk`.")
-        files += [(part, splits[part] + file["filename"]) for file in state["_data_files"]]
+        files += [(part, name) for name in taken]
     return files
 
 
-def _split_part(path: PurePath) -> str | None:
-    for name in reversed(path.parts):
-        match = _SPLIT.match(name)
-        if match is not None:
-            return SPLIT_NAMES[match[1]]
-    return None
+def _saved_list(store: Store, name: str, said: str) -> list[str]:
+    """Return the names that a file of `save_to_disk` lists; raises SourceError."""
+    try:
+        listed = json.loads(store.read(name))[said]
+        names = [one["filename"] if isinstance(one, dict) else one for one in listed]
+        if isinstance(listed, list) and all(isinstance(one, str) for one in names):
+            return names
+    except (ValueError, TypeError, KeyError, ShardMissingError):
+        pass
+    raise SourceError(
+        f"{store.url(name)}: has no `{said}` as `save_to_disk` writes them. If another program wrote the file, move it "
+        "away; else save the dataset again."
+    )
 
 
 def groups_of(path: Path) -> list[Group]:
@@ -346,11 +398,9 @@ def _parquet_groups(path: str, stamp: Stamp, metadata: Any, store: Store | None 
 
 
 def _labels(metadata: Mapping[bytes, bytes] | None) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    text = (metadata or {}).get(b"huggingface")
-    features = json.loads(text).get("info", {}).get("features", {}) if text else {}
     return tuple(
         (name, tuple(feature["names"]))
-        for name, feature in features.items()
+        for name, feature in features_of(metadata).items()
         if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" and feature.get("names")
     )
 
@@ -382,22 +432,23 @@ def read_table(path: str) -> Any:
 
 
 _TABLES = 2
-_tables: dict[tuple[Any, ...], Any] = {}
+_tables: dict[tuple[Any, ...], tuple[Any, dict[str, ValueReader]]] = {}
 _tables_lock = threading.Lock()
 
 
-def table_of(group: Group) -> Any:
-    """Return the rows of a group; those of the last two are kept, but not their store."""
+def table_of(group: Group) -> tuple[Any, dict[str, ValueReader]]:
+    """Return the rows of a group, and how its columns are read; those of the last two are kept, but not their store."""
     key = group.key
     with _tables_lock:
-        table = _tables.pop(key, None)
-    if table is None:
+        kept = _tables.pop(key, None)
+    if kept is None:
         table = read_table(group.path) if group.group < 0 else read_group(group, ())
+        kept = table, readers_of(table.schema)
     with _tables_lock:
-        _tables[key] = table
+        _tables[key] = kept
         while len(_tables) > _TABLES:
             del _tables[next(iter(_tables))]
-    return table
+    return kept
 
 
 def release_tables() -> None:
@@ -426,7 +477,7 @@ def read_row_groups(groups: Sequence[Group], columns: tuple[str, ...]) -> Any:
 
 # Files behind URLs ----------------------------------------------------------------------------------------------------
 
-_TAIL = 64 << 10  # bytes at the end of a parquet file that nearly always hold its metadata
+TAIL_BYTES = 64 << 10  # at the end of a parquet file that nearly always hold its metadata
 _TAILS = 128  # read at once
 _HEAD = 4 << 10  # bytes in which the head of a record batch nearly always ends
 _MAGIC = b"ARROW1\0\0"
@@ -451,7 +502,7 @@ def far_groups(store: Store, names: Sequence[str], stamps: Sequence[Stamp]) -> l
                 if not name.endswith(".parquet"):
                     groups.append(_arrow_groups(store, path, stamp))
                     continue
-                version = stamp[1] or int.from_bytes(hashlib.blake2b(tail, digest_size=7).digest(), "little")
+                version = stamp[1] or hash_of_tail(tail)
                 whole = ByteRange(store=store, rel=name, offset=0, size=stamp[0])
                 file = RangeReader(whole, [(stamp[0] - len(tail), tail)])
                 metadata = pyarrow_modules().parquet.ParquetFile(file, pre_buffer=False).metadata
@@ -461,9 +512,16 @@ def far_groups(store: Store, names: Sequence[str], stamps: Sequence[Stamp]) -> l
     return groups
 
 
+def hash_of_tail(tail: bytes) -> int:
+    """Return the hash of the end of a parquet file, a version of it."""
+    return int.from_bytes(hashlib.blake2b(tail, digest_size=7).digest(), "little")
+
+
 def _tails(store: Store, names: Sequence[str], sizes: Sequence[int]) -> list[bytes]:
     """Return the ends of parquet files, and nothing of others."""
-    lengths = [min(_TAIL, size) if name.endswith(".parquet") else 0 for name, size in zip(names, sizes, strict=True)]
+    lengths = [
+        min(TAIL_BYTES, size) if name.endswith(".parquet") else 0 for name, size in zip(names, sizes, strict=True)
+    ]
     wanted = [
         (name, [size - length], [length]) for name, size, length in zip(names, sizes, lengths, strict=True) if length
     ]

@@ -38,13 +38,6 @@ from energon_bridge.rows.turns import medium_by_name
 from energon_bridge.samples import CrudeSample, MultiChoiceVQASample, sample_type_by_name
 from energon_bridge.storage import Store
 
-SPLIT_NAMES = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
-    **dict.fromkeys(("test", "testing"), "test"),
-}
-SPLIT_ORDER = ("train", "val", "test")
-
 
 @dataclass(frozen=True, slots=True)
 class FileRef:
@@ -115,6 +108,10 @@ class TextRef(FileRef):
             what = "JSON" if self.extension == "json" else "UTF-8"
             raise SourceError(f"{self.path}: is not {what}: {error}. Write it as such.") from error
         return data
+
+
+RAW = "bin"
+"""The extension of bytes that nothing says anything about, such as hashes: no field is proposed for them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 from energon_bridge.errors import SampleError, SourceError
 from energon_bridge.format.media import HEAD_BYTES, extension_by_head, kind_by_head, kind_by_name
 from energon_bridge.rows.base import (
+    RAW,
     Blob,
     Content,
     Layout,
@@ -66,6 +68,8 @@ def file_columns(rows: Iterable[Mapping[str, Any]], media: MediaRoot, where: str
                 seen.setdefault(name, []).append((is_file, value))
     columns = []
     for name, values in seen.items():
+        if not is_media_column(name) and all(raw_bytes(value) is not None for _, value in values):
+            continue
         files = [value for is_file, value in values if is_file]
         if len(files) * 2 > len(values):
             columns.append(name)
@@ -98,6 +102,17 @@ def holds_media(value: Any) -> bool:
     return isinstance(value, bytes) or (is_media_path(value) and "://" not in value.removeprefix("file://"))
 
 
+def raw_bytes(value: Any) -> Blob | None:
+    """Return bytes of no known format, bare or with a path beside them, as a file; None for anything else."""
+    data = value.get("bytes") if isinstance(value, Mapping) and holds_media(value) else value
+    if not isinstance(data, bytes) or extension_by_head(data[:HEAD_BYTES]) is not None:
+        return None
+    if data is value:
+        return Blob(data, RAW)
+    extension = str(value.get("path") or "").rpartition(".")[2].lower()
+    return None if kind_by_name(f"x.{extension}") else Blob(data, extension if extension.isalnum() else "dat")
+
+
 def as_files(value: Any, media: MediaRoot, column: str) -> Content | tuple[Content, ...]:
     """Return the files that a value stands for: a path, bytes, `{"bytes": …, "path": …}`, a data URI, or a list."""
     if isinstance(value, list | tuple):
@@ -108,6 +123,8 @@ def as_files(value: Any, media: MediaRoot, column: str) -> Content | tuple[Conte
                 "frames of a video."
             )
         return tuple(item for item in files if not isinstance(item, tuple))
+    if isinstance(listed := _listed(value), list) and listed is not value:
+        return as_files(listed, media, column)
     if isinstance(value, Mapping):
         if said := [name for name in value if name in OPTIONS["video"] and value[name] is not None]:
             raise SourceError(f"`{column}`: {', '.join(said)} of a file would be lost: write it beside `{column}`.")
@@ -177,25 +194,47 @@ def conversation_row(entry: Mapping[str, Any], where: str, media: MediaRoot) -> 
     return Row(where=where, values=values, files=dict(files))
 
 
-def without_nulls(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of a table without the nulls in its tools and calls.
+def of_table(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of a table as a list would have it, where it differs.
 
-    All objects of a column have the same keys there, so the arguments of one tool stand as nulls in calls of another.
+    - All objects of a column have the same keys, so the arguments of one tool stand as nulls in calls of another.
+    - A `Sequence` of objects, of the `datasets` library, is an object of lists.
+    - That library stores mixed content as JSON, and reads a text such as `42` as a number then.
     """
-    return {
-        name: _filled(value)
-        if name in ("tools", "functions")
-        else [_with_filled_calls(turn) for turn in value]
-        if name in CONVERSATIONS and isinstance(value, list)
-        else value
-        for name, value in entry.items()
-    }
+    row: dict[str, Any] = {}
+    for name, value in entry.items():
+        if name in ("tools", "functions"):
+            row[name] = _filled(_listed(value))
+        elif name in CONVERSATIONS and isinstance(turns := _listed(value), list):
+            row[name] = [_turn_of_table(turn) for turn in turns]
+        else:
+            row[name] = value
+    return row
 
 
-def _with_filled_calls(turn: Any) -> Any:
+def _turn_of_table(turn: Any) -> Any:
     if not isinstance(turn, Mapping):
         return turn
-    return {name: _filled(value) if name in ("tool_calls", "function_call") else value for name, value in turn.items()}
+    turn = {name: _filled(_listed(one)) if name in _CALLS else one for name, one in turn.items()}
+    for name in ("content", "value"):
+        said = turn.get(name)
+        if isinstance(said, bool | int | float):
+            turn[name] = json.dumps(said)
+        elif isinstance(said, Mapping):
+            turn[name] = _listed(said)
+    return turn
+
+
+_CALLS = ("tool_calls", "function_call")
+
+
+def _listed(value: Any) -> Any:
+    """Return an object of lists of one length as a list of objects; anything else as it is."""
+    if not isinstance(value, Mapping) or not value or not all(isinstance(one, list) for one in value.values()):
+        return value
+    if len({len(one) for one in value.values()}) > 1:
+        return value
+    return [dict(zip(value, item, strict=True)) for item in zip(*value.values(), strict=True)]
 
 
 def _filled(value: Any) -> Any:

@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 
 from energon_bridge.errors import (
-    ConfigurationError,
     CorruptShardError,
     DatasetNotFoundError,
     EmptyDatasetError,
@@ -48,11 +47,12 @@ from energon_bridge.format.foreign import ForeignDataset, ForeignFormat, Foreign
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, meta_path
 from energon_bridge.rng import IntArray
 from energon_bridge.rows.arrow import (
-    SAVED,
+    TAIL_BYTES,
     ArrowSource,
     Group,
     far_groups,
     groups_of,
+    hash_of_tail,
     is_saved,
     parquet_files,
     parts_of,
@@ -67,10 +67,11 @@ from energon_bridge.rows.arrow import (
     sizes_of,
     table_of,
 )
-from energon_bridge.rows.base import Layout, MediaRoot, check_layout, first_rows, lay_out
+from energon_bridge.rows.base import Layout, MediaRoot, check_layout, first_rows, lay_out, located
 from energon_bridge.rows.conversations import as_told
 from energon_bridge.rows.lists import answers_of, check_beside, check_media_meant
 from energon_bridge.rows.turns import CONVERSATIONS
+from energon_bridge.rows.values import ValueReader, numbers_or_texts, readers_of
 from energon_bridge.samples import sample_type_by_name
 from energon_bridge.storage import OpenFiles, Store, open_store
 from energon_bridge.storage.helpers import PerProcess
@@ -119,20 +120,27 @@ def is_table(path: str | os.PathLike[str]) -> bool:
 def has_tables(path: str | os.PathLike[str]) -> bool:
     """Return whether a path or URL is such a file, or a folder of parquet files or of a saved dataset.
 
-    A web server cannot list its files: there, parquet files are found by their own names only.
+    A web server cannot list its files: there, parquet files are found by their own names only. Parquet files of the
+    names of tars, as img2dataset writes them, are no tables: they say what is in the tars.
     """
     if _is_far(path):
         if is_table(path):
             return True
         store = open_store(path)
         try:
-            return any(store.exists(name) for name in SAVED) or bool(store.list(".parquet"))
+            if is_saved(store):
+                return True
+            names = [name for name, _ in store.list(".parquet")]
+            return bool(names) and not store.exists(f"{names[0].removesuffix('.parquet')}.tar")
         except (StorageError, DatasetNotFoundError):
             return False
     here = Path(_local(path))
     if here.is_file():
         return is_table(path)
-    return here.is_dir() and (is_saved(here) or next(here.rglob("*.parquet"), None) is not None)
+    if not here.is_dir():
+        return False
+    first = next(here.rglob("*.parquet"), None)
+    return is_saved(open_store(here)) or (first is not None and not first.with_suffix(".tar").exists())
 
 
 def open_tables(
@@ -199,6 +207,7 @@ def open_tables(
         fingerprint=hashlib.sha256(content.encode()).hexdigest(),
         num_samples=sum(counts),
         layout=layout,
+        seen_ends=tuple(_seen_end(store, of_file) for of_file in groups),
         is_crude=layout.is_crude,
         fields=layout.fields,
         columns=columns,
@@ -239,11 +248,11 @@ def _files(
         if is_table(here) and open_store(folder, files=open_files).exists(name):
             return here, open_store(folder, files=open_files), [("", name)]
         store = open_store(here, files=open_files)
-        if any(store.exists(saved) for saved in SAVED):
+        if is_saved(store):
             return here, store, saved_names(store)
         if is_table(here):
             store.check_root()  # says that neither is there
-        parts = parts_of([PurePosixPath(name) for name, _ in store.list(".parquet")])
+        parts = parts_of([PurePosixPath(name) for name, _ in store.list(".parquet")], here)
         return here, store, [(part, str(name)) for part, name in parts]
     local = Path(_local(path))
     if not local.exists():
@@ -252,7 +261,7 @@ def _files(
     if local.suffix == ".arrow":
         files = [("", local)]
     else:
-        files = saved_files(local) if is_saved(local) else parquet_files(local)
+        files = saved_files(local) if local.is_dir() and is_saved(open_store(local)) else parquet_files(local)
     return str(local), open_store(root, files=open_files), [(part, str(file.relative_to(root))) for part, file in files]
 
 
@@ -263,6 +272,17 @@ def _groups_at(store: Store, names: Sequence[str]) -> tuple[list[list[Group]], l
         return far_groups(store, names, [(size, 0) for size in sizes]), sizes
     paths = [Path(store.root) / name for name in names]
     return [groups_of(path) for path in paths], [path.stat().st_size for path in paths]
+
+
+def _seen_end(store: Store, groups: Sequence[Group]) -> int:
+    """Return the hash of the end of a parquet file, which opening a remote one reads anyway; 0 for others."""
+    if not groups or groups[0].group < 0 or groups[0].span[1]:
+        return 0
+    size, version = groups[0].stamp
+    if groups[0].store is not None:
+        return version
+    length = min(TAIL_BYTES, size)
+    return hash_of_tail(store.read_range(os.path.relpath(groups[0].path, store.root), size - length, length))
 
 
 def _said(store: Store, name: str) -> tuple[Layout | None, dict[str, Any]]:
@@ -287,11 +307,11 @@ def _said(store: Store, name: str) -> tuple[Layout | None, dict[str, Any]]:
 
 
 def _column_names(files: Sequence[Sequence[Group]]) -> tuple[str, ...]:
-    """Return the columns of files by their groups, which all must have the same."""
+    """Return the columns of files by their groups; all must have the same, in whatever order."""
     filled = [groups for groups in files if groups]
     first = filled[0][0]
     for group, *_ in filled:
-        if group.columns != first.columns:
+        if {*group.columns} != {*first.columns}:
             names = (", ".join(columns) for columns in (group.columns, first.columns))
             raise SourceError(f"{group.path}: has the columns {next(names)}, and {first.path} {next(names)}.")
     return first.columns
@@ -303,7 +323,7 @@ def _labelled(groups: Sequence[Group]) -> set[str]:
 
 
 def _read_values(dataset: TableDataset, column: str) -> np.ndarray:
-    arrow = pyarrow_modules()
+    pyarrow_modules()
     chunks: list[Any] = []
     for groups in _groups_at(dataset.store, dataset.shard_names)[0]:
         if not groups:
@@ -312,20 +332,8 @@ def _read_values(dataset: TableDataset, column: str) -> np.ndarray:
             chunks += read_row_groups(groups, (column,)).column(column).chunks
         else:
             for group in groups:
-                chunks += table_of(group).column(column).chunks
-    values = arrow.chunked_array(chunks)
-    types, kind = arrow.types, values.type
-    text = types.is_string(kind) or types.is_large_string(kind)
-    if not (text or types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
-        raise ConfigurationError(
-            f"{dataset.path}: the column {column!r} is {kind}, but filters take numbers and texts."
-        )
-    if values.null_count:
-        raise ConfigurationError(
-            f"{dataset.path}: the column {column!r} has no value in {values.null_count} of {len(values)} rows, so "
-            "it cannot be used in a filter."
-        )
-    return np.array(values.to_pylist()) if text else np.asarray(values.to_numpy())
+                chunks += table_of(group)[0].column(column).chunks
+    return numbers_or_texts(chunks, f"{dataset.path}: the column {column!r}")
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -360,14 +368,18 @@ class TableRows:
             batches = _read(group, self._dataset.wanted, len(rows))
             for place, at in rows:
                 first, columns = batches[bisect_right(batches, at, key=_first) - 1]
-                values = {name: column[at - first].as_py() for name, column in columns}
                 where = f"{group.path}{f', row group {group.group}' if group.group >= 0 else ''}, row {at}"
-                out[place] = self._row(values, where, int(indices[place]), group)
+                scalars = [(name, column[at - first], read) for name, column, read in columns]
+                out[place] = self._row(scalars, where, int(indices[place]), group)
         return out
 
-    def _row(self, values: dict[str, Any], where: str, number: int, group: Group) -> ForeignRow | Exception:
+    def _row(
+        self, scalars: Sequence[tuple[str, Any, ValueReader]], where: str, number: int, group: Group
+    ) -> ForeignRow | Exception:
         dataset = self._dataset
         try:
+            with located(where):
+                values = {name: read(scalar) for name, scalar, read in scalars}
             row = row_of(values, where, self._media, dataset.media_columns, group.labels)
             sample = lay_out(as_told(row, dataset.layout), dataset.layout, number)
             parts, fields = sample.read()
@@ -397,8 +409,8 @@ class TableRows:
             return known
 
 
-Batches = list[tuple[int, list[tuple[str, Any]]]]
-"""The record batches of a group: number of the first row, and the columns with their names."""
+Batches = list[tuple[int, list[tuple[str, Any, ValueReader]]]]
+"""The record batches of a group: number of the first row, and the columns with their names and how they are read."""
 
 
 def _first(batch: tuple[int, Any]) -> int:
@@ -485,9 +497,9 @@ def _mapped(group: Group, columns: tuple[str, ...]) -> Batches:
 
 def _batches(table: Any) -> Batches:
     batches: Batches = []
-    first = 0
+    first, readers = 0, readers_of(table.schema)
     for batch in table.to_batches():
-        batches.append((first, list(zip(batch.schema.names, batch.columns, strict=True))))
+        batches.append((first, list(zip(readers, batch.columns, readers.values(), strict=True))))
         first += batch.num_rows
     return batches
 

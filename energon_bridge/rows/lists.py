@@ -11,7 +11,7 @@ import io
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -25,6 +25,9 @@ from energon_bridge.format.documents import UTF16, utf16_remedy
 from energon_bridge.format.media import kind_by_name
 from energon_bridge.rows.base import (
     LOOKED_AT,
+    RAW,
+    Blob,
+    Content,
     Layout,
     Row,
     RowSample,
@@ -132,7 +135,7 @@ def _checked(entry: Any, where: str) -> tuple[Mapping[str, Any], str]:
 
 
 class ListedEntries:
-    """Entries in memory; `unit` and `first` number them in messages."""
+    """Entries in memory, of malformed ones their error; `unit` and `first` number them in messages."""
 
     def __init__(self, path: Path, entries: Sequence[Any], *, unit: str = "entry", first: int = 0) -> None:
         self._path, self._entries, self._unit, self._first = path, entries, unit, first
@@ -142,7 +145,10 @@ class ListedEntries:
 
     def entry(self, number: int) -> tuple[Mapping[str, Any], str]:
         """Return an entry and its place in the source; raises SourceError."""
-        return _checked(self._entries[number], f"{self._path}, {self._unit} {number + self._first}")
+        entry = self._entries[number]
+        if isinstance(entry, SourceError):
+            raise SourceError(str(entry))
+        return _checked(entry, f"{self._path}, {self._unit} {number + self._first}")
 
 
 class LineEntries:
@@ -235,7 +241,7 @@ def _open_csv(path: Path, media: Path | None) -> TableSource:
     suffix = path.suffix[1:].lower()
     try:
         data = path.read_bytes()
-        text = data.decode("utf-16" if data.startswith(UTF16) else "utf-8-sig").lstrip("\r\n")
+        text = data.decode("utf-16" if data.startswith(UTF16) else "utf-8-sig")
     except UnicodeDecodeError as error:
         raise SourceError(f"{path}: is not UTF-8: {error}. Write it as such (iconv -t UTF-8).") from error
     if "\0" in text:
@@ -245,7 +251,7 @@ def _open_csv(path: Path, media: Path | None) -> TableSource:
             f"{line}."
         )
     usual = "," if suffix == "csv" else "\t"
-    header = text[: 1 << 20]
+    header = text.lstrip("\r\n")[: 1 << 20]
     marks = [mark for mark in ",;\t|" if len(next(csv.reader(io.StringIO(header, ""), delimiter=mark), ())) > 1]
     delimiter = usual if usual in marks or not marks else marks[0]
     if delimiter != usual and len(marks) > 1:
@@ -258,14 +264,11 @@ def _open_csv(path: Path, media: Path | None) -> TableSource:
 
 
 def _read_csv(path: Path, text: str, delimiter: str) -> ListedEntries:
-    reader = csv.reader(io.StringIO(text, ""), delimiter=delimiter, strict=True)
-    try:
-        header, *rows = [row for row in reader if row] or [[]]
-    except csv.Error as error:
-        raise SourceError(
-            f"{path}, line {reader.line_num}: cannot be read as {delimiter!r}-separated text: {error}. A field with a "
-            'quote is between quotes, and has the quote twice: "a ""b"" c".'
-        ) from error
+    """Read rows; one that is malformed fails alone. Raises SourceError for a wrong header."""
+    rows = _csv_rows(path, text, delimiter)
+    _, header = next(rows, ("", []))
+    if isinstance(header, SourceError):
+        raise header
     header = [name.strip() for name in header]
     twice = [name for name, count in Counter(header).items() if count > 1]
     if twice:
@@ -275,14 +278,40 @@ def _read_csv(path: Path, text: str, delimiter: str) -> ListedEntries:
             f"{path}: the first line has names of columns, but {entry[:60]!r} names a file. Write a first line with "
             "names, such as image and caption."
         )
-    for number, row in enumerate(rows, start=2):
-        if len(row) != len(header):
-            raise SourceError(
-                f"{path}, row {number}: has {'more' if len(row) > len(header) else 'fewer'} fields than the "
-                f"{len(header)} columns of the header ({', '.join(header)})."
-            )
-    entries = [dict(zip(header, row, strict=True)) for row in rows]
+    entries: list[dict[str, str] | SourceError] = []
+    for lines, row in rows:
+        if isinstance(row, SourceError):
+            entries.append(row)
+        elif len(row) == len(header):
+            entries.append(dict(zip(header, row, strict=True)))
+        else:
+            which = "more" if len(row) > len(header) else "fewer"
+            columns = f"{len(header)} columns of the header ({', '.join(header)})"
+            entries.append(SourceError(f"{path}, {lines}: has {which} fields than the {columns}."))
     return ListedEntries(path, entries, unit="row", first=2)
+
+
+def _csv_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[str, list[str] | SourceError]]:
+    """Yield the lines and content of each row that is not blank, or its error; reading goes on with the next line."""
+    reader = csv.reader(io.StringIO(text, ""), delimiter=delimiter, strict=True)
+    while True:
+        first = reader.line_num + 1
+        row: list[str] | SourceError
+        try:
+            row = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            row = SourceError(
+                f"{path}, {_lines(first, reader.line_num)}: cannot be read as {delimiter!r}-separated text: {error}. A "
+                'field with a quote is between quotes, and has the quote twice: "a ""b"" c".'
+            )
+        if row:
+            yield _lines(first, reader.line_num), row
+
+
+def _lines(first: int, last: int) -> str:
+    return f"line {last}" if first >= last else f"lines {first} to {last}"
 
 
 def _stem_key(name: str, media: Path) -> str:
@@ -417,6 +446,7 @@ def check_media_meant(rows: Sequence[Row], without: str) -> None:
 
 def propose_layout(rows: Sequence[Row]) -> Layout:
     """Propose how rows become samples, from the names and values of their columns."""
+    rows = [replace(row, files={name: of for name, of in row.files.items() if not _is_raw(of)}) for row in rows]
     files = list(dict.fromkeys(name for row in rows for name in row.files))
     values = list(dict.fromkeys(name for row in rows for name in row.values))
     if _named(values, CONVERSATIONS) or any(_is_more(row) for row in rows) or len(files) > 1 or not _are_images(rows):
@@ -539,6 +569,10 @@ def other_text(rows: Sequence[Row], layout: Layout) -> tuple[str, str] | None:
     if "caption" in layout.fields:
         return question, f"--sample-type VQASample --field context={question} --field answers=COLUMN"
     return caption, f"--sample-type CaptioningSample --field caption={caption}"
+
+
+def _is_raw(contents: Content | tuple[Content, ...]) -> bool:
+    return isinstance(contents, Blob) and contents.extension == RAW
 
 
 def caption_of(columns: Iterable[str]) -> str | None:

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import struct
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +37,8 @@ from energon_bridge.format.foreign import ForeignDataset, ForeignFormat, Foreign
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG
 from energon_bridge.rng import IntArray
 from energon_bridge.storage import OpenFiles, Store, open_store
+
+_logger = logging.getLogger(__name__)
 
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\0\0"
@@ -100,18 +104,18 @@ class _Index(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexedDataset(ForeignDataset):
-    """The documents or windows of a .bin."""
+    """The documents or windows of a .bin; `num_tokens` are those of its index."""
 
     index: _Index
     window: _Window | None
+    num_tokens: int
+
+    @property
+    def index_names(self) -> tuple[str, ...]:
+        return (self.index.name,)
 
     def open_rows(self) -> IndexedRows:
         return IndexedRows(self)
-
-    @property
-    def num_tokens(self) -> int:
-        """All tokens of the .bin."""
-        return int(self.shard_sizes[0]) // self.index.dtype.itemsize
 
     def read_values(self, column: str) -> np.ndarray:
         """Return a column, as `ForeignDataset` says: `tokens`, the number of tokens of each sample; or `document`."""
@@ -247,7 +251,7 @@ def open_index(
     prefix, options = _split(path)
     folder, slash, name = prefix.rpartition("/")
     store = open_store(folder or slash or ".", files=open_files)
-    index, size = _read_index(store, name)
+    index, size, total = _read_index(store, name)
     where = index.path + ("?" + options if options else "")
     window = None
     if options:
@@ -260,7 +264,6 @@ def open_index(
         if index.has_modes:
             raise ConfigurationError(f"{where}: windows would lose the modes of its sequences. Leave out `?{options}`.")
         window = _Window(int(given[1]), 1 if given[2] else 0, given[3] is not None)
-    total = size // index.dtype.itemsize
     count = index.documents if window is None else window.count(total)
     if not count:
         raise EmptyDatasetError(f"{where}: {total} tokens are less than one window. Choose a smaller one.")
@@ -282,11 +285,16 @@ def open_index(
         fields={"tokens": f"{said} ({index.dtype.name})"},
         index=index,
         window=window,
+        num_tokens=total,
     )
 
 
-def _read_index(store: Store, name: str) -> tuple[_Index, int]:
-    """Return the index of a prefix and the bytes of its .bin; raises what `open_index` raises."""
+def _read_index(store: Store, name: str) -> tuple[_Index, int, int]:
+    """Return the index of a prefix, the bytes of its .bin, and its tokens; raises what `open_index` raises.
+
+    A .bin may go on after the last sequence, as that of a run that was stopped and began again: megatron-core reads
+    what the index names, too.
+    """
     for suffix in (".idx", ".bin"):
         if not store.exists(name + suffix):
             raise DatasetNotFoundError(f"{store.url(name + suffix)}: no such file. An index is NAME.idx and NAME.bin.")
@@ -318,9 +326,16 @@ def _read_index(store: Store, name: str) -> tuple[_Index, int]:
         np.concatenate(index.read(name, at, ones)).tolist() for name in ("pointers", "lengths")
     )
     end = begin + length * dtype.itemsize
-    if start or end != size:
+    if start or end > size:
         raise SourceError(f"{bin_path}: has {size} bytes, but its index says {end}: was it cut off? {_WRITE_AGAIN}")
-    return index, size
+    if end < size:
+        _warn_of_rest(bin_path, size - end)
+    return index, size, end // dtype.itemsize
+
+
+@cache
+def _warn_of_rest(path: str, count: int) -> None:
+    _logger.warning("%s: %d bytes after the last sequence of its index are not read", path, count)
 
 
 class _Indexes:

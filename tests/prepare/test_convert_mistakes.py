@@ -290,7 +290,7 @@ def test_wrong_flags(tmp_path, flags, message):
         ("x.json", "[1]", "x.json, entry 0: expected an object, found '1'."),
         ("x.json", "[]", "x.json: has no samples (JSON list)."),
         ("x.jsonl", "", "x.jsonl: has no samples (JSON lines)."),
-        ("x.csv", "a,b\n1\n", "x.csv, row 2: has fewer fields than the 2 columns of the header (a, b)."),
+        ("x.csv", "a,b\n1\n", "x.csv, line 2: has fewer fields than the 2 columns of the header (a, b)."),
         ("x.csv", "url,caption\nhttp://a.b/c.jpg,x\n", "the column `url` contains URLs (http://a.b/c.jpg)"),
         ("x.csv", "image,caption\n../../secret.png,x\n", "row 2: the path '../../secret.png' leads out of"),
         ("x.xls", "", "cannot convert a .xls. Supported are .json, .jsonl"),

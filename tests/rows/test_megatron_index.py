@@ -301,3 +301,15 @@ def test_what_cannot_be_is_refused(corpus: Path, tmp_path: Path) -> None:
         trained(tmp_path / "open.idx")
     assert not is_index("shard_000.tar.idx")
     assert not is_index("lines.jsonl.idx")
+
+
+def test_what_follows_the_last_sequence_is_not_read_as_by_megatron_core(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "data")
+    before = [tokens_of(f"{path}{options}") for options in ("", "?window=8&last=keep")]
+    with path.with_suffix(".bin").open("ab") as file:
+        file.write(b"\1\2\3\4\5")
+    assert tokens_of(path) == [tokens.tolist() for tokens, _ in documents_of(path)]
+    assert [tokens_of(f"{path}{options}") for options in ("", "?window=8&last=keep")] == before
+    assert "5 bytes after the last sequence of its index are not read" in caplog.text
