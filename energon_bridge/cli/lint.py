@@ -152,7 +152,7 @@ def command(
                 advance(number, len(dataset.shard_names if share is None else share.of(dataset.shard_names)))
         for keys, what, remedy in (
             (blank, "an empty text", f"To leave one out, {LEAVE_OUT}."),
-            (turned, "a JPEG that its EXIF turns", "Training turns them with data.autorotate=true only."),
+            (turned, "an image that its EXIF or XMP turns", "Training turns them with data.autorotate=true only."),
             (unopened, "a video or sound, not opened", "To check them: pip install 'energon-bridge[video]'"),
         ):
             if keys:
