@@ -118,8 +118,15 @@ def _tagged_orientation(exif: bytes) -> int | None:
         for place in range(directory + 2, directory + 2 + 12 * entries, 12):
             tag, kind, count = struct.unpack_from(order + "HHI", exif, place)
             if tag == ORIENTATION:
-                form = _WHOLE.get(kind) if count == 1 else None
-                found = struct.unpack_from(order + form, exif, place + 8)[0] if form else 0
+                found = _first_number(exif, place + 8, order + _WHOLE[kind], count) if kind in _WHOLE and count else 0
     except struct.error:  # cut off
         pass
     return found
+
+
+def _first_number(exif: bytes, at: int, form: str, count: int) -> int:
+    """Return the first of the numbers of an entry, which lie elsewhere if they take more than four bytes."""
+    size = count * struct.calcsize(form)
+    if size > 4:
+        (at,) = struct.unpack_from(form[0] + "I", exif, at)
+    return int(struct.unpack_from(form, exif, at)[0]) if at + size <= len(exif) else 0
