@@ -26,11 +26,12 @@ from energon_bridge.av.streams import (
     PacketsDifferError,
     Pixels,
     Reader,
+    Turn,
     VideoReader,
     beyond,
     clip_of,
     is_over,
-    quarters,
+    turn_of,
 )
 from energon_bridge.av.whole import WholeReader
 from energon_bridge.errors import ConfigurationError, DecodeError, UnfitSampleError
@@ -58,7 +59,8 @@ class AVDecoder:
         suppress_warnings: Accepted for compatibility; there is nothing to warn about.
         name: Name of the file in messages.
         audio_format: `float32` in [-1, 1], or `native`: the type of the file.
-        autorotate: Turn frames by quarters as the file says, as players do; sizes are those of turned frames.
+        autorotate: Turn and mirror frames as the file says, as players do; sizes are those of turned frames. Turns are
+            by quarters, of other angles by the nearest.
 
     Attributes:
         bytes_read: Bytes read from the file so far, if `stream` is bytes or a range.
@@ -491,21 +493,21 @@ class AVDecoder:
                         ),
                     )
                 )
-                if get_video_frame_size and self.autorotate and self._quarters(media) % 2:
+                if get_video_frame_size and self.autorotate and self._turn(media).quarters % 2:
                     fields |= {"video_width": fields["video_height"], "video_height": fields["video_width"]}
             if get_audio and media.audio is not None:
                 self._video = self._audio = None
                 fields |= _known(audio_metadata(media, duration=get_audio_duration, num_samples=get_audio_num_samples))
         return AVMetadata(**fields)
 
-    def _quarters(self, media: Media) -> int:
-        """Return by how many quarters the video is turned, which only a decoded frame tells."""
+    def _turn(self, media: Media) -> Turn:
+        """Return how the video is turned, which only a decoded frame tells."""
         self._video = self._audio = None
         first = [(0, 0)]
         made, _ = self._reading(
-            media, lambda reader: self._clips(media, reader(), first, "frames", quarters, lambda rows: rows[0])
+            media, lambda reader: self._clips(media, reader(), first, "frames", turn_of, lambda rows: rows[0])
         )
-        return made[0] if made else 0
+        return made[0] if made else Turn()
 
 
 def _made(cls: type[AVDecoder], stream: Any, suppress_warnings: bool, name: str, audio_format: Any) -> AVDecoder:
