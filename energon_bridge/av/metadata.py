@@ -11,14 +11,25 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from energon_bridge.av.media import Media, has_all_packets, length_of, own_length, start_of, ticks
-from energon_bridge.av.sound import AudioReader
+from energon_bridge.av.media import (
+    Media,
+    has_all_packets,
+    is_estimate,
+    length_of,
+    links_of,
+    own_length,
+    start_of,
+    ticks,
+)
+from energon_bridge.av.sound import BARE_FORMATS, BROADCASTS, AudioReader
 from energon_bridge.av.streams import Reader
 from energon_bridge.errors import DecodeError
 from energon_bridge.format.media import AVMetadata
 
 _EXACT_DURATIONS = ("pcm_", "flac", "alac", "wavpack")
 """Codecs whose packets have exactly the duration of their samples."""
+_BROADCAST_SECONDS = 1
+"""How much of the end of a broadcast is read: after a seek into one, times are wrong up to the next that it tells."""
 _CUT_OFF_SECONDS = Fraction(1, 2)
 """If the headers claim this much more than any stream has, the file is cut off."""
 
@@ -34,11 +45,18 @@ def known_length(media: Media, stream: Any) -> Fraction | None:
 
     A duration that the headers give for the whole file is that of its longest stream. So the last packets are read, or
     all, of sound without a header; readers and streams of the file are invalid afterwards.
+
+    Raises DecodeError if a sound is cut off.
     """
     claimed, start, index = length_of(media, stream), start_of(stream), stream.index
-    if _is_estimate(media):
+    form = media.container.format.name
+    if media.video is None:
+        media.check_end()
+    if is_estimate(media):
         return _length_of_packets(media, index)
-    if claimed is None or own_length(stream) is not None:
+    if stream.type == "audio" and (form in BARE_FORMATS or len(links_of(media)) > 1):
+        return None
+    if claimed is None or (own_length(stream) is not None and not _is_vague(stream)):
         return claimed
     indices = [one.index for one in (media.video, media.audio) if one is not None]
     ends = {one: _end_of(media, one, claimed) for one in indices}
@@ -48,18 +66,10 @@ def known_length(media: Media, stream: Any) -> Fraction | None:
     return ends[index] - start
 
 
-def _is_estimate(media: Media) -> bool:
-    """Whether libav only estimates a duration, by the rate of the first packets: AAC, and MP3 without a count."""
-    file, form = media.file, media.container.format.name
-    if form != "mp3":
-        return bool(form == "aac")
-    here = file.tell()  # the container reads on from there
-    file.seek(0)
-    tag = file.read(10)  # ID3: ten bytes, and four times seven bits of its size
-    file.seek(10 + sum(byte << 7 * (3 - n) for n, byte in enumerate(tag[6:])) if tag[:3] == b"ID3" else 0)
-    frame = file.read(64)
-    file.seek(here)
-    return not any(name in frame for name in (b"Xing", b"Info", b"VBRI"))
+def _is_vague(stream: Any) -> bool:
+    """Whether the duration of a stream is only about right: in broadcasts it lacks the last packets."""
+    form = stream.container.format.name
+    return form in BROADCASTS or (form == "avi" and stream.type == "audio")
 
 
 def _length_of_packets(media: Media, index: int) -> Fraction:
@@ -80,10 +90,11 @@ def _end_of(media: Media, index: int, claimed: Fraction) -> Fraction:
         base, rate = stream.time_base, stream.average_rate if stream.type == "video" else None
         usual = round(1 / rate / base) if rate else 0
         end = None
+        aim = start_of(stream) + claimed - (_BROADCAST_SECONDS if _is_vague(stream) else 0)
         with media.refusing("cannot be read"):
             try:
                 if seeks:
-                    media.container.seek(int((start_of(stream) + claimed) / base), stream=stream, backward=True)
+                    media.container.seek(int(aim / base), stream=stream, backward=True)
             except OSError:
                 continue
             for packet in media.container.demux(stream):
