@@ -20,7 +20,7 @@ import numpy as np
 
 from energon_bridge.av.headers import tells_frames
 from energon_bridge.av.media import AVData, Media, opened, start_of, tensor_of, ticks
-from energon_bridge.av.metadata import audio_metadata, end_of_frames, known_length, video_fps, video_metadata
+from energon_bridge.av.metadata import audio_metadata, claimed_rate, end_of_frames, known_length, video_metadata
 from energon_bridge.av.sound import AudioReader, as_floats, resample
 from energon_bridge.av.streams import (
     PacketsDifferError,
@@ -390,10 +390,13 @@ class AVDecoder:
             return media.audio is not None
 
     def get_video_fps(self) -> float:
-        """Return the mean frame rate. Raises DecodeError."""
+        """Return the mean frame rate, for which all packets are read, unless the index of an MP4 or MOV tells it.
+
+        Raises DecodeError.
+        """
         with self._opened() as media:
-            fps = video_fps(media)
-            rate = fps or self.get_metadata(get_video_frame_size=False, get_audio=False).video_fps
+            media.stream("video")
+            rate = self._video_metadata(media, duration=False, frame_count=False, frame_size=False).video_fps
         if rate is None:
             raise DecodeError(f"{self.name} does not give the frame rate of its video")
         return rate
@@ -412,7 +415,10 @@ class AVDecoder:
 
         Counting frames reads the whole file if its index does not list them (Matroska, WebM). Raises DecodeError.
         """
-        metadata = self.get_metadata(get_video_frame_count=get_frame_count, get_video_frame_size=False, get_audio=False)
+        with self._opened() as media:
+            if media.video is None:
+                return None, None
+            metadata = self._video_metadata(media, frame_count=get_frame_count, frame_size=False, rate=False)
         return metadata.video_duration, metadata.video_num_frames
 
     def get_time_range(self, *, video: bool, audio: bool) -> tuple[float, float]:
@@ -479,18 +485,13 @@ class AVDecoder:
         """
         fields: dict[str, Any] = {}
         with self._opened() as media:
-            self._video = self._audio = None
             if get_video and media.video is not None:
                 fields |= _known(
-                    self._reading(
+                    self._video_metadata(
                         media,
-                        lambda reader: video_metadata(
-                            media,
-                            reader,
-                            duration=get_video_duration,
-                            frame_count=get_video_frame_count,
-                            frame_size=get_video_frame_size,
-                        ),
+                        duration=get_video_duration,
+                        frame_count=get_video_frame_count,
+                        frame_size=get_video_frame_size,
                     )
                 )
                 if get_video_frame_size and self.autorotate and self._turn(media).quarters % 2:
@@ -499,6 +500,16 @@ class AVDecoder:
                 self._video = self._audio = None
                 fields |= _known(audio_metadata(media, duration=get_audio_duration, num_samples=get_audio_num_samples))
         return AVMetadata(**fields)
+
+    def _frame_seconds(self) -> float:
+        """Return how long a frame is shown by the header, or else in the mean."""
+        with self._opened() as media:
+            claimed = claimed_rate(media)
+        return float(1 / claimed) if claimed else 1 / self.get_video_fps()
+
+    def _video_metadata(self, media: Media, **asked: bool) -> AVMetadata:
+        self._video = self._audio = None
+        return self._reading(media, lambda reader: video_metadata(media, reader, **asked))
 
     def _turn(self, media: Media) -> Turn:
         """Return how the video is turned, which only a decoded frame tells."""
@@ -568,7 +579,7 @@ def get_clips_uniform(
 
         def clips_until(end: float) -> AVData:
             if clip_duration_seconds == 0:
-                half = 0.5 / decoder.get_video_fps() if request_video else 0.0
+                half = decoder._frame_seconds() / 2 if request_video else 0.0
                 first, last = begin + half, max(begin, end - half)
             else:
                 first, last = begin, max(begin, end - clip_duration_seconds)

@@ -34,10 +34,21 @@ _CUT_OFF_SECONDS = Fraction(1, 2)
 """If the headers claim this much more than any stream has, the file is cut off."""
 
 
-def video_fps(media: Media) -> float | None:
-    """Return the mean frame rate of the video."""
-    rate = media.stream("video").average_rate or media.stream("video").guessed_rate
-    return float(rate) if rate else None
+def claimed_rate(media: Media) -> Fraction | None:
+    """Return the frames a second by the header: the mean in MP4, elsewhere often that of the shortest frames."""
+    stream = media.stream("video")
+    return stream.average_rate or stream.guessed_rate or None
+
+
+def _mean_rate(media: Media, reader: Callable[[], Reader]) -> float | None:
+    """Return the frames a second of the video: in MP4 by its index, else by its header if all frames agree with it."""
+    claimed = claimed_rate(media)
+    if claimed and "mp4" in media.container.format.name and media.stream("video").frames:
+        return float(claimed)
+    frames, length = reader().count, reader().length()
+    if not length or (claimed and abs(frames - length * claimed) <= 1):  # a header may round the last frame
+        return float(claimed) if claimed else None
+    return float(frames / length)
 
 
 def known_length(media: Media, stream: Any) -> Fraction | None:
@@ -122,13 +133,14 @@ def video_metadata(
     duration: bool = True,
     frame_count: bool = True,
     frame_size: bool = True,
+    rate: bool = True,
 ) -> AVMetadata:
     """Return the requested metadata of the video; asks its reader only for what is not in a header."""
     stream = media.stream("video")
     width, height = (stream.codec_context.width, stream.codec_context.height) if frame_size else (None, None)
     if frame_size and not (width and height):
         raise DecodeError(f"{media.name} has video without a size in its headers: is it cut off?")
-    rate, frames = video_fps(media), None
+    frames = None
     seconds = known_length(media, stream) if duration else None
     if frame_count or (duration and seconds is None):
         frames = reader().count
@@ -137,7 +149,7 @@ def video_metadata(
     return AVMetadata(
         video_duration=None if seconds is None else float(seconds),
         video_num_frames=frames if frame_count else None,
-        video_fps=rate or (frames / float(seconds) if frames and seconds else None),
+        video_fps=_mean_rate(media, reader) if rate else None,
         video_width=width,
         video_height=height,
     )
