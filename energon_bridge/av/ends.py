@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import struct
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 from typing import BinaryIO
 
 _MOST_PAGE = 27 + 255 + 255 * 255
@@ -113,7 +114,7 @@ def _end_of_boxes(file: BinaryIO, size: int) -> int | None:
         if length < 8:  # 0: up to the end
             return None
         at += length
-    return at
+    return at if at >= size else at + 8
 
 
 def _end_of_matroska(file: BinaryIO, size: int) -> int | None:
@@ -215,7 +216,8 @@ def chained(file: BinaryIO) -> list[tuple[int, int]]:
     try:
         in_memory = size <= _SMALL
         if not in_memory:
-            first = {serial for _, flags, serial, _ in _pages(_read(file, 0, 2 * _MOST_PAGE)) if flags & _FIRST_PAGE}
+            opening = takewhile(lambda page: page[1] & _FIRST_PAGE, _pages(_read(file, 0, 2 * _MOST_PAGE)))
+            first = {serial for _, _, serial, _ in opening}
             last = [serial for _, _, serial, _ in _pages(_read(file, max(0, size - 2 * _MOST_PAGE), size))]
             if not last or last[-1] in first:
                 return [(0, size)]
