@@ -154,7 +154,7 @@ class AudioReader:
         """Raise DecodeError if the last block of the file comes earlier than its headers say."""
         self._media.check_end()
         length, missing = own_length(self._stream), _MISSING_SECONDS.get(self._media.container.format.name)
-        if None in (length, missing, last, last and last.pts) or is_estimate(self._media):
+        if length is None or missing is None or last is None or last.pts is None or is_estimate(self._media):
             return
         there = last.pts * self._base + Fraction(last.samples, self.rate) - start_of(self._stream)
         if there < length - missing:

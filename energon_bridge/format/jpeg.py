@@ -85,7 +85,7 @@ def jpeg_orientation(data: bytes | bytearray | memoryview) -> int:
     value = _tagged_orientation(exif)
     if value is None and (tag := _XMP_ORIENTATION.search(xmp)):
         value = int(tag[1])
-    return value if value in range(1, 9) else 1
+    return value if value is not None and 1 <= value <= 8 else 1
 
 
 def _segments(data: bytes | bytearray | memoryview) -> Iterator[tuple[int, int, int]]:

@@ -207,14 +207,16 @@ def test_frames_of_amr_are_counted(seconds: int) -> None:
     assert np.count_nonzero(heard.get()[-320:]) > 160
 
 
-@pytest.mark.parametrize("rate", [22050, 44100, 48000])
 @pytest.mark.parametrize(
-    ("form", "codec"),
-    [("ts", "aac"), ("ts", "mp2"), ("mpg", "mp2"), ("ac3", "ac3"), ("eac3", "eac3"), ("avi", "pcm_s16le")],
+    ("form", "codec", "rate"),
+    [
+        *(("ts", codec, rate) for codec in ("aac", "mp2") for rate in (22050, 44100, 48000)),
+        *(("mpg", "mp2", rate) for rate in (22050, 44100, 48000)),
+        *((codec, codec, rate) for codec in ("ac3", "eac3") for rate in (44100, 48000)),
+        *(("avi", "pcm_s16le", rate) for rate in (22050, 44100, 48000)),
+    ],
 )
 def test_sounds_whose_containers_do_not_count_are_whole(form: str, codec: str, rate: int, tmp_path: Path) -> None:
-    if "ac3" in form and rate < 32000:
-        pytest.skip("AC-3 has no such rate")
     path = tmp_path / f"a.{form}"
     written(path, codec=codec, rate=rate, seconds=3.337)
     expected = all_samples(path)
