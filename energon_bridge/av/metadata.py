@@ -65,7 +65,7 @@ def known_length(media: Media, stream: Any) -> Fraction | None:
         media.check_end()
     if is_estimate(media):
         return _length_of_packets(media, index)
-    if stream.type == "audio" and (form in BARE_FORMATS or len(links_of(media)) > 1):
+    if stream.type == "audio" and (form in BARE_FORMATS or _has_full_packets(stream) or len(links_of(media)) > 1):
         return None
     if claimed is None or (own_length(stream) is not None and not _is_vague(stream)):
         return claimed
@@ -77,10 +77,15 @@ def known_length(media: Media, stream: Any) -> Fraction | None:
     return ends[index] - start
 
 
+def _has_full_packets(stream: Any) -> bool:
+    """Whether FFmpeg takes the last packet for a full one: it does not read how many samples a compressed CAF has."""
+    return stream.container.format.name == "caf" and not stream.codec_context.name.startswith("pcm_")
+
+
 def _is_vague(stream: Any) -> bool:
-    """Whether the duration of a stream is only about right: in broadcasts it lacks the last packets."""
+    """Whether the duration of a stream is only about right: broadcasts lack the last packets, WMV has the file's."""
     form = stream.container.format.name
-    return form in BROADCASTS or (form == "avi" and stream.type == "audio")
+    return form in (*BROADCASTS, "asf") or (form == "avi" and stream.type == "audio")
 
 
 def _length_of_packets(media: Media, index: int) -> Fraction:

@@ -214,6 +214,7 @@ def test_frames_of_amr_are_counted(seconds: int) -> None:
         *(("mpg", "mp2", rate) for rate in (22050, 44100, 48000)),
         *((codec, codec, rate) for codec in ("ac3", "eac3") for rate in (44100, 48000)),
         *(("avi", "pcm_s16le", rate) for rate in (22050, 44100, 48000)),
+        *(("caf", "alac", rate) for rate in (22050, 44100, 48000)),
     ],
 )
 def test_sounds_whose_containers_do_not_count_are_whole(form: str, codec: str, rate: int, tmp_path: Path) -> None:
