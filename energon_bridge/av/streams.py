@@ -123,12 +123,15 @@ class Packets:
             while self._landed is None and not self._at_start and packet is not None and not packet.is_keyframe:
                 packet = next(self._demuxed, None)  # some containers land between key frames
         if packet is None:
+            self._media.check_end()
             self._ended = True
             return False
-        self.queue.append(packet)
         if not packet.size and packet.dts is None:  # tells the decoder that there are no more
+            self._media.check_end()
+            self.queue.append(packet)
             self._ended = True
             return True
+        self.queue.append(packet)
         dts = self._dts if packet.dts is None else packet.dts
         if packet.pts is None or not packet.size or not self._dts <= dts <= packet.pts:
             raise PacketsDifferError

@@ -71,6 +71,28 @@ def test_a_sound_that_is_cut_off_is_an_error_that_names_the_part(name: str, way:
             WAYS[way](AVDecoder(data[:size], name=name))
 
 
+@pytest.mark.parametrize(
+    ("name", "codec", "container"),
+    [
+        ("a.mkv", "libx264", {}),
+        ("a.webm", "libvpx", {}),
+        ("fragments.mp4", "libx264", {"movflags": "frag_keyframe+empty_moov"}),
+        ("fast.mp4", "libx264", {"movflags": "faststart"}),
+        ("a.avi", "mpeg4", {}),
+        ("a.wmv", "wmv2", {}),
+    ],
+)
+def test_a_video_that_is_cut_off_is_an_error_that_names_the_part(
+    name: str, codec: str, container: dict[str, str], tmp_path: Path
+) -> None:
+    data = write_video(tmp_path / name, codec=codec, frames=40, container=container).read_bytes()
+    assert len(AVDecoder(data).get_video().video_clips[0]) == 40
+    for size in (len(data) // 2, len(data) * 9 // 10):
+        decoder = AVDecoder(data[:size], name=name)
+        with pytest.raises(DecodeError, match=f"part '{name}' .*(cut off|cannot be)"):
+            decoder.get_video()
+
+
 def test_what_lies_before_the_cut_is_there(files: dict[str, bytes]) -> None:
     data = files["a.wav"]
     (clip,), _ = AVDecoder(data[: len(data) // 2]).get_audio_clips([(0.5, 1)])
