@@ -20,17 +20,18 @@ import numpy as np
 
 from energon_bridge.av.headers import tells_frames
 from energon_bridge.av.media import AVData, Media, opened, start_of, tensor_of, ticks
-from energon_bridge.av.metadata import audio_metadata, end_of_frames, known_length, video_fps, video_metadata
+from energon_bridge.av.metadata import audio_metadata, claimed_rate, end_of_frames, known_length, video_metadata
 from energon_bridge.av.sound import AudioReader, as_floats, resample
 from energon_bridge.av.streams import (
     PacketsDifferError,
     Pixels,
     Reader,
+    Turn,
     VideoReader,
     beyond,
     clip_of,
     is_over,
-    quarters,
+    turn_of,
 )
 from energon_bridge.av.whole import WholeReader
 from energon_bridge.errors import ConfigurationError, DecodeError, UnfitSampleError
@@ -58,7 +59,8 @@ class AVDecoder:
         suppress_warnings: Accepted for compatibility; there is nothing to warn about.
         name: Name of the file in messages.
         audio_format: `float32` in [-1, 1], or `native`: the type of the file.
-        autorotate: Turn frames by quarters as the file says, as players do; sizes are those of turned frames.
+        autorotate: Turn and mirror frames as the file says, as players do; sizes are those of turned frames. Turns are
+            by quarters, of other angles by the nearest.
 
     Attributes:
         bytes_read: Bytes read from the file so far, if `stream` is bytes or a range.
@@ -388,10 +390,13 @@ class AVDecoder:
             return media.audio is not None
 
     def get_video_fps(self) -> float:
-        """Return the mean frame rate. Raises DecodeError."""
+        """Return the mean frame rate, for which all packets are read, unless the index of an MP4 or MOV tells it.
+
+        Raises DecodeError.
+        """
         with self._opened() as media:
-            fps = video_fps(media)
-            rate = fps or self.get_metadata(get_video_frame_size=False, get_audio=False).video_fps
+            media.stream("video")
+            rate = self._video_metadata(media, duration=False, frame_count=False, frame_size=False).video_fps
         if rate is None:
             raise DecodeError(f"{self.name} does not give the frame rate of its video")
         return rate
@@ -410,7 +415,10 @@ class AVDecoder:
 
         Counting frames reads the whole file if its index does not list them (Matroska, WebM). Raises DecodeError.
         """
-        metadata = self.get_metadata(get_video_frame_count=get_frame_count, get_video_frame_size=False, get_audio=False)
+        with self._opened() as media:
+            if media.video is None:
+                return None, None
+            metadata = self._video_metadata(media, frame_count=get_frame_count, frame_size=False, rate=False)
         return metadata.video_duration, metadata.video_num_frames
 
     def get_time_range(self, *, video: bool, audio: bool) -> tuple[float, float]:
@@ -477,35 +485,40 @@ class AVDecoder:
         """
         fields: dict[str, Any] = {}
         with self._opened() as media:
-            self._video = self._audio = None
             if get_video and media.video is not None:
                 fields |= _known(
-                    self._reading(
+                    self._video_metadata(
                         media,
-                        lambda reader: video_metadata(
-                            media,
-                            reader,
-                            duration=get_video_duration,
-                            frame_count=get_video_frame_count,
-                            frame_size=get_video_frame_size,
-                        ),
+                        duration=get_video_duration,
+                        frame_count=get_video_frame_count,
+                        frame_size=get_video_frame_size,
                     )
                 )
-                if get_video_frame_size and self.autorotate and self._quarters(media) % 2:
+                if get_video_frame_size and self.autorotate and self._turn(media).quarters % 2:
                     fields |= {"video_width": fields["video_height"], "video_height": fields["video_width"]}
             if get_audio and media.audio is not None:
                 self._video = self._audio = None
                 fields |= _known(audio_metadata(media, duration=get_audio_duration, num_samples=get_audio_num_samples))
         return AVMetadata(**fields)
 
-    def _quarters(self, media: Media) -> int:
-        """Return by how many quarters the video is turned, which only a decoded frame tells."""
+    def _frame_seconds(self) -> float:
+        """Return how long a frame is shown by the header, or else in the mean."""
+        with self._opened() as media:
+            claimed = claimed_rate(media)
+        return float(1 / claimed) if claimed else 1 / self.get_video_fps()
+
+    def _video_metadata(self, media: Media, **asked: bool) -> AVMetadata:
+        self._video = self._audio = None
+        return self._reading(media, lambda reader: video_metadata(media, reader, **asked))
+
+    def _turn(self, media: Media) -> Turn:
+        """Return how the video is turned, which only a decoded frame tells."""
         self._video = self._audio = None
         first = [(0, 0)]
         made, _ = self._reading(
-            media, lambda reader: self._clips(media, reader(), first, "frames", quarters, lambda rows: rows[0])
+            media, lambda reader: self._clips(media, reader(), first, "frames", turn_of, lambda rows: rows[0])
         )
-        return made[0] if made else 0
+        return made[0] if made else Turn()
 
 
 def _made(cls: type[AVDecoder], stream: Any, suppress_warnings: bool, name: str, audio_format: Any) -> AVDecoder:
@@ -566,7 +579,7 @@ def get_clips_uniform(
 
         def clips_until(end: float) -> AVData:
             if clip_duration_seconds == 0:
-                half = 0.5 / decoder.get_video_fps() if request_video else 0.0
+                half = decoder._frame_seconds() / 2 if request_video else 0.0
                 first, last = begin + half, max(begin, end - half)
             else:
                 first, last = begin, max(begin, end - clip_duration_seconds)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+from energon_bridge.av.ends import chained, size_of_id3, what_is_there
 from energon_bridge.errors import ConfigurationError, DecodeError, EnergonError
 from energon_bridge.samples import edataclass
 
@@ -61,8 +62,8 @@ class Media:
     Attributes:
         name: Name of the file in messages.
         container: PyAV's container.
-        video: The first stream of moving pictures (no cover art), or None.
-        audio: The first stream of sound, or None.
+        video: The stream of moving pictures (no cover art) that is marked as default, or else the first one, or None.
+        audio: The stream of sound that is marked as default, or else the first one, or None.
         fresh: Whether the container is at its beginning.
         is_pcm_wave: Whether it is known to be a WAV of plain samples.
     """
@@ -90,8 +91,8 @@ class Media:
         with self.refusing("cannot be opened as video or sound"):
             self.container: Any = av.open(self.file, mode="r", buffer_size=buffer, **options)
         cover = av.stream.Disposition.attached_pic
-        self.video: Any = next((one for one in self.container.streams.video if not one.disposition & cover), None)
-        self.audio: Any = next(iter(self.container.streams.audio), None)
+        self.video: Any = _chosen([one for one in self.container.streams.video if not one.disposition & cover])
+        self.audio: Any = _chosen(self.container.streams.audio)
         for stream in self.container.streams:
             if stream.codec_context is not None:
                 stream.codec_context.thread_type = "NONE"
@@ -102,6 +103,16 @@ class Media:
             self.close()
             raise DecodeError(f"{self.name} has neither video nor sound: is it another kind of file?")
         self.fresh = True
+
+    def check_end(self) -> None:
+        """Raise DecodeError if the file ends before its headers say."""
+        there = what_is_there(self.file, self.container.format.name)
+        if there is not None:
+            raise self.cut_off(there)
+
+    def cut_off(self, there: str) -> DecodeError:
+        """Return the error for a file that has less than its headers say."""
+        return DecodeError(f"{self.name} is cut off: it has {there}. Copy it again, or leave the sample out")
 
     def rewind(self) -> None:
         """Go back to the beginning, by reopening unless the container is fresh: not every format can seek there."""
@@ -151,6 +162,12 @@ class Media:
             ) from error
 
 
+def _chosen(streams: Sequence[Any]) -> Any:
+    """Return the stream that players choose of those of one kind; None if there is none."""
+    default = import_av().stream.Disposition.default
+    return next((one for one in streams if one.disposition & default), next(iter(streams), None))
+
+
 _listed_layouts: list[Any] = []
 
 
@@ -198,6 +215,25 @@ def _opus_preskip(stream: Any) -> Fraction:
     head = (stream.codec_context and stream.codec_context.extradata) or b""
     is_counted = head[:8] == b"OpusHead" and stream.container.format.name == "ogg"
     return Fraction(int.from_bytes(head[10:12], "little"), 48000) if is_counted else Fraction(0)
+
+
+def is_estimate(media: Media) -> bool:
+    """Whether libav only estimates a duration, by the rate of the first packets: AAC, AMR, and MP3 without a count."""
+    file, form = media.file, media.container.format.name
+    if form != "mp3":
+        return form in ("aac", "amr", "gsm")
+    here = file.tell()  # the container reads on from there
+    file.seek(size_of_id3(file))
+    frame = file.read(64)
+    file.seek(here)
+    return not any(name in frame for name in (b"Xing", b"Info", b"VBRI"))
+
+
+def links_of(media: Media) -> list[tuple[int, int]]:
+    """Return begin and end of the files that a sound is a chain of: several in some Oggs, else one."""
+    if media.container.format.name != "ogg" or media.video is not None:
+        return [(0, 0)]
+    return chained(media.file)
 
 
 def has_all_packets(media: Media) -> bool:

@@ -11,22 +11,44 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from energon_bridge.av.media import Media, has_all_packets, length_of, own_length, start_of, ticks
-from energon_bridge.av.sound import AudioReader
+from energon_bridge.av.media import (
+    Media,
+    has_all_packets,
+    is_estimate,
+    length_of,
+    links_of,
+    own_length,
+    start_of,
+    ticks,
+)
+from energon_bridge.av.sound import BARE_FORMATS, BROADCASTS, AudioReader
 from energon_bridge.av.streams import Reader
 from energon_bridge.errors import DecodeError
 from energon_bridge.format.media import AVMetadata
 
 _EXACT_DURATIONS = ("pcm_", "flac", "alac", "wavpack")
 """Codecs whose packets have exactly the duration of their samples."""
+_BROADCAST_SECONDS = 1
+"""How much of the end of a broadcast is read: after a seek into one, times are wrong up to the next that it tells."""
 _CUT_OFF_SECONDS = Fraction(1, 2)
 """If the headers claim this much more than any stream has, the file is cut off."""
 
 
-def video_fps(media: Media) -> float | None:
-    """Return the mean frame rate of the video."""
-    rate = media.stream("video").average_rate or media.stream("video").guessed_rate
-    return float(rate) if rate else None
+def claimed_rate(media: Media) -> Fraction | None:
+    """Return the frames a second by the header: the mean in MP4, elsewhere often that of the shortest frames."""
+    stream = media.stream("video")
+    return stream.average_rate or stream.guessed_rate or None
+
+
+def _mean_rate(media: Media, reader: Callable[[], Reader]) -> float | None:
+    """Return the frames a second of the video: in MP4 by its index, else by its header if all frames agree with it."""
+    claimed = claimed_rate(media)
+    if claimed and "mp4" in media.container.format.name and media.stream("video").frames:
+        return float(claimed)
+    frames, length = reader().count, reader().length()
+    if not length or (claimed and abs(frames - length * claimed) <= 1):  # a header may round the last frame
+        return float(claimed) if claimed else None
+    return float(frames / length)
 
 
 def known_length(media: Media, stream: Any) -> Fraction | None:
@@ -34,11 +56,18 @@ def known_length(media: Media, stream: Any) -> Fraction | None:
 
     A duration that the headers give for the whole file is that of its longest stream. So the last packets are read, or
     all, of sound without a header; readers and streams of the file are invalid afterwards.
+
+    Raises DecodeError if a sound is cut off.
     """
     claimed, start, index = length_of(media, stream), start_of(stream), stream.index
-    if _is_estimate(media):
+    form = media.container.format.name
+    if media.video is None:
+        media.check_end()
+    if is_estimate(media):
         return _length_of_packets(media, index)
-    if claimed is None or own_length(stream) is not None:
+    if stream.type == "audio" and (form in BARE_FORMATS or _has_full_packets(stream) or len(links_of(media)) > 1):
+        return None
+    if claimed is None or (own_length(stream) is not None and not _is_vague(stream)):
         return claimed
     indices = [one.index for one in (media.video, media.audio) if one is not None]
     ends = {one: _end_of(media, one, claimed) for one in indices}
@@ -48,18 +77,15 @@ def known_length(media: Media, stream: Any) -> Fraction | None:
     return ends[index] - start
 
 
-def _is_estimate(media: Media) -> bool:
-    """Whether libav only estimates a duration, by the rate of the first packets: AAC, and MP3 without a count."""
-    file, form = media.file, media.container.format.name
-    if form != "mp3":
-        return bool(form == "aac")
-    here = file.tell()  # the container reads on from there
-    file.seek(0)
-    tag = file.read(10)  # ID3: ten bytes, and four times seven bits of its size
-    file.seek(10 + sum(byte << 7 * (3 - n) for n, byte in enumerate(tag[6:])) if tag[:3] == b"ID3" else 0)
-    frame = file.read(64)
-    file.seek(here)
-    return not any(name in frame for name in (b"Xing", b"Info", b"VBRI"))
+def _has_full_packets(stream: Any) -> bool:
+    """Whether FFmpeg takes the last packet for a full one: it does not read how many samples a compressed CAF has."""
+    return stream.container.format.name == "caf" and not stream.codec_context.name.startswith("pcm_")
+
+
+def _is_vague(stream: Any) -> bool:
+    """Whether the duration of a stream is only about right: broadcasts lack the last packets, WMV has the file's."""
+    form = stream.container.format.name
+    return form in (*BROADCASTS, "asf") or (form == "avi" and stream.type == "audio")
 
 
 def _length_of_packets(media: Media, index: int) -> Fraction:
@@ -80,10 +106,11 @@ def _end_of(media: Media, index: int, claimed: Fraction) -> Fraction:
         base, rate = stream.time_base, stream.average_rate if stream.type == "video" else None
         usual = round(1 / rate / base) if rate else 0
         end = None
+        aim = start_of(stream) + claimed - (_BROADCAST_SECONDS if _is_vague(stream) else 0)
         with media.refusing("cannot be read"):
             try:
                 if seeks:
-                    media.container.seek(int((start_of(stream) + claimed) / base), stream=stream, backward=True)
+                    media.container.seek(int(aim / base), stream=stream, backward=True)
             except OSError:
                 continue
             for packet in media.container.demux(stream):
@@ -111,13 +138,14 @@ def video_metadata(
     duration: bool = True,
     frame_count: bool = True,
     frame_size: bool = True,
+    rate: bool = True,
 ) -> AVMetadata:
     """Return the requested metadata of the video; asks its reader only for what is not in a header."""
     stream = media.stream("video")
     width, height = (stream.codec_context.width, stream.codec_context.height) if frame_size else (None, None)
     if frame_size and not (width and height):
         raise DecodeError(f"{media.name} has video without a size in its headers: is it cut off?")
-    rate, frames = video_fps(media), None
+    frames = None
     seconds = known_length(media, stream) if duration else None
     if frame_count or (duration and seconds is None):
         frames = reader().count
@@ -126,7 +154,7 @@ def video_metadata(
     return AVMetadata(
         video_duration=None if seconds is None else float(seconds),
         video_num_frames=frames if frame_count else None,
-        video_fps=rate or (frames / float(seconds) if frames and seconds else None),
+        video_fps=_mean_rate(media, reader) if rate else None,
         video_width=width,
         video_height=height,
     )

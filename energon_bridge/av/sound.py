@@ -4,6 +4,9 @@ Sample n is the n-th that decoding the whole file yields, and is heard n samples
 jump (a recording that paused, packets that were lost). So clips by time follow the timestamps: the time of a jump is
 silent, and of blocks that overlap the first is heard. Clips by number know nothing of times.
 
+A chain of Oggs is the sound of one after the other. A file that has less than its headers say is an error as soon as
+its end is reached, and so is a sample rate that changes.
+
 Audio decoders need preceding packets, so reading starts a little early. If a container's timestamps are precise enough
 (MP4, WAV, FLAC, Ogg, MP3), they tell which sample a decoded block begins with. Matroska's are too coarse; there, blocks
 are counted if the codec makes them all the same length. Otherwise, reading starts at the beginning of the file; by
@@ -12,14 +15,15 @@ number, it also does if timestamps may have jumped before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import io
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
-from energon_bridge.av.media import Media, import_av
+from energon_bridge.av.media import Media, import_av, is_estimate, links_of, opened, own_length, start_of
 from energon_bridge.errors import DecodeError
 
 _PREROLL_SECONDS = Fraction(1, 2)
@@ -27,6 +31,15 @@ _JITTER_SECONDS = Fraction(1, 50)
 """How far coarse timestamps may be from where counting samples leads, before they have jumped."""
 _COUNTING_FORMATS = ("wav", "flac", "mp3")
 """Containers whose timestamps are counts of samples."""
+BARE_FORMATS = ("ac3", "eac3", "dts", "dtshd", "mlp", "truehd", "loas", "adx")
+"""Formats of packets alone, whose times are only estimated: nothing can jump."""
+BROADCASTS = ("mpegts", "mpeg")
+"""Formats whose packets have times, but not each sound in a packet."""
+_MISSING_SECONDS: Mapping[str, Fraction] = {
+    **dict.fromkeys(("flac", "wv", "tta", "ape"), Fraction(0)),
+    "mp3": Fraction(1, 5),
+}
+"""Formats whose headers count samples, and how many seconds less a whole file may have: what its decoder leaves out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +61,8 @@ class AudioReader:
         if not self.rate:
             raise DecodeError(f"{media.name} has sound without a sample rate: encode it again")
         self._base: Fraction = self._stream.time_base
+        self._links = links_of(media)
+        self._is_timed = len(self._links) == 1 and media.container.format.name not in BARE_FORMATS
         # The start of the file gives the time of the first sample, and the length of blocks.
         heads = [(frame.pts, frame.samples) for frame, _ in zip(self._from_start(), range(4), strict=False)]
         if not heads:
@@ -65,6 +80,7 @@ class AudioReader:
 
         They are numbered in order, or by the time since the first sample.
         """
+        by_time = by_time and self._is_timed
         sound = self._read_near(first, last, by_time)
         if sound is None:
             sound = self._collect(self._placed(self._from_start(), 0, by_time), first, last)
@@ -87,18 +103,33 @@ class AudioReader:
     # Reading ---------------------------------------------------------------------------------------------------------
 
     def _from_start(self) -> Iterator[Any]:
+        if len(self._links) > 1:
+            return self._of_links()
         self._media.rewind()
         self._stream = self._media.stream("audio")
         self._media.only(self._stream)
         return self._decoded()
 
+    def _of_links(self) -> Iterator[Any]:
+        """Yield the blocks of a chain of Oggs, each opened as a file of its own."""
+        for begin, end in self._links:
+            self._media.file.seek(begin)
+            with opened(io.BytesIO(self._media.file.read(end - begin)), self._media.name) as link:
+                for block in AudioReader(link)._from_start():
+                    self._check(block)
+                    yield block
+
     def _decoded(self, *, forgiving: bool = False) -> Iterator[Any]:
-        """Yield decoded blocks; `forgiving`: skip packets that cannot be decoded without earlier ones."""
-        packets = self._media.container.demux(self._stream)
+        """Yield decoded blocks; `forgiving`: skip packets that cannot be decoded without earlier ones.
+
+        Raises DecodeError where the file is cut off.
+        """
+        packets, last = self._media.container.demux(self._stream), None
         while True:
             with self._media.refusing("cannot be read"):
                 packet = next(packets, None)
             if packet is None:
+                self._check_end(last)
                 return
             try:
                 blocks = packet.decode()
@@ -107,9 +138,27 @@ class AudioReader:
                     continue
                 with self._media.refusing("cannot be decoded"):
                     raise error
-            if blocks:
-                forgiving = False
-            yield from blocks
+            for block in blocks:
+                forgiving, last = False, block
+                self._check(block)
+                yield block
+
+    def _check(self, block: Any) -> None:
+        if block.sample_rate != self.rate:
+            raise DecodeError(
+                f"{self._media.name} has sound whose sample rate changes, from {self.rate} to {block.sample_rate}: "
+                "encode it again with one rate, or leave the sample out"
+            )
+
+    def _check_end(self, last: Any) -> None:
+        """Raise DecodeError if the last block of the file comes earlier than its headers say."""
+        self._media.check_end()
+        length, missing = own_length(self._stream), _MISSING_SECONDS.get(self._media.container.format.name)
+        if length is None or missing is None or last is None or last.pts is None or is_estimate(self._media):
+            return
+        there = last.pts * self._base + Fraction(last.samples, self.rate) - start_of(self._stream)
+        if there < length - missing:
+            raise self._media.cut_off(f"{float(there):.2f} of {float(length):.2f} s")
 
     def _placed(self, blocks: Iterator[Any], at: int, by_time: bool) -> Iterator[tuple[int, Any]]:
         """Yield blocks with the number of their first sample, of which the first block's is given."""
@@ -133,6 +182,8 @@ class AudioReader:
             return None
         if not (by_time or self._is_steady()):
             return None
+        if (self._media.container.format.name, self._stream.codec_context.name) == ("ogg", "flac"):
+            return None  # FFmpeg counts the times of its last page back from the end, as if all its blocks were full
         aim = int((self.start + Fraction(first - preroll, self.rate)) / self._base)
         try:
             self._media.container.seek(aim, stream=self._stream, backward=True)
@@ -154,7 +205,8 @@ class AudioReader:
 
     @property
     def _exact(self) -> bool:
-        return self._base * self.rate <= 1
+        is_broadcast = self._media.container.format.name in BROADCASTS  # within a packet of theirs, times are estimates
+        return self._base * self.rate <= 1 and not is_broadcast
 
     def _place(self, block: Any) -> int | None:
         """Return the number of a block's first sample, from its timestamp."""

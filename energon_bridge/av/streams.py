@@ -14,10 +14,13 @@ precede a key frame they do not belong to (leading pictures of an open GOP) are 
 from __future__ import annotations
 
 import logging
+import math
 import re
+import struct
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -120,12 +123,15 @@ class Packets:
             while self._landed is None and not self._at_start and packet is not None and not packet.is_keyframe:
                 packet = next(self._demuxed, None)  # some containers land between key frames
         if packet is None:
+            self._media.check_end()
             self._ended = True
             return False
-        self.queue.append(packet)
         if not packet.size and packet.dts is None:  # tells the decoder that there are no more
+            self._media.check_end()
+            self.queue.append(packet)
             self._ended = True
             return True
+        self.queue.append(packet)
         dts = self._dts if packet.dts is None else packet.dts
         if packet.pts is None or not packet.size or not self._dts <= dts <= packet.pts:
             raise PacketsDifferError
@@ -402,7 +408,7 @@ Reader = VideoReader | WholeReader
 class Pixels:
     """Turns frames into uint8 RGB pixels of the requested size, or else of the size of the first frame.
 
-    With `autorotate` they lie as players show them; else a log line says once that a video is turned.
+    With `autorotate` they lie as players show them; else a log line says once that a video is not.
     """
 
     def __init__(self, size: tuple[int, int] | None, *, autorotate: bool = False, name: str = "") -> None:
@@ -413,39 +419,70 @@ class Pixels:
 
     def of(self, frame: Any) -> np.ndarray:
         """Return the pixels of a frame, (height, width, 3)."""
-        turn = quarters(frame)
-        if turn and not self._autorotate:
-            _say_turned(self._name)
-            turn = 0
-        size = (frame.height, frame.width) if turn % 2 else (frame.width, frame.height)
+        turn = turn_of(frame)
+        if turn is not _UPRIGHT and (turn.is_odd or not self._autorotate):
+            _say_turned(self._name, self._autorotate)
+        if not self._autorotate:
+            turn = _UPRIGHT
+        size = (frame.height, frame.width) if turn.quarters % 2 else (frame.width, frame.height)
         self._size = size = self._size or size
-        width, height = size[::-1] if turn % 2 else size
+        width, height = size[::-1] if turn.quarters % 2 else size
         # One thread: more would slow down the decode threads, and must not exist at a fork.
         out = self._reformatter.reformat(frame, width, height, "rgb24", interpolation="BILINEAR", threads=1)
         pixels: np.ndarray = out.to_ndarray()
-        if turn:
-            return np.ascontiguousarray(np.rot90(pixels, turn))
+        if turn.quarters or turn.is_mirrored:
+            return np.ascontiguousarray(np.rot90(pixels[::-1] if turn.is_mirrored else pixels, turn.quarters))
         return pixels.copy() if out is frame else pixels  # the frame may be requested twice
 
 
-def quarters(frame: Any) -> int:
-    """Return by how many quarters a player turns a frame against the clock: 0 to 3."""
-    return round(frame.rotation / 90) % 4
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """How players turn a frame: mirrored from top to bottom, then by some quarters against the clock.
+
+    `is_odd`: the file says an angle that is no number of quarters, of which this is the nearest.
+    """
+
+    quarters: int = 0
+    is_mirrored: bool = False
+    is_odd: bool = False
 
 
-_said_turned: list[str] = []
-"""The first file with a turned video in this process, for which a warning was logged."""
+_UPRIGHT = Turn()
 
 
-def _say_turned(name: str) -> None:
-    if not _said_turned:
-        _said_turned.append(name)
-        logger.warning(
-            "the video of %s is turned by its header, which is not applied; players apply it. If the model shall see "
-            "it so, set autorotate=True in AVDecoder, SampleDecoder, ChatConfig or MultiModalTaskEncoder "
-            "(data.autorotate=true in the training script)",
-            name or "a file",
-        )
+def turn_of(frame: Any) -> Turn:
+    """Return how players turn a frame, by its display matrix. Source: `libavutil/display.h` and ffmpeg's autorotation.
+
+    (x, y) is shown at (a x + c y, b x + d y); rows are counted downwards.
+    """
+    data = frame.side_data.get("DISPLAYMATRIX")
+    a, b, _, c, d = struct.unpack_from("=5i", memoryview(data)) if data is not None else (1, 0, 0, 0, 1)
+    across, down = math.hypot(a, c), math.hypot(b, d)
+    if not (across and down):  # it turns nothing that could be seen
+        return _UPRIGHT
+    degrees = -math.degrees(math.atan2(b / down, a / across))
+    quarters = round(degrees / 90)
+    turn = Turn(quarters=quarters % 4, is_mirrored=a * d < b * c, is_odd=abs(degrees - 90 * quarters) > 1)
+    return _UPRIGHT if turn == _UPRIGHT else turn
+
+
+_said_turned: set[bool] = set()
+"""Whether a turned video was turned, of those for which a warning was logged in this process."""
+
+
+def _say_turned(name: str, autorotate: bool) -> None:
+    if autorotate in _said_turned:
+        return
+    _said_turned.add(autorotate)
+    if autorotate:
+        logger.warning("the video of %s is turned by no whole quarters: the nearest are used", name or "a file")
+        return
+    logger.warning(
+        "the video of %s is turned or mirrored by its header, which is not applied; players apply it. If the model "
+        "shall see it so, set autorotate=True in AVDecoder, SampleDecoder, ChatConfig or MultiModalTaskEncoder "
+        "(data.autorotate=true in the training script)",
+        name or "a file",
+    )
 
 
 def clip_of(frames: list[np.ndarray]) -> torch.Tensor:

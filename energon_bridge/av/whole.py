@@ -51,6 +51,7 @@ class WholeReader:
             with self._media.refusing("cannot be read"):
                 packet = next(packets, None)
             if packet is None:
+                self._media.check_end()
                 return
             stamp = packet.pts if packet.dts is None else packet.dts
             if packet.size and stamp is not None:

@@ -155,7 +155,7 @@ def command(
         for keys, what, remedy in (
             (blank, "an empty text", f"To leave one out, {LEAVE_OUT}."),
             (raw, "an image that no decoder takes", "It stays bytes, and a batch of it and others fails as a whole."),
-            (turned, "a JPEG that its EXIF turns", "Training turns them with data.autorotate=true only."),
+            (turned, "an image that its EXIF or XMP turns", "Training turns them with data.autorotate=true only."),
             (unopened, "a video or sound, not opened", "To check them: pip install 'energon-bridge[video]'"),
         ):
             if keys:

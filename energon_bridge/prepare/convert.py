@@ -29,6 +29,7 @@ from typing import Any, overload
 import numpy as np
 
 from energon_bridge.errors import ConfigurationError, SampleError, SkipSample, SourceError
+from energon_bridge.format.jpeg import ORIENTATION, can_scale
 from energon_bridge.format.media import HEAD_BYTES, kind_by_name, missing_package
 from energon_bridge.format.nvmeta import INFO_JSON, META_FOLDER, has_checksums, meta_path, read_info
 from energon_bridge.format.parallel import Progress, Task, Workers, map_shards, unseen
@@ -583,13 +584,14 @@ def _check_folder(parts: PartsFolder, told: bytes, *, overwrite: bool) -> None:
 
 _QUALITY = 90  # of images that are scaled down
 _LOSSY = ("JPEG", "WEBP")
+_KEPT = ("exif", "xmp", "icc_profile")
 _IMAGES = MediaFilter(strategy="EXTENSION")
 
 
 def reencoded(part: str, data: bytes, options: ConvertOptions) -> bytes:
     """Return an image scaled down to `max_pixels` and encoded with `quality`; return anything else unchanged.
 
-    The format, the colour profile and the EXIF data stay. Images are never scaled up, and
+    The format, the colour profile, the EXIF data and the XMP stay. Images are never scaled up, and
     animations are left alone. Raises SourceError if the part has the name of an image but is not one.
     """
     if _IMAGES.kind_of(f"x.{part}", data[:HEAD_BYTES]) != "image":
@@ -607,17 +609,18 @@ def reencoded(part: str, data: bytes, options: ConvertOptions) -> bytes:
                 fits = size == image.size
                 if getattr(image, "n_frames", 1) > 1 or (fits and (options.quality is None or form not in _LOSSY)):
                     return data
-                settings: dict[str, Any] = {
-                    key: image.info[key] for key in ("exif", "icc_profile") if key in image.info
-                }
+                made = image if fits else _scaled(image, size, data)
+                settings: dict[str, Any] = {key: image.info[key] for key in _KEPT if key in image.info}
+                if "exif" not in settings and ORIENTATION in image.getexif():  # from where it would not be kept
+                    settings["exif"] = image.getexif()
                 if form in _LOSSY:
                     settings["quality"] = options.quality or _QUALITY
                 out = io.BytesIO()
-                (image if fits else _scaled(image, size)).save(out, form, **settings)
+                made.save(out, form, **settings)
     except Exception as error:  # codecs raise anything
         raise SourceError(f"cannot scale down the part {part!r}: {type(error).__name__}: {error}") from error
-    made = out.getvalue()
-    return data if fits and len(made) >= len(data) else made
+    encoded = out.getvalue()
+    return data if fits and len(encoded) >= len(data) else encoded
 
 
 def _scaled_size(size: tuple[int, int], max_pixels: int | None) -> tuple[int, int]:
@@ -629,10 +632,11 @@ def _scaled_size(size: tuple[int, int], max_pixels: int | None) -> tuple[int, in
     return max(1, int(width * factor)), max(1, int(height * factor))
 
 
-def _scaled(image: Any, size: tuple[int, int]) -> Any:
+def _scaled(image: Any, size: tuple[int, int], data: bytes) -> Any:
     from PIL import Image
 
-    image.draft(None, (2 * size[0], 2 * size[1]))  # decodes JPEGs of more than twice the size at a smaller scale
+    if can_scale(data):
+        image.draft(None, (2 * size[0], 2 * size[1]))  # decodes JPEGs of more than twice the size at a smaller scale
     if image.mode in ("P", "1"):
         image = image.convert("RGBA" if "transparency" in image.info else "RGB")
     return image.resize(size, Image.Resampling.LANCZOS)

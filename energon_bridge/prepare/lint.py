@@ -34,7 +34,6 @@ from energon_bridge.format.dataset_config import DatasetConfigs, fields_of
 from energon_bridge.format.documents import read_document
 from energon_bridge.format.field_map import describe_fields
 from energon_bridge.format.foreign import ForeignDataset, ForeignRow, field_map_of, format_of_unprepared
-from energon_bridge.format.jpeg import jpeg_orientation
 from energon_bridge.format.jsonl import PART, JsonlDataset, is_jsonl, open_jsonl, parse_line
 from energon_bridge.format.media import AV_EXTENSIONS
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG, meta_path, read_info, read_splits
@@ -91,7 +90,7 @@ class ShardReport:
     """The result for one shard.
 
     `blank` are the keys of samples with an empty text, `raw` of those with bytes in a field of tensors, `turned` of
-    those with a JPEG that EXIF turns, `unopened` of those with a video or sound, where PyAV is not installed.
+    those with an image that is turned, `unopened` of those with a video or sound, where PyAV is not installed.
     """
 
     shard: str
@@ -391,8 +390,9 @@ def _is_unopened(parts: Iterable[str]) -> bool:
 
 
 def _is_turned(parts: Mapping[str, Any]) -> bool:
-    files = (data for data in parts.values() if isinstance(data, memoryview))
-    return any(bytes(data[:2]) == b"\xff\xd8" and jpeg_orientation(data) > 1 for data in files)
+    from energon_bridge.task_encoder.images import is_turned  # imports torch, which other commands do not need
+
+    return any(is_turned(data) for data in parts.values() if isinstance(data, memoryview))
 
 
 def _check_row(

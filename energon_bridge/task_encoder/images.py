@@ -2,7 +2,7 @@
 
 A form names the container (numpy, torch, Pillow), the mode (grey, RGB, RGBA) and, with a trailing 8, bytes instead of
 floats (the bytes divided by 255, exactly). All forms give the same pixels as Pillow. With `autorotate` images lie as
-viewers show them (`ImageOps.exif_transpose`), else as in their files, and a log line says once that EXIF turns some.
+viewers show them (`ImageOps.exif_transpose`), else as in their files, and a log line says once that some are turned.
 Ordinary JPEGs are decoded by libjpeg-turbo through simplejpeg, three times faster; everything else, and any JPEG that
 it rejects, is left to Pillow. `fastrgb` is the cheapest form: uint8 in numpy for ordinary JPEGs, a Pillow image for
 anything else.
@@ -14,15 +14,16 @@ Forms without alpha drop it, as Pillow's `convert` does; `alpha` of a form says 
 so that a model gets what its image processor makes of the file: white behind what is transparent.
 
 A form may have a target size: a JPEG is then decoded at 1/2, 1/4 or 1/8 of its size, by computing fewer pixels from its
-DCT blocks, as long as neither side falls below that of the target. A form may choose torchcodec instead, which gives
-other pixels for some images (it applies the EXIF orientation, and keeps the range of 16 bits), and decodes HEIC with
-libheif. Otherwise pillow-heif decodes HEIC, if it is installed.
+DCT blocks, as long as neither side falls below that of the target; a lossless one, which has no blocks, comes whole. A
+form may choose torchcodec instead, which gives other pixels for some images (it applies the EXIF orientation, and keeps
+the range of 16 bits), and decodes HEIC with libheif. Otherwise pillow-heif decodes HEIC, if it is installed.
 """
 
 from __future__ import annotations
 
 import io
 import logging
+import struct
 import sys
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
@@ -37,7 +38,7 @@ import torch
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from energon_bridge.errors import ConfigurationError, DecodeError, MissingCodecError, did_you_mean, is_whole
-from energon_bridge.format.jpeg import ON_ITS_SIDE, ORIENTATION, jpeg_orientation, plain_jpeg
+from energon_bridge.format.jpeg import ON_ITS_SIDE, ORIENTATION, can_scale, jpeg_orientation, plain_jpeg
 from energon_bridge.format.media import (
     BY_EXTENSION,
     FORMATS,
@@ -74,7 +75,7 @@ class ImageForm:
     backend: Backend = "auto"
     max_pixels: int = MAX_PIXELS
     alpha: Alpha = "drop"
-    autorotate: bool = False  # turned as EXIF says
+    autorotate: bool = False  # turned as EXIF or XMP says
 
 
 def _forms() -> dict[str, ImageForm]:
@@ -204,6 +205,24 @@ def image_size(data: bytes | bytearray | memoryview, form: ImageForm, *, part: s
         raise _refusal(part, data, error, "has no readable image size") from error
 
 
+def is_turned(data: bytes | bytearray | memoryview) -> bool:
+    """Return whether viewers turn an image as its EXIF or XMP says; False if it is none that opens."""
+    if bytes(data[:2]) == b"\xff\xd8":
+        return jpeg_orientation(data) != 1
+    content = bytes(data)
+    if guess_image_extension(data) is None or not any(mark in content for mark in _MARKS_OF_TURNS):
+        return False
+    try:
+        with io.BytesIO(data) as stream, _opened(stream, data, IMAGE_FORMS["rgb8"], "") as image:
+            return _orientation(image) != 1
+    except Exception:  # `decode_image` reports the error
+        return False
+
+
+_MARKS_OF_TURNS = (b"eXIf", b"EXIF", b"Exif", b"Raw profile type", b"tiff:Orientation", b"irot", b"imir")
+"""One of them is in each file, other than a JPEG, that is turned: PNG, WebP, AVIF."""
+
+
 def _refusal(
     part: str, data: bytes | bytearray | memoryview, error: Exception, what: str = "cannot be decoded as an image"
 ) -> DecodeError:
@@ -253,7 +272,8 @@ def _turbo_header(
         if form.autorotate:
             return None
         _say("turned", part)
-    return _scaled(height, width, form.target), colorspace
+    target = form.target if form.target is not None and can_scale(data) else None
+    return _scaled(height, width, target), colorspace
 
 
 def _most_pixels(form: ImageForm) -> int:
@@ -350,17 +370,14 @@ def _scaled(height: int, width: int, target: tuple[int, int] | None) -> dict[str
 def _pillow_image(data: bytes | bytearray | memoryview, form: ImageForm, part: str) -> Image.Image:
     with io.BytesIO(data) as stream, _opened(stream, data, form, part) as opened:
         image: Image.Image = opened
-        if form.autorotate or ("exif" in image.info and _is_news("turned", part)):
-            orientation = _orientation(image)
-        else:
-            orientation = 1
-        if form.target is not None and image.format == "JPEG":
-            height, width = form.target[::-1] if form.autorotate and orientation in ON_ITS_SIDE else form.target
+        orientation = _orientation(image) if form.autorotate else 1
+        if form.target is not None and image.format == "JPEG" and can_scale(data):
+            height, width = form.target[::-1] if orientation in ON_ITS_SIDE else form.target
             opened.draft(None, (width, height))
         image.load()  # only now does an ICNS image know whether it has alpha
-        if form.autorotate and orientation != 1:
+        if orientation != 1:
             image = ImageOps.exif_transpose(image)
-        elif orientation != 1:
+        elif not form.autorotate and _is_news("turned", part) and _orientation(image) != 1:
             _say("turned", part)
         if image.mode[0] in "IF":
             _say("wide", part)
@@ -415,9 +432,9 @@ def _torchcodec() -> Any:
 _NEWS = {
     "transparent": "are transparent, which is dropped: transparent pixels get the colour that lies in the file, often "
     "black. If that matters, decode with an alpha channel, image_decode='torchrgba' or 'pilrgba'",
-    "turned": "are turned by their EXIF orientation, which is not applied; viewers apply it, and so does transformers "
-    "to files that it opens itself. If the model shall see them so, set autorotate=True in SampleDecoder, ChatConfig "
-    "or MultiModalTaskEncoder (data.autorotate=true in the training script)",
+    "turned": "are turned by their EXIF or XMP orientation, which is not applied; viewers apply it, and so does "
+    "transformers to files that it opens itself. If the model shall see them so, set autorotate=True in SampleDecoder, "
+    "ChatConfig or MultiModalTaskEncoder (data.autorotate=true in the training script)",
     "wide": "have values of 16 or 32 bits, which Pillow clips to 0 to 255, so most pixels become white or black. Scale "
     "them to 8 bits before training, or, for PNGs, decode with image_backend='torchcodec', which scales them",
 }
@@ -436,8 +453,13 @@ def _say(what: str, part: str) -> None:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return how EXIF turns an image that is not loaded; Pillow turns TIFF itself, and pillow-heif HEIC."""
-    value: Any = 1 if image.format == "TIFF" else image.getexif().get(ORIENTATION, 1)
+    """Return how EXIF or XMP turns an image; Pillow turns TIFF itself, and pillow-heif HEIC."""
+    if image.format == "TIFF":
+        return 1
+    try:
+        value: Any = image.getexif().get(ORIENTATION, 1)
+    except (SyntaxError, struct.error):  # it is no EXIF: viewers show such images as they are
+        return 1
     return value if value in range(2, 9) else 1
 
 

@@ -100,10 +100,18 @@ def _block(samples: np.ndarray, rate: int, pts: int) -> av.AudioFrame:
     return frame
 
 
-def write_sound(path: Path, *, codec: str, rate: int = 48000, seconds: float = 5.0, **options: str) -> Path:
+def write_sound(
+    path: Path,
+    *,
+    codec: str,
+    rate: int = 48000,
+    seconds: float = 5.0,
+    container: Mapping[str, str] | None = None,
+    **options: str,
+) -> Path:
     """Write a stereo sound."""
     total = int(rate * seconds)
-    with av.open(str(path), "w") as out:
+    with av.open(str(path), "w", options=dict(container or {})) as out:
         stream: Any = out.add_stream(codec, rate=rate, layout="stereo", options=options)
         for first in range(0, total, 1000):
             out.mux(stream.encode(_block(tone(first, min(1000, total - first), rate), rate, first)))

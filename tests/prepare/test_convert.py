@@ -11,13 +11,15 @@ import sqlite3
 import subprocess
 import sys
 from contextlib import closing
+from typing import Any, cast
 
 import pytest
 from commands import energon, output_of, refusal_of
 from forked import import_for_training, run_program
 from keyed import write_mix
 from paths import REPOSITORY
-from PIL import Image
+from PIL import Image, ImageOps
+from PIL.PngImagePlugin import PngInfo
 from sources import (
     QUIETLY,
     SOURCES,
@@ -43,7 +45,7 @@ from sources import (
 
 from energon_bridge.format.nvmeta import read_info
 from energon_bridge.prepare import rebuild_index
-from energon_bridge.prepare.convert import split_numbers
+from energon_bridge.prepare.convert import ConvertOptions, reencoded, split_numbers
 from energon_bridge.prepare.split import parse_ratio
 from energon_bridge.storage import open_store
 
@@ -317,6 +319,21 @@ def noise(size: tuple[int, int], form: str, mode: str = "RGB", **settings: objec
     buffer = io.BytesIO()
     Image.effect_noise(size, 60).convert(mode).save(buffer, form, **settings)
     return buffer.getvalue()
+
+
+@pytest.mark.parametrize("form", ["JPEG", "JPEG beside EXIF", "WEBP", "PNG"])
+def test_images_that_become_smaller_stay_turned(form):
+    """What says so is their XMP alone."""
+    xmp, exif, text = '<x tiff:Orientation="6"/>', Image.Exif(), PngInfo()
+    text.add_itxt("XML:com.adobe.xmp", xmp)
+    exif[0x010F] = "a maker"
+    settings = {"pnginfo": text} if form == "PNG" else {"xmp": xmp.encode()}
+    settings |= {"exif": exif} if "beside" in form else {}
+    options = ConvertOptions(layout=cast("Any", None), max_pixels=5000)
+    made = reencoded("x", noise((400, 200), form.partition(" ")[0], **settings), options)
+    with Image.open(io.BytesIO(made)) as image:
+        assert image.size == (100, 50)
+        assert ImageOps.exif_transpose(image).size == (50, 100)
 
 
 def test_images_become_smaller_if_asked(tmp_path):

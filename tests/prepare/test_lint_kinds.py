@@ -332,21 +332,24 @@ def test_empty_texts_are_counted(tmp_path: Path) -> None:
 
 
 def test_turned_images_are_counted(tmp_path: Path) -> None:
-    members = []
-    for number, orientation in enumerate((1, 6, 3)):
+    def turned(form: str, orientation: int, **settings: Any) -> bytes:
         image, file = Image.new("RGB", (8, 8)), io.BytesIO()
         exif = image.getexif()
         exif[0x112] = orientation
-        image.save(file, "JPEG", exif=exif)
-        members.append((f"{number}.jpg", file.getvalue()))
-    tar = write_tar(tmp_path / "data/s.tar", members)
-    fields = render_dataset_yaml("ImageSample", {"image": "jpg"})
+        image.save(file, form, **settings or {"exif": exif})
+        return file.getvalue()
+
+    files = {"0.jpg": turned("JPEG", 1), "1.jpg": turned("JPEG", 6), "2.jpg": turned("JPEG", 3)}
+    files["3.jpg"] = turned("JPEG", 1, xmp=b'<x tiff:Orientation="6"/>')
+    files |= {"4.webp": turned("WEBP", 6), "5.png": turned("PNG", 8), "6.png": turned("PNG", 1), "7.png": b"eXIf"}
+    files["8.tiff"] = turned("TIFF", 6)  # which Pillow turns
+    fields = render_dataset_yaml("ImageSample", {"image": "jpg,webp,png,tiff"})
+    tar = write_tar(tmp_path / "data/s.tar", list(files.items()))
     prepare_dataset(tmp_path / "data", split=ALL_TRAIN, dataset_yaml=fields)
-    code, report = lint(tar.parent)
-    assert code == 0
+    _, report = lint(tar.parent)
     (warning,) = report["warnings"]
     assert warning.startswith(
-        f"{tar.parent}, train: 2 samples with a JPEG that its EXIF turns; the first is s.tar/1. T"
+        f"{tar.parent}, train: 5 samples with an image that its EXIF or XMP turns; the first is s.tar/1. T"
     )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import struct
 import warnings
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,7 +23,14 @@ from energon_bridge.format.media import IMAGE_EXTENSIONS
 from energon_bridge.samples import streaming
 from energon_bridge.samples.stacking import Slab, SlabPool
 from energon_bridge.task_encoder import images as images_module
-from energon_bridge.task_encoder.images import IMAGE_FORMS, decode_image, guess_image_extension, image_form, image_size
+from energon_bridge.task_encoder.images import (
+    IMAGE_FORMS,
+    decode_image,
+    guess_image_extension,
+    image_form,
+    image_size,
+    is_turned,
+)
 
 FORMS = "l8 rgb8 rgba8 l rgb rgba torchl8 torchrgb8 torchrgba8 torch torchl torchrgb torchrgba pil pill pilrgb pilrgba"
 
@@ -163,19 +172,60 @@ def test_values_that_pillow_cuts_are_said_once(kind, file_format, caplog):
     images_module._said.clear()
 
 
-def turned(orientation: int, file_format: str) -> bytes:
-    """Return a file whose EXIF, or for "XMP" whose XMP, turns it; "late": behind other segments of a JPEG."""
+def xmp_of(orientation: int, form: str = '<x tiff:Orientation="{}"/>') -> bytes:
+    return form.format(orientation).encode()
+
+
+def png_with(kind: bytes, content: bytes, *, before: bytes) -> bytes:
+    """Return a PNG with one more chunk before the first of a kind."""
+    data = encoded(picture(40, 26), "PNG")
+    at = data.index(before) - 4
+    chunk = kind + content
+    return data[:at] + struct.pack(">I", len(content)) + chunk + struct.pack(">I", zlib.crc32(chunk)) + data[at:]
+
+
+def app1(content: bytes) -> bytes:
+    return b"\xff\xe1" + struct.pack(">H", len(content) + 2) + content
+
+
+def jpeg_with(segments: bytes, *, before: int = 0xE0) -> bytes:
+    """Return a JPEG with more segments before the first of a marker."""
+    data = encoded(picture(40, 26))
+    at = data.index(bytes([0xFF, before]))
+    return data[:at] + segments + data[at:]
+
+
+def turned(orientation: int, kind: str) -> bytes:
+    """Return a file that viewers turn, for a format by its EXIF."""
     exif = Image.Exif()
     exif[0x010F], exif[0x0112] = "a maker", orientation
-    if file_format == "XMP":
-        xmp = f'<x xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="{orientation}"/>'
-        return encoded(picture(40, 26), xmp=xmp.encode())
-    if file_format == "late":
-        return encoded(picture(40, 26), exif=exif, icc_profile=bytes(70_000), comment="hello")
-    return encoded(picture(40, 26), file_format, exif=exif)
+    bare, xmp = Image.Exif(), xmp_of(orientation)
+    bare[0x010F] = "a maker"
+    match kind:
+        case "XMP":
+            return encoded(picture(40, 26), xmp=xmp)
+        case "XMP beside EXIF":  # as editors write it
+            return encoded(picture(40, 26), xmp=xmp, exif=bare)
+        case "XMP element":
+            return encoded(picture(40, 26), xmp=xmp_of(orientation, "<tiff:Orientation>{}</tiff:Orientation>"))
+        case "XMP in WEBP":
+            return encoded(picture(40, 26), "WEBP", xmp=xmp)
+        case "XMP in PNG":
+            return png_with(b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + xmp, before=b"IDAT")
+        case "late":  # behind other segments of a JPEG
+            return encoded(picture(40, 26), exif=exif, icc_profile=bytes(70_000), comment="hello")
+        case "last":
+            return jpeg_with(app1(exif.tobytes()), before=0xDA)
+        case "late in PNG":
+            return png_with(b"eXIf", exif.tobytes()[6:], before=b"IEND")
+    return encoded(picture(40, 26), kind, exif=exif)
 
 
-@pytest.mark.parametrize("file_format", ["JPEG", "late", "XMP", "PNG", "WEBP", "TIFF", "AVIF"])
+KINDS = ["JPEG", "late", "last", "XMP", "XMP beside EXIF", "XMP element", "XMP in WEBP", "XMP in PNG"]
+KINDS += ["PNG", "late in PNG", "WEBP", "TIFF", "AVIF"]
+
+
+@pytest.mark.parametrize("file_format", KINDS)
 @pytest.mark.parametrize("orientation", range(10))
 def test_upright_images_lie_as_pillow_turns_them(file_format, orientation):
     if file_format == "AVIF" and not features.check("avif"):
@@ -189,8 +239,63 @@ def test_upright_images_lie_as_pillow_turns_them(file_format, orientation):
         np.testing.assert_array_equal(pixels, expected)
         assert image_size(data, image_form(form, autorotate=True), part="x") == expected.shape[1::-1]
         assert "p" not in form or got.getexif().get(0x0112) not in range(2, 9)
-    assert jpeg_orientation(data) in (orientation, 1)
+        assert is_turned(data) == (file_format != "TIFF" and orientation in range(2, 9))
     assert decode_image(data, image_form("rgb8", (4, 13), autorotate=True), part="x").shape[0] in (13, 20, 26, 40)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "TIFF"])
+def test_turned_images_are_named_whatever_turns_them(kind, caplog):
+    if kind == "AVIF" and not features.check("avif"):
+        pytest.skip("Pillow without AVIF")
+    for orientation, said in ((1, []), (3, [True])):
+        images_module._said.clear()
+        decode(turned(orientation, kind), "rgb8")
+        assert ["autorotate=True" in message for message in caplog.messages] == said
+    images_module._said.clear()
+
+
+TAGS = st.lists(
+    st.tuples(
+        st.sampled_from([0x010F, 0x0112]),
+        st.sampled_from([(1, "B3x"), (3, "H2x"), (4, "I"), (99, "I")]),
+        st.integers(0, 2),
+        st.integers(0, 9),
+    ),
+    max_size=3,
+)
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> bytes:
+    """Draw segments with EXIF, XMP or neither, whole or cut off."""
+    order = draw(st.sampled_from("<>"))
+    tags = b"".join(
+        struct.pack(f"{order}HHI{form}", tag, kind, count, value) for tag, (kind, form), count, value in draw(TAGS)
+    )
+    head = b"II*\0" if order == "<" else b"MM\0*"
+    exif = head + struct.pack(f"{order}IH", 8, len(tags) // 12) + tags + bytes(4)
+    form = draw(st.sampled_from(['tiff:Orientation="{}"', "<tiff:Orientation>{}<", "tiff:Orientation='{}'"]))
+    names = [b"http://ns.adobe.com/xap/1.0/\0", b"http://ns.adobe.com/xmp/extension/\0"]
+    xmp = draw(st.sampled_from(names)) + xmp_of(draw(st.integers(0, 9)), form)
+    return app1(draw(st.sampled_from([b"Exif\0\0" + exif, b"Exif\0\0" + exif[:-5], xmp])))
+
+
+@given(st.lists(segments(), max_size=3), st.sampled_from([0xE0, 0xDB, 0xDA]))
+def test_headers_of_jpegs_tell_what_pillow_finds(found, marker):
+    data = jpeg_with(b"".join(found), before=marker)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of EXIF that is cut off
+        with Image.open(io.BytesIO(data)) as image:
+            expected = image.getexif().get(0x0112, 1)
+    assert jpeg_orientation(data) == (expected if expected in range(2, 9) else 1)
+
+
+def test_what_is_no_exif_turns_nothing():
+    files = [jpeg_with(app1(b"Exif\0\0no EXIF at all")), png_with(b"eXIf", b"no EXIF at all", before=b"IDAT")]
+    for data in files:
+        got = decode_image(data, image_form("rgb8", autorotate=True), part="x")
+        np.testing.assert_array_equal(got, pillow(data, "RGB"))
+        assert not is_turned(data)
 
 
 def test_stray_bytes_between_markers_are_forgiven_as_pillow_forgives_them():

@@ -5,16 +5,19 @@ from __future__ import annotations
 import io
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 from PIL import Image
+from PIL.JpegImagePlugin import JpegImageFile
 
 from energon_bridge import DefaultTaskEncoder, SampleDecoder, WorkerConfig, get_savable_loader, get_train_dataset
-from energon_bridge.errors import ConfigurationError, SettingMismatchError
+from energon_bridge.errors import ConfigurationError, DecodeError, SettingMismatchError, SourceError
+from energon_bridge.format.jpeg import can_scale
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
+from energon_bridge.prepare.convert import ConvertOptions, reencoded
 from energon_bridge.task_encoder.images import IMAGE_FORMS
 from energon_bridge.testing import create_captioning_test_dataset, write_shard
 
@@ -71,6 +74,73 @@ def test_what_cannot_be_scaled_comes_whole(data, target):
     whole = SampleDecoder(image_decode="rgb8", guess_content=True).decode("bin", data)
     got = SampleDecoder(image_decode="rgb8", guess_content=True, image_target=target).decode("bin", data)
     np.testing.assert_array_equal(got, whole)
+
+
+# Frames that libjpeg scales, and the others: lossless, hierarchical, lossless and hierarchical (ITU-T T.81, table B.1).
+SCALED = (0xC0, 0xC1, 0xC2, 0xC9, 0xCA)
+WHOLE = (0xC3, 0xC5, 0xC6, 0xC7, 0xCB, 0xCD, 0xCE, 0xCF)
+MARKERS = [(marker, True) for marker in SCALED] + [(marker, False) for marker in WHOLE]
+
+
+def header(*markers: int, before: bytes = b"") -> bytes:
+    """Return the header of a JPEG of 120 x 90 pixels, without pixels: a table, and the frames of markers."""
+    frames = [bytes([0xFF, marker]) + bytes.fromhex("0011 08 005a 0078 03 012200 021101 031101") for marker in markers]
+    table = bytes.fromhex("ffdb 0043 00") + bytes([1] * 64)
+    scan = bytes.fromhex("ffda 000c 03 0100 0211 0311 003f00")
+    return b"\xff\xd8" + before + table + b"".join(frames) + scan
+
+
+@pytest.mark.parametrize(("marker", "scales"), MARKERS)
+def test_only_frames_that_can_be_scaled_are_asked_for_a_scale(marker, scales, monkeypatch):
+    asked = []
+
+    def decode(data: bytes, colorspace: str, buffer: Any = None, **size: int) -> np.ndarray:
+        asked.append((size["min_height"], size["min_width"]))
+        return np.zeros((*asked[-1], 3), np.uint8)
+
+    monkeypatch.setattr("simplejpeg.decode_jpeg_header", lambda data: (90, 120, "YCbCr", "4:2:0"))
+    monkeypatch.setattr("simplejpeg.decode_jpeg", decode)
+    decoder = SampleDecoder(image_decode="rgb8", image_target=(22, 30))
+    got = [decoder.decode("jpg", header(marker)), decoder.decode("jpg", header(marker, before=b"\xff"))]
+    wanted = (23, 30) if scales else (90, 120)
+    assert asked == [wanted] * 2
+    assert {shape(image) for image in got} == {wanted}
+    assert can_scale(header(marker)) == scales
+
+
+@pytest.mark.parametrize(("marker", "scales"), MARKERS)
+def test_pillow_is_asked_for_a_scale_of_no_other_frames(marker, scales, monkeypatch):
+    asked = []
+
+    def load(image: Any) -> None:
+        raise OSError("it has no pixels")
+
+    monkeypatch.setattr("simplejpeg.decode_jpeg_header", lambda data: (90, 120, "YCbCr", "4:2:0"))
+    monkeypatch.setattr(JpegImageFile, "draft", lambda image, mode, size: asked.append(size))
+    monkeypatch.setattr(JpegImageFile, "load", load)
+    decoder = SampleDecoder(image_decode="pilrgb", image_target=(22, 30))
+    with pytest.raises(DecodeError, match="it has no pixels"):
+        decoder.decode("jpg", header(marker))
+    with pytest.raises(SourceError, match="it has no pixels"):
+        reencoded("jpg", header(marker), ConvertOptions(layout=cast("Any", None), max_pixels=700))
+    assert asked == [(30, 22), (60, 44)] * scales
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        header(),
+        header(0xC0, 0xC3),
+        header(0xC3, 0xC0),
+        header(0xC0, before=b"\0"),
+        header(0xC0, before=b"\xff\xd8"),
+        header(0xC0)[:20],
+        b"",
+        b"GIF89a",
+    ],
+)
+def test_what_cannot_be_followed_is_not_scaled(data):
+    assert not can_scale(data)
 
 
 def test_a_deferred_image_tells_the_size_in_its_header():

@@ -173,12 +173,12 @@ def test_what_is_no_sound_is_refused(value: Any, complaint: str) -> None:
 
 
 def test_a_file_that_is_cut_off_is_refused_with_both_lengths(files: dict[str, bytes]) -> None:
-    for name in ("a.mp3", "a.flac"):
-        sound = sound_of(files[name][: len(files[name]) // 2], rate=16000)
-        with pytest.raises(
-            DecodeError, match=r"has 1\.\d\d s of sound, but its headers tell 3\.37 s|cannot be decoded"
-        ):
-            sound.get()
+    data = files["a.mp3"]
+    with pytest.raises(DecodeError, match=f"is cut off: it has {len(data) // 2} of {len(data)} bytes. Copy it again"):
+        sound_of(data[: len(data) // 2], rate=16000)
+    sound = sound_of(files["a.flac"][: len(files["a.flac"]) // 2], rate=16000)
+    with pytest.raises(DecodeError, match="cannot be decoded"):
+        sound.get()
 
 
 def test_an_absurd_rate_is_refused(files: dict[str, bytes]) -> None:

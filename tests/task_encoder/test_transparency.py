@@ -92,7 +92,7 @@ def test_a_model_gets_what_its_processor_makes_of_the_file(
         seen.add(key)
     assert seen == FILES.keys()
     assert not [message for message in caplog.messages if "transparent" in message]
-    assert sum("turned by their EXIF" in message for message in caplog.messages) == (not autorotate)
+    assert sum("turned by their EXIF or XMP" in message for message in caplog.messages) == (not autorotate)
 
 
 class Outer(AugmentTaskEncoder):

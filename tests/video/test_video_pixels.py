@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import struct
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -333,6 +334,49 @@ def test_a_turned_video_is_as_players_show_it(
     np.testing.assert_array_equal(clip.permute(0, 2, 3, 1).numpy(), stored[3:6])
     assert ["autorotate=True" in message for message in caplog.messages] == [True] * bool(degrees)
     streams._said_turned.clear()
+
+
+# Matrices a, b, c, d of a header, by which (x, y) is shown at (a x + c y, b x + d y), and what ffmpeg makes of them.
+SHOWN = {
+    "left to right": ((-1, 0, 0, 1), lambda rows: rows[:, :, ::-1]),
+    "top to bottom": ((1, 0, 0, -1), lambda rows: rows[:, ::-1]),
+    "by two quarters": ((-1, 0, 0, -1), lambda rows: rows[:, ::-1, ::-1]),
+    "with the clock": ((0, 1, -1, 0), lambda rows: np.rot90(rows, -1, axes=(1, 2))),
+    "against the clock": ((0, -1, 1, 0), lambda rows: np.rot90(rows, 1, axes=(1, 2))),
+    "along the diagonal": ((0, 1, 1, 0), lambda rows: rows.transpose(0, 2, 1, 3)),
+    "along the other": ((0, -1, -1, 0), lambda rows: rows[:, ::-1, ::-1].transpose(0, 2, 1, 3)),
+    "larger": ((2, 0, 0, 2), lambda rows: rows),
+    "larger, mirrored": ((2, 0, 0, -0.5), lambda rows: rows[:, ::-1]),
+    "onto a point": ((0, 0, 0, 0), lambda rows: rows),
+    "a little": ((0.998, 0.06, -0.06, 0.998), lambda rows: rows),
+    "nearly a quarter": ((0.06, 0.998, -0.998, 0.06), lambda rows: np.rot90(rows, -1, axes=(1, 2))),
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_mirrored_video_is_as_players_show_it(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "_said_turned", set())
+    matrix, shown = SHOWN[name]
+    file = write_video(tmp_path / "a.mp4", frames=9, rate=10, size=(64, 48))
+    stored = np.stack([frame.pixels for frame in all_frames(file)])
+    data, (a, b, c, d) = bytearray(file.read_bytes()), (int(value * (1 << 16)) for value in matrix)
+    struct.pack_into(">9i", data, data.find(b"tkhd") + 44, a, b, 0, c, d, 0, 0, 0, 1 << 30)  # version 0 of the box
+    with AVDecoder(bytes(data), autorotate=True) as decoder:
+        (clip,), _ = decoder.get_video_clips([(3, 5)], video_unit="frames")
+        metadata = decoder.get_metadata()
+    np.testing.assert_array_equal(clip.permute(0, 2, 3, 1).numpy(), shown(stored)[3:6])
+    assert (metadata.video_height, metadata.video_width) == clip.shape[2:]
+    assert ["no whole quarters" in message for message in caplog.messages] == [True] * (name in ODD)
+    caplog.clear()
+    for _ in range(2):
+        (clip,), _ = AVDecoder(bytes(data)).get_video_clips([(3, 5)], video_unit="frames")
+    np.testing.assert_array_equal(clip.permute(0, 2, 3, 1).numpy(), stored[3:6])
+    assert ["autorotate=True" in message for message in caplog.messages] == [True] * (name not in UPRIGHT)
+
+
+ODD, UPRIGHT = ("a little", "nearly a quarter"), ("larger", "onto a point")
 
 
 def test_a_model_gets_turned_videos_as_players_show_them(tmp_path: Path) -> None:

@@ -1,0 +1,237 @@
+"""Where files end by their own words: sizes that headers claim, the last page of an Ogg, the files it is a chain of.
+
+FFmpeg reads what is there: without a look here, a file that is cut off is a shorter sound. Sizes that say "unknown", as
+programs write them that cannot go back to the header (into a pipe), claim nothing.
+
+Sources: RIFF and RF64 (EBU Tech 3306), Sony Wave64, AIFF-C, CAF and QuickTime (Apple), ISO/IEC 14496-12, 4.2 (MP4), RFC
+8794, 4 (Matroska), RFC 3533, 6 (Ogg), ASF 3.2 (WMA), Xing's header of MP3 as LAME writes it.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Callable, Iterator
+from itertools import takewhile
+from typing import BinaryIO
+
+_MOST_PAGE = 27 + 255 + 255 * 255
+"""Bytes of the largest page of Ogg."""
+_FIRST_PAGE, _LAST_PAGE = 2, 4
+"""Flags of a page: it begins a stream, it ends one."""
+
+
+def what_is_there(file: BinaryIO, form: str) -> str | None:
+    """Return what there is of a file that is cut off; None if it ends where its headers say, or if they do not say.
+
+    `form` is its format in FFmpeg. The position in the file stays.
+    """
+    here = file.tell()
+    size = file.seek(0, io.SEEK_END)
+    try:
+        end = next((read(file, size) for name, read in _READERS.items() if name in form.split(",")), None)
+    except struct.error:  # the header itself is cut off
+        end = size + 1
+    finally:
+        file.seek(here)
+    if end is None or end <= size:
+        return None
+    return f"{size} bytes, but not its last page" if form == "ogg" else f"{size} of {end} bytes"
+
+
+def _unpack(file: BinaryIO, at: int, form: str) -> tuple[int, ...]:
+    file.seek(at)
+    return struct.unpack(form, file.read(struct.calcsize(form)))
+
+
+def _is_unknown(length: int) -> bool:
+    """Whether 32 bits of a length stand for "until the end": 0, or nearly as large as signed or unsigned ones get."""
+    return length == 0 or 0x7FFFF000 <= length <= 0x80000000 or length >= 0xFFFFF000
+
+
+def _end_of_wave(file: BinaryIO, size: int) -> int | None:
+    order, large, at = "<", 0, 12
+    file.seek(0)
+    if file.read(4) == b"RIFX":
+        order = ">"
+    while at + 8 <= size:
+        name, length = struct.unpack(order + "4sI", _read(file, at, 8))
+        if name == b"ds64":
+            (large,) = _unpack(file, at + 16, "<Q")
+        if name == b"data":
+            length = large if large and length == 0xFFFFFFFF else 0 if _is_unknown(length) else length
+            return at + 8 + length if length else None
+        at += 8 + length + length % 2
+    return None
+
+
+def _end_of_wave64(file: BinaryIO, size: int) -> int | None:
+    at = 40
+    while at + 24 <= size:
+        name, length = struct.unpack("<16sQ", _read(file, at, 24))
+        if name.startswith(b"data"):
+            return at + length if 24 < length < 1 << 62 else None
+        at += max(24, -(-length // 8) * 8)
+    return None
+
+
+def _end_of_aiff(file: BinaryIO, size: int) -> int | None:
+    at = 12
+    while at + 8 <= size:
+        name, length = struct.unpack(">4sI", _read(file, at, 8))
+        if name == b"SSND":
+            return None if _is_unknown(length) else at + 8 + length
+        at += 8 + length + length % 2
+    return None
+
+
+def _end_of_caf(file: BinaryIO, size: int) -> int | None:
+    at = 8
+    while at + 12 <= size:
+        name, length = struct.unpack(">4sq", _read(file, at, 12))
+        if name == b"data":
+            return None if length < 0 else at + 12 + length
+        at += 12 + max(0, length)
+    return None
+
+
+def _end_of_au(file: BinaryIO, size: int) -> int | None:
+    begin, length = _unpack(file, 4, ">II")
+    return None if _is_unknown(length) else begin + length
+
+
+def _end_of_avi(file: BinaryIO, size: int) -> int | None:
+    (length,) = _unpack(file, 4, "<I")
+    return None if _is_unknown(length) else 8 + length
+
+
+def _end_of_boxes(file: BinaryIO, size: int) -> int | None:
+    at = 0
+    while at + 8 <= size:
+        (length,) = _unpack(file, at, ">I")
+        if length == 1:
+            (length,) = _unpack(file, at + 8, ">Q")
+        if length < 8:  # 0: up to the end
+            return None
+        at += length
+    return at if at >= size else at + 8
+
+
+def _end_of_matroska(file: BinaryIO, size: int) -> int | None:
+    at = 0
+    for name in (b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"):
+        if _read(file, at, 4) != name:
+            return None
+        (first,) = _unpack(file, at + 4, "B")
+        width = 9 - first.bit_length()
+        if not first:
+            return None
+        length = int.from_bytes(_read(file, at + 4, width), "big") & ((1 << 7 * width) - 1)
+        if length == (1 << 7 * width) - 1:
+            return None
+        at += 4 + width + length
+    return at
+
+
+def _end_of_asf(file: BinaryIO, size: int) -> int | None:
+    head = _read(file, 0, 1 << 13)
+    at = head.find(bytes.fromhex("a1dcab8c47a9cf118ee400c00c205365"))  # the properties of the file
+    if at < 0 or len(head) < at + 92:
+        return None
+    (length,), (flags,) = struct.unpack_from("<Q", head, at + 40), struct.unpack_from("<I", head, at + 88)
+    return None if flags & 1 or not length else length  # 1: it is a broadcast
+
+
+def _end_of_mp3(file: BinaryIO, size: int) -> int | None:
+    begin = size_of_id3(file)
+    head = _read(file, begin, 64)
+    at = max(head.find(b"Xing"), head.find(b"Info"))
+    if at < 0 or len(head) < at + 16:
+        return None
+    flags, _, length = struct.unpack_from(">III", head, at + 4)
+    return begin + length if flags & 3 == 3 and length else None
+
+
+def size_of_id3(file: BinaryIO) -> int:
+    """Return the size of an ID3 tag at the beginning: ten bytes, and four times seven bits of its size; 0: none."""
+    tag = _read(file, 0, 10)
+    return 10 + sum(byte << 7 * (3 - n) for n, byte in enumerate(tag[6:])) if tag[:3] == b"ID3" else 0
+
+
+def _end_of_ogg(file: BinaryIO, size: int) -> int | None:
+    begin = max(0, size - 2 * _MOST_PAGE)
+    pages = list(_pages(_read(file, begin, size - begin)))
+    if not pages:
+        return size + 1
+    at, flags, _, length = pages[-1]
+    is_whole = flags & _LAST_PAGE and begin + at + length <= size
+    return None if is_whole else size + 1
+
+
+def _read(file: BinaryIO, at: int, length: int) -> bytes:
+    file.seek(at)
+    return file.read(length)
+
+
+_READERS: dict[str, Callable[[BinaryIO, int], int | None]] = {
+    "wav": _end_of_wave,
+    "w64": _end_of_wave64,
+    "aiff": _end_of_aiff,
+    "caf": _end_of_caf,
+    "au": _end_of_au,
+    "avi": _end_of_avi,
+    "mp4": _end_of_boxes,
+    "matroska": _end_of_matroska,
+    "asf": _end_of_asf,
+    "ogg": _end_of_ogg,
+    "mp3": _end_of_mp3,
+}
+
+
+# Pages of Ogg ---------------------------------------------------------------------------------------------------------
+#
+# 27 bytes (mark, version, flags, time, serial number of its stream, …, number of segments), sizes of segments, those.
+
+
+def _pages(data: bytes) -> Iterator[tuple[int, int, int, int]]:
+    """Yield place, flags, serial number and size of each page in a piece of an Ogg."""
+    at = data.find(b"OggS\0")
+    while at >= 0:
+        head = data[at : at + 27]
+        if len(head) < 27 or len(data) < at + 27 + head[26]:
+            yield at, 0, 0, _MOST_PAGE
+            return
+        size = 27 + head[26] + sum(data[at + 27 : at + 27 + head[26]])
+        yield at, head[5], int.from_bytes(head[14:18], "little"), size
+        at = data.find(b"OggS\0", at + size)
+
+
+def chained(file: BinaryIO) -> list[tuple[int, int]]:
+    """Return begin and end of the files that an Ogg is a chain of: one after another, each with streams of its own.
+
+    A file that is not in memory is read only if its last page belongs to no stream of its beginning.
+    """
+    here = file.tell()
+    size = file.seek(0, io.SEEK_END)
+    try:
+        in_memory = size <= _SMALL
+        if not in_memory:
+            opening = takewhile(lambda page: page[1] & _FIRST_PAGE, _pages(_read(file, 0, 2 * _MOST_PAGE)))
+            first = {serial for _, _, serial, _ in opening}
+            last = [serial for _, _, serial, _ in _pages(_read(file, max(0, size - 2 * _MOST_PAGE), size))]
+            if not last or last[-1] in first:
+                return [(0, size)]
+        begins: list[int] = []
+        was_first = False
+        for at, flags, _, _ in _pages(_read(file, 0, size)):
+            is_first = bool(flags & _FIRST_PAGE)
+            if is_first and not was_first:
+                begins.append(at)
+            was_first = is_first
+    finally:
+        file.seek(here)
+    return list(zip(begins, [*begins[1:], size], strict=True)) if begins else [(0, size)]
+
+
+_SMALL = 4 << 20
+"""Bytes of a file that is read whole to find its links."""
