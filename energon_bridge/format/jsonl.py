@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from energon_bridge.errors import CorruptShardError, DecodeError, EmptyDatasetError, NotPreparedError, StorageError
-from energon_bridge.format.dataset import PreparedDataset
+from energon_bridge.format.dataset import PreparedDataset, with_times
 from energon_bridge.format.documents import BOM, utf16_remedy
 from energon_bridge.format.tar_index import encode_index, index_name
 from energon_bridge.storage import OpenFiles, Store, open_store
@@ -70,7 +70,7 @@ def open_jsonl(path: str | os.PathLike[str], *, files: OpenFiles | None = None) 
             ) from error
     count = _check_index(store, name, size=size)
     content = json.dumps([1, "jsonl", name, count, size], separators=(",", ":"))
-    return JsonlDataset(
+    dataset = JsonlDataset(
         path=where,
         store=store,
         split_part="",
@@ -80,6 +80,7 @@ def open_jsonl(path: str | os.PathLike[str], *, files: OpenFiles | None = None) 
         fingerprint=hashlib.sha256(content.encode()).hexdigest(),
         num_samples=count,
     )
+    return with_times(dataset)
 
 
 def index_jsonl(path: str | os.PathLike[str]) -> int:
