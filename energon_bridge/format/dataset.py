@@ -16,7 +16,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -174,7 +174,10 @@ def prepared(
     )
 
 
-def with_times(dataset: PreparedDataset) -> PreparedDataset:
+_Dataset = TypeVar("_Dataset", bound=PreparedDataset)
+
+
+def with_times(dataset: _Dataset) -> _Dataset:
     """Return a dataset that was just opened with the modification times of its shards, if its storage has them."""
     store = dataset.store
     if dataset.shard_times is not None or not isinstance(store, LocalStore):
