@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 import yaml
 from click.testing import CliRunner
-from hypothesis import given, settings, strategies as st
 from full_disk import no_room
+from hypothesis import given, settings, strategies as st
 from keyed import join, keyed_dataset, shards, shuffled, write_mix
 
 from energon_bridge.cli.main import main

@@ -209,9 +209,9 @@ def test_without_a_place_for_the_index_the_remedy_is_named(lines: Path, monkeypa
             open_jsonl(lines)
         code, output = run("prepare", lines)
     assert code == 1
-    assert (remedy := re.search(r"`ln -s (\S+) FOLDER`", output)) is not None
+    (target,) = re.findall(r"`ln -s (\S+) FOLDER`", output)
     (lines.parent / "elsewhere").mkdir()
-    (linked := lines.parent / "elsewhere" / lines.name).symlink_to(remedy[1])
+    (linked := lines.parent / "elsewhere" / lines.name).symlink_to(target)
     assert [sample["json"] for sample in read(linked)] == [json.loads(line) for line in lines.read_text().splitlines()]
     assert not index(lines).exists()
 
