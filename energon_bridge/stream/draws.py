@@ -412,6 +412,7 @@ def restore(pipeline: Pipeline, key: tuple[Any, ...]) -> Any:
     Raises:
         LookupError: The key belongs to another dataset, or its sample no longer gives an output.
     """
+    key = _as_tuples(key)
     if not key or key[0] != "Batch" or len(key) < 4:
         with pipeline.user_code(restoring=True):
             pipeline.begin_unknown()
@@ -420,7 +421,7 @@ def restore(pipeline: Pipeline, key: tuple[Any, ...]) -> Any:
     output = which[0] if which else 0
     with pipeline.user_code(restoring=True):
         pipeline.begin(lane, number - output)
-        rows = [_row(pipeline, tuple(one)) for one in keys]
+        rows = [_row(pipeline, one) for one in keys]
         leaves = [leaf for _, leaf in rows]
         batches = pipeline.collate([row for row, _ in rows], list(keys), leaves, lane, number - output, None)
     assert batches is not None, "without counts a hook that fails raises"
@@ -433,8 +434,9 @@ def describe(pipeline: Pipeline, key: tuple[Any, ...]) -> str:
     Raises:
         LookupError: It is no restore key.
     """
+    key = _as_tuples(key)
     rows = key[3] if len(key) >= 4 and key[0] == "Batch" else (key,)
-    members = [_checked(tuple(one)) for row in rows for one in (row[2] if row and row[0] == "Pack" else (row,))]
+    members = [_checked(one) for row in rows for one in (row[2] if row and row[0] == "Pack" else (row,))]
     places = []
     for identity, index, _, _ in members[:MAX_MEMBERS]:
         leaf = _leaf_of(pipeline, identity)
@@ -443,6 +445,11 @@ def describe(pipeline: Pipeline, key: tuple[Any, ...]) -> str:
         else:
             places.append(pipeline.source(leaf).place(index))
     return named(places, len(members))
+
+
+def _as_tuples(key: Any) -> Any:
+    """Return a restore key as it was made: JSON, and torch's DataLoader, make lists of tuples."""
+    return tuple(map(_as_tuples, key)) if isinstance(key, (list, tuple)) else key
 
 
 def _leaf_of(pipeline: Pipeline, identity: str) -> int | None:
@@ -464,7 +471,7 @@ def _row(pipeline: Pipeline, key: tuple[Any, ...]) -> tuple[Any, int]:
     code = pipeline.code
     if key and key[0] == "Pack":
         _, output, keys = key
-        members = [_restore_one(pipeline, tuple(one)) for one in keys]
+        members = [_restore_one(pipeline, one) for one in keys]
         refs = [SampleRef(leaf, *one[1:]) for (_, leaf), one in zip(members, keys, strict=True)]
         pipeline.decode_deferred([sample for sample, _ in members])
         samples = [code.post(sample, ref, None) for (sample, _), ref in zip(members, refs, strict=True)]
