@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -173,6 +174,17 @@ def test_a_report_is_shown_as_it_says(page: Page, mix: Blender, tmp_path: Path) 
     assert drawn == pytest.approx([value for _, value in losses["lines"][0]["points"]], abs=0.01)
     assert len(drawn) == 19  # of one step it is NaN
     assert page.run("document.querySelectorAll('#tabs a').length") == 0
+    shown = page.run(
+        "(() => { const chart = document.querySelector('svg'); const box = chart.getBoundingClientRect();"
+        "chart.dispatchEvent(new PointerEvent('pointermove', {clientX: box.right, clientY: box.top + 9}));"
+        "return chart.querySelector('.told').textContent; })()"
+    )
+    assert shown == f"step 20: loss {3 / 20}"
+    page.run("document.querySelector('svg .switch').dispatchEvent(new MouseEvent('click')); 0")
+    points = page.run("document.querySelector('polyline').getAttribute('points')").split()
+    low, high = math.log(losses["low"]), math.log(losses["high"])
+    drawn = [math.exp(low + (1 - float(p.split(",")[1]) / 160) * (high - low)) for p in points]
+    assert drawn == pytest.approx([value for _, value in losses["lines"][0]["points"]], rel=0.01)
     assert page.problems() == []
     page.run("document.body.append(Object.assign(document.createElement('script'), {textContent: 'hacked = 1'})); 0")
     assert page.run("window.hacked === undefined")
