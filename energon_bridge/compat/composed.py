@@ -178,6 +178,20 @@ def mapped(
     return _with_hooks(spec, {**hooks, hook: chained([*before, step_of(wrapper)], tolerance)})
 
 
+def encoded_by(spec: DatasetSpec, before: Sequence[Any], after: Sequence[Any], *, own: bool) -> DatasetSpec:
+    """Return a dataset whose samples are encoded by the functions of wrappers, around the encoder's own hook if `own`.
+
+    `postencode_sample` comes later, as it belongs to batching.
+    """
+    encoder = spec.settings.task_encoder
+    hook = Hook.PREENCODE if is_overridden(encoder, Hook.PREENCODE, Hook.POSTENCODE) else Hook.ENCODE
+    encoding = [hook_of(encoder, hook)] * (own and is_overridden(encoder, hook))
+    steps = [*map(step_of, before), *encoding, *map(step_of, after)]
+    tolerances = [one.failure_tolerance for one in (*before, *after) if isinstance(one, MapDataset)]
+    tolerance = min((one for one in tolerances if one), default=0) if tolerances else DEFAULT_TOLERANCE
+    return _with_hooks(spec, {Hook.PREENCODE: None, Hook.ENCODE: None, hook: chained(steps, tolerance)})
+
+
 def _packed(spec: DatasetSpec, wrapper: PackingDataset) -> DatasetSpec:
     if _delivers(spec) is not Hook.ENCODE:
         raise not_provided("PackingDataset around packs or batches", "put it around a dataset with batch_size=None")

@@ -98,13 +98,16 @@ class EnergonConventions(Conventions):
         return number_of
 
     def attach(self, batch: Any, name: str, value: Any) -> None:
-        """Set a meta field; a dict gets no new keys, for programs that call `model(**batch)`."""
+        """Set a meta field; a dict gets no new keys, for programs that call `model(**batch)`.
+
+        A restore key in a dict is made of lists, as torch's DataLoader delivers it.
+        """
         if type(batch) is not dict:
             attach(batch, name, value)
         elif name == "__valid__" and batch.get(name, value) is None:  # left by `asdict` of a batch
             del batch[name]
         elif name in batch:
-            attach(batch, name, value)
+            attach(batch, name, torch.utils.data.default_convert(value) if name == "__restore_key__" else value)
 
     def raised(self, error: Exception, on_error: Any) -> BaseException:
         """Return the exception of the program's own hook or handler, which it may expect, or the one at a tolerance."""

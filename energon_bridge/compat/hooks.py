@@ -2,7 +2,8 @@
 
 A hook wraps datasets. The wrappers are read from the outside in, and compared with what megatron-energon's own hooks
 would build. Other batch sizes, buffers, lengths and limits are accepted, and functions (`MapDataset` and its like) of
-encoded samples and of batches; other weights, another order, or an unknown wrapper raises an error that names it.
+samples before and after they are encoded, or in place of that, and of batches; other weights, another order, or an
+unknown wrapper raises an error that names it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from energon_bridge.compat import factories, loading
-from energon_bridge.compat.composed import FUNCTIONS, mapped
+from energon_bridge.compat.composed import FUNCTIONS, encoded_by, mapped
 from energon_bridge.compat.encoders import HOOKS, BatchedDataset, DefaultTaskEncoder, EncodedDataset
 from energon_bridge.compat.factories import OpenedDataset
 from energon_bridge.compat.wrapped import (
@@ -53,12 +54,16 @@ class _Built:
         sources: Place of each dataset in the mix, how often it comes (None: forever), and its weight of 1.
         settings: Fields of `RunSettings`.
         of_samples, of_batches: Wrappers with functions, the innermost first.
+        of_cooked: Those of samples that are not encoded yet.
+        encodes: Whether the encoder's own hook encodes samples; if not, functions do.
     """
 
     sources: tuple[tuple[int, float | None, float], ...]
     joined: str
     cycled: bool
     settings: dict[str, Any]
+    of_cooked: list[Any]
+    encodes: bool
     of_samples: list[Any]
     of_batches: list[Any]
 
@@ -90,8 +95,11 @@ def _as_built(spec: DatasetSpec, encoder: Any, hook: str) -> DatasetSpec:
             raise _refused(encoder, f"its datasets are {_told(built)}, but the mix has {_told(expected)}")
     changed = {name: value for name, value in built.settings.items() if value != expected.settings[name]}
     spec = spec.with_settings(**changed) if changed else spec
-    for wrapper in built.of_samples:
-        spec = mapped(spec, wrapper, of_samples=True)
+    if built.of_cooked or not built.encodes:
+        spec = encoded_by(spec, built.of_cooked, built.of_samples, own=built.encodes)
+    else:
+        for wrapper in built.of_samples:
+            spec = mapped(spec, wrapper, of_samples=True)
     for wrapper in built.of_batches:
         spec = mapped(spec, wrapper)
     return spec
@@ -117,7 +125,10 @@ def _read(made: Any, spec: DatasetSpec, encoder: Any) -> _Built:
     settings |= {"batch_size": batched.batch_size, "batch_drop_last": batched.drop_last}
     settings["packing_buffer_size"] = batched.packing_buffer_size
     of_samples, made = _functions(batched.dataset)
-    made = _expect(made, EncodedDataset, encoder).dataset
+    encodes = isinstance(made, EncodedDataset) or not of_samples
+    of_cooked: list[Any] = []
+    if encodes:
+        of_cooked, made = _functions(_expect(made, EncodedDataset, encoder).dataset)
     if isinstance(made, ShuffleBufferDataset):
         settings["shuffle_buffer_size"], made = made.size, made.dataset
     cycled = isinstance(made, RepeatDataset) and isinstance(made.dataset, BlendDataset | RepeatDataset)
@@ -140,6 +151,8 @@ def _read(made: Any, spec: DatasetSpec, encoder: Any) -> _Built:
         joined=joined,
         cycled=cycled,
         settings=settings,
+        of_cooked=of_cooked,
+        encodes=encodes,
         of_samples=of_samples,
         of_batches=of_batches,
     )

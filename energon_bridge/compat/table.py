@@ -58,7 +58,7 @@ _ELSEWHERE = {
 _ADAPTERS = {
     "encoders": "DatasetBlendMode DefaultTaskEncoder",
     "hooks": "get_train_dataset get_val_dataset get_val_datasets",
-    "loading": "WorkerConfig get_loader get_savable_loader log_exception reraise_exception",
+    "loading": "WorkerConfig get_loader get_savable_loader log_exception reraise_exception stateless",
     "factories": """
         DatasetLoader DatasetLoaderInterface LoadedDataset LoadedDatasetList Metadataset MetadatasetV2
         TraversedDatasetReference get_dataset_from_config load_dataset traverse_metadataset

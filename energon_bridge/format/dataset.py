@@ -10,12 +10,13 @@ dataset.yaml. It does not change if a tar is edited without changing its size.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -35,7 +36,7 @@ from energon_bridge.format.nvmeta import (
 )
 from energon_bridge.format.tar_index import index_name, load_index
 from energon_bridge.samples import CrudeSample
-from energon_bridge.storage import LocalStore, Store, as_far, open_store
+from energon_bridge.storage import FileTimes, LocalStore, Store, as_far, open_store
 
 FINGERPRINT_VERSION = 1
 _MOST_CHECKED = 1000
@@ -49,6 +50,7 @@ class PreparedDataset:
 
     `source_path` is its path in the `SourceInfo` of its samples; None: its own path. `key_format` makes keys from the
     numbers of samples, for datasets whose samples have no keys. `config_name` is the name of its dataset.yaml.
+    `shard_times` are the modification times when it was opened; None: the storage has none.
     """
 
     key_format: ClassVar[str | None] = None
@@ -59,6 +61,7 @@ class PreparedDataset:
     shard_names: tuple[str, ...]
     shard_counts: np.ndarray = field(repr=False, compare=False)
     shard_sizes: np.ndarray = field(repr=False, compare=False)
+    shard_times: FileTimes | None = field(default=None, repr=False, compare=False)
     excluded: frozenset[tuple[str, str]] = NOTHING
     sample_type: type = CrudeSample
     field_map: FieldMap | None = None
@@ -127,15 +130,15 @@ def read_prepared(
             f"{splits.where}: the split part {split_part!r} of {store.root} has no samples "
             f"({len(shards)} shards). Prepare the dataset with another split, or choose another part."
         )
-    sizes = _sizes(store, shards, where=splits.where, split_part=split_part)
+    sizes, times = _stamps(store, shards, where=splits.where, split_part=split_part)
     excluded = splits.excluded_samples(shards)
     fingerprint = _fingerprint(shards, counts, sizes, excluded, config.canonical)
-    facts = SplitFacts(shards, counts, sizes, excluded, fingerprint, info.has_checksums)
+    facts = SplitFacts(shards, counts, sizes, excluded, fingerprint, info.has_checksums, times)
     return prepared(store, config, facts, split_part=split_part, config_name=dataset_config), config
 
 
 class SplitFacts(NamedTuple):
-    """What opening finds out of a split part; `counts` and `sizes` have an entry per shard."""
+    """What opening finds out of a split part; `counts`, `sizes` and `times` have an entry per shard."""
 
     shards: Sequence[str]
     counts: Sequence[int]
@@ -143,6 +146,7 @@ class SplitFacts(NamedTuple):
     excluded: frozenset[tuple[str, str]]
     fingerprint: str
     has_checksums: bool
+    times: Sequence[int] | None = None
 
 
 def prepared(
@@ -156,6 +160,7 @@ def prepared(
         shard_names=tuple(facts.shards),
         shard_counts=np.array(facts.counts, dtype=np.int64),
         shard_sizes=np.array(facts.sizes, dtype=np.int64),
+        shard_times=None if facts.times is None else FileTimes(facts.times),
         excluded=facts.excluded,
         sample_type=config.form.sample_type,
         field_map=config.form.field_map,
@@ -167,6 +172,26 @@ def prepared(
         has_checksums=facts.has_checksums,
         config_name=config_name,
     )
+
+
+_Dataset = TypeVar("_Dataset", bound=PreparedDataset)
+
+
+def with_times(dataset: _Dataset) -> _Dataset:
+    """Return a dataset that was just opened with the modification times of its shards, if its storage has them."""
+    store = dataset.store
+    if dataset.shard_times is not None or not isinstance(store, LocalStore):
+        return dataset
+    return dataclasses.replace(dataset, shard_times=FileTimes(store.stamp(name)[1] for name in dataset.shard_names))
+
+
+def expect_shard(dataset: PreparedDataset, shard: int) -> None:
+    """Have reads of a shard raise CorruptShardError if it is not the file that was there when the dataset was opened.
+
+    Call it before the shard is read for the first time.
+    """
+    time = 0 if dataset.shard_times is None else dataset.shard_times[shard]
+    dataset.store.expect(dataset.shard_names[shard], int(dataset.shard_sizes[shard]), time)
 
 
 def read_index(dataset: PreparedDataset, shard: int, *, cut_off: bool = False) -> np.ndarray:
@@ -224,21 +249,23 @@ def _count(store: Store, info: DatasetInfo, shard: str, *, where: str, split_par
     return count
 
 
-def _sizes(store: Store, shards: Sequence[str], *, where: str, split_part: str) -> list[int]:
+def _stamps(store: Store, shards: Sequence[str], *, where: str, split_part: str) -> tuple[list[int], list[int] | None]:
+    """Return the sizes of shards, and their modification times if the storage has them."""
     far = as_far(store)
     if far is not None:
         with contextlib.suppress(ShardMissingError):  # the loop below finds out which one
-            return list(far.sizes(shards))
-    sizes = []
+            return list(far.sizes(shards)), None
+    stamps = []
     for shard in shards:
         try:
-            sizes.append(store.size(shard))
+            stamps.append(store.stamp(shard) if isinstance(store, LocalStore) else (store.size(shard), 0))
         except ShardMissingError as error:
             raise ShardMissingError(
                 f"{store.url(shard)}: no such shard, but {where} lists it in {split_part!r}. Restore it, or run "
                 f"`energon prepare {store.root}` again."
             ) from error
-    return sizes
+    times = [time for _, time in stamps] if isinstance(store, LocalStore) else None
+    return [size for size, _ in stamps], times
 
 
 def _fingerprint(

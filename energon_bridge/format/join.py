@@ -333,6 +333,7 @@ def open_index(
     Raises:
         EmptyDatasetError: No row is left.
         KeyIndexError, UnmatchedKeyError: The rows cannot be found.
+        StorageError: No disk has room for them.
     """
     key = _key(parts)
     name = f"{JOIN_PREFIX}{key.hex()[:32]}.bin"
@@ -340,37 +341,47 @@ def open_index(
         index = _load(os.path.join(folder, name), key, parts)
         if index is not None:
             return index
+    write = partial(_write, key=key, parts=parts, num_workers=num_workers, progress=progress)
     for folder in folders:
-        path = os.path.join(folder, name)
-        with contextlib.ExitStack() as stack:
-            try:
-                os.makedirs(folder, exist_ok=True)
-                stack.enter_context(_locked(f"{path}.lock"))
-                temporary = f"{path}.{os.getpid()}.{threading.get_ident()}.tmp"
-                file = stack.enter_context(open(temporary, "w+b"))
-            except OSError as error:
-                _log.info("%s: cannot write here (%s)", folder, error)
-                continue
-            stack.callback(_unlink, temporary)
-            index = _load(path, key, parts)
-            if index is not None:
-                return index
-            _write(file, key, parts, num_workers=num_workers, progress=progress)
-            os.replace(temporary, path)
-            index = _load(path, key, parts)
-            if index is None:
-                raise StorageError(f"{path}: is damaged right after writing it. Check the disk.")
-            return index
+        try:
+            return _made(os.path.join(folder, name), key, parts, write)
+        except OSError as error:
+            _log.info("%s: cannot write here (%s)", folder, error)
     _log.warning(
         "cannot write the rows of a join to any of %s, so every process looks them up. Make one of them writable",
         ", ".join(folders),
     )
-    with tempfile.TemporaryFile() as file:
-        _write(file, key, parts, num_workers=num_workers, progress=progress)
-        index = _mapped(file, key, parts, path=None)
+    try:
+        with tempfile.TemporaryFile() as file:
+            write(file)
+            index = _mapped(file, key, parts, path=None)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write the rows of a join ({error}): not to {', '.join(folders)}, and not to "
+            f"{tempfile.gettempdir()}. Make room, or name another folder: XDG_CACHE_HOME=FOLDER, or TMPDIR=FOLDER."
+        ) from error
     if index is None:
         raise StorageError("a temporary file with the rows of a join is damaged. Check the disk.")
     return index
+
+
+def _made(path: str, key: bytes, parts: Sequence[JoinPart], write: Callable[[BinaryIO], None]) -> JoinIndex:
+    """Write the rows to a file, or wait for the process that does; raises OSError if the disk does not take them."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_locked(f"{path}.lock"))
+        temporary = f"{path}.{os.getpid()}.{threading.get_ident()}.tmp"
+        stack.callback(_unlink, temporary)
+        with open(temporary, "w+b") as file:
+            index = _load(path, key, parts)
+            if index is not None:
+                return index
+            write(file)
+        os.replace(temporary, path)
+        index = _load(path, key, parts)
+        if index is None:
+            raise StorageError(f"{path}: is damaged right after writing it. Check the disk.")
+        return index
 
 
 def _key(parts: Sequence[JoinPart]) -> bytes:
@@ -388,20 +399,13 @@ def _write(file: BinaryIO, key: bytes, parts: Sequence[JoinPart], *, num_workers
         data = np.ascontiguousarray(rows, dtype=_ROW).tobytes()
         checksum = zlib.crc32(data, checksum)
         count += len(rows)
-        _append(file, data)
+        file.write(data)
     if not count:
         names = " and ".join(f"{part.dataset.path} ({part.dataset.split_part})" for part in parts)
         raise EmptyDatasetError(f"the join of {names} has no rows, because no key is in all of them. Check the keys.")
     file.seek(0)
-    _append(file, _HEADER.pack(_MAGIC, key, len(parts), count, checksum))
+    file.write(_HEADER.pack(_MAGIC, key, len(parts), count, checksum))
     file.flush()
-
-
-def _append(file: BinaryIO, data: bytes) -> None:
-    try:
-        file.write(data)
-    except OSError as error:
-        raise StorageError(f"{file.name}: cannot write the rows of a join: {error}") from error
 
 
 def _load(path: str, key: bytes, parts: Sequence[JoinPart]) -> JoinIndex | None:

@@ -21,10 +21,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from energon_bridge.errors import CorruptShardError, DecodeError, EmptyDatasetError, NotPreparedError, StorageError
-from energon_bridge.format.dataset import PreparedDataset
+from energon_bridge.format.dataset import PreparedDataset, with_times
 from energon_bridge.format.documents import BOM, utf16_remedy
 from energon_bridge.format.tar_index import encode_index, index_name
-from energon_bridge.storage import OpenFiles, Store, open_store
+from energon_bridge.storage import OpenFiles, Store, as_far, open_store
 
 PART = "json"
 
@@ -61,16 +61,10 @@ def open_jsonl(path: str | os.PathLike[str], *, files: OpenFiles | None = None) 
     size = store.size(name)
     if not store.exists(index_name(name)):
         _log.info("%s has no index; writing one", where)
-        try:
-            index_jsonl(path)
-        except StorageError as error:
-            raise NotPreparedError(
-                f"{where}: no index, and cannot write one beside it ({error}). Run `energon prepare {where}` on a "
-                f"machine that can."
-            ) from error
+        index_jsonl(path)
     count = _check_index(store, name, size=size)
     content = json.dumps([1, "jsonl", name, count, size], separators=(",", ":"))
-    return JsonlDataset(
+    dataset = JsonlDataset(
         path=where,
         store=store,
         split_part="",
@@ -80,16 +74,26 @@ def open_jsonl(path: str | os.PathLike[str], *, files: OpenFiles | None = None) 
         fingerprint=hashlib.sha256(content.encode()).hexdigest(),
         num_samples=count,
     )
+    return with_times(dataset)
 
 
 def index_jsonl(path: str | os.PathLike[str]) -> int:
     """Write the index of a JSONL file, replacing an old one; returns the number of samples.
 
-    Raises EmptyDatasetError, or CorruptShardError naming the first line that is not a JSON object.
+    Raises EmptyDatasetError, CorruptShardError naming the first line that is not a JSON object, or NotPreparedError if
+    the index cannot be written.
     """
     store, name = _locate(path)
     offsets = _offsets(store, name)
-    store.write(index_name(name), encode_index(offsets))
+    try:
+        store.write(index_name(name), encode_index(offsets))
+    except StorageError as error:
+        where = store.url(name)
+        elsewhere = "Copy it to" if as_far(store) else f"Link it into (`ln -s {where} FOLDER`), or copy it to,"
+        raise NotPreparedError(
+            f"{where}: no index, and cannot write one beside it ({error}). Run `energon prepare {where}` on a machine "
+            f"that can. {elsewhere} a folder that can be written to, and name the file there."
+        ) from error
     return len(offsets) - 1
 
 

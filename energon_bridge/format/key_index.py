@@ -158,9 +158,15 @@ def copy_key_index(store: Store, path: str) -> None:
             "for the `energon prepare` that adds its keys, or run it again if it was killed, and copy both again."
         )
     size = store.size(rel)
-    with open(path, "wb") as file:
-        for start in range(0, size, _COPY_BYTES):
-            file.write(store.read_range(rel, start, min(_COPY_BYTES, size - start)))
+    try:
+        with open(path, "wb") as file:
+            for start in range(0, size, _COPY_BYTES):
+                file.write(store.read_range(rel, start, min(_COPY_BYTES, size - start)))
+    except OSError as error:
+        elsewhere = "" if path.startswith(store.root) else ", or name another folder: TMPDIR=FOLDER"
+        raise StorageError(
+            f"{path}: cannot write the {size:,} bytes of {store.url(rel)}: {error}. Make room{elsewhere}."
+        ) from error
 
 
 def matches(own: KeyIndex, other: KeyIndex, shard: int) -> IntArray:

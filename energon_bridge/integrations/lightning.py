@@ -7,6 +7,7 @@ figures of the loggers and the bar are those of one rank, the one that logs; ste
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -118,6 +119,7 @@ class RunReport(Callback):
         self._recorder = RunRecorder()
         self._step = -1
         self._parts: list[Tensor] = []
+        self._rate: float | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
@@ -126,8 +128,15 @@ class RunReport(Callback):
         self._recorder.start(_loader(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Exclude validation from the time of the step."""
+        """Record the loss of the validation, and exclude it from the time of the step."""
+        loss = _validation_loss(trainer, pl_module)
+        if loss is not None and math.isfinite(loss) and not trainer.sanity_checking:
+            self._recorder.validation.add(trainer.global_step, loss)
         self._recorder.start(_loader(trainer))
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Note the learning rate: at the end of a step it is already that of the next one."""
+        self._rate = _rate(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -136,15 +145,20 @@ class RunReport(Callback):
         loader, recorder = _loader(trainer), self._recorder
         step = trainer.global_step
         ended = step != self._step
-        recorder.microbatch(loader, batch, step if ended else step + 1)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if isinstance(loss, Tensor) and loss.numel() == 1 and self.losses is None:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            loss = None
+        # Lightning divides what training_step returns by the microbatches of a step.
+        scale = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+        of_batch = getattr(pl_module, "last_loss", None)  # of the training script: the mean of the microbatch's tokens
+        of_batch = of_batch if of_batch is not None or loss is None else loss * scale
+        recorder.microbatch(loader, batch, step if ended else step + 1, of_batch)
+        if loss is not None and self.losses is None:
             self._parts.append(loss.detach())
         if ended:
             self._step = step
-            # Lightning divides what training_step returns by the microbatches of a step.
-            scale = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-            recorder.step(loader, step, torch.stack(self._parts).mean() * scale if self._parts else None)
+            loss = torch.stack(self._parts).mean() * scale if self._parts else None
+            recorder.step(loader, step, loss, self._rate)
             self._parts.clear()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -234,6 +248,20 @@ class EnergonProgressBar(TQDMProgressBar):
                 shown["data_epochs"] = f"{epochs:.2f}"
             shown["waiting"] = f"{100 * self._clock.share(loader):.0f}%"
         return shown
+
+
+def _rate(trainer: Trainer) -> float | None:
+    """Return the learning rate; None without an optimizer."""
+    return float(trainer.optimizers[0].param_groups[0]["lr"]) if trainer.optimizers else None
+
+
+def _validation_loss(trainer: Trainer, module: LightningModule) -> float | None:
+    """Return the loss of the validation that has ended: `validation_loss` of the module, or what it logged as such."""
+    own = getattr(module, "validation_loss", None)
+    if own is not None:
+        return float(own)
+    logged = [name for name in trainer.callback_metrics if name.startswith("val") and "loss" in name]
+    return float(trainer.callback_metrics[min(logged, key=len)]) if logged else None
 
 
 def _loader(trainer: Trainer) -> EnergonDataloader | None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ MOST_POINTS = 1000
 MOST_LOOKS = 200
 """Looks at how much of each dataset was drawn; beyond them, every second one is forgotten."""
 MOST_SLOW = 20
-"""Microbatches that are named as the slowest ones."""
+"""Microbatches that are named as the slowest ones, and as those with the highest losses."""
 BALANCE = ("step_before", "step", "round_before", "round")
 """What is shown of balance, as `BalancedLoader.metrics` names it; and `cost`, that of the rank itself."""
 _MOST_KEYS = 8
@@ -44,6 +44,15 @@ class Curve:
     def __init__(self, points: Sequence[Sequence[float]] = (), per_point: int = 1) -> None:
         self.points = [list(point) for point in points]
         self.per_point = per_point
+
+    @classmethod
+    def of(cls, values: Mapping[int, float]) -> Self:
+        """Return the curve of some values by step; those that are not finite are left out."""
+        curve = cls()
+        for step, value in values.items():
+            if math.isfinite(value):
+                curve.add(step, value)
+        return curve
 
     def add(self, step: int, value: float) -> None:
         """Add the value of a step; values that are not finite are left to `write_report` to count."""
@@ -111,18 +120,24 @@ class RunRecorder:
         not_finite: Steps whose loss was not a finite number.
         seconds, waited: Time spent training, and that spent waiting for data.
         slowest: The slowest microbatches: seconds, whether these are what it took to make it (else: to wait for it),
-            the step, its number since this process began, and its keys; as a heap.
+            the step, its number since this process began, its keys, and the rank that ran it; as a heap.
+        highest: The microbatches with the highest losses: the loss, the step, its number, its keys and the rank.
+        validation, rate: Curves of the losses of validations, and of the learning rate.
     """
 
     def __init__(self) -> None:
         self.loss, self.waiting, self.draws = Curve(), Curve(), Draws()
+        self.validation, self.rate = Curve(), Curve()
         self.balance: dict[str, Curve] = {}
         self._balanced: tuple[int, list[float]] = (0, [0.0] * len(BALANCE))
         self.not_finite = 0
         self.seconds = self.waited = 0.0
-        self.slowest: list[tuple[float, bool, int, int, list[str]]] = []
-        self._microbatches = 0
+        self.slowest: list[tuple[float, bool, int, int, list[str], int]] = []
+        self.highest: list[tuple[float, int, int, list[str], int]] = []
+        self._microbatches = self._rank = 0
+        self._of_other = (0.0, 0.0)  # seconds and waiting that a restored state of another rank had
         self._pending: list[tuple[int, Tensor]] = []
+        self._pending_batches: list[tuple[Tensor, int, int, list[str]]] = []
         self._marks = (0.0, 0.0)
         self._seen = (0.0, 0.0)
 
@@ -131,22 +146,38 @@ class RunRecorder:
         waited = 0.0 if loader is None else loader.wait_seconds
         self._marks = (time.perf_counter(), waited)
         self._seen = (waited, _make_seconds(loader) or 0.0)
+        config = None if loader is None else getattr(_inner(loader), "config", None)
+        rank = 0 if config is None else config.dp_rank
+        if rank != self._rank:  # a state was of another rank, perhaps of one of fewer
+            self._of_other = (self.seconds, self.waited)
+        self._rank = rank
 
-    def microbatch(self, loader: EnergonDataloader | None, batch: Any, step: int) -> None:
-        """Record the microbatch that the loader has just delivered, for the optimizer step with this number."""
+    def microbatch(self, loader: EnergonDataloader | None, batch: Any, step: int, loss: Tensor | None = None) -> None:
+        """Record the microbatch that the loader has just delivered, for the optimizer step with this number.
+
+        Its loss may be on a device.
+        """
         if loader is None:
             return
+        if loss is not None:
+            self._pending_batches.append((loss.detach().reshape(()), step, self._microbatches + 1, _keys(batch)))
+            if len(self._pending_batches) >= _LOSSES_AT_ONCE:
+                self._flush_batches()
         made = _make_seconds(loader)
         before, self._seen = self._seen, (loader.wait_seconds, made or 0.0)
         took = self._seen[0] - before[0] if made is None else made - before[1]
         self._microbatches += 1
         slowest = self.slowest
         if len(slowest) < MOST_SLOW or took > slowest[0][0]:
-            entry = (took, made is not None, step, self._microbatches, _keys(batch))
+            entry = (took, made is not None, step, self._microbatches, _keys(batch), self._rank)
             (heapq.heappush if len(slowest) < MOST_SLOW else heapq.heapreplace)(slowest, entry)
 
-    def step(self, loader: EnergonDataloader | None, step: int, loss: Tensor | float | None) -> None:
-        """Record the end of an optimizer step; the loss may be on a device."""
+    def step(
+        self, loader: EnergonDataloader | None, step: int, loss: Tensor | float | None, rate: float | None = None
+    ) -> None:
+        """Record the end of an optimizer step, with its loss, which may be on a device, and its learning rate."""
+        if rate is not None:
+            self.rate.add(step, rate)
         now, waited = time.perf_counter(), 0.0 if loader is None else loader.wait_seconds
         passed, spent = now - self._marks[0], waited - self._marks[1]
         self._marks = (now, waited)
@@ -191,8 +222,17 @@ class RunRecorder:
         for step, loss in losses.items():
             self.add_loss(step, loss)
 
+    def _flush_batches(self) -> None:
+        """Keep those of the last microbatches that have the highest losses."""
+        pending, self._pending_batches = self._pending_batches, []
+        if pending:
+            values = torch.stack([loss.float() for loss, *_ in pending]).tolist()
+            new = [(value, *entry[1:], self._rank) for value, entry in zip(values, pending, strict=True)]
+            self.highest = heapq.nlargest(MOST_SLOW, [*self.highest, *(one for one in new if math.isfinite(one[0]))])
+
     def flush(self) -> None:
         """Read the losses that are still on the device."""
+        self._flush_batches()
         if self._pending:
             values = torch.stack([loss.float() for _, loss in self._pending]).tolist()
             for (step, _), value in zip(self._pending, values, strict=True):
@@ -203,6 +243,8 @@ class RunRecorder:
         """Return what was recorded as plain values."""
         self.flush()
         curves: dict[str, Any] = {"loss": self.loss.plain(), "waiting": self.waiting.plain()}
+        curves |= {"validation": self.validation.plain(), "rate": self.rate.plain(), "rank": self._rank}
+        curves["highest"] = [list(entry) for entry in self.highest]
         curves["balance"] = {name: curve.plain() for name, curve in self.balance.items()}
         figures = {"not_finite": self.not_finite, "seconds": self.seconds, "waited": self.waited}
         draws = {"every": self.draws.every, "looks": [[step, dict(draws)] for step, draws in self.draws.looks]}
@@ -213,7 +255,16 @@ class RunRecorder:
         self.loss, self.waiting = (Curve(state[name][1], state[name][0]) for name in ("loss", "waiting"))
         self.balance = {name: Curve(points, per) for name, (per, points) in state["balance"].items()}
         self.not_finite, self.seconds, self.waited = state["not_finite"], state["seconds"], state["waited"]
-        self.slowest = [(took, made, step, number, list(keys)) for took, made, step, number, keys in state["slowest"]]
+        # A state from before they were recorded has no curves, and the slowest of the first rank without its number.
+        self.validation, self.rate = (Curve(*state.get(name, (1, ()))[::-1]) for name in ("validation", "rate"))
+        self._rank = state.get("rank", 0)
+        self.highest = [
+            (value, step, number, list(keys), rank) for value, step, number, keys, rank in state.get("highest", ())
+        ]
+        self.slowest = [
+            (took, made, step, number, list(keys), *(rank or [0]))
+            for took, made, step, number, keys, *rank in state["slowest"]
+        ]
         self.draws = Draws([(step, drawn) for step, drawn in state["draws"]["looks"]], state["draws"]["every"])
         self._pending.clear()
 
@@ -246,7 +297,7 @@ class RankSummary:
         datasets: A row for each dataset of the mix.
         failures: Dataset, hook, exception and number of the samples that failed since the process began.
         metrics: Of the loader.
-        slowest: As `RunRecorder.slowest`.
+        slowest, highest: As of `RunRecorder`; those of a state that all ranks have restored are in the summary of each.
         draws: Draws of each dataset by its identity, after some steps.
         cost: With balance, the mean cost of what it ran in a global batch.
     """
@@ -258,7 +309,8 @@ class RankSummary:
     datasets: tuple[DatasetRow, ...] = ()
     failures: tuple[tuple[str, str, str, int], ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
-    slowest: tuple[tuple[float, bool, int, int, list[str]], ...] = ()
+    slowest: tuple[tuple[float, bool, int, int, list[str], int], ...] = ()
+    highest: tuple[tuple[float, int, int, list[str], int], ...] = ()
     draws: tuple[tuple[int, dict[str, int]], ...] = ()
     cost: float | None = None
 
@@ -273,12 +325,13 @@ def summary(recorder: RunRecorder, loader: EnergonDataloader | None) -> RankSumm
     return RankSummary(
         rank=0 if config is None else config.dp_rank,
         ranks=1 if config is None else config.dp_size,
-        seconds=recorder.seconds,
-        waited=recorder.waited,
+        seconds=recorder.seconds - recorder._of_other[0],
+        waited=recorder.waited - recorder._of_other[1],
         datasets=() if spec is None else tuple(_datasets(inner, spec)),
         failures=() if spec is None else tuple(spec.failure_log.kinds()),
         metrics={} if loader is None else loader.metrics(),
         slowest=tuple(sorted(recorder.slowest, reverse=True)),
+        highest=tuple(recorder.highest),
         draws=tuple(recorder.draws.looks),
         cost=recorder.balance["cost"].mean if recorder.balance else None,
     )

@@ -41,12 +41,15 @@ def write_report(
         losses.append(f"NaN or infinite, and not shown above: the loss in {recorder.not_finite:,} steps.")
     sections: dict[str, list[Block]] = {
         "Loss": losses,
+        "Validation": [_curve(recorder.validation, "loss of validations")] if recorder.validation.points else [],
+        "Learning rate": [_curve(recorder.rate, "learning rate")] if recorder.rate.points else [],
         "Waiting for data": [_curve(recorder.waiting, "share of each step spent waiting for data", percent=True)],
         "Balance of the ranks": _balance(ranks, recorder),
         "Datasets: planned and delivered": _mix(ranks),
         "Left out, by reason": _left_out(ranks),
         "Loading, by rank": _loading(ranks),
         "Slowest microbatches, and their samples": _slowest(ranks),
+        "Highest losses, and their samples": _highest(ranks),
     }
     write_run(Path(path), title, _head(ranks, recorder) | dict(facts or {}), sections)
 
@@ -202,8 +205,33 @@ def _loading(ranks: Sequence[RankSummary]) -> list[Block]:
     return [_table(columns, lines, right=range(6)), said]
 
 
+def _unique(entries: Iterable[Any]) -> list[Any]:
+    """Return the largest of the entries of all ranks; what was restored on each of them comes once."""
+    largest: list[Any] = []
+    for entry in sorted(entries, reverse=True):
+        if entry not in largest[-1:]:
+            largest.append(entry)
+    return largest[:MOST_SLOW]
+
+
+def _highest(ranks: Sequence[RankSummary]) -> list[Block]:
+    highest = _unique(entry for rank in ranks for entry in rank.highest)
+    if not highest:
+        return []
+    lines = [
+        (f"{loss:.4f}", f"{step:,}", str(rank), {"keys": keys} if keys else "–")
+        for loss, step, _, keys, rank in highest
+    ]
+    table = _table(("loss", "step", "rank", "samples"), lines, right=(0, 1, 2))
+    return [
+        table,
+        "Losses of microbatches. Pages of what a step saw: energon preview RUN_FOLDER --step STEP --html look; of a "
+        "sample: energon preview DATASET --key KEY --html look.",
+    ]
+
+
 def _slowest(ranks: Sequence[RankSummary]) -> list[Block]:
-    slowest = sorted(((*entry, rank.rank) for rank in ranks for entry in rank.slowest), reverse=True)[:MOST_SLOW]
+    slowest = _unique((*entry, rank.rank)[:6] for rank in ranks for entry in rank.slowest)
     if not slowest:
         return []
     lines = [

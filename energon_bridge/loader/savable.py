@@ -118,6 +118,7 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
         self._held: deque[LaneBatch] = deque()
         self._last: Any = None
         self._resumed, self._pass = False, 0
+        self._used_last: object = None  # the mark of an iterator, which itself would form a circle
         self.note: Any = None  # of the microbatch delivered last (`LaneBatch.note`)
         self._seconds = [0.0] * (3 + len(REQUESTS))
         self._steps, self._epoch_length = 0, dataset.epoch_length(config.dp_size)
@@ -141,10 +142,9 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
                     self._stop()
             self._resumed = False
             self._pass += 1
-        if self.spec.settings.virtual_epoch_length is not None:
-            if position.epoch_steps >= self.spec.settings.virtual_epoch_length:
-                position.epoch_steps = 0
-            self._pass += not self.spec.ends
+        virtual = self.spec.settings.virtual_epoch_length
+        if virtual is not None and position.epoch_steps >= virtual:
+            position.epoch_steps = 0
         return _Iterator(self)
 
     def __len__(self) -> int:
@@ -592,19 +592,37 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
 
 
 class _Iterator:
-    """What `iter(loader)` returns; a finite one ends when a later pass begins."""
+    """What `iter(loader)` returns; a finite one ends when a later pass begins.
+
+    Several over one endless stream share its microbatches. With a virtual epoch each takes those that its epoch had
+    left when it was first used, as with megatron-energon; the state has the epoch of the one that was used last.
+    """
 
     def __init__(self, loader: SavableDataLoader) -> None:
         self._loader = loader
         self._pass = loader._pass
+        self._mark = object()
+        self._epoch_steps: int | None = None  # of its virtual epoch; None: not used yet
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if self._loader._pass != self._pass:
+        loader = self._loader
+        if loader._pass != self._pass:
             raise StopIteration
-        return self._loader.deliver()
+        virtual, position = loader.spec.settings.virtual_epoch_length, loader._position
+        if virtual is None or loader.spec.ends:
+            return loader.deliver()
+        if self._epoch_steps is None:
+            position.epoch_steps %= virtual
+        elif loader._used_last is not self._mark:
+            position.epoch_steps = self._epoch_steps
+        loader._used_last = self._mark
+        try:
+            return loader.deliver()
+        finally:
+            self._epoch_steps = position.epoch_steps
 
 
 def _name_losses(spec: DatasetSpec, position: Position, process: int) -> None:

@@ -26,6 +26,7 @@ from energon_bridge.format.dataset import (
     check_counts,
     prepared,
     read_prepared,
+    with_times,
 )
 from energon_bridge.format.dataset_config import DatasetConfig, DatasetConfigs
 from energon_bridge.format.documents import Value, parse_document
@@ -157,16 +158,17 @@ class MixIndex:
         self._documents[path] = (key, line)
         return value
 
-    def find(self, place: Place) -> Entry | None:
-        """Return the entry of a dataset if it is still valid."""
+    def find(self, place: Place) -> tuple[Entry, list[int]] | None:
+        """Return the entry of a dataset, and the modification times of its shards (0 in a bucket), if it is valid."""
         key = _line(place)
         for line in self._saved.get(key, ()):
             known = Entry(*json.loads(line))
             config = known.config
             known = known._replace(config=self._configs[config])
-            if self._is_current(place[0], known):
+            times = self._times_if_current(place[0], known)
+            if times is not None:
                 self._entries[key] = (line, config)
-                return known
+                return known, times
         return None
 
     def record(self, place: Place, known: Entry) -> None:
@@ -219,20 +221,28 @@ class MixIndex:
             return [name]
         return [name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
-    def _is_current(self, path: str, known: Entry) -> bool:
+    def _times_if_current(self, path: str, known: Entry) -> list[int] | None:
+        """Return the modification times of the shards of an entry; None if a file is not what it was."""
         if "://" in path and path not in self._is_listed:
-            return False
-        sizes = zip(known.shards, known.sizes, strict=True)
-        as_before = all(self._stamp(path, stamp[0]) == stamp for stamp in known.stamps)
-        return as_before and all(self._size(f"{path}/{shard}") == size for shard, size in sizes)
+            return None
+        if any(self._stamp(path, stamp[0]) != stamp for stamp in known.stamps):
+            return None
+        times = []
+        for shard, size in zip(known.shards, known.sizes, strict=True):
+            found, time_ns = self._size_and_time(f"{path}/{shard}")
+            if found != size:
+                return None
+            times.append(time_ns)
+        return times
 
-    def _size(self, file: str) -> int:
+    def _size_and_time(self, file: str) -> tuple[int, int]:
         if "://" in file:
-            return self._listed.get(file, (-1, ""))[0]
+            return self._listed.get(file, (-1, ""))[0], 0
         try:
-            return os.stat(file).st_size
+            status = os.stat(file)
         except OSError:
-            return -1
+            return -1, 0
+        return status.st_size, status.st_mtime_ns
 
     def save(self) -> None:
         """Write the file if this start has found new entries."""
@@ -379,7 +389,8 @@ class DatasetOpener:
         return dataset
 
     def _foreign(self, foreign: ForeignFormat, place: Place) -> PreparedDataset:
-        return foreign.open(place[0], split_part=place[1], dataset_config=place[2], open_files=self._files)
+        dataset = foreign.open(place[0], split_part=place[1], dataset_config=place[2], open_files=self._files)
+        return with_times(dataset)
 
     def open_ahead(self, refs: Sequence[LeafRef]) -> None:
         """Open datasets at URLs, many at once, since each needs several requests.
@@ -405,9 +416,9 @@ class DatasetOpener:
         store = open_store(path, files=self._files)
         known = self._index.find(place)
         if known is not None:
-            for doubt in known.doubts:
+            for doubt in known[0].doubts:
                 self._warn(doubt)
-            return self._from_index(store, place, known)
+            return self._from_index(store, place, *known)
         stamps, doubts = self._index.stamps_of(place), list[str]()
         dataset, config = read_prepared(
             store,
@@ -436,14 +447,16 @@ class DatasetOpener:
             )
         return dataset
 
-    def _from_index(self, store: Store, place: Place, known: Entry) -> PreparedDataset:
+    def _from_index(self, store: Store, place: Place, known: Entry, times: list[int]) -> PreparedDataset:
         config = self._indexed_configs.get(known.config)
         if config is None:
             where = store.url(meta_path(place[2]))
             config = self._configs.build(Value(json.loads(known.config), where), store=store)
             self._indexed_configs[known.config] = config
         excluded = frozenset((shard, key) for shard, key in known.excluded) if known.excluded else NOTHING
-        facts = SplitFacts(known.shards, known.counts, known.sizes, excluded, known.fingerprint, known.has_checksums)
+        facts = SplitFacts(
+            known.shards, known.counts, known.sizes, excluded, known.fingerprint, known.has_checksums, times
+        )
         return prepared(store, config, facts, split_part=place[1], config_name=place[2])
 
 

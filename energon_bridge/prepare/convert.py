@@ -45,6 +45,7 @@ from energon_bridge.prepare.shards import (
     partial_path,
     publish,
     record_path,
+    writing,
 )
 from energon_bridge.prepare.split import SplitRule
 from energon_bridge.rng import Permutation, draws, key_of
@@ -219,8 +220,9 @@ def _begin(parts: PartsFolder, told: bytes, *, overwrite: bool) -> None:
     """Check that the folder belongs to this conversion, and mark it."""
     _check_folder(parts, told, overwrite=overwrite)
     path = parts.path / _OPTIONS
-    partial_path(path).write_bytes(told)
-    os.replace(partial_path(path), path)
+    with writing(path):
+        partial_path(path).write_bytes(told)
+        os.replace(partial_path(path), path)
 
 
 def _make_shards(

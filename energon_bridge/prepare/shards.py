@@ -97,7 +97,7 @@ class ShardFile:
         self._media = media
         self._checksums = ChecksumScan() if checksums else None
         self._partial = partial_path(path)
-        with _writing(path):
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self._partial, "wb", buffering=_BUFFER_BYTES)  # noqa: SIM115 - `close` closes it
 
@@ -152,7 +152,7 @@ class ShardFile:
         record.made_of = made_of
         self._write(bytes(END_BYTES))
         record.size = self.num_bytes
-        with _writing(self.path):
+        with writing(self.path):
             self._file.close()
             if self.num_samples:
                 os.replace(self._partial, self.path)
@@ -169,7 +169,7 @@ class ShardFile:
             os.unlink(self._partial)
 
     def _write(self, *pieces: bytes) -> None:
-        with _writing(self.path):
+        with writing(self.path):
             self._file.writelines(pieces)
         self.num_bytes += sum(map(len, pieces))
 
@@ -234,7 +234,7 @@ class PartsFolder:
         self.root = Path(store.root)
         self.path = self.root / PARTS_FOLDER
         self._lock = -1
-        with _writing(self.path):
+        with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             if lock is not None:
                 self._lock = os.open(self.path, os.O_RDONLY)
@@ -328,7 +328,7 @@ def publish(
         staging.add(meta_path(DEFAULT_DATASET_CONFIG), render_dataset_yaml(sample_type, field_map or None))
         staging.add(meta_path(INDEX_UUID), str(uuid.UUID(bytes=identity.digest())).encode())
         staging.add(meta_path(INFO_JSON), render_info(counts, checksums=checksums))
-        with _writing(root):
+        with writing(root):
             moved = [shard for shard in shards if (parts.path / shard).exists()]
             if any((root / shard).exists() for shard in moved):
                 (root / meta_path(INFO_JSON)).unlink(missing_ok=True)
@@ -341,7 +341,7 @@ def publish(
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
     """Turn file system errors into StorageError."""
     try:
         yield

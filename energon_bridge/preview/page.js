@@ -147,18 +147,21 @@ const preview = (() => {
   }
 
   // Values over steps: {chart: what it is, low, high, percent, lines: [{name, hue, dashed, points: [[step, value]]}],
-  // band: [[step, low, high]]}
-  function chartElement({ chart, low, high, percent: asPercent, lines, band }, id) {
+  // band: [[step, low, high]]}. Values above 0 can be shown on a logarithmic scale.
+  function chartElement(spec, id) {
+    const { chart, low, high, percent: asPercent, lines, band, log } = spec;
     const width = 900;
     const height = 160;
     const steps = lines.flatMap((line) => line.points.map(([step]) => step));
     const [first, last] = [Math.min(...steps), Math.max(...steps)];
     const x = (step) => (width * (last > first ? (step - first) / (last - first) : 0.5)).toFixed(1);
-    const y = (value) => (height * (1 - (value - low) / (high - low || 1))).toFixed(1);
+    const scaled = log ? Math.log : (value) => value;
+    const y = (value) => (height * (1 - (scaled(value) - scaled(low)) / (scaled(high) - scaled(low) || 1))).toFixed(1);
+    const shown = (value) => (asPercent ? `${(100 * value).toFixed(0)} %` : String(Number(value.toPrecision(4))));
     const box = drawing("svg", { viewBox: `-64 -12 ${width + 76} ${height + 34}`, role: "img", "aria-label": chart, ...(id ? { id } : {}) });
-    for (const value of [low, (low + high) / 2, high]) {
+    for (const value of [low, log ? Math.sqrt(low * high) : (low + high) / 2, high]) {
       box.append(drawing("line", { class: "axis", x1: 0, x2: width, y1: y(value), y2: y(value) }));
-      box.append(drawing("text", { x: -8, y: Number(y(value)) + 4, "text-anchor": "end" }, asPercent ? `${(100 * value).toFixed(0)} %` : String(Number(value.toPrecision(4)))));
+      box.append(drawing("text", { x: -8, y: Number(y(value)) + 4, "text-anchor": "end" }, shown(value)));
     }
     const edges = (band || []).map(([step, , top]) => `${x(step)},${y(top)}`).concat((band || []).map(([step, bottom]) => `${x(step)},${y(bottom)}`).reverse());
     if (edges.length > 2) box.append(drawing("polygon", { class: "band", points: edges.join(" ") }));
@@ -169,7 +172,32 @@ const preview = (() => {
       if (points.length === 1) box.append(drawing("circle", { r: 3, cx: x(points[0][0]), cy: y(points[0][1]) }));
     }
     box.append(drawing("text", { x: 0, y: height + 16 }, `step ${number(first)}`), drawing("text", { x: width, y: height + 16, "text-anchor": "end" }, `step ${number(last)}`));
+    if (low > 0 && high > low && !asPercent) {
+      const other = drawing("text", { class: "switch", x: width, y: -2, "text-anchor": "end", role: "button" }, log ? "linear scale" : "log scale");
+      other.addEventListener("click", () => box.replaceWith(chartElement({ ...spec, log: !log }, id)));
+      box.append(other);
+    }
+    readValues(box, lines, steps, x, shown, height);
     return box;
+  }
+
+  // Show the values of the step that the pointer is nearest to.
+  function readValues(box, lines, steps, x, shown, height) {
+    const mark = drawing("line", { class: "mark", y1: 0, y2: height, visibility: "hidden" });
+    const told = drawing("text", { class: "told", x: 0, y: -2 });
+    box.append(mark, told);
+    box.addEventListener("pointerleave", () => {
+      mark.setAttribute("visibility", "hidden");
+      told.textContent = "";
+    });
+    box.addEventListener("pointermove", (event) => {
+      const at = new DOMPoint(event.clientX, event.clientY).matrixTransform(box.getScreenCTM().inverse()).x;
+      const nearest = steps.reduce((best, step) => (Math.abs(x(step) - at) < Math.abs(x(best) - at) ? step : best));
+      const values = lines.flatMap(({ name, points }) => points.filter(([step]) => step === nearest).map(([, value]) => `${name} ${shown(value)}`));
+      for (const end of ["x1", "x2"]) mark.setAttribute(end, x(nearest));
+      mark.setAttribute("visibility", "visible");
+      told.textContent = `step ${number(nearest)}: ${values.join(", ")}`;
+    });
   }
 
   // Samples --------------------------------------------------------------------------------------------------------

@@ -9,13 +9,14 @@ import os
 
 from energon_bridge.registry import load, registered
 from energon_bridge.storage.base import ByteRange, FarStore, Store, as_far
-from energon_bridge.storage.local import LocalStore, OpenFiles, write_file
+from energon_bridge.storage.local import FileTimes, LocalStore, OpenFiles, write_file
 from energon_bridge.storage.stalls import READ_TIMEOUT_SECONDS, Stalls
 
 __all__ = [
     "READ_TIMEOUT_SECONDS",
     "ByteRange",
     "FarStore",
+    "FileTimes",
     "LocalStore",
     "OpenFiles",
     "Stalls",

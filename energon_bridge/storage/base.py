@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Protocol, cast
 
-from energon_bridge.errors import ShortReadError, StorageError
+from energon_bridge.errors import CorruptShardError, ShortReadError, StorageError
 
 
 class Store(Protocol):
@@ -23,6 +23,15 @@ class Store(Protocol):
 
     def url(self, rel: str) -> str:
         """Return the full path or URL of `rel`, for messages and other programs."""
+
+    def expect(self, rel: str, size: int, time: int) -> None:
+        """Have ranged reads of `rel` raise CorruptShardError if it has another size or modification time (ns; 0: any).
+
+        Storage that cannot tell does not.
+        """
+
+    def check(self, rel: str) -> None:
+        """Raise CorruptShardError if a local file, which others have read, is not as expected."""
 
     def check_root(self) -> None:
         """Raise DatasetNotFoundError unless the root is a folder."""
@@ -67,6 +76,12 @@ class Rooted:
     def url(self, rel: str) -> str:
         return f"{self.root}/{rel}" if rel else self.root
 
+    def expect(self, rel: str, size: int, time: int) -> None:
+        """Do nothing: of this storage it is not known what a file was."""
+
+    def check(self, rel: str) -> None:
+        """Do nothing: reads find out."""
+
 
 class FarStore(Store, Protocol):
     """A store with a high latency, so that many ranges are requested at once."""
@@ -103,6 +118,14 @@ class ByteRange:
 def as_far(store: Store) -> FarStore | None:
     """Return the store if it is a `FarStore`, else None."""
     return cast(FarStore, store) if hasattr(store, "read_all") else None
+
+
+def changed_file(url: str, how: str) -> CorruptShardError:
+    """Build the error for a file that is not what it was when the run began, or when it was read first."""
+    return CorruptShardError(
+        f"{url}: the file was {how}. Its index, and what was read of it before, need not fit any more. Put the old "
+        "file back and resume, or run `energon prepare` and begin a new run. If only its time was changed, resume."
+    )
 
 
 def short_read(url: str, *, offset: int, expected: int, got: int) -> StorageError:

@@ -8,6 +8,9 @@ folder also refuses symbolic links that lead out of it.
 
 Invariant: a descriptor is closed only when no read uses it. The pool drops its reference, and the descriptor closes
 with the last one, so a slow read in another thread never sees a reused descriptor number.
+
+Invariant: a range is returned only if, after it was read, the file had the size and modification time of its first use,
+or those that `LocalStore.expect` named. (A write changes the time before the bytes.)
 """
 
 from __future__ import annotations
@@ -17,14 +20,16 @@ import errno
 import os
 import secrets
 import shutil
+import socket
 import stat
 import threading
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from energon_bridge.errors import CorruptShardError, DatasetNotFoundError, ShardMissingError, StorageError
-from energon_bridge.storage.base import Rooted, short_read
+from energon_bridge.errors import DatasetNotFoundError, ShardMissingError, StorageError
+from energon_bridge.storage.base import Rooted, changed_file, short_read
 from energon_bridge.storage.helpers import PerProcess
 from energon_bridge.storage.stalls import Stalls, Way, is_in_memory, way_to
 
@@ -40,13 +45,16 @@ DEFAULT_OPEN_FILES = 96
 class _OpenFile:
     """An open descriptor of a regular file, below a folder if one is given; it lives as long as it is referenced."""
 
-    __slots__ = ("descriptor", "size", "time")
+    __slots__ = ("descriptor", "has_name", "path", "size", "time")
 
     def __init__(self, path: str, inside: str | None = None) -> None:
         self.descriptor = -1  # __del__ also runs when the next line raises
         self.descriptor = os.open(path, _OPEN)
         status = os.fstat(self.descriptor)
-        self.size, self.time = status.st_size, status.st_mtime_ns
+        self.path = path
+        self.size = status.st_size
+        self.time = status.st_mtime_ns
+        self.has_name = status.st_nlink > 0  # some file systems in user space count no names
         if not stat.S_ISREG(status.st_mode):
             kind = "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe, a device or a socket"
             raise OSError(errno.EINVAL, f"{kind}, not a file")
@@ -59,6 +67,38 @@ class _OpenFile:
     def __del__(self) -> None:
         if self.descriptor >= 0:
             os.close(self.descriptor)
+
+    def check(self) -> None:
+        """Raise CorruptShardError if the file has changed since it was opened; call it after each read (1 us)."""
+        try:
+            status = os.fstat(self.descriptor)
+        except OSError as error:
+            raise StorageError(f"{self.path}: cannot be read any more: {error}") from error
+        if status.st_mtime_ns != self.time or status.st_size != self.size:
+            raise changed_file(
+                self.path, f"written to since it was opened: {self.size} bytes then, {status.st_size} now"
+            )
+        if self.has_name and not status.st_nlink:
+            raise changed_file(self.path, "replaced or deleted while it was open")
+
+
+class FileTimes:
+    """The modification times of files in nanoseconds, by number; 0 on other machines, where copies have their own."""
+
+    __slots__ = ("_times",)
+
+    def __init__(self, times: Iterable[int]) -> None:
+        self._times = array("q", times)
+
+    def __getitem__(self, number: int) -> int:
+        return self._times[number]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _times_here, (self._times, socket.gethostname())
+
+
+def _times_here(times: array[int], host: str) -> FileTimes:
+    return FileTimes(times if host == socket.gethostname() else [0] * len(times))
 
 
 class OpenFiles:
@@ -73,7 +113,7 @@ class OpenFiles:
         self.stalls = Stalls() if stalls is None else stalls
         self._inside = None if inside is None else os.path.realpath(inside)
         self._files: OrderedDict[str, _OpenFile] = OrderedDict()
-        self._seen: dict[str, tuple[int, int]] = {}  # size and modification time of each file ever opened
+        self._seen: dict[str, tuple[int, int]] = {}  # size and modification time of each file ever opened or expected
         self._lock = PerProcess(threading.Lock)  # forks read the same descriptors, by position
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -87,7 +127,7 @@ class OpenFiles:
 
         Raises:
             OSError: It cannot be opened.
-            CorruptShardError: It has changed since it was first opened.
+            CorruptShardError: It has changed since it was first opened, or is not as expected.
         """
         with self._lock():
             file = self._files.get(path)
@@ -96,18 +136,25 @@ class OpenFiles:
                 return file
         file = self.open_once(path)
         with self._lock():
-            size, time = self._seen.setdefault(path, (file.size, file.time))
-            if (size, time) != (file.size, file.time):
-                raise CorruptShardError(
-                    f"{path}: the file was replaced or written to since it was first read ({size} bytes then, "
-                    f"{file.size} now), so its index no longer fits. Put the old file back and resume, or run "
-                    "`energon prepare` and begin a new run."
-                )
+            self.check(path, file.size, file.time)
+            self._seen[path] = file.size, file.time
             self._files[path] = file
             self._files.move_to_end(path)
             while len(self._files) > self._limit:
                 self._files.popitem(last=False)
         return file
+
+    def expect(self, path: str, size: int, time: int) -> None:
+        """Refuse a file that has another size, or another modification time (0: any), once it is opened."""
+        with self._lock():
+            self._seen.setdefault(path, (size, time))
+
+    def check(self, path: str, size: int, time: int) -> None:
+        """Raise CorruptShardError unless a file has the size and modification time (0: any) that it is expected to."""
+        first_size, first = self._seen.get(path, (size, 0))
+        if size != first_size or first not in (0, time):
+            how = f"replaced or written to since the run began: {first_size} bytes then, {size} now"
+            raise changed_file(path, how)
 
     def open_once(self, path: str) -> _OpenFile:
         """Open a file without keeping it; if the process is out of descriptors, close others first."""
@@ -159,10 +206,21 @@ class LocalStore(Rooted):
             raise DatasetNotFoundError(f"{self.root}: {mistake}")
 
     def size(self, rel: str) -> int:
+        return self.stamp(rel)[0]
+
+    def stamp(self, rel: str) -> tuple[int, int]:
+        """Return size and modification time (ns) of a file, for `expect`; raises what `size` raises."""
         try:
-            return os.stat(f"{self.root}/{rel}").st_size
+            status = os.stat(f"{self.root}/{rel}")
         except OSError as error:
             raise self._cannot_open(rel, error) from error
+        return status.st_size, status.st_mtime_ns
+
+    def expect(self, rel: str, size: int, time: int) -> None:
+        self._files.expect(f"{self.root}/{rel}", size, time)
+
+    def check(self, rel: str) -> None:
+        self._files.check(f"{self.root}/{rel}", *self.stamp(rel))
 
     def exists(self, rel: str) -> bool:
         return os.path.isfile(f"{self.root}/{rel}")
@@ -212,6 +270,7 @@ class LocalStore(Rooted):
             if len(block) != length:  # `read_range` reads the rest or raises the error
                 block = self.read_range(rel, offset, length)
             blocks.append(block)
+        file.check()
         return blocks
 
     def _open(self, rel: str) -> _OpenFile:
@@ -221,6 +280,12 @@ class LocalStore(Rooted):
             raise self._cannot_open(rel, error) from error
 
     def _read_open(self, file: _OpenFile, rel: str, offset: int, length: int) -> bytes:
+        try:
+            return self._read_all(file, rel, offset, length)
+        finally:
+            file.check()  # also a short read: the change is the reason
+
+    def _read_all(self, file: _OpenFile, rel: str, offset: int, length: int) -> bytes:
         try:
             if length > _LARGE:  # Python would allocate whatever a damaged index claims
                 got = max(0, min(length, os.fstat(file.descriptor).st_size - offset))

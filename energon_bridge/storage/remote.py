@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from energon_bridge.errors import DatasetNotFoundError, EnergonError, ShardMissingError, StorageError
-from energon_bridge.storage.base import Rooted, short_read
+from energon_bridge.storage.base import Rooted, changed_file, short_read
 from energon_bridge.storage.buckets import BUCKETS, Bucket, HttpBucket, server_address, store_settings
 from energon_bridge.storage.helpers import PerProcess
 from energon_bridge.storage.http import Body, Client, GaveUp, Piece, Refused, TooShort, WholeFile, shared_client
@@ -40,7 +40,7 @@ _Bytes = list[bytes]
 class RemoteStore(Rooted):
     """A folder of a bucket or of a web server; thread-safe, fork-safe and picklable."""
 
-    __slots__ = ("_bucket_name", "_cache", "_here", "_prefix", "_protocol", "_stalls", "root")
+    __slots__ = ("_bucket_name", "_cache", "_expected", "_here", "_prefix", "_protocol", "_stalls", "root")
 
     def __init__(self, url: str, stalls: Stalls | None = None) -> None:
         self.root = url.rstrip("/")
@@ -50,6 +50,7 @@ class RemoteStore(Rooted):
         self._stalls = Stalls() if stalls is None else stalls
         self._here: PerProcess[dict[tuple[str | None, ...], tuple[Client, Bucket]]] = PerProcess(dict)
         self._cache = node_cache()
+        self._expected: dict[str, tuple[int, str]] = {}  # size and version (ETag; empty before the first read) of files
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RemoteStore, (self.root, self._stalls)
@@ -121,6 +122,21 @@ class RemoteStore(Rooted):
             )
         return self._joined(rel, [first, *rest])
 
+    def expect(self, rel: str, size: int, time: int) -> None:
+        self._expected.setdefault(rel, (size, ""))
+
+    def _check(self, rel: str, size: int | None, version: str) -> None:
+        """Raise CorruptShardError if a file has another size than expected, or another version than was read first."""
+        if (expected := self._expected.get(rel)) is None:
+            return
+        first_size, first = expected
+        if size not in (None, first_size):
+            raise changed_file(self.url(rel), f"replaced since the run began: {first_size} bytes then, {size} now")
+        if version not in ("", first) and first:
+            how = f"replaced since it was first read: its version was {first}, now it is {version}"
+            raise changed_file(self.url(rel), f"{how} (all servers of a URL must give a file the same ETag)")
+        self._expected[rel] = first_size, first or version
+
     def read_range(self, rel: str, offset: int, length: int) -> bytes:
         return bytes(self.read_ranges(rel, (offset,), (length,))[0])
 
@@ -155,6 +171,8 @@ class RemoteStore(Rooted):
             blocks: list[Any] = [b""] * len(offsets)
             for low, high, members in here:
                 parts = [next(bodies) for _ in range(low, high, _PIECE)]
+                for part in parts:
+                    self._check(rel, part.total, part.version)
                 if len(parts) == 1 and len(members) == 1:
                     blocks[members[0]] = parts[0].data
                     continue
@@ -207,6 +225,9 @@ class RemoteStore(Rooted):
         rels = [rel for rel, _, _ in wanted]
         for _ in range(_CHANGES):
             versions = self._versions(rels)
+            for rel, version in zip(rels, versions, strict=True):
+                if version.tag:
+                    self._check(rel, version.size, version.tag)
             names = {version.url: rel for version, rel in zip(versions, rels, strict=True)}
             places: dict[Place, list[Span]] = {}
             for version, (_, offsets, lengths) in zip(versions, wanted, strict=True):

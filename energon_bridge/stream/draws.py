@@ -92,8 +92,11 @@ class Draws:
         """Start loading the next draws."""
         self._schedule_up_to(self.draw + draws)
 
-    def collect(self, wanted: int, counts: Counts) -> SampleColumns:
-        """Return the next encoded samples; count the draws that give none."""
+    def collect(self, wanted: int, counts: Counts, *, waits: bool = False) -> SampleColumns:
+        """Return the next encoded samples; count the draws that give none.
+
+        With `waits` the samples wait to be packed: their bytes are counted when they leave (`BatchRow.read`).
+        """
         out = SampleColumns([], [], [], [])
         since = self.draw
         while len(out.samples) < wanted:
@@ -103,6 +106,8 @@ class Draws:
                 out.keys.append(key)
                 out.leaves.append(self._outputs_of)
                 out.sizes.append(self._outputs_size)
+                if not waits and not self.taken:  # else it was counted with the first output, perhaps before a resume
+                    counts.of(self._outputs_of)[_BYTES] += self._outputs_size
                 self._drawn(self._outputs_of, left=bool(self._outputs))
                 since = self.draw
                 continue
@@ -115,7 +120,7 @@ class Draws:
                 self._encode_draw(counts)
             else:
                 taken = len(out.samples)
-                self._take(wanted - taken, out, counts)
+                self._take(wanted - taken, out, counts, waits=waits)
                 if len(out.samples) > taken:
                     since = self.draw
             if self._at == len(self._loaded.keys):
@@ -173,7 +178,6 @@ class Draws:
         """Encode the next draw into `_outputs`."""
         leaf, size, key, sample, begun = self._begun.popleft() if self._begun else self._next()
         self._outputs_of, self._outputs_size = leaf, size
-        counts.of(leaf)[_BYTES] += 0 if self.taken else size  # a restored draw was counted before
         again = bool(self.taken)
         if self._number_of is not None:
             NUMBER.set(self._number_of(self.draw))
@@ -181,6 +185,7 @@ class Draws:
         for _ in range(min(self.taken, len(self._outputs))):
             self._outputs.popleft()
         if not self._outputs:
+            counts.of(leaf)[_BYTES] += 0 if again else size
             self._drawn(leaf, left=False)
 
     def _drawn(self, leaf: int, *, left: bool) -> None:
@@ -191,7 +196,7 @@ class Draws:
         self.draw, self.taken = self.draw + 1, 0
         self.leaf_draws[leaf] += 1
 
-    def _take(self, wanted: int, out: SampleColumns, counts: Counts) -> None:
+    def _take(self, wanted: int, out: SampleColumns, counts: Counts, *, waits: bool) -> None:
         """Take up to `wanted` draws as they are, since no user code sees single samples."""
         loaded, low = self._loaded, self._at
         high = min(low + wanted, len(loaded.keys))
@@ -202,8 +207,9 @@ class Draws:
         drawn = set(leaves)
         for leaf in drawn:
             self.leaf_draws[leaf] += leaves.count(leaf)
-        for leaf, size in zip(leaves, sizes, strict=True) if len(drawn) != 1 else [(leaves[0], sum(sizes))]:
-            counts.of(leaf)[_BYTES] += size
+        if not waits:
+            for leaf, size in zip(leaves, sizes, strict=True) if len(drawn) != 1 else [(leaves[0], sum(sizes))]:
+                counts.of(leaf)[_BYTES] += size
         if FailedSample in set(map(type, samples)):
             good = [bool(self._pipeline.encode(*draw, counts)) for draw in zip(leaves, samples, keys, strict=True)]
             keys, samples, leaves, sizes = (list(compress(part, good)) for part in (keys, samples, leaves, sizes))
@@ -275,12 +281,14 @@ class BatchRow:
         output: The number of this row among the outputs of its pack; `SAMPLE` for a single sample.
         content: What goes into the batch; None if it must be encoded again.
         size: Its bytes, about.
+        read: Of a sample that waits to be packed: the bytes read for it, which are not counted yet.
     """
 
     members: tuple[SampleRef, ...]
     output: int = SAMPLE
     content: Any = None
     size: int = 0
+    read: int = 0
 
     def key(self, pipeline: Pipeline) -> tuple[Any, ...]:
         """Return its restore key."""
@@ -317,11 +325,17 @@ def batch_rows(pipeline: Pipeline, rows: Sequence[BatchRow], lane: int, number: 
     return pipeline.batches(samples, keys, leaves, lane, number, counts)
 
 
+def count_read(rows: Sequence[BatchRow], counts: Counts) -> None:
+    """Count the bytes read for samples that have waited and leave now."""
+    for row in rows:
+        counts.of(row.members[0].leaf)[_BYTES] += row.read
+
+
 def rows_of(encoded: SampleColumns) -> list[BatchRow]:
     """Return encoded samples as rows."""
     columns = zip(encoded.samples, encoded.keys, encoded.leaves, encoded.sizes, strict=True)
     return [
-        BatchRow((SampleRef(leaf, index, epoch, output),), SAMPLE, sample, size_of(sample, size))
+        BatchRow((SampleRef(leaf, index, epoch, output),), SAMPLE, sample, size_of(sample, size), 0 if output else size)
         for sample, (_, index, epoch, output), leaf, size in columns
     ]
 
@@ -369,8 +383,10 @@ def reencode(
         loads = PickedLoad(pipeline, Picks(refs)).start() if loading is None else loading
         while len(loads):
             loaded = loads.take()
-            for key, sample in zip(loaded.keys, loaded.samples, strict=True):
-                _encode_again(pipeline, part.popleft(), sample, key, counts)
+            for key, sample, size in zip(loaded.keys, loaded.samples, loaded.sizes, strict=True):
+                row = part.popleft()
+                row.read = 0 if row.members[0].output else size
+                _encode_again(pipeline, row, sample, key, counts)
     return [row for row in rows if row.content is not None]
 
 
@@ -396,6 +412,7 @@ def restore(pipeline: Pipeline, key: tuple[Any, ...]) -> Any:
     Raises:
         LookupError: The key belongs to another dataset, or its sample no longer gives an output.
     """
+    key = _as_tuples(key)
     if not key or key[0] != "Batch" or len(key) < 4:
         with pipeline.user_code(restoring=True):
             pipeline.begin_unknown()
@@ -404,7 +421,7 @@ def restore(pipeline: Pipeline, key: tuple[Any, ...]) -> Any:
     output = which[0] if which else 0
     with pipeline.user_code(restoring=True):
         pipeline.begin(lane, number - output)
-        rows = [_row(pipeline, tuple(one)) for one in keys]
+        rows = [_row(pipeline, one) for one in keys]
         leaves = [leaf for _, leaf in rows]
         batches = pipeline.collate([row for row, _ in rows], list(keys), leaves, lane, number - output, None)
     assert batches is not None, "without counts a hook that fails raises"
@@ -417,8 +434,9 @@ def describe(pipeline: Pipeline, key: tuple[Any, ...]) -> str:
     Raises:
         LookupError: It is no restore key.
     """
+    key = _as_tuples(key)
     rows = key[3] if len(key) >= 4 and key[0] == "Batch" else (key,)
-    members = [_checked(tuple(one)) for row in rows for one in (row[2] if row and row[0] == "Pack" else (row,))]
+    members = [_checked(one) for row in rows for one in (row[2] if row and row[0] == "Pack" else (row,))]
     places = []
     for identity, index, _, _ in members[:MAX_MEMBERS]:
         leaf = _leaf_of(pipeline, identity)
@@ -427,6 +445,11 @@ def describe(pipeline: Pipeline, key: tuple[Any, ...]) -> str:
         else:
             places.append(pipeline.source(leaf).place(index))
     return named(places, len(members))
+
+
+def _as_tuples(key: Any) -> Any:
+    """Return a restore key as it was made: JSON, and torch's DataLoader, make lists of tuples."""
+    return tuple(map(_as_tuples, key)) if isinstance(key, (list, tuple)) else key
 
 
 def _leaf_of(pipeline: Pipeline, identity: str) -> int | None:
@@ -448,7 +471,7 @@ def _row(pipeline: Pipeline, key: tuple[Any, ...]) -> tuple[Any, int]:
     code = pipeline.code
     if key and key[0] == "Pack":
         _, output, keys = key
-        members = [_restore_one(pipeline, tuple(one)) for one in keys]
+        members = [_restore_one(pipeline, one) for one in keys]
         refs = [SampleRef(leaf, *one[1:]) for (_, leaf), one in zip(members, keys, strict=True)]
         pipeline.decode_deferred([sample for sample, _ in members])
         samples = [code.post(sample, ref, None) for (sample, _), ref in zip(members, refs, strict=True)]

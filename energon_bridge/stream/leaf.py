@@ -13,7 +13,7 @@ import numpy as np
 
 from energon_bridge.errors import DecodeError, FatalSampleError, NoCookerError
 from energon_bridge.format.checksums import Checksums
-from energon_bridge.format.dataset import PreparedDataset
+from energon_bridge.format.dataset import PreparedDataset, expect_shard
 from energon_bridge.format.foreign import ForeignDataset, field_map_of
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import PART, JsonlDataset, is_jsonl, parse_line
@@ -416,9 +416,17 @@ class ForeignReader(ShardReader):
     def __init__(self, dataset: ForeignDataset, *, tolerant: bool = False) -> None:
         super().__init__(dataset, tolerant=tolerant)
         self._rows = dataset.open_rows()
+        self._expected: set[int] = set()
 
     def _read(self, indices: IntArray, epochs: IntArray | None) -> list[Any]:
-        return [Unreadable(row) if isinstance(row, Exception) else row for row in self._rows.read(indices)]
+        shards = set(self.shards_of(indices).tolist())
+        for shard in shards - self._expected:
+            expect_shard(self.dataset, shard)
+            self._expected.add(shard)
+        rows = [Unreadable(row) if isinstance(row, Exception) else row for row in self._rows.read(indices)]
+        for shard in shards:  # pyarrow has read them
+            self.dataset.store.check(self.dataset.shard_names[shard])
+        return rows
 
 
 class RowParser(SampleParser):

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from energon_bridge.errors import FatalSampleError, OverLongSampleError
 from energon_bridge.registry import load
 from energon_bridge.rng import IntArray
-from energon_bridge.stream.draws import BatchRow, Draws, reencode, rows_of
+from energon_bridge.stream.draws import BatchRow, Draws, count_read, reencode, rows_of
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.state import COUNTERS, BufferedRefs, Counts, Stage, as_members
 from energon_bridge.task_encoder.hooks import LONGEST_WAIT
@@ -220,6 +220,7 @@ class Packing:
                 rows = self._with_contents(self._packs[0], counts)
                 self._hold(-sum(row.size for row in rows))
                 self._done()
+                count_read(rows, counts)
                 if rows := post_encoded(self._pipeline, rows, counts):
                     return rows
                 continue
@@ -252,7 +253,7 @@ class Packing:
     def _fill(self, missing: int, counts: Counts) -> None:
         """Draw samples into the buffer."""
         while missing > 0:
-            rows = rows_of(self._draws.collect(min(missing, _AT_A_TIME), counts))
+            rows = rows_of(self._draws.collect(min(missing, _AT_A_TIME), counts, waits=True))
             missing -= len(rows)
             self._hold(sum(row.size for row in rows))
             self._buffer += rows
@@ -314,7 +315,8 @@ class Packing:
         """Return the rows of the first pack; none if the encoder makes none."""
         rows = self._with_contents(pack, counts)
         self._hold(-sum(row.size for row in rows))
-        counts = Counts() if self._waiting.taken else counts  # restored: what it skips was counted before
+        counts = Counts() if self._waiting.taken else counts  # restored: what it skips and reads was counted before
+        count_read(rows, counts)
         return pack_rows(self._pipeline, rows, counts)
 
     def made_again(self, rows: list[BatchRow], counts: Counts) -> list[BatchRow]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from energon_bridge.errors import CorruptShardError, ShardMissingError, ShortReadError
 from energon_bridge.format.checksums import Checksums, Verifier
-from energon_bridge.format.dataset import PreparedDataset, read_index
+from energon_bridge.format.dataset import PreparedDataset, expect_shard, read_index
 from energon_bridge.format.tar import Follow, open_sample, parse_sample
 from energon_bridge.plan.choose import Span
 from energon_bridge.plan.leaf import Round
@@ -239,7 +239,7 @@ class LeafReader(ShardReader):
         if len(missing) < 2:
             return
         with ThreadPoolExecutor(min(_INDEXES_AT_ONCE, len(missing)), "energon-index") as pool:
-            found = list(pool.map(lambda shard: read_index(self.dataset, shard, cut_off=self._tolerant), missing))
+            found = list(pool.map(self._read_index, missing))
         with self._lock:
             for shard, index in zip(missing, found, strict=True):
                 self._keep(shard, index)
@@ -268,9 +268,13 @@ class LeafReader(ShardReader):
         with self._lock:
             index = self._indices.get(shard)
             if index is None:
-                index = read_index(self.dataset, shard, cut_off=self._tolerant)
+                index = self._read_index(shard)
                 self._keep(shard, index)
             return index
+
+    def _read_index(self, shard: int) -> UIntArray:
+        expect_shard(self.dataset, shard)
+        return read_index(self.dataset, shard, cut_off=self._tolerant)
 
     def _keep(self, shard: int, index: UIntArray) -> None:
         """Keep an index in memory; drop the oldest if there are too many."""

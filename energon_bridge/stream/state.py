@@ -190,7 +190,8 @@ OVER_LONG = ("dropped", "truncated", "split", "pieces")
 made, and dropped samples also count as skipped."""
 COUNTERS = ("samples", "skipped", "errors", "excluded", "banned", "bytes", *OVER_LONG)
 """Counters per leaf: samples delivered, left out by `SkipSample`, left out by an error, excluded by `exclude`, banned;
-bytes of the samples drawn; and `OVER_LONG`."""
+bytes read for samples that were delivered, skipped or failed (of those that wait to be packed, when they leave); and
+`OVER_LONG`."""
 
 COLUMNS = (*COUNTERS, "encoded_again")
 """Counters of a process: `COUNTERS`, which the state keeps, and samples encoded again because their contents were

@@ -225,13 +225,18 @@ def _wait_seconds(trainer: Trainer) -> float:
 
 def read_losses(path: Path) -> dict[int, float]:
     """Return the loss of each step in `metrics.jsonl`, the later one of a step that was run again; none without it."""
-    losses: dict[int, float] = {}
+    return read_metric(path, "loss")
+
+
+def read_metric(path: Path, name: str) -> dict[int, float]:
+    """Return a number of each step in `metrics.jsonl` that has it: `loss`, `lr` or `validation_loss`."""
+    values: dict[int, float] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         with suppress(ValueError):  # the line at which a process was killed
             row = json.loads(line)
-            if "loss" in row:
-                losses[row["step"]] = row["loss"]
-    return dict(sorted(losses.items()))
+            if name in row:
+                values[row["step"]] = row[name]
+    return dict(sorted(values.items()))
 
 
 def append_metrics(path: Path, steps: Sequence[tuple[int, float]], losses: Sequence[float]) -> None:

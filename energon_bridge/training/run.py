@@ -65,7 +65,7 @@ from energon_bridge.training.callbacks import (
     say_complete,
     say_fresh_start,
 )
-from energon_bridge.training.config import SIZES, DataConfig, RunConfig
+from energon_bridge.training.config import SIZES, DataConfig, RunConfig, learning_rate_factor
 from energon_bridge.training.config_file import load_config, write_config
 from energon_bridge.training.encoder import COOKERS, ENCODER_SETTINGS, training_task_encoder, without_effect
 from energon_bridge.training.generation import exact_match, write_predictions
@@ -502,8 +502,32 @@ def prepare_run_dir(config: RunConfig, run_dir: Path, *, resume: bool, overwrite
             "and `which` cannot tell from the number of a step which samples it has",
             *(before.data.global_batch_size, config.data.global_batch_size),
         )
+    _say_other_schedule(before, config, run_dir)
     write_config(config, described)
     write_model_of_run(config, run_dir / "model")
+
+
+def _say_other_schedule(before: RunConfig, now: RunConfig, run_dir: Path) -> None:
+    """Warn if the learning rate goes on by another schedule than the one a run was begun with, which may be a jump."""
+    steps = [int(path.name.split("-")[1].split(".")[0]) for path in (run_dir / "checkpoints").glob("step-*")]
+    if not steps:
+        return
+    step = max(steps)
+
+    def told(config: RunConfig) -> str:
+        settings, last = config.optimizer, config.train.max_steps
+        rate = settings.lr * learning_rate_factor(settings, step, last)
+        return (
+            f"{rate:.3g} (lr={settings.lr:g}, warmup_steps={settings.warmup_steps}, then a cosine to "
+            f"min_lr={settings.min_lr:g} at step {last})"
+        )
+
+    if told(before) != told(now):
+        logger.warning(
+            "the learning rate of step %d was to be %s, and is %s from here on: to go on without a jump, keep the "
+            "settings of the optimizer and train.max_steps of %s",
+            *(step, told(before), told(now), run_dir / "config.yaml"),
+        )
 
 
 def _check_same_model(before: RunConfig, now: RunConfig, run_dir: Path) -> None:

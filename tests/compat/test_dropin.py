@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,18 @@ def test_wrappers_run_as_they_are(data: Path, workers: int) -> None:
     assert seen["val"] == [[[f"val-{n:05d}" for n in (k, k + 1, k + 2)] for k in (0, 3, 6)]] * 2 or workers
 
 
+def test_wrappers_may_stand_for_the_encoding(data: Path) -> None:
+    seen = run_with_ours("own_encoding.py", data / "notes")
+    texts = [f"NOTE {'X' * (n % 17)}" for n in range(20, 30)]
+    assert list(chain(*seen["Instead"])) == [f"{text}!" for text in texts]
+    assert seen["Several"] == [f"{text}! (encoded)" for text in texts[::2]]
+    assert list(chain(*seen["Around"])) == [f"{text}! (ENCODED)!" for text in texts]
+    assert seen["in turn"] == [2, 2, 2, 2, 2, 2, 0, 2, *[0] * 8, 2, 2, 2, 2, 2, 0, 0]
+    assert seen["keys"] == [["list", ["int", "list", "str"]]] * 2
+    # Of megatron-energon 7.4.1, with the seed 42 and sample 7.
+    assert seen["seeds"][0] == [0.42939415602345277, 0.3583916644665619, 0.7482649683952332]
+
+
 def test_details_are_as_programs_expect(data: Path) -> None:
     seen = run_with_ours("details.py", data / "captions", data / "copy")
     assert seen["version"] == "7.4.1"
@@ -182,6 +195,7 @@ COMPARED = [
     "wrappers.py {data}/captions 2",
     "encoders.py {data} {own}",
     "visual_questions.py {data}/questions",
+    "own_encoding.py {data}/notes",
     *(f"encoder.py {{data}}/mix.yaml {mode}" for mode in ("val", "train", "grouped", "packed")),
 ]
 

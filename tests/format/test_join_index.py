@@ -19,11 +19,12 @@ import numpy as np
 import pytest
 import yaml
 from click.testing import CliRunner
+from full_disk import no_room
 from hypothesis import given, settings, strategies as st
 from keyed import join, keyed_dataset, shards, shuffled, write_mix
 
 from energon_bridge.cli.main import main
-from energon_bridge.errors import EmptyDatasetError, KeyIndexError
+from energon_bridge.errors import EmptyDatasetError, KeyIndexError, StorageError
 from energon_bridge.format.dataset import open_dataset
 from energon_bridge.format.join import JoinIndex, JoinPart, open_index
 
@@ -234,6 +235,25 @@ def test_the_first_folder_that_can_be_written_to_is_used(folder: Path) -> None:
     index = open_index(parts_of(folder), [str(folder / "file" / "a"), str(folder / "second")])
     assert index.path is not None
     assert Path(index.path).parent == folder / "second"
+
+
+def test_a_folder_on_a_full_disk_is_passed_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_full_disk(path: Any, mode: str = "r") -> Any:
+        inside = str(path).startswith(str(folder / "full"))
+        return open("/dev/full" if inside and str(path).endswith(".tmp") else path, mode)
+
+    monkeypatch.setattr("energon_bridge.format.join.open", on_full_disk, raising=False)
+    index = open_index(parts_of(folder), [str(folder / "full"), str(folder / "second")])
+    assert index.path is not None
+    assert Path(index.path).parent == folder / "second"
+    assert [tuple(row) for row in index.rows.tolist()] == expected_rows(folder)
+    assert list((folder / "full").iterdir()) == []
+
+
+def test_where_no_disk_has_room_other_folders_are_named(folder: Path) -> None:
+    with no_room(), pytest.raises(StorageError, match=r"File too large.*XDG_CACHE_HOME=FOLDER, or TMPDIR=FOLDER"):
+        index_of(folder)
+    assert list((folder / "cache").iterdir()) == []
 
 
 def without_unique_keys(data: bytes) -> bytes:

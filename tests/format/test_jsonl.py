@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -202,9 +203,17 @@ def test_without_a_place_for_the_index_the_remedy_is_named(lines: Path, monkeypa
     def refuse(self: LocalStore, rel: str, data: bytes) -> None:
         raise StorageError(f"{rel}: read-only")
 
-    monkeypatch.setattr(LocalStore, "write", refuse)
-    with pytest.raises(NotPreparedError, match=r"no index, and cannot write one beside it.*energon prepare"):
-        open_jsonl(lines)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "write", refuse)
+        with pytest.raises(NotPreparedError, match=r"no index, and cannot write one beside it.*energon prepare"):
+            open_jsonl(lines)
+        code, output = run("prepare", lines)
+    assert code == 1
+    (target,) = re.findall(r"`ln -s (\S+) FOLDER`", output)
+    (lines.parent / "elsewhere").mkdir()
+    (linked := lines.parent / "elsewhere" / lines.name).symlink_to(target)
+    assert [sample["json"] for sample in read(linked)] == [json.loads(line) for line in lines.read_text().splitlines()]
+    assert not index(lines).exists()
 
 
 # Commands ------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -173,6 +174,17 @@ def test_a_report_is_shown_as_it_says(page: Page, mix: Blender, tmp_path: Path) 
     assert drawn == pytest.approx([value for _, value in losses["lines"][0]["points"]], abs=0.01)
     assert len(drawn) == 19  # of one step it is NaN
     assert page.run("document.querySelectorAll('#tabs a').length") == 0
+    shown = page.run(
+        "(() => { const chart = document.querySelector('svg'); const box = chart.getBoundingClientRect();"
+        "chart.dispatchEvent(new PointerEvent('pointermove', {clientX: box.right, clientY: box.top + 9}));"
+        "return chart.querySelector('.told').textContent; })()"
+    )
+    assert shown == f"step 20: loss {3 / 20}"
+    page.run("document.querySelector('svg .switch').dispatchEvent(new MouseEvent('click')); 0")
+    points = page.run("document.querySelector('polyline').getAttribute('points')").split()
+    low, high = math.log(losses["low"]), math.log(losses["high"])
+    drawn = [math.exp(low + (1 - float(p.split(",")[1]) / 160) * (high - low)) for p in points]
+    assert drawn == pytest.approx([value for _, value in losses["lines"][0]["points"]], rel=0.01)
     assert page.problems() == []
     page.run("document.body.append(Object.assign(document.createElement('script'), {textContent: 'hacked = 1'})); 0")
     assert page.run("window.hacked === undefined")
@@ -244,6 +256,78 @@ def test_looks_at_the_shares_are_bounded_and_added_up(tmp_path: Path) -> None:
     (_, first), (_, second) = shares_in(tmp_path / "report.html")
     assert np.allclose(first, 0.75, atol=1e-2)
     assert np.allclose(second, 0.25, atol=1e-2)
+
+
+class Validated(Model):
+    """Its loss is that of the sample: large for one of them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + 100.0 * ("train-00007" in batch.__key__) + int(batch.__key__[0][-2:]) / 1000
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", torch.tensor(7.0 - self.global_step / 4), batch_size=1)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def test_a_report_has_validation_learning_rate_and_the_highest_losses(mix: Blender, tmp_path: Path) -> None:
+    settings = {"val_check_interval": 20, "check_val_every_n_epoch": None, "limit_val_batches": 1}
+    fit(mix, tmp_path, Validated(), encoder=DefaultTaskEncoder(), max_steps=40, **settings)
+    read = Read(tmp_path / "report.html")
+    (validation,) = (chart for name, chart in read.charts.items() if name.startswith("loss of validations"))
+    assert validation["lines"][0]["points"] == [[20, 2.0], [40, -3.0]]
+    (rate,) = (chart for name, chart in read.charts.items() if name.startswith("learning rate"))
+    assert [value for _, value in rate["lines"][0]["points"][:3]] == [1.0, 0.5, 0.25]
+    rows = next(blocks for title, blocks in read.run["sections"] if title.startswith("Highest"))[0]["rows"]
+    losses = [float(row[0]) for row in rows]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[0] > 100
+    assert "train-00007" in said(rows[0][-1])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_after_a_resume_on_other_ranks_nothing_is_told_twice(ranks: int, tmp_path: Path) -> None:
+    """Lightning restores the state of the first rank on all."""
+
+    class Loader:
+        wait_seconds, replica = 0.0, None
+
+        def __init__(self, rank: int) -> None:
+            self.loader, self.config = self, SimpleNamespace(dp_rank=rank, dp_size=ranks)
+
+        def metrics(self) -> dict[str, float]:
+            return {}
+
+    def record(recorder: RunRecorder, rank: int, steps: range) -> RankSummary:
+        loader: Any = Loader(rank)
+        recorder.start(loader)
+        for step in steps:
+            recorder.microbatch(loader, {"__key__": [f"rank{rank}-step{step}"]}, step, torch.tensor(float(step)))
+            recorder.step(loader, step, 1.0, 0.1)
+        told = summary(recorder, loader)
+        assert told is not None
+        return told
+
+    before = RunRecorder()
+    record(before, 0, range(1, 4))
+    before.seconds = 100.0
+    state = json.loads(json.dumps(before.state_dict()))
+    recorders, summaries = [RunRecorder() for _ in range(ranks)], []
+    for rank, recorder in enumerate(recorders):
+        recorder.load_state_dict(state)
+        summaries.append(record(recorder, rank, range(4, 6)))
+    write_report(tmp_path / "report.html", summaries, recorders[0])
+    sections = Read(tmp_path / "report.html").run["sections"]
+    for title in ("Slowest", "Highest"):
+        rows = next(blocks for name, blocks in sections if name.startswith(title))[0]["rows"]
+        expected = [("0", f"rank0-step{step}") for step in range(1, 4)]
+        expected += [(str(rank), f"rank{rank}-step{step}") for rank in range(ranks) for step in (4, 5)]
+        assert Counter((row[2], said(row[-1])) for row in rows) == Counter(expected)
+    assert [one.seconds > 99 for one in summaries] == [True] + [False] * (ranks - 1)
 
 
 def test_a_slow_sample_is_found(mix: Blender, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,16 @@ import hashlib
 import http.server
 import json
 import os
+import re
 import threading
 import urllib.parse
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from commands import output_of, refusal_of
 from forked import run_afresh
+from full_disk import no_room
 from paths import REPOSITORY
 from sources import (
     coco,
@@ -204,6 +207,17 @@ def test_a_list_anywhere_in_a_folder_is_not_passed_over(tmp_path: Path, name: st
     assert list(found.values()) == [*pictures.values()]
     if name.startswith("annotations"):
         assert f"It is in {folder}/val2017: pass --media {folder}/val2017." in refused(folder / name, tmp_path / "out2")
+
+
+def test_a_full_disk_is_said_by_convert_and_prepare_media(tmp_path: Path) -> None:
+    (tmp_path / "lines.jsonl").write_text('{"text": "one"}\n')
+    with no_room():
+        said = refusal_of("convert", tmp_path / "lines.jsonl", tmp_path / "out")
+    assert re.search(r"out/\S+: cannot write: .*Is the disk full\?", said)
+    output_of("convert", tmp_path / "lines.jsonl", tmp_path / "out")
+    with no_room():
+        said = refusal_of("prepare-media", tmp_path / "out", "--media-metadata-by-extension")
+    assert re.search(r"cannot write the [\d,]+ bytes of \S+index\.sqlite: .*\. Make room\.", said)
 
 
 def test_a_parquet_row_without_an_image_is_named(tmp_path: Path) -> None:

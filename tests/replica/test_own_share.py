@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import signal
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,31 @@ def test_global_batches_counters_and_draws_are_those_without_balance(data: Path)
     assert numbers["balance_own_share"] == 1
     assert numbers["balance_step"] - 1 < 0.8 * (numbers["balance_step_before"] - 1)
     close([plain, *loaders])
+
+
+def test_bytes_are_those_of_the_samples_delivered_with_and_without_a_plan(data: Path) -> None:
+    """A tar has a block for the header of a text and one for the text, in plans and without, and after resumes."""
+    dataset = sized_dataset(data, "packed mix")
+
+    def run(planned: bool, steps: int, state: Any = None) -> Any:
+        (loader,) = loaders_of(dataset, 1, 0, num_lanes=LANES, microbatches_per_global_batch=G)
+        if state is not None:
+            loader.restore_state_rank(state)
+        shared = balanced(loader, Balance(cost=COST, group=None)) if planned else loader
+        if planned:
+            run_shared([shared], steps)
+        else:
+            for _ in range(steps * G):
+                shared.deliver()
+        state = shared.save_state_rank()
+        close([shared])
+        for leaf in read_leaves(state):
+            counted = leaf["counts"]
+            assert counted["bytes"] == 1024 * counted["samples"]
+        return state
+
+    for first, second in product((False, True), repeat=2):
+        run(second, STEPS, run(first, STEPS))
 
 
 def test_a_loader_that_was_read_or_restored_before_is_balanced_from_there(data: Path) -> None:

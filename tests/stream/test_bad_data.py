@@ -89,6 +89,7 @@ def test_a_shard_cut_off_below_a_run_stops_it_until_it_is_whole_again(
     expected = [sample.__key__ for sample in islice(loader_of(intact), 3 * NUM_TRAIN)]
     loader = loader_of(damaged, num_workers)
     content = (damaged / SHARD).read_bytes()
+    status = (damaged / SHARD).stat()
     os.truncate(damaged / SHARD, 1000)
     seen: list[str] = []
     batches = iter(loader)
@@ -97,6 +98,7 @@ def test_a_shard_cut_off_below_a_run_stops_it_until_it_is_whole_again(
             seen += (sample.__key__ for sample in batches)
         assert len(seen) < NUM_TRAIN
     (damaged / SHARD).write_bytes(content)
+    os.utime(damaged / SHARD, ns=(status.st_atime_ns, status.st_mtime_ns))  # as `rsync -t` and `cp -p` do
     seen += [next(batches).__key__ for _ in range(3 * NUM_TRAIN - len(seen))]
     assert seen == expected
     loader.close()

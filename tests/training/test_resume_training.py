@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -190,3 +191,20 @@ def test_another_global_batch_size_is_said_and_steps_are_not_named_wrongly(
     assert "is at step 15 of its run, but" in output
     assert "that of step 10:" in output  # 10 steps of 4 and 5 of 8
     output_of(*shown[:-1])
+
+
+def test_another_schedule_of_the_learning_rate_is_said(
+    dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A cosine from 0.01 to 0.001, which halfway is 0.0055."""
+    settings = ["optimizer.lr=0.01", "optimizer.min_lr=0.001", "optimizer.warmup_steps=0", "validation.generate=false"]
+    run = tmp_path / "run"
+    training.run(configuration(dataset, run, *settings, "train.max_steps=2"))
+    training.run(configuration(dataset, run, *settings, "train.max_steps=2"), resume=True)
+    assert "learning rate" not in caplog.text
+    training.run(configuration(dataset, run, *settings, "train.max_steps=4"), resume=True)
+    assert re.search(
+        r"the learning rate of step 2 was to be 0\.001 \(lr=0\.01, .* at step 2\), and is 0\.0055 \(.* at step 4\) "
+        r"from here on: .*run/config\.yaml",
+        caplog.text,
+    )

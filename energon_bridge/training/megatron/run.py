@@ -29,7 +29,7 @@ from energon_bridge.dataloader import EnergonDataloader
 from energon_bridge.datamodule import EnergonMultiModalDataModule
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.integrations.feedback import MixFeedback
-from energon_bridge.integrations.report import RunRecorder, gathered, summary
+from energon_bridge.integrations.report import Curve, RunRecorder, gathered, summary
 from energon_bridge.integrations.report_page import write_report
 from energon_bridge.samples.devices import normalise_on_device
 from energon_bridge.task_encoder.costs import record_time
@@ -42,6 +42,7 @@ from energon_bridge.training.callbacks import (
     append_validation,
     clock,
     read_losses,
+    read_metric,
     say_complete,
     say_fresh_start,
 )
@@ -216,7 +217,7 @@ def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataM
             if feedback is not None:
                 feedback.step(loader)
             progress.add(step, lr, sums, samples=sum(map(_real_samples, batches)))
-            recorder.step(loader, step, None)
+            recorder.step(loader, step, None, lr)
             last = step == config.train.max_steps
             stop = _agree(asked.is_set(), ranks) and not last
             logs = last or step % config.train.log_interval == 0
@@ -258,6 +259,9 @@ def _report(config: RunConfig, ranks: Ranks, recorder: RunRecorder, loader: Ener
     if ranks.main:
         run_dir = Path(config.run_dir)
         recorder.set_losses(read_losses(run_dir / "metrics.jsonl"))
+        recorder.rate, recorder.validation = (
+            Curve.of(read_metric(run_dir / "metrics.jsonl", name)) for name in ("lr", "validation_loss")
+        )
         write_report(run_dir / "report.html", summaries, recorder, title=report_title(config))
 
 
