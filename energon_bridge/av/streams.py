@@ -455,7 +455,10 @@ def turn_of(frame: Any) -> Turn:
 
     (x, y) is shown at (a x + c y, b x + d y); rows are counted downwards.
     """
-    data = frame.side_data.get("DISPLAYMATRIX")
+    try:
+        data = frame.side_data.get("DISPLAYMATRIX")
+    except ValueError:  # PyAV 18.1 has no name for newer data beside a frame, such as its EXIF
+        return _UPRIGHT if not frame.rotation else Turn(quarters=round(frame.rotation / 90) % 4)
     a, b, _, c, d = struct.unpack_from("=5i", memoryview(data)) if data is not None else (1, 0, 0, 0, 1)
     across, down = math.hypot(a, c), math.hypot(b, d)
     if not (across and down):  # it turns nothing that could be seen

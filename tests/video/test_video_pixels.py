@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import struct
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import ExifTags, Image, ImageOps
 
 pytest.importorskip("transformers")
 pytest.importorskip("av")
@@ -374,6 +376,18 @@ def test_a_mirrored_video_is_as_players_show_it(
         (clip,), _ = AVDecoder(bytes(data)).get_video_clips([(3, 5)], video_unit="frames")
     np.testing.assert_array_equal(clip.permute(0, 2, 3, 1).numpy(), stored[3:6])
     assert ["autorotate=True" in message for message in caplog.messages] == [True] * (name not in UPRIGHT)
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_a_frame_with_exif_is_turned(orientation: int) -> None:
+    """As the frames of MJPEG have it; PyAV 18.1 cannot list what is beside such a frame."""
+    pixels = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
+    image, exif, file = Image.fromarray(pixels), Image.Exif(), io.BytesIO()
+    exif[ExifTags.Base.Orientation] = orientation
+    image.save(file, "PNG", exif=exif)
+    frame = next(av.open(io.BytesIO(file.getvalue())).decode(video=0))
+    turned = np.rot90(frame.to_ndarray(format="rgb24"), streams.turn_of(frame).quarters)
+    np.testing.assert_array_equal(turned, ImageOps.exif_transpose(Image.open(file)))
 
 
 ODD, UPRIGHT = ("a little", "nearly a quarter"), ("larger", "onto a point")
