@@ -92,11 +92,11 @@ class Draws:
         """Start loading the next draws."""
         self._schedule_up_to(self.draw + draws)
 
-    def collect(self, wanted: int, counts: Counts) -> SampleColumns:
-        """Return the next encoded samples; count the draws that give none."""
+    def collect(self, wanted: int, counts: Counts, stop: int | None = None) -> SampleColumns:
+        """Return the next encoded samples, fewer if draw `stop` is reached; count the draws that give none."""
         out = SampleColumns([], [], [], [])
         since = self.draw
-        while len(out.samples) < wanted:
+        while len(out.samples) < wanted and (stop is None or self.draw < stop):
             if self._outputs:
                 key, sample = self._outputs.popleft()
                 out.samples.append(sample)
@@ -115,7 +115,8 @@ class Draws:
                 self._encode_draw(counts)
             else:
                 taken = len(out.samples)
-                self._take(wanted - taken, out, counts)
+                most = wanted - taken
+                self._take(most if stop is None else min(most, stop - self.draw), out, counts)
                 if len(out.samples) > taken:
                     since = self.draw
             if self._at == len(self._loaded.keys):
