@@ -94,7 +94,7 @@ def get_train_dataset(
         batch_drop_last: With `repeat=False`: leave out a last microbatch that is not full. Of no effect on an endless
             stream, whose microbatches are all full.
         packing_buffer_size: Encoded samples of a lane from which `select_samples_to_pack` selects packs, which
-            `batch_size` then counts; None: nothing is packed.
+            `batch_size` then counts; None: nothing is packed. Of small data, lanes share such buffers.
         max_tokens_per_microbatch: Make microbatches of as many samples of similar length as fit into this number,
             padding included, by the encoder's `sample_length`. They are selected from `packing_buffer_size` samples of
             a lane (default 256), and `batch_size`, 1 or None, counts microbatches.

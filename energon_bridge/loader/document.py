@@ -77,6 +77,7 @@ _SETTINGS = {
     "seed": (-(1 << 64), 1 << 64),
     "batch_size": (1, 1 << 32),
     "packing_buffer_size": (1, 1 << 32),
+    "packing_buffers": (1, 1 << 20),
     "max_tokens_per_microbatch": (1, 1 << 31),
     "max_samples_per_sequence": (1, LARGEST),
     "shuffle_buffer_size": (0, LARGEST),
@@ -434,6 +435,8 @@ def _read_lanes(entry: State, leaves: Sequence[State], num_lanes: int) -> dict[i
     size = len(numbers)
     columns: dict[str, list[int]] = {
         name: _column(entry, "lanes", column.name, size, 0, column.most).tolist()
+        if column.since_0_1_0 or column.name in entry
+        else [0] * size
         for name, column in LANE_COLUMNS.items()
     }
     draws = _column(entry, "lanes", "leaf_draws", size * len(leaves), 0, LARGEST).reshape(size, len(leaves))
@@ -617,10 +620,12 @@ def leaf_rows(saved: SavedRun) -> list[State]:
     """
     lanes = saved.lanes.values()
     repeats = saved.settings.get("mode") == "repetitions"
+    buffers = saved.settings.get("packing_buffers") or saved.num_lanes
+    sharers = saved.num_lanes // buffers  # lanes that count the same draws
     waiting = sum((lane.held.samples(Stage.GROUP, len(saved.leaves)) for lane in lanes), np.zeros(len(saved.leaves)))
     rows = []
     for number, leaf in enumerate(saved.leaves):
-        draws = sum(lane.leaf_draws[number] for lane in lanes) if saved.kind == "train" else None
+        draws = sum(lane.leaf_draws[number] for lane in lanes) // sharers if saved.kind == "train" else None
         names = ("identity", "path", "split_part", "subset", "share", "num_samples", "parked")
         row = {name: leaf[name] for name in names}
         row["draws"] = draws

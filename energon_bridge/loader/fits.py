@@ -52,6 +52,8 @@ WINDOWS = "balance_window"
 """The setting with the number of global batches in a window; names of further window settings begin with it."""
 ABSENT = {WINDOWS: 1}
 """The value of a setting that a state or run lacks, if not None."""
+_OF_THE_STATE = ("packing_buffers",)
+"""Settings that a run keeps from its beginning, like its lanes."""
 _OF_THE_MIX = ("mode", "schedule", "shuffle", "unit", "unit_values")
 
 
@@ -76,7 +78,8 @@ def check_fits(saved: SavedRun, kind: str, settings: State, leaves: list[State],
     of_the_mix = []
     for name in sorted(settings.keys() | saved.settings.keys(), key=lambda n: (n not in _SETTING_ERRORS, n)):
         then, now = (of.get(name, ABSENT.get(name)) for of in (saved.settings, settings))
-        if then == now or (name == "today" and None in (then, now)):  # states of earlier versions have no day
+        # States of earlier versions have no day.
+        if then == now or name in _OF_THE_STATE or (name == "today" and None in (then, now)):
             continue
         if name in _OF_THE_MIX and (adapt or difference):  # for another mix, the leaves say more
             of_the_mix.append(f"~ {name}: {then} is {now} now")

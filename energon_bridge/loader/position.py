@@ -28,7 +28,7 @@ from energon_bridge.loader.bans import (
     with_found,
 )
 from energon_bridge.loader.fits import check_fits, check_lanes, merge, saved_day
-from energon_bridge.loader.run_plan import RunPlan, open_pipeline, run_day_of
+from energon_bridge.loader.run_plan import PACKING_BUFFERS, RunPlan, open_pipeline, run_day_of
 from energon_bridge.mix import parse_weight
 from energon_bridge.mix.weights import GivenWeights
 from energon_bridge.plan.changes import Ban, new_keys, with_ban
@@ -37,7 +37,7 @@ from energon_bridge.stream.finite import FiniteStream, Listing, drawn_rows, list
 from energon_bridge.stream.lane import LaneStreams, Stream
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.settings import WorkerFacts
-from energon_bridge.stream.state import COUNTERS, LARGEST, BufferedRefs, Counts, LaneBatch, LaneState
+from energon_bridge.stream.state import COUNTERS, LARGEST, BufferedRefs, Counts, LaneBatch, LaneState, Stage
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.topology import Ownership, first_microbatch, lane_units, microbatches_before, step_units
 from energon_bridge.worker_config import WorkerConfig
@@ -147,7 +147,13 @@ class Position:
         lanes = dict(self.lanes)
         if item is not None and item.state is not None and (lane := self.lane()) is not None:
             lanes[lane] = item.state
-        return Counter(leaf for state in lanes.values() for leaf in state.held.members[:, 0].tolist())
+        counted = Counter[int]()
+        for number, state in lanes.items():
+            # What waits in a buffer that lanes share counts once.
+            shared = state.dealt and number >= self.plan.streams
+            held = state.held.only(Stage.PACK) if shared else state.held
+            counted.update(held.members[:, 0].tolist())
+        return counted
 
     def lane_state(self, lane: int) -> LaneState:
         """Return the state of a lane."""
@@ -179,9 +185,7 @@ class Position:
                 f"{data.mode!r}{' in buckets (group_by)' if data.buckets is not None else ''}"
             )
         given = self._by_identity(weights)
-        lanes = self.plan.num_lanes
-        states = ((lane, self.lane_state(lane)) for lane in self.own_lanes)
-        first = max((s.draw + (s.taken > 0) - 1) * lanes + lane + 1 for lane, s in states)
+        lanes, first = self.plan.num_lanes, self.first_undrawn()
         if from_draw is None or torch.distributed.is_initialized():
             first = self.agreed("set_weights", first, max)  # so that all ranks refuse the same draws
         start = first if from_draw is None else from_draw
@@ -196,6 +200,11 @@ class Position:
         kept = [(draw, weights) for draw, weights in self.plan.changes if draw != start]
         self.plan = self.plan.recut(lanes, tuple(sorted([*kept, (start, changed)], key=lambda change: change[0])))
         return start
+
+    def first_undrawn(self) -> int:
+        """Return the global draw after the last one that a lane of this rank has made."""
+        states = ((lane, self.lane_state(lane)) for lane in self.own_lanes)
+        return max(self.plan.global_draw(lane, s.draw + (s.taken > 0) - 1) + 1 for lane, s in states)
 
     def agreed(self, what: str, own: int, choose: Callable[[list[int]], int]) -> int:
         """Return the global draw that all ranks agree on: `choose` picks it from the values of all ranks."""
@@ -344,7 +353,10 @@ class Position:
                 changes = ()
         bans = moved_bans(saved, data.leaves) if saved.bans else ()
         banned = banned_of(saved, bans, data.leaves) if bans else {}
-        self.plan = self.plan.recut(num_lanes, changes, blocks).with_banned(banned)
+        buffers = saved.settings.get(PACKING_BUFFERS) or 0
+        if buffers and num_lanes % buffers:
+            raise doc.damaged(f"settings.{PACKING_BUFFERS}", f"should divide the {num_lanes} lanes, found {buffers}")
+        self.plan = self.plan.recut(num_lanes, changes, blocks, buffers).with_banned(banned)
         if taken is not None:
             day.settle(taken)  # workers begin anew, with the encoder as it is then
         self.ownership, self._bans = ownership, bans
@@ -454,7 +466,10 @@ class Mode:
 
     def stream(self, at: Position, pipeline: Pipeline) -> Stream:
         """Return what makes the units of one process, of which the pipeline is."""
-        return LaneStreams(pipeline, at.plan.blend, at.lanes)
+        worker, own = pipeline.settings.worker, at.own_lanes
+        if worker is not None:
+            own = own[worker.number :: at.plan.config.processes]
+        return LaneStreams(pipeline, at.plan.blend, at.lanes, own)
 
     def is_over(self, at: Position) -> bool:
         """Whether a pass ends here."""
@@ -496,9 +511,12 @@ class Mode:
                 draws = cast(BucketBlend, at.plan.blend).leaf_draws(lane, microbatches)
                 at.lanes[lane] = LaneState(microbatches, sum(draws), 0, tuple(draws))
                 continue
-            there = standing(at.plan.leaves, at.plan.blend, lane, microbatches * at.plan.data.rows)
+            sharers = lanes // at.plan.streams
+            dealt = begin // lanes * sharers * at.plan.data.rows if sharers > 1 else 0
+            first = dealt or microbatches * at.plan.data.rows
+            there = standing(at.plan.leaves, at.plan.blend, lane % at.plan.streams, first)
             sums = tuple(there.sums)
-            at.lanes[lane] = LaneState(microbatches, there.draw, 0, tuple(there.leaf_draws), sums=sums)
+            at.lanes[lane] = LaneState(microbatches, there.draw, 0, tuple(there.leaf_draws), sums=sums, dealt=dealt)
 
     def delivered(self, at: Position) -> frozenset[int]:
         """Return the leaves that the run has delivered samples of, as far as the rank can know; none at the start."""
@@ -507,14 +525,19 @@ class Mode:
 
     def first_banned(self, at: Position, from_draw: int | None) -> int:
         """Return the global draw from which a ban holds, by default the first one that some lane has not delivered."""
-        lanes = at.plan.num_lanes
         if at.plan.data.buckets is not None:
             if from_draw is not None:
                 raise ConfigurationError("ban: draws have no common number with group_by: leave out from_draw")
             return 0  # draws that were made are not taken back
-        first = min(at.lane_state(lane).draw * lanes + lane for lane in at.own_lanes)
+        # Lanes that share a buffer must agree on what it draws.
+        shares = at.plan.streams < at.plan.num_lanes
+        first = (
+            at.first_undrawn()
+            if shares
+            else min(at.plan.global_draw(lane, at.lane_state(lane).draw) for lane in at.own_lanes)
+        )
         if from_draw is None:
-            return at.agreed("ban", first, min)
+            return at.agreed("ban", first, max if shares else min)
         if 0 < from_draw < first:
             logger.warning(
                 "ban: the lanes of this rank have made all draws before global draw %d, so from_draw=%d bans from "

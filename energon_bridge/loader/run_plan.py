@@ -298,6 +298,10 @@ _FEWEST_GROUPS = 4
 """Row groups of a parquet file per lane and epoch, at least, for slices as long as a row group."""
 
 
+PACKING_BUFFERS = "packing_buffers"
+"""The number of packing buffers of a run: of small data there are fewer than lanes (`stream/dealt_packs.py`)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
     """A dataset cut into lanes (finite passes have one lane), and the ranks that it is for.
@@ -339,6 +343,20 @@ class RunPlan:
         ]
 
     @property
+    def packs_by_epoch(self) -> bool:
+        """Whether packing buffers end with epochs; runs that 0.1.0 began go on without."""
+        return PACKING_BUFFERS in self.recorded
+
+    @property
+    def streams(self) -> int:
+        """The streams of draws: one for each lane, or for each packing buffer."""
+        return self.leaves[0].order.num_lanes
+
+    def global_draw(self, lane: int, draw: int) -> int:
+        """Return the number of a lane's draw among those of the run."""
+        return draw * self.streams + lane % self.streams
+
+    @property
     def banned(self) -> dict[str, LeafBans]:
         """The banned samples of each leaf that has any, by identity."""
         return {leaf.identity: leaf.bans for leaf in self.leaves if leaf.bans is not None}
@@ -355,15 +373,25 @@ class RunPlan:
             blend = cast(BucketBlend, blend).without(gone)
         return replace(self, leaves=leaves, blend=blend)
 
-    def recut(self, num_lanes: int, changes: ChangedWeights, blocks: Mapping[str, int] | None = None) -> RunPlan:
-        """Return the plan for other lanes, weights and blocks (None: the same); settings and bans stay."""
+    def recut(
+        self,
+        num_lanes: int,
+        changes: ChangedWeights,
+        blocks: Mapping[str, int] | None = None,
+        buffers: int | None = None,
+    ) -> RunPlan:
+        """Return the plan for other lanes, weights, blocks and buffers (None: the same); settings and bans stay."""
         own = {leaf.identity: leaf.order.block for leaf in self.leaves if leaf.order.shuffle}
         blocks = own if blocks is None else blocks
         given = {identity: blocks.get(identity, self.data.block) for identity in own}
-        if (num_lanes, changes, given) == (self.num_lanes, self.changes, own):
+        had = self.recorded.get(PACKING_BUFFERS, 0)
+        buffers = had if buffers is None else buffers
+        if (num_lanes, changes, given, buffers) == (self.num_lanes, self.changes, own, had):
             return self
-        plan = plan_run(self.data, self.config, num_lanes, changes, blocks)
-        return replace(plan, recorded=self.recorded).with_banned(self.banned)
+        plan = plan_run(self.data, self.config, num_lanes, changes, blocks, buffers)
+        recorded = {name: value for name, value in self.recorded.items() if name != PACKING_BUFFERS}
+        recorded |= {name: value for name, value in plan.recorded.items() if name == PACKING_BUFFERS}
+        return replace(plan, recorded=recorded).with_banned(self.banned)
 
     def draws_of_pass(self, epoch: int) -> PassDraws:
         """Return pass number `epoch` of a finite stream: which samples its draws are.
@@ -406,6 +434,7 @@ def plan_run(
     num_lanes: int | None = None,
     changes: ChangedWeights = (),
     blocks: Mapping[str, int] | None = None,
+    buffers: int | None = None,
 ) -> RunPlan:
     """Return the plan of a run on some ranks.
 
@@ -413,6 +442,7 @@ def plan_run(
         num_lanes: The number of lanes in a state; it overrides the configured one.
         changes: Changes of weights during the run.
         blocks: `LeafOrder.block` of a state's leaves by identity: a leaf keeps its block when the mix changes.
+        buffers: The packing buffers of a state; 0: each lane has its own, by the rules of 0.1.0.
     """
     ranks, seed = config.dp_size, config.run_seed
     lanes = num_lanes or config.num_lanes
@@ -429,6 +459,9 @@ def plan_run(
             settings |= data.settings.conventions.recorded(config, data.settings.limit)
     if data.settings.packing_buffer_size is not None:
         settings |= {"packing_buffer_size": data.settings.packing_buffer_size}
+        if not data.ends:
+            buffers = packing_buffers(data, lanes) if buffers is None else buffers
+            settings |= {PACKING_BUFFERS: buffers} if buffers else {}
     if data.settings.max_tokens_per_microbatch is not None:
         settings |= {"max_tokens_per_microbatch": data.settings.max_tokens_per_microbatch}
     if data.kind != "finite":
@@ -457,7 +490,7 @@ def plan_run(
     settings |= getattr(data.settings.task_encoder, "pixel_settings", {})
     _agree_on_day(run_day_of(data))
     # A pass has the same order whoever delivers it.
-    cut = 1 if data.ends else lanes
+    cut = 1 if data.ends else settings.get(PACKING_BUFFERS, lanes)
     leaves = tuple(
         _leaf(data, leaf, cut, seed, block=(blocks or {}).get(leaf.identity, data.block)) for leaf in data.ordered
     )
@@ -486,6 +519,40 @@ def _agree_on_day(day: Any) -> None:
     store = ranks.distributed_c10d._get_default_store()
     first = b"" if store is None else store.compare_set("energon_bridge/today", "", day.today.isoformat())
     day.settle(date.fromisoformat(first.decode()) if first else day.today)  # MPI has no store
+
+
+_LEAST_SHARE = 64
+"""Samples of an epoch in a packing buffer's share, at least: with fewer, buffers would leave it far apart."""
+IN_BUFFERS = 8
+"""A mix has at most an eighth of an epoch of each dataset in all buffers."""
+
+
+def epochs_by_leaf(data: DatasetSpec) -> list[tuple[Fraction, OpenLeaf]]:
+    """Return the draws of all lanes in an epoch of each dataset that has a weight at the start of an endless run."""
+    shares = [Fraction(leaf.num_samples) for leaf in data.ordered]
+    if data.mode == "weights":
+        shares = [Fraction(weight) for weight in data.weights.at(0)]
+    elif data.mode == "repetitions":
+        shares = [size * leaf.share for size, leaf in zip(shares, data.ordered, strict=True)]
+    total = sum(shares)
+    each = zip(shares, data.ordered, strict=True)
+    return [(leaf.num_samples * total / share, leaf) for share, leaf in each if share]
+
+
+def packing_buffers(data: DatasetSpec, lanes: int) -> int:
+    """Return the packing buffers of an endless run: as many as lanes, or the largest divisor of it that is few enough.
+
+    A run of one dataset has a buffer for each full one in an epoch, since buffers end with epochs, and for 64 samples.
+    In a mix, all buffers together have at most an eighth of an epoch of each dataset; a mix that is eight times as
+    large as all buffers of its lanes keeps these, for sharing costs work.
+    """
+    size = data.settings.packing_buffer_size or 1
+    alone = data.mode == "single" and data.ordered[0].shuffle_epochs in (None, 1)
+    if len(data.ordered) > 1 and data.num_samples >= IN_BUFFERS * lanes * size:
+        return lanes
+    share = max(size, _LEAST_SHARE) if alone else IN_BUFFERS * size
+    most = int(min(epoch for epoch, _ in epochs_by_leaf(data)) / share)
+    return max(divisor for divisor in range(1, lanes + 1) if lanes % divisor == 0 and divisor <= max(1, most))
 
 
 def _leaf(data: DatasetSpec, leaf: OpenLeaf, lanes: int, seed: int, *, block: int) -> Leaf:
@@ -601,6 +668,7 @@ def open_pipeline(
         run=run,
         config=config,
         lanes=lanes,
+        num_lanes=plan.num_lanes,
         threads=threads,
         reads_rounds=unit * max(run.shuffle_buffer_size, 4 * run.parallel_shard_iters) <= _READ_BYTES,
         read_together=min(_TOGETHER, _TOGETHER_BYTES // unit),
@@ -608,6 +676,7 @@ def open_pipeline(
         draws_ahead=min(_TOGETHER, max(_LEAST_AHEAD, _TOGETHER_BYTES // unit)) if is_far else 0,
         failure_log=data.failure_log,
         delivered=delivered,
+        packs_by_epoch=plan.packs_by_epoch,
         watchdog=watchdog,
         worker=worker,
     )

@@ -31,7 +31,15 @@ from energon_bridge.loader.fits import read_all
 from energon_bridge.loader.metrics import AT_ANY_TIME, AT_END, AT_EPOCH, check_rates, flat_metrics, name_losses
 from energon_bridge.loader.pool import Engine, WorkerPool
 from energon_bridge.loader.position import Mode, OnMismatch, PassMode, Position, merged_state
-from energon_bridge.loader.run_plan import DATASET_IS_NO_LOADER, DatasetSpec, NotForDataLoader, open_pipeline, plan_run
+from energon_bridge.loader.run_plan import (
+    DATASET_IS_NO_LOADER,
+    IN_BUFFERS,
+    DatasetSpec,
+    NotForDataLoader,
+    epochs_by_leaf,
+    open_pipeline,
+    plan_run,
+)
 from energon_bridge.loader.workers import LocalProcesses, Work, keep_freed_memory
 from energon_bridge.registry import load
 from energon_bridge.samples.showing import counted, described
@@ -318,9 +326,11 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
             )
         if self.spec.buckets is not None and self.config.dp_rank == 0:
             _say_repeated(self.spec.buckets.smaller(self.config.microbatches_per_global_batch or lanes))
-        buffer, samples = self.spec.settings.packing_buffer_size, self.spec.num_samples
-        if buffer is not None and samples < buffer and self.config.dp_rank == 0:
-            _say_refilled(buffer, samples, ", ".join(sorted({leaf.dataset.path for leaf in self.leaves()})[:3]))
+        buffer = self.spec.settings.packing_buffer_size
+        if buffer is not None and self.config.dp_rank == 0 and self._position.plan.packs_by_epoch:
+            shortest, leaf = min(epochs_by_leaf(self.spec), key=lambda each: each[0])
+            if lanes > 1 and IN_BUFFERS * lanes * buffer > shortest:
+                _say_small(leaf.dataset.path, int(shortest), lanes, self._position.plan.streams, buffer)
         busy = len(self._position.own_lanes)
         if workers > busy:
             shared = counted(lanes, "lane"), counted(ranks, "rank")
@@ -658,12 +668,19 @@ def _say_repeated(small: tuple[str, ...]) -> None:
 
 
 @cache
-def _say_refilled(buffer: int, samples: int, data: str) -> None:
-    """Warn once of a buffer that holds samples of several epochs."""
+def _say_small(path: str, draws: int, lanes: int, buffers: int, size: int) -> None:
+    """Warn once of buffers that together hold much of an epoch of a dataset, `draws` samples of the run."""
+    consequence = (
+        f"So the lanes share {counted(buffers, 'buffer')}, and a process encodes all samples of its lanes' buffers: "
+        f"with more than {counted(buffers, 'process', 'processes')}, some do the same work"
+        if buffers < lanes
+        else "Packs are filled from small parts of an epoch, and in a mix samples of later epochs come early"
+    )
     logger.warning(
-        "packing_buffer_size=%d is more than the %s of %s: the stream repeats them, and a pack can have one twice. "
-        "Lower it",
-        *(buffer, counted(samples, "sample"), data),
+        "%s is small for packing: %d lanes with packing_buffer_size=%d are more than an eighth of its epoch of %s. %s. "
+        "Fewer lanes (num_lanes of WorkerConfig or the data module, at least one for each rank) or a smaller buffer "
+        "avoid it",
+        *(path, lanes, size, counted(draws, "sample"), consequence),
     )
 
 

@@ -102,6 +102,8 @@ class Sharing(Mode):
             rows=plan.data.rows,
             packer=self.packer,
             buffer_size=plan.data.settings.packing_buffer_size or 0,
+            num_lanes=plan.num_lanes,
+            packs_by_epoch=plan.packs_by_epoch,
         )
         ranks, seed = plan.config.dp_size, plan.config.run_seed
         return GlobalBatches(self, rules, plan.num_lanes, ranks, seed, lanes, microbatches)

@@ -230,6 +230,12 @@ class Cursors(Generic[R]):
             self._cursors.move_to_end((lane, leaf))
         return cursor
 
+    def drop(self, lane: int) -> None:
+        """Drop the rounds of a lane: what holds their bytes gives each sample once."""
+        for (of, _), cursor in self._cursors.items():
+            if of == lane:
+                cursor.drop()
+
 
 def plain_cursors(leaves: Sequence[OrderedLeaf], *, together: int = 1, most: int = _OPEN_ROUNDS) -> Cursors[Round]:
     """Return cursors that keep the rounds and nothing else."""

@@ -209,6 +209,16 @@ class LeafOrder:
             return self._place(lane, draw) // self._line_length
         return -((self._rank(lane) - (draw + 1) * self.num_lanes) // self._line_length) - 1
 
+    def epoch_end(self, lane: int, draw: int) -> int:
+        """Return the first draw of a lane after the epoch of a draw."""
+        end = (self.epoch_of(lane, draw) + 1) * self._line_length
+        if not self.is_dealt:
+            return (end + self._rank(lane)) // self.num_lanes
+        block, inside = divmod(end, self.dealt_block)
+        turn, place = divmod(block, self.num_lanes)
+        ahead = (lane - self.rotation) % self.num_lanes - place
+        return (turn + (ahead < 0)) * self.dealt_block + (0 if ahead else inside)
+
     def rounds_at(self, lane: int, draw: int, fewest: int) -> Round:
         """Return the round that holds a draw of a lane, with those after it, until there are `fewest` draws.
 

@@ -92,14 +92,14 @@ class Draws:
         """Start loading the next draws."""
         self._schedule_up_to(self.draw + draws)
 
-    def collect(self, wanted: int, counts: Counts, *, waits: bool = False) -> SampleColumns:
-        """Return the next encoded samples; count the draws that give none.
+    def collect(self, wanted: int, counts: Counts, stop: int | None = None, *, waits: bool = False) -> SampleColumns:
+        """Return the next encoded samples, fewer if draw `stop` is reached; count the draws that give none.
 
         With `waits` the samples wait to be packed: their bytes are counted when they leave (`BatchRow.read`).
         """
         out = SampleColumns([], [], [], [])
         since = self.draw
-        while len(out.samples) < wanted:
+        while len(out.samples) < wanted and (stop is None or self.draw < stop):
             if self._outputs:
                 key, sample = self._outputs.popleft()
                 out.samples.append(sample)
@@ -120,7 +120,8 @@ class Draws:
                 self._encode_draw(counts)
             else:
                 taken = len(out.samples)
-                self._take(wanted - taken, out, counts, waits=waits)
+                most = wanted - taken
+                self._take(most if stop is None else min(most, stop - self.draw), out, counts, waits=waits)
                 if len(out.samples) > taken:
                     since = self.draw
             if self._at == len(self._loaded.keys):

@@ -12,14 +12,15 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
 from typing import Any, Protocol, cast
 
 from energon_bridge.errors import FatalSampleError, HookTimeoutError
 from energon_bridge.plan.choose import AnyBlend, BucketBlend
+from energon_bridge.stream.dealt_packs import DealtPacking, FollowedDraws, SharedBuffers
 from energon_bridge.stream.draws import BatchRow, Draws, batch_rows, reencode, rows_of
 from energon_bridge.stream.grouping import Grouping
-from energon_bridge.stream.pack_buffer import Packing
+from energon_bridge.stream.pack_buffer import Packing, pack_rules
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.state import BufferedRefs, Counts, LaneBatch, LaneState, Stage
 
@@ -35,27 +36,51 @@ class Lane:
         pipeline: Shared by all lanes of the process.
         blend: Says which leaf a draw comes from; None if there is one leaf.
         state: Where to continue.
+        buffers: Those that lanes share, if they do.
     """
 
-    def __init__(self, number: int, pipeline: Pipeline, blend: AnyBlend | None, state: LaneState) -> None:
+    def __init__(
+        self,
+        number: int,
+        pipeline: Pipeline,
+        blend: AnyBlend | None,
+        state: LaneState,
+        buffers: SharedBuffers | None = None,
+    ) -> None:
         self.number = number
         self._pipeline = pipeline
         self._microbatches = state.microbatches
         self._turns = cast(BucketBlend, blend) if pipeline.settings.run.group_by else None
         self._leaf_draws = list(state.leaf_draws)
         self._buckets: dict[int, Draws] = {}
-        self._draws = self._bucket(state.microbatches) or Draws(number, pipeline, blend, state)
+        self._packing: Packing | None = None
+        self._draws: Draws
+        if buffers is not None:
+            self._draws, self._packing = self._dealt(buffers, blend, state)
+        else:
+            self._draws = self._bucket(state.microbatches) or Draws(number, pipeline, blend, state)
         self._first_draw = state.draw
         self._first_microbatch = state.microbatches
         held = state.held.entries()
-        size = pipeline.settings.run.packing_buffer_size
-        self._packing = Packing(self._draws, pipeline, size, state.held, state.buffer) if size else None
+        if buffers is None and pipeline.settings.run.packing_buffer_size:
+            rules = pack_rules(pipeline.leaves, blend, number, by_epoch=pipeline.settings.packs_by_epoch)
+            self._packing = Packing(self._draws, pipeline, state, rules)
         waiting = [BatchRow(tuple(refs), output) for stage, refs, output in held if stage is Stage.GROUP]
         self._grouping = Grouping(pipeline, pipeline.settings.run.batch_size, waiting) if pipeline.own.groups else None
         # Batches that the hooks made from `_batched`, until all of them are delivered.
         self._batches: deque[Any] = deque()
         self._batches_taken = state.batches_taken
         self._batched = [BatchRow(tuple(refs), output) for stage, refs, output in held if stage is Stage.BATCH]
+
+    def _dealt(
+        self, buffers: SharedBuffers, blend: AnyBlend | None, state: LaneState
+    ) -> tuple[FollowedDraws, DealtPacking]:
+        """Return where the lane's buffer is, and its packs, of a buffer that lanes share."""
+        pipeline = self._pipeline
+        stream = self.number % pipeline.leaves[0].order.num_lanes
+        draws = FollowedDraws(pipeline, stream, state)
+        rules = pack_rules(pipeline.leaves, blend, stream, by_epoch=True)
+        return draws, DealtPacking(draws, pipeline, state, rules, self.number, buffers)
 
     def _bucket(self, microbatch: int) -> Draws | None:
         """Return the draws in the bucket that a microbatch comes from; None without buckets."""
@@ -133,6 +158,7 @@ class Lane:
             self._batches_taken,
             0 if self._packing is None else self._packing.target,
             draws.sums(),
+            0 if self._packing is None else self._packing.dealt,
         )
 
     def _batch(self, counts: Counts) -> None:
@@ -196,19 +222,27 @@ class Stream(Protocol):
 
 
 class LaneStreams:
-    """The lanes of one process, each opened on first use."""
+    """The lanes of one process, each opened on first use.
 
-    def __init__(self, pipeline: Pipeline, blend: AnyBlend | None, states: Mapping[int, LaneState]) -> None:
+    Args:
+        lanes: Their numbers; only buffers that lanes share need them.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, blend: AnyBlend | None, states: Mapping[int, LaneState], lanes: Collection[int] = ()
+    ) -> None:
         self.pipeline = pipeline
         self._blend = blend
         self._states = states
+        shares = bool(pipeline.settings.run.packing_buffer_size) and pipeline.shares_buffers
+        self._buffers = SharedBuffers(pipeline, blend, lanes, states) if shares else None
         self._lanes: dict[int, Lane] = {}
 
     def _lane(self, number: int) -> Lane:
         lane = self._lanes.get(number)
         if lane is None:
             state = self._states.get(number) or LaneState.fresh(len(self.pipeline.leaves))
-            lane = self._lanes[number] = Lane(number, self.pipeline, self._blend, state)
+            lane = self._lanes[number] = Lane(number, self.pipeline, self._blend, state, self._buffers)
         return lane
 
     def prepare(self, unit: int, count: int) -> None:

@@ -14,18 +14,22 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain, compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from energon_bridge.errors import FatalSampleError, OverLongSampleError
+from energon_bridge.plan.choose import AnyBlend, OrderedLeaf
+from energon_bridge.plan.leaf import LeafOrder
 from energon_bridge.registry import load
 from energon_bridge.rng import IntArray
+from energon_bridge.stream.conventions import Conventions
 from energon_bridge.stream.draws import BatchRow, Draws, count_read, reencode, rows_of
 from energon_bridge.stream.pipeline import Pipeline
-from energon_bridge.stream.state import COUNTERS, BufferedRefs, Counts, Stage, as_members
+from energon_bridge.stream.state import COUNTERS, BufferedRefs, Counts, LaneState, Stage, as_members
 from energon_bridge.task_encoder.hooks import LONGEST_WAIT
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -37,10 +41,86 @@ from energon_bridge.task_encoder.hooks import LONGEST_WAIT
 # Lanes begin with buffers of different sizes, from S/2 to S, so that they do not all select in the same step. A smaller
 # buffer grows with each selection by half of what that selection delivered, up to S. So between two selections a lane
 # draws at most one and a half times what it delivers.
+#
+# *A buffer ends with an epoch.* In a run of one dataset, what waits and what is still drawn of an epoch are cut into
+# equal parts of at most S samples. No part goes beyond the epoch, and after its last draw the encoder is asked for all
+# that waits (`current_buffer_is_last`). So a lane delivers an epoch before the next. A lane with fewer than 8 buffers
+# an epoch begins with a whole one.
+#
+# *No pack has a sample twice.* If an encoder selects a sample together with itself, drawn in another epoch, the later
+# one stays in the buffer. That can happen in mixes, with several epochs shuffled as one, and where an encoder leaves
+# samples over at the end of an epoch.
+#
+# Runs that began with 0.1.0 have neither rule: their states do not say how many buffers there are (`packing_buffers`).
 
 
 EMPTY_SELECTIONS = 4
 """Selections without a pack, one after the other, after which a lane gives up."""
+
+
+_ROOMY = 8
+"""Buffers in a lane's share of an epoch from which on lanes begin with buffers of different sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaneEpochs:
+    """Where the epochs of a lane end, in a run of one dataset."""
+
+    order: LeafOrder
+    lane: int
+
+    def epoch(self, draw: int) -> int:
+        """Return the epoch of a draw."""
+        return self.order.epoch_of(self.lane, draw)
+
+    def left(self, draw: int) -> int:
+        """Return the draws from one on to the end of its epoch."""
+        return self.order.epoch_end(self.lane, draw) - draw
+
+    def holds(self, buffers: int, size: int) -> bool:
+        """Whether the lane's share of an epoch fills so many buffers."""
+        return self.order.num_samples >= buffers * size * self.order.num_lanes
+
+
+@dataclass(frozen=True, slots=True)
+class PackRules:
+    """What ends a buffer besides its size.
+
+    Attributes:
+        epochs: Where the lane's epochs end; None: they do not end a buffer.
+        distinct: Whether a pack has no sample twice.
+    """
+
+    epochs: LaneEpochs | None = None
+    distinct: bool = False
+
+    def first_target(self, conventions: Conventions, lane: int, size: int) -> int:
+        """Return the samples in the buffer of a lane at which its first packs are selected."""
+        small = self.epochs is not None and not self.epochs.holds(_ROOMY, size)
+        return size if small else conventions.first_target(lane, size)
+
+
+def pack_rules(leaves: Sequence[OrderedLeaf], blend: AnyBlend | None, lane: int, *, by_epoch: bool) -> PackRules:
+    """Return the rules of a lane; `by_epoch`: the run has rules besides the size at all."""
+    order = leaves[0].order
+    alone = by_epoch and blend is None and order.epochs_per_shuffle == 1
+    return PackRules(LaneEpochs(order, lane) if alone else None, distinct=by_epoch)
+
+
+class Turn(NamedTuple):
+    """Which of the packs of a buffer are a lane's: every `sharers`-th, from pack `place` on (`dealt_packs.py`)."""
+
+    place: int = 0
+    sharers: int = 1
+
+
+_ALL = Turn()
+
+
+def turn_of(leaves: Sequence[OrderedLeaf], lane: int, num_lanes: int) -> tuple[int, Turn]:
+    """Return the number of a lane's buffer, and its turn there, of `num_lanes` lanes."""
+    buffers = leaves[0].order.num_lanes
+    return lane % buffers, Turn(lane // buffers, num_lanes // buffers)
 
 
 def share_of(missing: int, left: int) -> int:
@@ -57,16 +137,23 @@ class PackBuffer:
         size: Samples from which packs are selected, in the end (S).
         held: What waits by the state of the lane.
         target: Samples in the buffer at which the next selection is made.
+        rules: What else ends a buffer.
+        dealt: As below.
+        turn: Which packs stay here.
 
     Attributes:
         sizes: Samples of each pack, shape (packs,).
         taken: Outputs of the first pack already delivered.
         members: References of the samples in the buffer, shape (samples, 4).
         target: As above.
+        dealt: Packs selected so far.
     """
 
-    def __init__(self, size: int, held: BufferedRefs, target: int) -> None:
-        self._size, self.target = size, target
+    def __init__(
+        self, size: int, held: BufferedRefs, target: int, rules: PackRules, dealt: int = 0, turn: Turn = _ALL
+    ) -> None:
+        self._size, self.target, self._rules = size, target, rules
+        self.dealt, self._turn = dealt, turn
         stages, lengths, numbers = held.rows.T
         packs, waiting = stages == Stage.PACK, stages == Stage.BUFFER
         self.sizes: IntArray = lengths[packs]
@@ -75,14 +162,45 @@ class PackBuffer:
         self.members: IntArray = held.members[np.repeat(waiting, lengths)]
         self._waits: IntArray = numbers[waiting]
 
-    def share(self, rows: int) -> int:
+    def share(self, rows: int, draw: int) -> int:
         """Return the samples to draw after a microbatch of so many packs; 0 if the next one needs a selection first."""
-        left = len(self.sizes) // rows
-        return share_of(self.target - len(self.members), left) if left else 0
+        left = len(self.sizes) // rows if self._turn.sharers == 1 else 0  # a shared buffer draws when it selects
+        return share_of(self.missing(0, draw), left) if left else 0
 
-    def missing(self, attempt: int) -> int:
-        """Return the samples to draw before a selection, after so many that made no pack."""
-        return max(0, self.target + attempt * max(1, self._size // 4) - len(self.members))
+    def missing(self, attempt: int, draw: int) -> int:
+        """Return the samples to draw before a selection, after so many that made no pack.
+
+        Args:
+            draw: The next draw of the leaf, if there is one leaf.
+        """
+        here, more = len(self.members), attempt * max(1, self._size // 4)
+        left = self.left(draw)
+        if left is None:
+            return max(0, self.target + more - here)
+        parts = -(-(here + left) // self.target)
+        return max(0, min(left, -(-(here + left) // max(1, parts)) + more - here))
+
+    def left(self, draw: int) -> int | None:
+        """Return the draws that may still enter this buffer; None: any number."""
+        epochs = self._rules.epochs
+        if epochs is None:
+            return None
+        return 0 if self.is_closed(draw) else epochs.left(draw)
+
+    def is_closed(self, draw: int) -> bool:
+        """Whether the epoch of samples that no selection was offered yet ends before a draw."""
+        epochs = self._rules.epochs
+        if epochs is None:
+            return False
+        fresh = self.members[self._waits == 0]
+        return bool(len(fresh)) and int(fresh[:, 2].min()) < epochs.epoch(draw)
+
+    def without_repeats(self, packs: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """Return packs, given by places, without samples that they have from another epoch already."""
+        if not self._rules.distinct:
+            return packs
+        members = self.members.tolist()
+        return [_distinct(pack, members) for pack in packs]
 
     def add(self, members: IntArray) -> None:
         """Append samples to the buffer."""
@@ -93,14 +211,25 @@ class PackBuffer:
         """Move samples into packs, by their places; return which of the others have now been left over too often."""
         self._waits = self._waits + 1
         if packs:
+            own = packs[(self._turn.place - self.dealt) % self._turn.sharers :: self._turn.sharers]
+            self._append([self.members[np.array(pack, dtype=np.int64)] for pack in own])
+            self.dealt += len(packs)
             places = np.array([place for pack in packs for place in pack], dtype=np.int64)
-            self.sizes = np.concatenate((self.sizes, [len(pack) for pack in packs]))
-            self._packed = np.concatenate((self._packed, self.members[places]))
             left = np.ones(len(self.members), dtype=bool)
             left[places] = False
             self.keep(left)
             self.target = min(self._size, self.target + -(-len(places) // 2))
         return self._waits > LONGEST_WAIT
+
+    def _append(self, packs: Sequence[IntArray]) -> None:
+        self.sizes = np.concatenate((self.sizes, np.array([len(pack) for pack in packs], dtype=np.int64)))
+        self._packed = np.concatenate((self._packed, *packs))
+
+    def follow(self, packs: Sequence[IntArray], waiting: BufferedRefs, *, target: int, dealt: int) -> None:
+        """Append packs of a shared buffer; what waits there waits here from now on."""
+        self._append(packs)
+        self.members, self._waits = waiting.members, waiting.rows[:, 2]
+        self.target, self.dealt = target, dealt
 
     def keep(self, kept: NDArray[np.bool_]) -> None:
         """Drop the other samples of the buffer."""
@@ -124,6 +253,17 @@ class PackBuffer:
         if packs:
             rows[0, 2] = self.taken  # no outputs of the others have been taken
         return BufferedRefs(rows, np.concatenate((self._packed, self.members)))
+
+
+def _distinct(pack: Sequence[int], members: Sequence[Sequence[int]]) -> list[int]:
+    """Return the places of a pack but those of samples that are in it before, from another epoch."""
+    epochs: dict[tuple[int, int], int] = {}
+    kept = []
+    for place in pack:
+        leaf, sample, epoch, _ = members[place]
+        if epochs.setdefault((leaf, sample), epoch) == epoch:
+            kept.append(place)
+    return kept
 
 
 logger = logging.getLogger(__name__)
@@ -150,22 +290,24 @@ class Packing:
     budget.
 
     Args:
-        target: Samples in the buffer at which the next selection is made; 0 for a lane that begins.
+        state: What waits, and the samples in the buffer at which the next selection is made.
+        rules: What else ends a buffer.
 
     Attributes:
         held: Bytes of the contents waiting here.
         target: As above; it grows to S.
     """
 
-    def __init__(self, draws: Draws, pipeline: Pipeline, size: int, held: BufferedRefs, target: int) -> None:
+    def __init__(self, draws: Draws, pipeline: Pipeline, state: LaneState, rules: PackRules) -> None:
         self._draws = draws
         self._pipeline = pipeline
         self._outputs: deque[BatchRow] = deque()
         self.held = 0
         pipeline.budget.join(self)
-        target = target or pipeline.settings.run.conventions.first_target(draws.number, size)
-        self._waiting = PackBuffer(size, held, target)
-        rows = [(stage, [BatchRow((ref,)) for ref in refs]) for stage, refs, _ in held.entries()]
+        size = pipeline.settings.run.packing_buffer_size or 0
+        target = state.buffer or rules.first_target(pipeline.conventions, draws.number, size)
+        self._waiting = PackBuffer(size, state.held, target, rules, state.dealt)
+        rows = [(stage, [BatchRow((ref,)) for ref in refs]) for stage, refs, _ in state.held.entries()]
         # The rows of each pack and of the buffer, as they wait.
         self._packs = deque(members for stage, members in rows if stage is Stage.PACK)
         self._buffer = [members[0] for stage, members in rows if stage is Stage.BUFFER]
@@ -177,9 +319,27 @@ class Packing:
         """Samples in the buffer at which the next selection is made."""
         return self._waiting.target
 
+    @property
+    def dealt(self) -> int:
+        """As in the state of a lane: 0, since the buffer is the lane's own."""
+        return 0
+
+    @property
+    def selected(self) -> int:
+        """The packs selected so far."""
+        return self._waiting.dealt
+
     def waiting(self) -> BufferedRefs:
         """Return what waits here, as references."""
         return self._waiting.waiting()
+
+    def give_up_packs(self) -> list[list[BatchRow]]:
+        """Remove the packs; return them."""
+        packs = list(self._packs)
+        self._packs.clear()
+        self._waiting.take(len(packs))
+        self._hold(-sum(row.size for pack in packs for row in pack if row.content is not None))
+        return packs
 
     def _keep(self, kept: NDArray[np.bool_]) -> None:
         """Drop the other rows of the buffer."""
@@ -199,7 +359,7 @@ class Packing:
                 if selections > EMPTY_SELECTIONS:
                     self._draws.give_up_if_barren(first)
                 selections += 1
-                self._select(counts)
+                self.select(counts)
                 continue
             pack = self._packs[0]
             rows = self._packed(pack, counts)
@@ -227,21 +387,25 @@ class Packing:
             if selections > EMPTY_SELECTIONS:
                 self._draws.give_up_if_barren(first)
             selections += 1
-            self._select(counts)
+            self.select(counts)
 
     def settle(self, rows: int, counts: Counts) -> None:
         """Draw this microbatch's share of the next buffer; select if the next microbatch would find too few packs."""
         left = len(self._packs) // rows
         if left and self._to_restore:
             self._restore(share_of(len(self._to_restore), left), counts)
-        self._fill(self._waiting.share(rows), counts)
+        self._fill(self._waiting.share(rows, self._draws.leaf_draws[0]), counts)
+        self._select_for(rows, counts)
+        self._pipeline.budget.keep(self)
+
+    def _select_for(self, rows: int, counts: Counts) -> None:
+        """Select until there are packs for a microbatch."""
         first, selections = self._draws.draw, 0
         while len(self._packs) < rows:
             if selections > rows + EMPTY_SELECTIONS:
                 self._draws.give_up_if_barren(first)
             selections += 1
-            self._select(counts)
-        self._pipeline.budget.keep(self)
+            self.select(counts)
 
     def _restore(self, share: int, counts: Counts) -> None:
         """Encode some rows of a buffer that came from a state."""
@@ -251,9 +415,11 @@ class Packing:
         self._pipeline.budget.keep(self)
 
     def _fill(self, missing: int, counts: Counts) -> None:
-        """Draw samples into the buffer."""
-        while missing > 0:
-            rows = rows_of(self._draws.collect(min(missing, _AT_A_TIME), counts, waits=True))
+        """Draw samples into the buffer, as far as they may enter it."""
+        left = self._waiting.left(self._draws.leaf_draws[0])
+        stop = None if left is None else self._draws.draw + left
+        while missing > 0 and (stop is None or self._draws.draw < stop):
+            rows = rows_of(self._draws.collect(min(missing, _AT_A_TIME), counts, stop, waits=True))
             missing -= len(rows)
             self._hold(sum(row.size for row in rows))
             self._buffer += rows
@@ -263,17 +429,17 @@ class Packing:
     def _hold(self, size: int) -> None:
         self._pipeline.budget.hold(self, size)
 
-    def _select(self, counts: Counts) -> None:
+    def select(self, counts: Counts) -> None:
         """Fill the buffer and let the encoder select packs; if the hook fails, drop the buffer and make no pack."""
         for attempt in range(EMPTY_SELECTIONS):
-            self._fill(self._waiting.missing(attempt), counts)
+            closed = self._fill_for(attempt, counts)
             rows = self._with_contents([row for row in self._buffer if id(row) not in self._lost], counts)
             self._to_restore.clear()
             self._lost.clear()
             if not rows:
                 self._keep(np.zeros(len(self._buffer), dtype=bool))
                 continue
-            selected = select_packs(self._pipeline, rows, counts)
+            selected = select_packs(self._pipeline, rows, counts, last=closed)
             if selected is None:
                 self._hold(-sum(row.size for row in rows))
                 self._keep(np.zeros(len(self._buffer), dtype=bool))
@@ -282,7 +448,7 @@ class Packing:
             stay = {id(row) for row in chain(left, *packs)}
             self._hold(-sum(row.size for row in rows if id(row) not in stay))
             self._keep(np.array([id(row) in stay for row in self._buffer], dtype=bool))
-            self._moved(packs, left, counts)
+            self._moved(packs, counts)
             self._pipeline.budget.keep(self)
             if packs:
                 return
@@ -293,12 +459,23 @@ class Packing:
             f"{len(self._buffer)} samples, {EMPTY_SELECTIONS} times in a row: return lists of the samples it gets"
         )
 
-    def _moved(self, packs: list[list[BatchRow]], left: list[BatchRow], counts: Counts) -> None:
+    def _fill_for(self, attempt: int, counts: Counts) -> bool:
+        """Draw what a selection needs; return whether all that waits should leave, since an epoch ends."""
+        first, waiting = self._draws.draw, self._waiting
+        while True:
+            self._fill(waiting.missing(attempt, self._draws.leaf_draws[0]), counts)
+            if len(waiting.members) or waiting.left(self._draws.leaf_draws[0]) is None:
+                return waiting.is_closed(self._draws.leaf_draws[0])
+            self._draws.give_up_if_barren(first)  # an epoch gave nothing
+
+    def _moved(self, packs: list[list[BatchRow]], counts: Counts) -> None:
         """Move rows of the buffer into packs; give up those that too many selections have left over."""
-        places = {id(row): place for place, row in enumerate(self._buffer)}
-        late = self._waiting.select([[places[id(row)] for row in pack] for pack in packs])
-        self._packs.extend(packs)
-        self._buffer = left
+        rows, places = self._buffer, {id(row): place for place, row in enumerate(self._buffer)}
+        chosen = self._waiting.without_repeats([[places[id(row)] for row in pack] for pack in packs])
+        late = self._waiting.select(chosen)
+        self._packs.extend([rows[place] for place in pack] for pack in chosen)
+        selected = set(chain(*chosen))
+        left = self._buffer = [row for place, row in enumerate(rows) if place not in selected]
         if not late.any():
             return
         for row in compress(left, late):

@@ -346,10 +346,15 @@ class Pipeline:
         BATCH.set(UNKNOWN)
         NUMBER.set(self.conventions.no_number)
 
+    @property
+    def shares_buffers(self) -> bool:
+        """Whether several lanes pack from one buffer (`dealt_packs.py`)."""
+        return self.settings.packs_by_epoch and self.leaves[0].order.num_lanes < self.settings.num_lanes
+
     def _shown(self, lane: int, number: int) -> int:
         """Return the number of a microbatch as hooks see it."""
         # In a lane, `number` counts its own microbatches; a pass has no lanes.
-        whole = number if lane < 0 else number * self.leaves[0].order.num_lanes + lane
+        whole = number if lane < 0 else number * self.settings.num_lanes + lane
         return self.conventions.batch_number(whole, self.settings.config)
 
     def sample_numbers(self, lane: int) -> Callable[[int], int] | None:

@@ -24,7 +24,7 @@ from energon_bridge.rng import IntArray
 from energon_bridge.stream.conventions import Conventions
 from energon_bridge.stream.draws import BatchRow, batch_rows, encode_rows
 from energon_bridge.stream.leaf import Leaf
-from energon_bridge.stream.pack_buffer import EMPTY_SELECTIONS, PackBuffer, pack_rows
+from energon_bridge.stream.pack_buffer import EMPTY_SELECTIONS, PackBuffer, Turn, pack_rows, pack_rules, turn_of
 from energon_bridge.stream.pipeline import PickedLoad, Pipeline
 from energon_bridge.stream.state import (
     COUNTERS,
@@ -67,6 +67,7 @@ class PlanRules:
         rows: Rows in a microbatch.
         packer: Packs rows; None: each sample is a row.
         buffer_size: Samples from which packs are selected.
+        num_lanes, packs_by_epoch: As in `StreamSettings`.
     """
 
     leaves: tuple[Leaf, ...]
@@ -75,6 +76,8 @@ class PlanRules:
     rows: int
     packer: Packer[Any] | None = None
     buffer_size: int = 0
+    num_lanes: int = 0
+    packs_by_epoch: bool = False
 
     def looked_up(self, members: IntArray, name: str) -> IntArray:
         """Return the entries of some samples, of shape (samples, ...), for members as `PlannedBatch` has them."""
@@ -133,18 +136,23 @@ class UnbannedDraws:
         """Return the sums of the leaves at the position."""
         return self._chooser.sums(self.draw)
 
-    def take(self, wanted: int) -> tuple[IntArray, IntArray | None]:
-        """Return the members of the next `wanted` picks, and the banned draws of each leaf before them if any."""
-        while len(self._kept) < wanted:
+    def take(self, wanted: int, most: int | None = None) -> tuple[IntArray, IntArray | None]:
+        """Return the members of the next `wanted` picks, and the banned draws of each leaf before them if any.
+
+        Of `most` draws there may be fewer; then all of these are taken.
+        """
+        while len(self._kept) < wanted and (most is None or len(self._members) < most):
             self._look_up(wanted)
         places = self._kept[:wanted]
-        end = int(places[-1]) + 1
+        if most is not None:
+            places = places[places < most]
+        end = int(places[-1]) + 1 if most is None or len(places) == wanted else most
         members = self._members[places]
         drawn = np.bincount(self._members[:end, 0], minlength=len(self.leaf_draws))
-        banned = drawn - np.bincount(members[:, 0], minlength=len(drawn)) if end > wanted else None
+        banned = drawn - np.bincount(members[:, 0], minlength=len(drawn)) if end > len(places) else None
         self.draw += end
         self.leaf_draws += drawn
-        self._members, self._kept = self._members[end:], self._kept[wanted:] - end
+        self._members, self._kept = self._members[end:], self._kept[len(places) :] - end
         return members, banned
 
     def _look_up(self, wanted: int) -> None:
@@ -176,10 +184,15 @@ class PlannedLane:
         self.number = number
         self._rules = rules
         self._microbatches = state.microbatches
-        chooser = Chooser(cursors, rules.blend, number, state.standing)
+        stream, self._turn = number, Turn()
+        if rules.packs_by_epoch:
+            stream, self._turn = turn_of(rules.leaves, number, rules.num_lanes)
+        chooser = Chooser(cursors, rules.blend, stream, state.standing)
         self._draws, self._origin = UnbannedDraws(chooser), state.origin
         size, held = rules.buffer_size, state.held
-        self._buffer = PackBuffer(size, held, state.buffer or Conventions().first_target(number, size))
+        of_packs = pack_rules(rules.leaves, rules.blend, stream, by_epoch=rules.packs_by_epoch)
+        target = state.buffer or of_packs.first_target(Conventions(), stream, size)
+        self._buffer = PackBuffer(size, held, target, of_packs, state.dealt, self._turn)
         stages = held.rows[:, 0]
         if (
             state.taken
@@ -204,10 +217,10 @@ class PlannedLane:
             self._fill_packs(rules.packer, lost)  # only a lane that begins has too few
             sizes, members = buffer.take(rules.rows)
             ends = np.cumsum(sizes).tolist()
-            if share := buffer.share(rules.rows):
-                buffer.add(self._take(share, lost))
+            self._fill(buffer.share(rules.rows, self._leaf_draw), lost)
             self._fill_packs(rules.packer, lost)
         self._microbatches += 1
+        lost = Counts() if self._turn.place else lost  # the lane with the first turn counts what its buffer loses
         return PlannedBatch(
             lane=self.number,
             number=self._microbatches - 1,
@@ -230,11 +243,22 @@ class PlannedLane:
             0,
             self._buffer.target if packs else 0,
             draws.sums(),
+            self._buffer.dealt if self._turn.sharers > 1 else 0,
         )
 
-    def _take(self, wanted: int, lost: Counts) -> IntArray:
-        """Return the next members, shape (wanted, 4); count the banned ones."""
-        members, banned = self._draws.take(wanted)
+    @property
+    def _leaf_draw(self) -> int:
+        """The next draw of the first leaf."""
+        return int(self._draws.leaf_draws[0])
+
+    def _fill(self, wanted: int, lost: Counts) -> None:
+        """Draw samples into the buffer, as far as they may enter it."""
+        if wanted:
+            self._buffer.add(self._take(wanted, lost, self._buffer.left(self._leaf_draw)))
+
+    def _take(self, wanted: int, lost: Counts, most: int | None = None) -> IntArray:
+        """Return the next members, shape (wanted, 4), or those of `most` draws; count the banned ones."""
+        members, banned = self._draws.take(wanted, most)
         if banned is not None:
             for leaf in np.flatnonzero(banned).tolist():
                 lost.of(leaf)[_BANNED] += int(banned[leaf])
@@ -256,9 +280,11 @@ class PlannedLane:
         """Fill the buffer and select packs."""
         buffer = self._buffer
         for attempt in range(EMPTY_SELECTIONS):
-            if missing := buffer.missing(attempt):
-                buffer.add(self._take(missing, lost))
-            packs = packer.pack(self._rules.looked_up(buffer.members, "sizes"))
+            self._fill(buffer.missing(attempt, self._leaf_draw), lost)
+            while not len(buffer.members):  # an epoch of which all was banned
+                self._fill(buffer.missing(attempt, self._leaf_draw), lost)
+            sizes = self._rules.looked_up(buffer.members, "sizes")
+            packs = buffer.without_repeats(packer.pack(sizes, flush=buffer.is_closed(self._leaf_draw)))
             late = buffer.select(packs)
             if late.any():
                 for leaf in buffer.members[late, 0].tolist():

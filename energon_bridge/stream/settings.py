@@ -147,6 +147,7 @@ class StreamSettings:
 
     Args:
         lanes: Lanes of the process.
+        num_lanes: Lanes of the run.
         threads: Threads that read and decode ahead; 0 does everything in the calling thread.
         reads_rounds: Read whole rounds at a time, and the next round ahead; False reads draws as they are needed.
         read_together: Samples of a leaf that a lane reads at once, over several rounds if one has fewer.
@@ -154,6 +155,7 @@ class StreamSettings:
         draws_ahead: Draws of each lane to read ahead if rounds are not read.
         failure_log: Logs failures that no microbatch carries.
         delivered: Leaves that the run has delivered samples of; empty at its start.
+        packs_by_epoch: Whether packing buffers end with epochs, and no pack has a sample twice (`pack_buffer.py`).
         watchdog: How long a microbatch may take; None: as long as it likes.
         worker: What a worker process knows about itself; None: this is the training process.
     """
@@ -161,6 +163,7 @@ class StreamSettings:
     run: RunSettings
     config: WorkerConfig
     lanes: int
+    num_lanes: int
     threads: int
     reads_rounds: bool
     read_together: int
@@ -168,6 +171,7 @@ class StreamSettings:
     draws_ahead: int
     failure_log: FailureLog
     delivered: Collection[int]
+    packs_by_epoch: bool
     watchdog: WatchdogSettings | None
     worker: WorkerFacts | None
 

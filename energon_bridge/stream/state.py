@@ -81,6 +81,11 @@ class BufferedRefs:
             at += size
         return out
 
+    def only(self, stage: Stage) -> BufferedRefs:
+        """Return the rows of a stage."""
+        rows = self.rows[:, 0] == stage
+        return BufferedRefs(self.rows[rows], self.members[np.repeat(rows, self.rows[:, 1])])
+
     def samples(self, stage: Stage, leaves: int) -> IntArray:
         """Return the samples of each leaf that wait in a stage, shape (leaves,)."""
         waiting = self.members[np.repeat(self.rows[:, 0] == stage, self.rows[:, 1]), 0]
@@ -114,15 +119,16 @@ LARGEST = 1 << 48
 
 
 class LaneColumn(NamedTuple):
-    """A column of a state: its name and the largest value."""
+    """A column of a state: its name, the largest value, and whether states of 0.1.0 have it; if not, it is 0 there."""
 
     name: str
     most: int
+    since_0_1_0: bool
 
 
-def _column(name: str, *, most: int = LARGEST) -> dict[str, LaneColumn]:
+def _column(name: str, *, most: int = LARGEST, since_0_1_0: bool = True) -> dict[str, LaneColumn]:
     """Declare a field of a lane's state that is a column of states."""
-    return {"column": LaneColumn(name, most)}
+    return {"column": LaneColumn(name, most, since_0_1_0)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +148,7 @@ class LaneState:
         batches_taken: Batches already delivered of those that batch hooks made from the rows of stage BATCH.
         buffer: Samples in the packing buffer at which the next selection is made; 0 for a lane that begins.
         sums: In a blend by amounts: the sums of the leaves (`plan/amounts.py`); empty for a lane that begins.
+        dealt: Packs selected so far of a buffer that the lane shares with others (`stream/dealt_packs.py`), else 0.
     """
 
     microbatches: int = field(metadata=_column("microbatches"))
@@ -153,6 +160,7 @@ class LaneState:
     batches_taken: int = field(default=0, metadata=_column("batches_taken", most=1 << 32))
     buffer: int = field(default=0, metadata=_column("buffers", most=1 << 32))
     sums: tuple[int, ...] = ()
+    dealt: int = field(default=0, metadata=_column("dealt", since_0_1_0=False))
 
     @property
     def standing(self) -> Standing:

@@ -118,7 +118,7 @@ class TaskEncoder(Generic[SampleT, EncodedT, RawBatchT, BatchT]):
 
     @property
     def current_buffer_is_last(self) -> bool:
-        """Whether no sample will join those that `select_samples_to_pack` leaves over, because the stream ends."""
+        """Whether no sample of the epoch will join those that `select_samples_to_pack` leaves over, since it ends."""
         return hooks.current_buffer_is_last()
 
     @property

@@ -196,9 +196,10 @@ def count_over_long(what: str, number: int = 1) -> None:
 
 
 def current_buffer_is_last() -> bool:
-    """Whether nothing joins what `select_samples_to_pack` leaves over: True in passes that end, False in endless runs.
+    """Whether what `select_samples_to_pack` leaves over misses its epoch: a pass ends, or an epoch of an endless run.
 
-    A selection that leaves samples over is then called again with these alone; samples never selected are skipped.
+    In a pass, the selection is called again with what it has left over alone; samples never selected are skipped. In an
+    endless run of one dataset they wait for the next epoch; in a mix it is False.
     """
     return LAST.get()
 

@@ -15,8 +15,8 @@ resumed run repeats them:
    that they choose their company. In a buffer of constant size a sample therefore leaves after at most `max_wait`
    selections, and every selection delivers a pack.
 
-At the end of a stream all packs leave, with nobody placed before the largest. Packs leave in the order of their oldest
-sample, and keep the order of the buffer inside, so that what training sees is not sorted by length.
+At the end of a pass or epoch all packs leave, with nobody placed before the largest. Packs leave in the order of their
+oldest sample, and keep the order of the buffer inside, so that what training sees is not sorted by length.
 """
 
 from __future__ import annotations
@@ -329,7 +329,7 @@ class Packer(Generic[T]):
     def select(self, samples: Sequence[T], *, flush: bool | None = None) -> list[list[T]]:
         """Return the packs that leave the buffer now, oldest samples first; `flush` delivers all of them.
 
-        By default it is flushed where the stream ends (`current_buffer_is_last`).
+        By default it is flushed where a pass or an epoch ends (`current_buffer_is_last`).
 
         Raises OverLongSampleError if a sample exceeds a limit by itself: `admit` must come before the buffer.
         """

@@ -213,7 +213,8 @@ def test_what_waits_in_a_pack_buffer_still_comes_and_then_no_more(data: Path) ->
         late.append({index for _, _, members in rows for _, index, _, _ in members} & NUMBERS)
     assert any(late[: 3 * NUM_LANES])
     assert not any(late[10 * NUM_LANES :])
-    assert start == min(one.draw * NUM_LANES + lane for lane, one in read(state).lanes.items())
+    # All lanes share one buffer, which has made the draws of the lane that has seen most.
+    assert start == max(one.draw + (one.taken > 0) for one in read(state).lanes.values())
 
 
 # Mixes, joins, lines -------------------------------------------------------------------------------------------------

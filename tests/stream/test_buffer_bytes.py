@@ -30,6 +30,8 @@ from energon_bridge.task_encoder.images import IMAGE_FORMS
 LANES = 6
 BULK = 1000
 data = made_once(text_dataset, train=[50, 31, 19])
+roomy = made_once(text_dataset, train=[1000, 920])
+"""Eight buffers of 40 samples in each lane: no lane shares its own."""
 
 
 class Bulky(PrePostEncoder):
@@ -58,7 +60,7 @@ def waiting(lane: Lane) -> list[Any]:
 
 
 @pytest.mark.parametrize("budget", [0, 90 * BULK])
-def test_contents_keep_to_the_budget(data: Path, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contents_keep_to_the_budget(roomy: Path, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pipelines: list[Pipeline] = []
     lanes: list[Lane] = []
     for kind, made in ((Pipeline, pipelines), (Lane, lanes)):
@@ -68,7 +70,7 @@ def test_contents_keep_to_the_budget(data: Path, budget: int, monkeypatch: pytes
             _made.append(self)
 
         monkeypatch.setattr(kind, "__init__", init)
-    (loader,) = opened(data, budget)
+    (loader,) = opened(roomy, budget)
     most = 0
     for _ in islice(loader, 10 * LANES):
         (pipeline,) = pipelines

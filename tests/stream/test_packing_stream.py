@@ -37,6 +37,10 @@ from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.stream.state import Stage
 
 data = made_once(text_dataset, train=[50, 31, 19], val=[13, 24])
+roomy = made_once(text_dataset, train=[4000, 3680])
+"""Eight buffers of 40 samples in each of 24 lanes."""
+ENDLESS: dict[str, Any] = {"shuffle_over_epochs_multiplier": -1}
+"""No epoch ends a buffer."""
 
 
 def members(batch: Any) -> list[tuple[Any, ...]]:
@@ -116,9 +120,9 @@ def test_what_a_pack_leaves_out_is_counted_once(data: Path) -> None:
     assert min(whole["skipped"], whole["errors"]) > 5
 
 
-def test_work_is_spread_evenly_over_the_microbatches(data: Path) -> None:
+def test_work_is_spread_evenly_over_the_microbatches(roomy: Path) -> None:
     encoder = Pairs()
-    dataset = train_dataset(data, "default", task_encoder=encoder, packing_buffer_size=40, batch_size=2)
+    dataset = train_dataset(roomy, "default", task_encoder=encoder, packing_buffer_size=40, batch_size=2, **ENDLESS)
     (loader,) = loaders_of(dataset, 1, 0)
     batches = iter(loader)
     costs = []
@@ -136,7 +140,7 @@ def test_work_is_spread_evenly_over_the_microbatches(data: Path) -> None:
 
 def test_a_restored_buffer_is_encoded_in_shares(data: Path) -> None:
     encoder = Pairs()
-    dataset = train_dataset(data, "default", task_encoder=encoder, packing_buffer_size=40, batch_size=1)
+    dataset = train_dataset(data, "default", task_encoder=encoder, packing_buffer_size=40, batch_size=1, **ENDLESS)
     (loader,) = loaders_of(dataset, 1, 0, num_lanes=1)
     seen = set()
     for _ in range(60):
@@ -155,14 +159,14 @@ def test_a_restored_buffer_is_encoded_in_shares(data: Path) -> None:
     assert seen >= set(range(1, 20)), "wherever the lane stands between two selections"
 
 
-def test_states_hold_references_in_few_bytes(data: Path) -> None:
-    dataset = train_dataset(data, "default", task_encoder=Pairs(), packing_buffer_size=200, batch_size=2)
+def test_states_hold_references_in_few_bytes(roomy: Path) -> None:
+    dataset = train_dataset(roomy, "default", task_encoder=Pairs(), packing_buffer_size=200, batch_size=2)
     (loader,) = loaders_of(dataset, 1, 0)
     sum(1 for _ in islice(loader, 3 * NUM_LANES))
     state = loader.save_state_rank()
     held = sum(len(lane.held.members) for lane in read_lanes(state).values())
     assert held > 150 * NUM_LANES
-    plain = get_savable_loader(train_dataset(data, "default"))
+    plain = get_savable_loader(train_dataset(roomy, "default"))
     sum(1 for _ in islice(plain, 3 * NUM_LANES))
     assert len(json.dumps(state)) - len(json.dumps(plain.save_state_rank())) <= 12 * held
 
@@ -233,9 +237,15 @@ def test_a_selection_knows_that_nothing_will_join_what_it_leaves(data: Path) -> 
     assert sizes == [10, 10, 10, 7], "each buffer of the pass as one pack"
     assert encoder.last == [True] * 4
     encoder = Patient()
-    endless = get_savable_loader(train_dataset(data, "default", task_encoder=encoder, packing_buffer_size=9))
+    settings: dict[str, Any] = {"packing_buffer_size": 9, "batch_size": 1}
+    endless = get_savable_loader(train_dataset(data, "default", task_encoder=encoder, **settings, **ENDLESS))
     assert sum(1 for _ in islice(endless, 50)) == 50
     assert set(encoder.last) == {False}
+    encoder, settings["packing_buffer_size"] = Patient(), 40
+    (loader,) = loaders_of(train_dataset(data, "default", task_encoder=encoder, **settings), 1, 0, num_lanes=1)
+    keys = [key[1] for batch in islice(loader, 120) for key in members(batch)]
+    assert {*encoder.last} == {True, False}, "an epoch ends a buffer, too"
+    assert sorted(keys[:100]) == list(range(100)) == sorted(keys[100:200])
     assert not encoder.current_buffer_is_last
 
 
@@ -302,21 +312,18 @@ def test_the_order_of_packs_since_version_5(data: Path) -> None:
     dataset = train_dataset(data, "default", task_encoder=encoder, packing_buffer_size=12, batch_size=1)
     (loader,) = loaders_of(dataset, 1, 0, num_lanes=3)
     packs = [tuple(key[1] for key in members(batch)) for batch in islice(loader, 48)]
-    assert encoder.selections[:6] == [12, 9, 11, 12, 12, 12], "lanes 0, 1 and 2, twice"
-    first = [(95, 74), (38, 85), (73, 51), (28, 86), (99, 93), (17, 75), (9, 3), (45, 13)]
-    assert packs[1::3] == [*first, (27, 42), (49, 7), (10, 22), (83, 19), (81, 40), (16, 66), (66, 28), (54, 26)]
+    assert encoder.selections[:6] == [12, 12, 12, 12, 12, 10], "equal parts of an epoch, with the two left over"
+    first = [(95, 28), (38, 73), (43, 51), (62, 45), (15, 9), (92, 13), (27, 49), (90, 93)]
+    assert packs[1::3] == [*first, (33, 68), (46, 88), (65, 47), (11, 22), (40, 19), (76, 54), (41, 50), (0, 23)]
 
 
-@pytest.mark.parametrize(("buffer", "named"), [(200, False), (201, True)])
-def test_a_buffer_of_more_than_the_data_is_named(
+@pytest.mark.parametrize(("buffer", "named"), [(8, False), (9, True)])
+def test_buffers_of_more_than_an_eighth_of_an_epoch_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, buffer: int, named: bool
 ) -> None:
-    data = text_dataset(tmp_path / "text", train=[120, 80], val=[1])
+    data = text_dataset(tmp_path / "text", train=[1000, 536], val=[1])  # 8 * 24 lanes * 8 samples
     for _ in range(2):
         get_savable_loader(train_dataset(data, task_encoder=Pairs(), packing_buffer_size=buffer))
-    said = (
-        f"packing_buffer_size={buffer} is more than the 200 samples of {data}: the stream repeats them, and a pack can "
-    )
-    assert [message.startswith(said) for message in caplog.messages if "packing_buffer_size" in message] == [
-        True
-    ] * named
+    said = f"{data} is small for packing: 24 lanes with packing_buffer_size={buffer} are more than an eighth of its"
+    found = [message for message in caplog.messages if "packing_buffer_size" in message]
+    assert [message.startswith(said) and "num_lanes" in message for message in found] == [True] * named

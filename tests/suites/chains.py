@@ -168,15 +168,22 @@ class Losses:
 
 def happened(loaders: list[SavableDataLoader], event: Event, losses: Losses, finite: bool = False) -> Any:
     """Change a run on all ranks; return the global draw from which it holds, or the class of the error."""
-    lanes = {} if finite else read_lanes(merge([loader.save_state_rank() for loader in loaders]))
-    count = loaders[0].ownership.num_lanes
+    state = merge([loader.save_state_rank() for loader in loaders])
+    lanes = {} if finite else read_lanes(state)
+    # Lanes that share a packing buffer draw together.
+    count = state["settings"].get("packing_buffers") or loaders[0].ownership.num_lanes
+
+    def undrawn() -> int:
+        return max((lane.draw + (lane.taken > 0) - 1) * count + number % count + 1 for number, lane in lanes.items())
 
     def set_weights(weights: list[Any], later: int | None = None) -> int:
-        start = max((lane.draw + (lane.taken > 0) - 1) * count + number + 1 for number, lane in lanes.items())
-        return changed(lambda one: one.set_weights(weights, from_draw=given(start, later)))
+        return changed(lambda one: one.set_weights(weights, from_draw=given(undrawn(), later)))
 
     def ban(keys: list[str], later: int | None) -> int:
-        first = None if finite else min(lane.draw * count + number for number, lane in lanes.items())
+        shared = count < loaders[0].ownership.num_lanes
+        first = None
+        if not finite:
+            first = undrawn() if shared else min(lane.draw * count + number for number, lane in lanes.items())
         start = 0 if later == -1 else given(first, later)
         start = None if finite or loaders[0].spec.buckets is not None else start
         return changed(lambda one: one.ban(keys, from_draw=start, ignore_unknown=True))

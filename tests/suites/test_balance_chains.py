@@ -288,7 +288,8 @@ def run_chain(data: Path, chain: Chain) -> None:
 def earliest(states: list[Any], lanes: int) -> int:
     """Return the first global draw that no lane has made."""
     made = {number: lane.draw for state in states for number, lane in read_lanes(state).items()}
-    return max((draw - 1) * lanes + number + 1 for number, draw in made.items())
+    buffers = states[0]["settings"].get("packing_buffers") or lanes  # lanes that share one draw together
+    return max((draw - 1) * buffers + number % buffers + 1 for number, draw in made.items())
 
 
 @pytest.mark.parametrize("part", range(PARTS))

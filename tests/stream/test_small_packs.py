@@ -1,0 +1,83 @@
+"""Packs of small data, for whose lanes full buffers would hold many epochs: how often each sample comes, by keys."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine import config_of, text_dataset
+
+from energon_bridge import DefaultTaskEncoder, TextSample, get_savable_loader, get_train_dataset
+
+SIZES = (48, 100, 500, 2000)
+ROOM = 128
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("small")
+    for samples in SIZES:
+        text_dataset(folder / str(samples), train=[samples // 2, samples - samples // 2])
+    return folder
+
+
+def length(sample: Any) -> int:
+    return 10 + int(sample.__key__.rpartition("/")[2]) * 37 % 90
+
+
+class Packs(DefaultTaskEncoder):
+    """Packs all that waits, best fit, into rows of 128; a pack's key names its samples."""
+
+    def encode_sample(self, sample: TextSample) -> TextSample:
+        return sample
+
+    def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
+        waiting, packs = sorted(samples, key=length), []
+        while waiting:
+            room, pack = ROOM, []
+            while fitting := [one for one in waiting if length(one) <= room]:
+                room -= length(fitting[-1])
+                pack.append(fitting[-1])
+                waiting.remove(fitting[-1])
+            packs.append(pack)
+        return packs
+
+    def pack_selected_samples(self, pack: list[Any]) -> TextSample:
+        return TextSample(__key__=" ".join(one.__key__ for one in pack), text=" ".join(one.text for one in pack))
+
+
+def packs_of(source: Any, buffer: int, lanes: int | None) -> Iterator[list[tuple[Any, ...]]]:
+    spec = get_train_dataset(
+        source, task_encoder=Packs(), packing_buffer_size=buffer, batch_size=1, worker_config=config_of(1, 0)
+    )
+    loader = get_savable_loader(spec, worker_config=config_of(1, 0, num_lanes=lanes))
+    for batch in loader:
+        ((_, _, members),) = batch.__restore_key__[3]
+        yield [key[:2] for key in members]
+
+
+@pytest.mark.parametrize(
+    ("samples", "buffer", "lanes"),
+    [(48, 100, None), (48, 16, 8), (100, 16, None), (100, 100, 24), (500, 16, None), (500, 100, 8), (2000, 100, None)],
+)
+def test_every_sample_comes_once_an_epoch(folder: Path, samples: int, buffer: int, lanes: int | None) -> None:
+    times: Counter[Any] = Counter()
+    number, first, packs = 0, 0, packs_of(folder / str(samples), buffer, lanes)
+    while times.total() < 3 * samples:
+        pack = next(packs)
+        assert len(set(pack)) == len(pack), "no pack has a sample twice"
+        times.update(pack)
+        number += 1
+        first = first or (len(times) if times.total() >= samples else 0)
+    assert first >= 0.95 * samples
+    assert len(times) == samples
+    assert set(times.values()) <= {2, 3, 4}
+    alone = 0
+    taken, packs = 0, packs_of(folder / str(samples), buffer, 1)
+    while taken < 3 * samples:
+        taken += len(next(packs))
+        alone += 1
+    assert number <= 1.05 * alone, "packs are as full as those of one lane"
