@@ -423,7 +423,8 @@ class SavableDataLoader(NotForDataLoader, torch.utils.data.DataLoader[Any]):
 
     def __del__(self) -> None:
         # Threads end with their `Production`; the garbage collector may call this on one that must not wait for them.
-        if "_source" in self.__dict__:
+        # At the interpreter's end, modules may be gone already.
+        if "_source" in self.__dict__ and self.config.num_workers:
             self._stop_workers()
 
     # State -----------------------------------------------------------------------------------------------------------

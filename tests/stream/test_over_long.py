@@ -73,8 +73,11 @@ def expected_counts(spec: DatasetSpec, state: Any, policy: str) -> list[dict[str
     """Count by arithmetic, for each leaf, the draws that the lanes of a state have made."""
     plan = plan_run(spec, config_of(1, 0), state["num_lanes"])
     counts: list[Counter[str]] = [Counter() for _ in plan.leaves]
+    buffers = plan.leaves[0].order.num_lanes
     for lane, at in read_lanes(state).items():
         assert plan.blend is not None
+        if lane >= buffers:
+            continue  # it shares the buffer of an earlier lane, which counts
         made = list(at.leaf_draws)
         if at.taken:  # counted with its first piece
             made[int(plan.blend.leaves(lane, at.draw, 1)[0])] += 1
